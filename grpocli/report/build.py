@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,10 @@ from grpocli.progress import Progress, unreported
 from grpocli.report.charts import charts
 from grpocli.report.curves import curves_of, read_curves, thinned, with_evaluations
 from grpocli.report.diagnosis import verdict, warnings
-from grpocli.report.facts import facts, sessions
+from grpocli.report.facts import compute_dtype, facts, sessions
 from grpocli.report.page_data import PageData, Rollouts, RunView, Series
 from grpocli.report.rollout_sample import BUDGET, Prompts, RolloutSample
-from grpocli.report.several import differences, labels, results
+from grpocli.report.several import differences, labels, natural, results
 from grpocli.report.token_texts import TokenTexts
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import RunRow, find_runs, flatten, load_yaml
@@ -28,6 +29,14 @@ ROWS = 6_000
 ROWS_OF_RUN, FEWEST_ROWS = 1_000, 60
 PROBLEMS = 32
 """Held-out problems if the config leaves them to the hardware: the smaller of its two defaults."""
+
+STOPPED = re.compile(
+    r"KeyboardInterrupt"
+    r"|(SIG\w+|asked to stop) after step \d+; resume with: .*"
+    r"|.*; stopped after step \d+, which is saved; when the service is back, resume with: .*",
+    re.DOTALL,
+)
+"""The `exit` of a summary whose run was asked to stop, or lost a service (`Trainer.checkpoint_and_stop`)."""
 
 FORMULA_KEYS = ("algorithm", "reward", "rollout", "train", "optim")
 """The sections of a config that the formula of its objective shows."""
@@ -52,7 +61,8 @@ class Builder:
 
     def page(self, folders: Sequence[Path]) -> PageData:
         """The page of the runs below some folders. Raises ConfigError if there are none."""
-        rows = list({row.path.resolve(): row for folder in folders for row in find_runs(folder)}.values())
+        found = [row for folder in folders for row in sorted(find_runs(folder), key=lambda row: natural(row.path))]
+        rows = list({row.path.resolve(): row for row in found}.values())
         if not rows:
             raise ConfigError(
                 f"there is no run below {', '.join(map(str, folders))}; give the folder of a run or sweep"
@@ -65,7 +75,7 @@ class Builder:
             title=_title(folders, runs),
             made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             version=__version__,
-            charts=charts({name for run in runs for name in run.metrics}),
+            charts=charts({name for run in runs for name in run.metrics}, {} if self.live else _constants(runs)),
             runs=runs,
             prompts=prompts.found,
             results=results(rows, runs) if several else None,
@@ -92,8 +102,9 @@ class Builder:
             problems.append(f"summary.json is of an earlier session, which ended at step {summary.get('steps')}")
             summary = {name: value for name, value in summary.items() if name.endswith("_before")}
         curves = with_evaluations(raw, summary, *_evaluation(flat))
+        flat |= {"model.dtype": compute_dtype(row.path, flat)}
         found = warnings(curves, flat)
-        state = _state(row.path, summary)
+        state = state_of(row.path, summary, _int(flat.get("train.steps")))
         most = max(FEWEST_ROWS, min(ROWS_OF_RUN, ROWS // len(rows)))
         drawn, thinning = thinned(curves, most, [warning.step for warning in found])
         share = None if self.completions is None else self.completions // len(rows)
@@ -123,14 +134,18 @@ class Builder:
 
     def _formula(self, run: Path, config: Mapping[str, Any], problems: list[str]) -> list[str]:
         """The formula, composed once for runs whose configs differ in nothing that it shows."""
+        if not config:
+            return []  # another note says why
         key = json.dumps([config.get(name) for name in FORMULA_KEYS], default=str)
         if key not in self.formulas:
             try:
                 self.formulas[key] = list(self.formula(run))
-            except (GrpoError, OSError, ValueError, TypeError, KeyError, AttributeError):
-                self.formulas[key] = []
-        if not self.formulas[key]:
-            problems.append("the formula of the objective is unknown: the config cannot be composed")
+            except GrpoError as error:
+                problems.append(f"the formula of the objective is unknown: {error}")
+                return []
+            except (OSError, ValueError, TypeError, KeyError, AttributeError):
+                problems.append("the formula of the objective is unknown: config.yaml is not the config of a run")
+                return []
         return self.formulas[key]
 
 
@@ -172,13 +187,23 @@ def _summary(run: Path, problems: list[str]) -> dict[str, Any]:
     return summary
 
 
-def _state(run: Path, summary: Mapping[str, Any]) -> str:
+def state_of(run: Path, summary: Mapping[str, Any], steps: int) -> str:
+    """The state of a run that was asked for some steps, by its lock and the `exit` of its summary."""
     if RunDir(run).is_running():
         return "running"
     cause = summary.get("exit")
-    if cause is None:
-        return "unfinished"
-    return "done" if cause == "done" else "stopped" if "stop" in str(cause) or "interrupt" in str(cause) else "failed"
+    if cause is None or (cause == "done" and steps and summary.get("steps") != steps):
+        return "unfinished"  # killed: the first time, or after a resume that asked for more steps
+    return "done" if cause == "done" else "stopped" if STOPPED.fullmatch(str(cause)) else "failed"
+
+
+def _constants(runs: Sequence[RunView]) -> dict[str, float]:
+    """The metrics with the same value in all steps of all runs."""
+    values: dict[str, set[float]] = {}
+    for run in runs:
+        for name, series in run.metrics.items():
+            values.setdefault(name, set()).update(value for value in series if value is not None)
+    return {name: min(found) for name, found in values.items() if len(found) == 1}
 
 
 def _evaluation(flat: Mapping[str, Any]) -> tuple[int, int]:

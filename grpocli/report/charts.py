@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from grpocli.report.curves import HIGH, LOW
@@ -14,16 +14,27 @@ OTHER = "Other metrics"
 
 @dataclass(frozen=True, slots=True)
 class ChartSpec:
-    """A chart whose lines are patterns: `*` stands for a name, which the label `*` shows."""
+    """A chart whose lines are patterns: `*` stands for a name, which the label `*` shows.
+
+    idle: the chart is left out if its metrics have only this value.
+    """
 
     chart: Chart
     lines: tuple[tuple[str, str], ...]
+    idle: float | None = None
 
 
 def _spec(
-    section: str, id: str, title: str, help: str, *lines: tuple[str, str], unit: str = "", stacked: bool = False
+    section: str,
+    id: str,
+    title: str,
+    help: str,
+    *lines: tuple[str, str],
+    unit: str = "",
+    stacked: bool = False,
+    idle: float | None = None,
 ) -> ChartSpec:
-    return ChartSpec(Chart(id, title, section, [], help, unit, stacked), lines)
+    return ChartSpec(Chart(id, title, section, [], help, unit, stacked), lines, idle)
 
 
 SPECS = (
@@ -36,18 +47,18 @@ SPECS = (
     ),
     _spec(
         "Rewards",
-        "rewards",
-        "Each reward",
-        "The mean of each reward over the completions that it applies to.",
-        ("rewards/*/mean", "*"),
-    ),
-    _spec(
-        "Rewards",
         "accuracy",
         "Held-out accuracy",
         "The share of right answers on held-out problems, with 95 % intervals over problems.",
         ("eval/accuracy", "temperature 1"),
         ("eval/accuracy_greedy", "greedy"),
+    ),
+    _spec(
+        "Rewards",
+        "rewards",
+        "Each reward",
+        "The mean of each reward over the completions that it applies to.",
+        ("rewards/*/mean", "*"),
     ),
     _spec(
         "Rewards",
@@ -85,6 +96,7 @@ SPECS = (
         "Completions that a reward could not score, and those that exceeded its timeout.",
         ("rewards/*/errors", "*"),
         ("rewards/*/timeouts", "* timeouts"),
+        idle=0,
     ),
     _spec(
         "Tasks",
@@ -124,6 +136,7 @@ SPECS = (
         "Turns of an episode",
         "The model's turns in an episode with an environment.",
         ("completions/mean_turns", "mean"),
+        idle=1,
     ),
     _spec(
         "Policy",
@@ -168,6 +181,30 @@ SPECS = (
         "Optimization", "lr", "Learning rate", "The learning rate of the step's last update.", ("lr", "learning rate")
     ),
     _spec(
+        "Sampling",
+        "rounds",
+        "Rounds of dynamic sampling",
+        "How often the step sampled to get enough groups.",
+        ("sampling/rounds", "rounds"),
+        idle=1,
+    ),
+    _spec(
+        "Sampling",
+        "kept",
+        "Groups of a step",
+        "The groups trained on, and those of them sampled in the step before.",
+        ("sampling/kept", "trained on"),
+        ("sampling/carried", "sampled in the step before"),
+    ),
+    _spec(
+        "Sampling",
+        "acceptance",
+        "Acceptance",
+        "The share of sampled groups that the step kept.",
+        ("sampling/acceptance", "share kept"),
+        idle=1,
+    ),
+    _spec(
         "Sampler and trainer",
         "mismatch",
         "Mismatch of sampler and trainer",
@@ -193,28 +230,6 @@ SPECS = (
         ("staleness/mean", "mean"),
         ("staleness/max", "oldest"),
         ("sampling/stale", "groups dropped as too old"),
-    ),
-    _spec(
-        "Sampling",
-        "rounds",
-        "Rounds of dynamic sampling",
-        "How often the step sampled to get enough groups.",
-        ("sampling/rounds", "rounds"),
-    ),
-    _spec(
-        "Sampling",
-        "kept",
-        "Groups of a step",
-        "The groups trained on, and those of them sampled in the step before.",
-        ("sampling/kept", "trained on"),
-        ("sampling/carried", "sampled in the step before"),
-    ),
-    _spec(
-        "Sampling",
-        "acceptance",
-        "Acceptance",
-        "The share of sampled groups that the step kept.",
-        ("sampling/acceptance", "share kept"),
     ),
     _spec(
         "Time and memory",
@@ -252,8 +267,12 @@ SPECS = (
 )
 
 
-def charts(metrics: Iterable[str]) -> list[Chart]:
-    """The charts that have data, then one for each metric in none of them, so that every metric can be seen."""
+def charts(metrics: Iterable[str], constants: Mapping[str, float] | None = None) -> list[Chart]:
+    """The charts that have data, then one for each metric in none of them, so that every metric can be seen.
+
+    constants: the metrics with one value in all steps. Charts that say nothing with it are left out.
+    """
+    constants = constants or {}
     names = {name for name in metrics if not name.endswith((LOW, HIGH))}
     limits = set(metrics) - names
     used: set[str] = set()
@@ -261,7 +280,7 @@ def charts(metrics: Iterable[str]) -> list[Chart]:
     for spec in SPECS:
         lines = [line for pattern, label in spec.lines for line in _lines(pattern, label, names, limits)]
         used |= {line.metric for line in lines}
-        if lines:
+        if lines and not (spec.idle is not None and all(constants.get(line.metric) == spec.idle for line in lines)):
             found.append(replace(spec.chart, lines=lines))
     rest = [Chart(f"other_{i}", name, OTHER, [Line(name, name)]) for i, name in enumerate(sorted(names - used))]
     return [*found, *rest]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +21,26 @@ NOISE = 3.0
 WINDOW = 10
 """Steps that a warning's numbers are averaged over, because single steps are noisy."""
 
+EARLY = 3
+"""Steps that the numbers of an unmistakable warning are averaged over: one that more steps would not change."""
+FULL = 0.95
+"""The share of its maximum from which a mean reward counts as solved."""
+
 SPIKE = 20.0
 """A gradient norm is a spike above this multiple of the median; clipping limits smaller ones."""
+SLOW = "Sampling and training should take most of the time."
+SAME = 0.5
+"""The share of groups with equal rewards up to which a low entropy is harmless."""
 STALE = 0.1
 """The share of steps that may drop groups as too old: a few do after a resume."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A warning: the mean of `metric` over WINDOW steps passes the limit. limit: (start mean, config) -> limit."""
+    """A warning: the mean of `metric` over WINDOW steps passes the limit.
+
+    limit: (start mean, config) -> limit. sure: a limit that the mean over EARLY steps passes if it is unmistakable.
+    """
 
     kind: str
     metric: str
@@ -39,6 +50,7 @@ class Rule:
     seen: str
     meaning: str
     advice: str
+    sure: float | None = None
 
 
 def _mismatch(start: float, flat: Mapping[str, Any]) -> float:
@@ -85,6 +97,7 @@ RULES = (
         "{value:.0%} of the completions are cut off",
         "A completion that is cut off usually has no answer, and its reward says little.",
         "Raise rollout.max_completion_tokens.",
+        sure=0.95,
     ),
     Rule(
         "mismatch",
@@ -95,6 +108,7 @@ RULES = (
         "token_mult_prob_error is {value:.3f}",
         "The sampler and the trainer give the same tokens different probabilities.",
         "Try model.dtype=float32, or algorithm/correction=token_truncate.",
+        sure=1.5,
     ),
     Rule(
         "KL",
@@ -148,6 +162,27 @@ RULES = (
     ),
 )
 
+SPECIAL = {
+    "solved": ("Nothing is left to learn from these problems.", "Choose harder problems."),
+    "not finite": (
+        "The update cannot be trusted: an overflow, or a batch without a token in the loss.",
+        "Lower optim.lr, or try model.dtype=float32.",
+    ),
+    "reward falls": ("The update harms the policy.", "Lower optim.lr, or raise algorithm.kl.beta."),
+    "reward hacking": (
+        "The model may exploit the reward instead of solving the problems.",
+        "Read completions of high reward, and choose stricter rewards.",
+    ),
+    "gradient spike": ("Single batches dominate the update.", "Lower optim.max_grad_norm or optim.lr."),
+    "reward errors": ("Completions have no score, or a wrong one.", "Check the reward with grpocli reward-check."),
+    "staleness": ("Sampled completions are thrown away.", "Raise rollout.max_staleness."),
+    "slow reward": (SLOW, "Choose a faster reward, or one with worker processes."),
+    "slow sync": (SLOW, "Raise sync.verify_every."),
+    "slow eval": (SLOW, "Raise eval.every, or lower eval.problems."),
+    "slow checkpoint": (SLOW, "Raise checkpoint.every."),
+}
+"""(meaning, advice) of the warnings that are no Rule."""
+
 STAGES = ("reward", "sync", "eval", "checkpoint")
 """The stages that should be small beside sampling and training."""
 
@@ -164,55 +199,81 @@ def warnings(curves: Curves, flat: Mapping[str, Any]) -> list[RunWarning]:
 def _warning(rule: Rule, curves: Curves, flat: Mapping[str, Any]) -> RunWarning | None:
     if rule.kind == "length growth" and (change := _reward_change(curves)) and change[0] == "good":
         return None  # as reasoning grows, which is healthy
-    if rule.kind == "mismatch" and any(value > 0 for _, value in curves.series("staleness/max")):
-        return None  # the weights differ, too
-    points = curves.series(rule.metric)
-    if len(points) < WINDOW:
+    if rule.kind == "mismatch" and _mismatch_expected(curves, flat):
         return None
-    start = statistics.fmean(value for _, value in points[:ENDS])
-    limit = rule.limit(start, flat)
-    for end in range(WINDOW, len(points) + 1):
-        value = statistics.fmean(value for _, value in points[end - WINDOW : end])
-        if value < limit if rule.below else value > limit:
-            text = f"{rule.seen.format(value=value, start=start)} (the mean of {WINDOW} steps)"
-            return RunWarning(points[end - 1][0], rule.kind, text, rule.meaning, rule.advice, rule.chart)
+    points = curves.series(rule.metric)
+    start = statistics.fmean(value for _, value in points[:ENDS]) if points else 0.0
+    for step, value, width in _means(rule, points, rule.limit(start, flat)):
+        if rule.kind == "entropy collapse" and _is_harmless(curves, flat, step):
+            continue
+        text = f"{rule.seen.format(value=value, start=start)} (the mean of {width} steps)"
+        if rule.kind == "no spread" and _solved(curves, flat, step):
+            return RunWarning(step, "solved", text, *SPECIAL["solved"], rule.chart)
+        return RunWarning(step, rule.kind, text, rule.meaning, rule.advice, rule.chart)
     return None
 
 
+def _means(rule: Rule, points: Sequence[tuple[int, float]], limit: float) -> Iterator[tuple[int, float, int]]:
+    """(last step, mean, number of steps) of the windows that pass the rule's limit."""
+    for end in range(1, len(points) + 1):
+        for width, border in ((WINDOW, limit), (EARLY, rule.sure)):
+            if border is not None and end >= width:
+                value = statistics.fmean(value for _, value in points[end - width : end])
+                if value < border if rule.below else value > border:
+                    yield points[end - 1][0], value, width
+                    break
+
+
+def _mismatch_expected(curves: Curves, flat: Mapping[str, Any]) -> bool:
+    """Stale completions are of other weights; constrained decoding changes the sampler's probabilities."""
+    constrained = any(flat.get(key) is not None for key in ("rollout.regex", "rollout.json_schema"))
+    return constrained or any(value > 0 for _, value in curves.series("staleness/max"))
+
+
+def _is_harmless(curves: Curves, flat: Mapping[str, Any], step: int) -> bool:
+    """Whether a low entropy at a step is: the groups still differ, or there is nothing left to learn."""
+    spread = [value for at, value in curves.series("frac_reward_zero_std") if at <= step][-WINDOW:]
+    return bool(spread) and (statistics.fmean(spread) <= SAME or _solved(curves, flat, step))
+
+
+def _solved(curves: Curves, flat: Mapping[str, Any], step: int) -> bool:
+    """Whether the mean reward up to a step is near its maximum."""
+    rewards = [value for at, value in curves.series("reward") if at <= step][-WINDOW:]
+    names = sorted({key.split(".")[1] for key in flat if key.startswith("reward.") and key.count(".") > 1})
+    most = sum(_weight(flat, name) * _maximum(flat, name) for name in names)
+    return bool(rewards) and most > 0 and statistics.fmean(rewards) >= FULL * most
+
+
+def _weight(flat: Mapping[str, Any], name: str) -> float:
+    weight = flat.get(f"reward.{name}.weight", 1.0)
+    return float(weight) if isinstance(weight, int | float) else 1.0
+
+
+def _maximum(flat: Mapping[str, Any], name: str) -> float:
+    """The highest score of a reward: `right` if it has that key, 0 for a punishment, otherwise 1."""
+    right = flat.get(f"reward.{name}.right")
+    punishes = f"reward.{name}.buffer_tokens" in flat
+    return float(right) if isinstance(right, int | float) else 0.0 if punishes else 1.0
+
+
 def _not_finite(curves: Curves) -> list[RunWarning]:
-    meaning = "The update cannot be trusted: an overflow, or a batch without a token in the loss."
     return [
-        RunWarning(
-            steps[0],
-            "not finite",
-            f"{name} is not a finite number in {len(steps)} steps",
-            meaning,
-            "Lower optim.lr, or try model.dtype=float32.",
-            name,
-        )
+        _special(steps[0], "not finite", f"{name} is not a finite number in {len(steps)} steps", name)
         for name in ("loss", "grad_norm")
         if (steps := curves.not_finite.get(name))
     ]
 
 
+def _special(step: int, kind: str, text: str, chart: str) -> RunWarning:
+    shown = "slow stage" if kind.startswith("slow ") else kind
+    return RunWarning(step, shown, text, *SPECIAL[kind], chart)
+
+
 def _slow_stages(curves: Curves) -> list[RunWarning]:
     whole = sum(value for _, value in curves.series("time/step"))
     parts = {stage: sum(value for _, value in curves.series(f"time/{stage}")) for stage in STAGES}
-    advice = {
-        "reward": "Choose a faster reward, or one with worker processes.",
-        "sync": "Raise sync.verify_every.",
-        "eval": "Raise eval.every, or lower eval.problems.",
-        "checkpoint": "Raise checkpoint.every.",
-    }
     return [
-        RunWarning(
-            curves.steps[0],
-            "slow stage",
-            f"{seconds / whole:.0%} of the time is {stage}",
-            "Sampling and training should take most of the time.",
-            advice[stage],
-            "time",
-        )
+        _special(curves.steps[0], f"slow {stage}", f"{seconds / whole:.0%} of the time is {stage}", "time")
         for stage, seconds in parts.items()
         if len(curves.steps) >= WINDOW and whole and seconds > whole / 2
     ]
@@ -220,11 +281,8 @@ def _slow_stages(curves: Curves) -> list[RunWarning]:
 
 def verdict(curves: Curves, state: str, found: Sequence[RunWarning]) -> Verdict:
     """Whether the run learned: by held-out accuracy, otherwise by the reward of the first and last steps."""
-    look = (
-        f"Look first at {found[0].kind}, step {found[0].step}."
-        if found
-        else "Look first at the completions of the last step."
-    )
+    alarms = [warning for warning in found if warning.kind != "solved"]
+    look = f"{alarms[0].kind}, from step {alarms[0].step}." if alarms else "the completions of the last step."
     if not curves.steps:
         return Verdict("unclear", "The run has no step yet.", "")
     judged = _by_accuracy(curves) or _by_reward(curves)
@@ -282,27 +340,11 @@ def _learning(curves: Curves) -> list[RunWarning]:
     """A reward that falls, and an accuracy that falls while the reward rises."""
     change, accuracy = _reward_change(curves), _by_accuracy(curves)
     last = curves.steps[-1] if curves.steps else 0
-    found = []
     if change and change[0] == "bad":
-        advice = "Lower optim.lr, or raise algorithm.kl.beta."
-        found.append(
-            RunWarning(
-                last, "reward falls", f"the reward went {change[1]}", "The update harms the policy.", advice, "reward"
-            )
-        )
+        return [_special(last, "reward falls", f"the reward went {change[1]}", "reward")]
     if change and change[0] == "good" and accuracy and accuracy[0] == "bad":
-        meaning = "The model may exploit the reward instead of solving the problems."
-        found.append(
-            RunWarning(
-                last,
-                "reward hacking",
-                f"{accuracy[1]} The reward rose {change[1]}",
-                meaning,
-                "Read completions of high reward, and choose stricter rewards.",
-                "accuracy",
-            )
-        )
-    return found
+        return [_special(last, "reward hacking", f"{accuracy[1]} The reward rose {change[1]}", "accuracy")]
+    return []
 
 
 def _events(curves: Curves) -> list[RunWarning]:
@@ -313,41 +355,14 @@ def _events(curves: Curves) -> list[RunWarning]:
     spikes = [(step, value) for step, value in norms if len(norms) >= FEW_STEPS and value > SPIKE * usual > 0]
     if spikes:
         text = f"the gradient norm is {spikes[0][1]:.3g}, the median {usual:.3g}, in {len(spikes)} steps"
-        found.append(
-            RunWarning(
-                spikes[0][0],
-                "gradient spike",
-                text,
-                "Single batches dominate the update.",
-                "Lower optim.max_grad_norm or optim.lr.",
-                "grad_norm",
-            )
-        )
+        found.append(_special(spikes[0][0], "gradient spike", text, "grad_norm"))
     for name in curves.metrics:
         failed = [(step, value) for step, value in curves.series(name) if value > 0]
         if failed and name.startswith("rewards/") and name.endswith(("/errors", "/timeouts")):
             text = f"{name} is {failed[0][1]:g}, above 0 in {len(failed)} steps"
-            found.append(
-                RunWarning(
-                    failed[0][0],
-                    "reward errors",
-                    text,
-                    "Completions have no score, or a wrong one.",
-                    "Check the reward with grpocli reward-check.",
-                    "reward_errors",
-                )
-            )
+            found.append(_special(failed[0][0], "reward errors", text, "reward_errors"))
     stale = [(step, value) for step, value in curves.series("sampling/stale") if value > 0]
     if len(stale) > len(curves.steps) * STALE:
         text = f"groups were dropped as too old in {len(stale)} steps"
-        found.append(
-            RunWarning(
-                stale[0][0],
-                "staleness",
-                text,
-                "Sampled completions are thrown away.",
-                "Raise rollout.max_staleness.",
-                "staleness",
-            )
-        )
+        found.append(_special(stale[0][0], "staleness", text, "staleness"))
     return found

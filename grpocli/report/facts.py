@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,50 +14,61 @@ from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Session, format_value, read_sessions
 from grpocli.tracking.text import format_duration
 
-ROWS = (
-    ("hardware", ("hardware.device", "hardware.processes", "hardware.parallel", "hardware.nodes")),
-    ("precision", ("model.dtype", "model.lora.rank")),
-    ("sampling", ("rollout.prompts_per_step", "rollout.group_size", "rollout.temperature", "rollout.top_p")),
-    ("lengths", ("rollout.max_prompt_tokens", "rollout.max_completion_tokens")),
-    ("update", ("train.epochs", "train.minibatches", "optim.lr", "optim.schedule", "optim.max_grad_norm")),
-    ("evaluation", ("eval.problems", "eval.samples", "eval.every")),
-    ("seed", ("seed",)),
-)
-"""Facts that are config keys with their values."""
+NAMES = {"grpo": "GRPO", "dapo": "DAPO", "drgrpo": "Dr. GRPO", "dgpo": "DGPO", "adamw": "AdamW", "muon": "Muon"}
+"""Names of choices in papers."""
+
+DTYPES = ("float32", "bfloat16")
+
+Flat = Mapping[str, Any]
+"""A config by dotted key."""
 
 
 def facts(
-    run: Path, config: Mapping[str, Any], flat: Mapping[str, Any], summary: Mapping[str, Any], curves: Curves
+    run: Path, config: Mapping[str, Any], flat: Flat, summary: Mapping[str, Any], curves: Curves
 ) -> list[tuple[str, str]]:
-    """(label, value) rows. flat: the config by dotted key."""
+    """(label, value) rows; those that the config does not determine are left out."""
     choices = saved_choices(run, config)
-    path = flat.get("model.path")
-    model = choices.get("model", "unknown")
     rows = [
-        ("model", f"{model} ({path})" if isinstance(path, str) and path != model else model),
-        ("task", choices.get("task", "unknown")),
+        ("model", _model(choices, flat)),
+        ("task", _tasks(choices, config)),
         ("rewards", _rewards(config)),
-        ("algorithm", _algorithm(choices)),
-        ("engine", choices.get("engine", "unknown")),
+        ("algorithm", _algorithm(choices, config)),
+        ("recipe", choices.get("recipe", "")),
+        ("sampling", _sampling(flat)),
+        ("update", _update(choices, flat)),
+        ("evaluation", _evaluation(flat)),
+        ("engine", _engine(run, choices, flat)),
+        ("hardware", _hardware(run, flat)),
+        ("seed", format_value(flat["seed"]) if "seed" in flat else ""),
+        *_progress(flat, summary, curves),
     ]
-    for label, keys in ROWS:
-        known = [f"{key}={format_value(flat[key])}" for key in keys if key in flat]
-        rows += [(label, ", ".join(known))] if known else []
-    done = curves.steps[-1] if curves.steps else 0
-    rows.append(("steps", f"{done:,} of {flat.get('train.steps', 'unknown')}"))
-    seconds = summary.get("seconds") or sum(value for _, value in curves.series("time/step"))
-    rows.append(("time", format_duration(float(seconds))))
-    if tokens := curves.series("num_tokens"):
-        rows.append(("tokens", f"{tokens[-1][1]:,}"))
-    return rows
+    return [(label, value) for label, value in rows if value]
+
+
+def compute_dtype(run: Path, flat: Flat) -> str:
+    """The dtype that the policy computes in: the config's, otherwise the final model's; `auto` if it is unknown."""
+    wanted = str(flat.get("model.dtype", "auto"))
+    if wanted in DTYPES:
+        return wanted
+    try:
+        saved = json.loads((RunDir(run).model / "config.json").read_text()).get("dtype")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return "auto"
+    return saved if saved in DTYPES else "auto"
 
 
 def sessions(run: Path) -> list[tuple[str, str, str]]:
     """(steps before, start, versions and changes) of each session."""
-    logging.getLogger("grpocli.tracking.sessions").setLevel(logging.ERROR)  # the page has a note
-    return [
-        (f"from step {session.step + 1}", session.time, _session(session)) for session in read_sessions(RunDir(run))
-    ]
+    return [(f"from step {session.step + 1}", str(session.time), _session(session)) for session in _sessions(run)]
+
+
+def _sessions(run: Path) -> list[Session]:
+    logging.getLogger("grpocli.tracking.sessions").setLevel(logging.ERROR)  # a page is no place for the log's warning
+    try:
+        found = read_sessions(RunDir(run))
+    except OSError:
+        return []
+    return [one for one in found if isinstance(one.step, int) and isinstance(one.versions, dict)]
 
 
 def _session(session: Session) -> str:
@@ -65,15 +77,135 @@ def _session(session: Session) -> str:
     return "; ".join([versions, *changes, *session.fallback])
 
 
+def _model(choices: Mapping[str, str], flat: Flat) -> str:
+    name, path = choices.get("model", "unknown"), flat.get("model.path")
+    shown = name if not isinstance(path, str) or path == name else path if name == "hf" else f"{name} ({path})"
+    dtype, rank = flat.get("model.dtype"), flat.get("model.lora.rank")
+    parts = [shown, f"LoRA of rank {rank}" if rank else "", f"in {dtype}" if dtype in DTYPES else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _tasks(choices: Mapping[str, str], config: Mapping[str, Any]) -> str:
+    """The task, or those of a mixture with their shares; with the environment."""
+    task = config.get("task")
+    if not isinstance(task, Mapping):
+        return choices.get("task", "unknown")
+    if task.get("_target_") != "task/mixture":
+        return choices.get("task", "unknown") + _environment(task)
+    parts = {name: part for name, part in task.items() if isinstance(part, Mapping)}
+    weights = {name: part.get("weight", 1) for name, part in parts.items()}
+    total = sum(weight for weight in weights.values() if isinstance(weight, int | float)) or 1
+    return ", ".join(
+        f"{name} {weights[name] / total:.0%}{_environment(part)}" if isinstance(weights[name], int | float) else name
+        for name, part in parts.items()
+    )
+
+
+def _environment(task: Mapping[str, Any]) -> str:
+    environment = task.get("environment")
+    if not isinstance(environment, Mapping) or not environment.get("name"):
+        return ""
+    name = str(environment["name"]).rpartition(":")[2]
+    return f" (environment {name}, up to {format_value(environment.get('turns'))} turns)"
+
+
 def _rewards(config: Mapping[str, Any]) -> str:
     rewards = config.get("reward")
     rewards = rewards if isinstance(rewards, Mapping) else {}
     weights = {name: part.get("weight", 1) if isinstance(part, Mapping) else 1 for name, part in rewards.items()}
-    return ", ".join(f"{name} (weight {format_value(weight)})" for name, weight in weights.items()) or "none"
+    return ", ".join(f"{name} × {format_value(w)}" if w != 1 else name for name, w in weights.items()) or "none"
 
 
-def _algorithm(choices: Mapping[str, str]) -> str:
-    parts = [
-        f"{name.removeprefix('algorithm/')}={part}" for name, part in choices.items() if name.startswith("algorithm/")
+def _algorithm(choices: Mapping[str, str], config: Mapping[str, Any]) -> str:
+    """The name, and the typed keys of the algorithm: what differs from its defaults."""
+    name = choices.get("algorithm", "unknown")
+    overrides = config.get("overrides")
+    texts = [str(text).lstrip("+").partition("=") for text in overrides] if isinstance(overrides, list) else []
+    typed = {key: value for key, _, value in texts if key.startswith(("algorithm.", "algorithm/"))}
+    changes = [f"{key[len('algorithm.') :]}={value}" for key, value in typed.items()]
+    return f"{NAMES.get(name, name)}" + (f" with {', '.join(changes)}" if changes else "")
+
+
+def _sampling(flat: Flat) -> str:
+    """`32 prompts x 8 completions, temperature 1, up to 32 + 8 tokens`."""
+    keys = ("prompts_per_step", "group_size", "temperature", "max_prompt_tokens", "max_completion_tokens")
+    if any(f"rollout.{key}" not in flat for key in keys):
+        return ""
+    prompts, size, temperature, prompt, completion = (format_value(flat[f"rollout.{key}"]) for key in keys)
+    parts = [f"{prompts} prompts × {size} completions, temperature {temperature}"]
+    usual = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    parts += [
+        f"{key} {format_value(value)}"
+        for key, default in usual.items()
+        if (value := flat.get(f"rollout.{key}", default)) != default
     ]
-    return f"{choices.get('algorithm', 'unknown')}" + (f" ({', '.join(parts)})" if parts else "")
+    parts.append(f"up to {prompt} + {completion} tokens")
+    if stale := flat.get("rollout.max_staleness"):
+        parts.append(f"up to {stale} versions old")
+    return ", ".join(parts)
+
+
+def _update(choices: Mapping[str, str], flat: Flat) -> str:
+    if "optim.lr" not in flat:
+        return ""
+    name = choices.get("optim", "adamw")
+    parts = [f"{NAMES.get(name, name)}, learning rate {format_value(flat['optim.lr'])}"]
+    if (schedule := flat.get("optim.schedule", "constant")) != "constant":
+        parts[0] += f" ({schedule})"
+    parts += [
+        f"{count} {noun}"
+        for key, noun in (("train.epochs", "epochs"), ("train.minibatches", "minibatches"))
+        if (count := flat.get(key, 1)) != 1
+    ]
+    if limit := flat.get("optim.max_grad_norm"):
+        parts.append(f"gradient norm up to {format_value(limit)}")
+    return ", ".join(parts)
+
+
+def _evaluation(flat: Flat) -> str:
+    problems, every = flat.get("eval.problems"), flat.get("eval.every")
+    if problems == 0:
+        return "none"
+    if "eval.samples" not in flat:
+        return ""
+    count = "held-out problems" if problems is None else f"{problems} held-out problems"
+    when = f", every {every} steps" if every else ", before and after"
+    samples = flat["eval.samples"]
+    return f"{count} × {samples} sample{'s' if samples != 1 else ''}{when}"
+
+
+def _engine(run: Path, choices: Mapping[str, str], flat: Flat) -> str:
+    name = choices.get("engine", "unknown")
+    return "transformers" if name == "auto" and _on_cpu(run, flat) else name
+
+
+def _hardware(run: Path, flat: Flat) -> str:
+    """`CPU, 1 process`."""
+    if "hardware.device" not in flat:
+        return ""
+    cpu = _on_cpu(run, flat)
+    processes, nodes, parallel = (flat.get(f"hardware.{key}") for key in ("processes", "nodes", "parallel"))
+    count = processes or (1 if cpu else None)
+    parts = ["CPU" if cpu else "GPU" if flat["hardware.device"] == "cuda" else "GPU if there is one"]
+    parts += [f"{nodes} machines"] if nodes else []
+    parts += [f"{count} process{'es' if count != 1 else ''}" if count else "a process for each GPU"]
+    parts += [str(parallel)] if parallel and count != 1 else []
+    return ", ".join(parts)
+
+
+def _on_cpu(run: Path, flat: Flat) -> bool:
+    """Whether the run computes on the CPU for certain: by its config, or by a torch without CUDA."""
+    found = _sessions(run)
+    return flat.get("hardware.device") == "cpu" or bool(found and str(found[-1].versions.get("torch")).endswith("+cpu"))
+
+
+def _progress(flat: Flat, summary: Mapping[str, Any], curves: Curves) -> list[tuple[str, str]]:
+    done = curves.steps[-1] if curves.steps else 0
+    recorded = summary.get("seconds")
+    seconds = recorded if isinstance(recorded, int | float) else sum(value for _, value in curves.series("time/step"))
+    tokens = curves.series("num_tokens")
+    return [
+        ("steps", f"{done:,} of {flat.get('train.steps', 'unknown')}"),
+        ("time", format_duration(float(seconds))),
+        ("tokens", f"{tokens[-1][1]:,}" if tokens else ""),
+    ]

@@ -32,7 +32,7 @@ SCRIPTS = (
 )
 """The page's own scripts, in the order in which they are joined."""
 
-_ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def page_html(data: PageData) -> str:
@@ -73,7 +73,10 @@ def page_json(value: Any) -> str:
 
 def embedded_json(value: Any) -> str:
     """JSON that can stand inside `<script>`: it has no `<`, `>` or `&`, and ASCII has no U+2028 or U+2029."""
-    return page_json(value).translate(_ESCAPES)
+    text = page_json(value)
+    for character, escape in _ESCAPES.items():  # faster than `translate`, which looks up each of six million
+        text = text.replace(character, escape)
+    return text
 
 
 def _fields_of(value: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,12 @@ def rounded(value: Any) -> float | int | None:
 
 def _rounded(values: Any, ids: Sequence[int]) -> Series | None:
     known = _per_token(values, ids)
-    return None if known is None else [rounded(value) for value in known]
+    if known is None:
+        return None
+    try:
+        return [float(f"{value:.4g}") if value is not None and isfinite(value) else None for value in known]
+    except (TypeError, ValueError):  # a column of another type
+        return [rounded(value) for value in known]
 
 
 def _per_token(values: Any, ids: Sequence[int]) -> Any:

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from grpocli.report.page_data import RunView, Table
 from grpocli.tracking.compare import differing_settings, short_names
-from grpocli.tracking.runs import LAST_STEPS, RunRow
+from grpocli.tracking.runs import GROUPS, LAST_STEPS, RunRow
 from grpocli.tracking.sessions import format_value
 
 RESULTS = ("before", "accuracy", "change", "final reward", "seconds")
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""The 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom; the normal one, 1.96, is used beyond 30."""
+"""The 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom; `t_95` has more."""
 
 
 def labels(rows: Sequence[RunRow]) -> list[tuple[str, str, str]]:
-    """(name, label, group) of each run. The label has the settings that differ; the group has them without the seed."""
-    keys = differing_settings(rows) if len(rows) > 1 else []
+    """(name, label, group) of each run. The label has the settings that differ; the group has them without the seed.
+
+    Settings that follow from typed ones are in neither: `reward` with `algorithm=dapo`.
+    """
+    keys = _label_keys(rows) if len(rows) > 1 else []
     short = short_names(keys)
     found = []
     for name, row in zip(_names(rows), rows, strict=True):
-        known = {key: f"{short[key]}={format_value(row.settings.get(key))}" for key in keys}
+        known = {key: _label(key, short[key], row.settings.get(key)) for key in keys}
         group = ", ".join(text for key, text in known.items() if key != "seed")
         found.append((name, ", ".join(known.values()) or name, group or ("all seeds" if keys else name)))
     repeated = {label for _, label, _ in found if sum(label == other for _, other, _ in found) > 1}
@@ -33,6 +38,33 @@ def labels(rows: Sequence[RunRow]) -> list[tuple[str, str, str]]:
         (name, f"{label} ({name})" if label in repeated and label != name else label, group)
         for name, label, group in found
     ]
+
+
+def _label_keys(rows: Sequence[RunRow]) -> list[str]:
+    keys = differing_settings(rows)
+    typed = {key for row in rows for key in row.typed or []}
+    asked = [key for key in keys if key in typed and key != "seed"]
+    return [key for key in keys if key in typed or not _follows(key, asked, rows)]
+
+
+def _follows(key: str, asked: Sequence[str], rows: Sequence[RunRow]) -> bool:
+    """Whether the values of other keys determine a key's."""
+    seen: dict[tuple[str, ...], str] = {}
+    for row in rows:
+        values = tuple(str(row.settings.get(other)) for other in asked)
+        if seen.setdefault(values, str(row.settings.get(key))) != str(row.settings.get(key)):
+            return False
+    return bool(asked)
+
+
+def _label(key: str, short: str, value: Any) -> str:
+    """`dapo`, `lr=0.001`."""
+    return format_value(value) if key in GROUPS and value is not None else f"{short}={format_value(value)}"
+
+
+def natural(path: Path) -> list[tuple[int, int | str]]:
+    """A key that sorts `run2` before `run10`."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def _names(rows: Sequence[RunRow]) -> list[str]:
@@ -65,13 +97,44 @@ def _mean(rows: Sequence[RunRow], name: str) -> Any:
     values = [row.results[name] for row in rows if row.results[name] is not None]
     if len(values) < 2:
         return values[0] if values else None
-    freedom = len(values) - 1
-    t = T_95[freedom - 1] if freedom <= len(T_95) else 2.228 if freedom <= 30 else 1.96
-    return f"{statistics.fmean(values):.3f} ± {t * statistics.stdev(values) / math.sqrt(len(values)):.3f}"
+    half = t_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.fmean(values):.3f} ± {half:.3f}"
+
+
+def t_95(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t; beyond the table the expansion of Abramowitz and Stegun, 26.7.5."""
+    if freedom <= len(T_95):
+        return T_95[freedom - 1]
+    z = NormalDist().inv_cdf(0.975)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))
 
 
 def differences(rows: Sequence[RunRow], runs: Sequence[RunView]) -> Table:
-    """The keys that differ, a column for each run."""
+    """A row for each run with the keys that differ; for each group if runs of a group differ only in the seed."""
     keys = differing_settings(rows)
-    body = [[key, *[format_value(row.settings.get(key)) for row in rows]] for key in keys]
-    return Table(["key", *[run.name for run in runs]], body)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, row in enumerate(rows):
+        values = tuple(format_value(row.settings.get(key)) for key in keys if key != "seed")
+        groups.setdefault(values, []).append(number)
+    if "seed" not in keys or len(groups) == len(rows):
+        body = [
+            [run.name, *[format_value(row.settings.get(key)) for key in keys]]
+            for row, run in zip(rows, runs, strict=True)
+        ]
+        return Table(["run", *keys], body)
+    names = [key for key in keys if key != "seed"]
+    found: list[list[Any]] = [
+        [
+            runs[numbers[0]].group,
+            *values,
+            ", ".join(format_value(rows[number].settings.get("seed")) for number in numbers),
+        ]
+        for values, numbers in groups.items()
+    ]
+    return Table(["runs", *names, "seed"], found)
