@@ -184,12 +184,12 @@ def _hardware(run: Path, flat: Flat) -> str:
     if "hardware.device" not in flat:
         return ""
     cpu = _on_cpu(run, flat)
-    processes, nodes, parallel = (flat.get(f"hardware.{key}") for key in ("processes", "nodes", "parallel"))
+    processes, nodes, parallel = (flat.get(f"hardware.{key}") for key in ("processes", "train_nodes", "parallel"))
     count = processes or (1 if cpu else None)
     parts = ["CPU" if cpu else "GPU" if flat["hardware.device"] == "cuda" else "GPU if there is one"]
-    parts += [f"{nodes} machines"] if nodes else []
+    parts += [f"{nodes} machines"] if nodes and nodes != 1 else []
     parts += [f"{count} process{'es' if count != 1 else ''}" if count else "a process for each GPU"]
-    parts += [str(parallel)] if parallel and count != 1 else []
+    parts += [str(parallel)] if parallel and (count != 1 or nodes) else []
     return ", ".join(parts)
 
 

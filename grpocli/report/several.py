@@ -112,7 +112,7 @@ def t_95(freedom: int) -> float:
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return sum(term / freedom**power for power, term in enumerate(terms))
+    return math.fsum(term / freedom**power for power, term in enumerate(terms))
 
 
 def differences(rows: Sequence[RunRow], runs: Sequence[RunView]) -> Table:
