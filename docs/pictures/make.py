@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlencode
 
-from PIL import Image
+from PIL import Image, ImageOps
 from rich.console import Console
 
 from grpocli.tracking.live_view import LiveScreen, LiveView
@@ -77,7 +77,10 @@ def photograph(page: Path, picture: Path, width: int, height: int, **place: str)
         size = [f"--window-size={width},{height}", f"--screenshot={shot}"]
         address = page.as_uri() + (f"#{urlencode(place)}" if place else "")
         subprocess.run(["chromium", *options, *size, address], check=True, capture_output=True, timeout=120)
-        Image.open(shot).convert("RGB").quantize(COLORS).save(picture, optimize=True)
+        image = Image.open(shot).convert("RGB")
+        if page.suffix == ".svg":  # centered in the window: without the white above and below
+            image = image.crop(ImageOps.invert(image).getbbox())
+        image.quantize(COLORS).save(picture, optimize=True)
 
 
 if __name__ == "__main__":
