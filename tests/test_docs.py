@@ -13,6 +13,11 @@ PACKAGES = sorted(path.name for path in (ROOT / "grpocli").iterdir() if path.is_
 MODULE = re.compile(rf"`(?:grpocli/)?((?:{'|'.join(PACKAGES)})/[\w/]+\.(?:py|sh|json))")
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+SECTION = re.compile(r"^## (.*)$", re.MULTILINE)
+PROGRAM = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CONTENTS = re.compile(r"(?:^- \[.+\]\(#.+\)\n)+", re.MULTILINE)
+LONG = 100
+"""Lines from which a page of docs/ has a table of contents."""
 
 
 def anchor(heading: str) -> str:
@@ -39,6 +44,16 @@ def test_links_of_a_page_exist(page: Path) -> None:
         if not path.exists() or (heading and heading not in map(anchor, headings)):
             broken.append(target + heading)
     assert broken == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=name)
+def test_a_long_page_begins_with_its_sections(page: Path) -> None:
+    text = PROGRAM.sub("", page.read_text())
+    titles = SECTION.findall(text)
+    contents = CONTENTS.search(text.partition("\n## ")[0] + "\n")
+    assert contents or text.count("\n") < LONG
+    if contents:
+        assert contents[0].splitlines() == [f"- [{title}]({anchor(title)})" for title in titles]
 
 
 def test_every_page_is_listed() -> None:

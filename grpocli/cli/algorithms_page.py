@@ -19,6 +19,7 @@ from grpocli.launch.hydra_sources import conf_dir
 
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
 EXAMPLE = "docs/examples/own_trainer.py"
+TITLES = (*ALGORITHMS, "Parts", "In your own trainer")
 VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("keep", "all"): [{"mask_truncated": True}],
     ("keep", "dynamic"): [{"reward": "score", "surplus": "carry", "on_exhausted": "error"}],
@@ -66,7 +67,7 @@ A complete loop, with two micro-batches per update:
 def document() -> str:
     """The whole page."""
     shown = {name: _explained(name) for name in ALGORITHMS}
-    pieces = [INTRODUCTION]
+    pieces = [INTRODUCTION, "".join(f"- [{title}](#{title.lower().replace(' ', '-')})\n" for title in TITLES)]
     for name, one in shown.items():
         pieces.append(f"## {name}\n\n{_paper(name)}.\n\n{explanation_markdown(one)}")
         if name != "grpo":
