@@ -18,7 +18,10 @@ COMMANDS = {
     "train": ("grpocli.cli.train", "train a model; `-m` runs a sweep, `resume=RUN_DIR` continues a run"),
     "vllm-serve": ("grpocli.cli.vllm_serve", "start a vLLM server for several runs"),
     "explain": ("grpocli.cli.explain", "print the objective of a run as mathematics; `A vs B` compares two"),
-    "from-trl": ("grpocli.cli.from_trl", "print the overrides for a script or config of TRL, which is never run"),
+    "from-trl": (
+        "grpocli.cli.from_trl",
+        "print the overrides for a script or config of TRL or NeMo RL, which is never run",
+    ),
     "doctor": ("grpocli.cli.doctor", "check whether this machine is ready, for a default run or for a config"),
     "plan": ("grpocli.cli.plan", "estimate memory and work of a run; exit code 1 if it does not fit"),
     "reward-check": ("grpocli.cli.reward_check", "check rewards against the reference answers of tasks"),

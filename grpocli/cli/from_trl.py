@@ -1,4 +1,4 @@
-"""`grpocli from-trl`: print the overrides for a config or script of TRL, which is read and never run."""
+"""`grpocli from-trl`: print the overrides for a config or script of TRL or NeMo RL, which is read and never run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError
+from grpocli.files import write_atomic
 
 if TYPE_CHECKING:
-    from grpocli.porting.trl import Port
+    from grpocli.porting.overrides import Port
 
 EXAMPLES = """\
 examples
   grpocli from-trl train_grpo.py --processes 8       a script with GRPOConfig(...) and GRPOTrainer(...)
+  grpocli from-trl train_grpo.py --out recipe/mine.yaml       a recipe, and a file with the script's functions
+  grpocli from-trl gspo.py -- --learning_rate 1e-5 --beta 0   a script that reads its settings from the command line
   grpocli from-trl grpo.yaml --prompts 7473          a config of `trl grpo --config`
+  grpocli from-trl grpo_math_1B.yaml                 a config of NeMo RL
 """
 
 
@@ -23,45 +27,85 @@ def main(argv: Sequence[str]) -> int:
     """Print a shell script with the command. Returns the exit code. Raises ConfigError for an unreadable file."""
     parser = argparse.ArgumentParser(
         prog="grpocli from-trl",
-        description="Print the overrides for a config or script of TRL, which is read and never run.",
+        description="Print the overrides for a config or script of TRL or NeMo RL, which is read and never run.",
         epilog=EXAMPLES,
+        usage="grpocli from-trl FILE [OPTION ...] [-- --ARGUMENT VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a Python script, or a YAML or JSON of `trl grpo`")
+    config = "a Python script, or a YAML or JSON of `trl grpo` or NeMo RL"
+    parser.add_argument("file", type=Path, metavar="FILE", help=config)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that TRL ran in (1)")
     parser.add_argument("--prompts", type=int, metavar="N", help="prompts of the dataset, for num_train_epochs")
+    parser.add_argument("--rewards", type=Path, metavar="FILE.py", help="write the script's reward functions there")
     parser.add_argument("--out", type=Path, metavar="recipe/NAME.yaml", help="also write a recipe for --config-dir")
-    args = parser.parse_args(argv)
+    own, given = list(argv), []
+    if "--" in own:
+        own, given = own[: own.index("--")], own[own.index("--") + 1 :]
+    args = parser.parse_args(own)
     if args.processes < 1 or (args.prompts is not None and args.prompts < 1):
         raise ConfigError("must be at least 1", key="--processes" if args.processes < 1 else "--prompts")
-    port = ported(args.file, args.processes, args.prompts)
+    if args.out is not None:
+        _check_recipe(args.out)
+    rewards = args.rewards or (args.out and args.out.absolute().with_name(f"{args.out.stem}_rewards.py"))
+    if rewards is not None and (rewards.suffix != ".py" or rewards.exists()):
+        problem = "exists already" if rewards.exists() else "is no .py file"
+        raise ConfigError(problem, key="--rewards", value=rewards, hint="choose another name")
+    port, functions = ported(args.file, args.processes, args.prompts, rewards, given)
+    if rewards is not None and functions:
+        rewards.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(rewards, functions)
     if args.out is not None:
         _write_recipe(port, args.file, args.out)
     print(shell_script(port), end="")
     return 0
 
 
-def ported(file: Path, processes: int = 1, prompts: int | None = None) -> Port:
-    """The translation of a script or config."""
+def ported(
+    file: Path,
+    processes: int = 1,
+    prompts: int | None = None,
+    rewards: Path | None = None,
+    given: Sequence[str] = (),
+) -> tuple[Port, str]:
+    """The translation of a script or config, and the text of the file with its functions; "" without any.
+
+    rewards: where that file will be written; None if it will not be. given: the script's own arguments.
+    """
+    from grpocli.porting.functions_file import functions_file
+    from grpocli.porting.nemo_rl import NemoRl, is_nemo_rl
     from grpocli.porting.script import of_script
-    from grpocli.porting.source import of_mapping, read_mapping
+    from grpocli.porting.source import add_arguments, of_mapping, read_mapping
     from grpocli.porting.trl import Translation
 
-    source = of_script(file) if file.suffix == ".py" else of_mapping(file, read_mapping(file))
-    return Translation(source, processes, prompts).translate()
+    if file.suffix != ".py":
+        values = read_mapping(file)
+        if is_nemo_rl(values):
+            return NemoRl(values, prompts).translate(), ""
+        return Translation(of_mapping(file, values), processes, prompts).translate(), ""
+    source = of_script(file)
+    add_arguments(source, given)
+    functions = functions_file(source)
+    place = rewards or Path(f"{file.stem}_rewards.py")
+    port = Translation(source, processes, prompts, str(place)).translate()
+    port.notes += [f"{place} lacks what could not be moved: {text}" for text in functions.left]
+    if functions.text and rewards is None:
+        port.notes.append(f"{place} is not written: --rewards {place} moves the functions of {file.name} there")
+    return port, functions.text
 
 
-def _write_recipe(port: Port, file: Path, out: Path) -> None:
-    """Write the overrides as a recipe, and print how it is used."""
-    from grpocli.files import write_atomic
-    from grpocli.porting.trl import recipe
-
+def _check_recipe(out: Path) -> None:
     if out.suffix != ".yaml" or out.absolute().parent.name != "recipe":
         hint = f"write --out {Path('recipe', out.stem)}.yaml"
         raise ConfigError("a recipe is a .yaml in a folder named recipe", key="--out", value=out, hint=hint)
     if out.exists():
         raise ConfigError("exists already", key="--out", value=out, hint="choose another name")
+
+
+def _write_recipe(port: Port, file: Path, out: Path) -> None:
+    """Write the overrides as a recipe, and print how it is used."""
+    from grpocli.porting.overrides import recipe
+
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, recipe(port, file.name))
     print(f"# grpocli train --config-dir {out.parent.parent} recipe={out.stem}")
@@ -76,7 +120,7 @@ def shell_script(port: Port) -> str:
     rows = [(shlex.quote(line.override), one_line(line.comment)) for line in port.lines]
     width = min(max(len(override) for override, _ in rows), 60)
     body = [f"  {override:<{width}}{f'  # {comment}' if comment else ''}".rstrip() for override, comment in rows]
-    missing = [f"# no counterpart: {one_line(text)}" for text in port.missing]
-    notes = [f"# check: {one_line(text)}" for text in port.notes]
-    lines = ["overrides=(", *body, ")", 'grpocli train "${overrides[@]}"', *missing, *notes]
+    remarks = {"no counterpart": port.missing, "nothing to set": port.nothing, "check": port.notes}
+    comments = [f"# {kind}: {one_line(text)}" for kind, texts in remarks.items() for text in texts]
+    lines = ["overrides=(", *body, ")", 'grpocli train "${overrides[@]}"', *comments]
     return "\n".join(lines) + "\n"

@@ -25,7 +25,13 @@ FROM_TRL = """\
 # From TRL and NeMo RL
 
 `make docs` writes this page from `grpocli/config/foreign_names.py`. `grpocli explain --from-trl NAME` prints one row.
-`grpocli from-trl FILE` prints the command for a script or YAML of TRL, which is read and never run.
+`grpocli from-trl FILE` prints the command for a script of TRL, or a YAML of TRL or NeMo RL, which is read and never run:
+every setting is an override, or is named with the reason. Importing a script would start its training, so
+`--rewards rewards.py` (or `--out recipe/NAME.yaml`, with a recipe) writes its reward functions, the dataset's `map` as
+`to_example`, and what both need into a file of their own. Arguments after `--` are those of the script's command line:
+
+    grpocli from-trl gspo.py --rewards rewards.py --processes 8 -- --model_name_or_path Qwen/Qwen3-0.6B --beta 0.0
+
 Defaults of TRL are those of version 1.16; a test compares them with an installed TRL.
 
 ## Batches and steps

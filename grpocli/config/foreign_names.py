@@ -468,6 +468,36 @@ ALIASES = {
 }
 """Other names that people type."""
 
+NO_MEGATRON = "training is with torch, not with Megatron: hardware.parallel=fsdp2 shards it"
+MEGATRON: dict[str, Any] = {
+    "enabled": False,
+    "empty_unused_memory_level": 0,
+    "activation_checkpointing": False,
+    "converter_type": "Qwen2ForCausalLM",
+    "tensor_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "context_parallel_size": 1,
+    "pipeline_dtype": "${policy.precision}",
+    "sequence_parallel": False,
+    "freeze_moe_router": True,
+    "moe_router_dtype": "fp64",
+    "moe_router_load_balancing_type": "none",
+    "moe_router_bias_update_rate": 0.0,
+    "moe_permute_fusion": False,
+    "apply_rope_fusion": True,
+    "defer_fp32_logits": None,
+    "optimizer": UNSTATED,
+    "scheduler": UNSTATED,
+    "distributed_data_parallel_config": UNSTATED,
+    "fp8_cfg": None,
+    "env_vars": None,
+}
+"""Keys of policy.megatron_cfg, with their values in grpo_math_1B.yaml."""
+
 NEMO_RL = {
     "grpo.num_prompts_per_step": default(32, BATCH, "16 here"),
     "grpo.num_generations_per_prompt": default(16, "rollout.group_size={}", "8 here, as in TRL"),
@@ -570,6 +600,15 @@ NEMO_RL = {
     ),
     "policy.generation.vllm_cfg.async_engine": nothing(False, "the server is vLLM's, which is asynchronous"),
     "policy.generation.vllm_cfg.precision": nothing("${policy.precision}", "the server has the dtype of the trainer"),
+    "policy.generation.vllm_cfg.use_deep_gemm": missing(False, "vLLM chooses its own kernels"),
+    "policy.generation.vllm_cfg.num_last_layers_in_bf16": missing(0, "weights are not quantized to 8 bit"),
+    "policy.generation.vllm_cfg.num_first_layers_in_bf16": missing(0, "weights are not quantized to 8 bit"),
+    "policy.generation.colocated.resources.gpus_per_node": Equivalent(
+        "", "the GPUs that training leaves, hardware.processes=N, are the servers'", default=None
+    ),
+    "policy.generation.colocated.resources.num_nodes": Equivalent(
+        "", "hardware=multinode: nodes beyond hardware.train_nodes sample", default=None
+    ),
     "policy.generation.vllm_kwargs": Equivalent("", "each entry is engine.vllm_args.NAME=VALUE", default=UNSTATED),
     "policy.generation.colocated.enabled": default(
         True,
@@ -587,9 +626,31 @@ NEMO_RL = {
     "policy.dtensor_cfg.sequence_parallel": missing(False, "a sequence is not split over GPUs"),
     "policy.dtensor_cfg.tensor_parallel_size": missing(1, "training shards with fsdp2, not by tensors"),
     "policy.dtensor_cfg.context_parallel_size": missing(1, "a sequence is not split over GPUs"),
-    "policy.megatron_cfg.enabled": missing(False, "training is with torch: hardware.parallel=fsdp2"),
+    "policy.dtensor_cfg._v2": nothing(True, "hardware.parallel=fsdp2 is torch's own"),
+    "policy.dtensor_cfg.custom_parallel_plan": missing(None, "training shards with fsdp2, not by tensors"),
+    **{f"policy.megatron_cfg.{name}": missing(value, NO_MEGATRON) for name, value in MEGATRON.items()},
+    "policy.make_sequence_length_divisible_by": nothing(
+        "${policy.dtensor_cfg.tensor_parallel_size}", "a sequence is not split over GPUs"
+    ),
+    "policy.optimizer.kwargs.foreach": nothing(False, "optim=adamw is fused where the device has it"),
+    "policy.optimizer.kwargs.fused": nothing(False, "optim=adamw is fused where the device has it"),
     "policy.dynamic_batching.enabled": nothing(False, "micro-batches are filled up to train.micro_batch_tokens"),
+    "policy.dynamic_batching.train_mb_tokens": nothing(
+        "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}",
+        "micro-batches are filled up to train.micro_batch_tokens",
+    ),
+    "policy.dynamic_batching.logprob_mb_tokens": replace(
+        MEMORY, default="${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}"
+    ),
+    "policy.dynamic_batching.sequence_length_round": nothing(64, "rows are not padded to a multiple"),
     "policy.sequence_packing.enabled": default(True, "train.packed={}"),
+    "policy.sequence_packing.logprob_mb_tokens": replace(
+        MEMORY, default="${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}"
+    ),
+    "policy.sequence_packing.algorithm": nothing(
+        "modified_first_fit_decreasing", "the order of rows in a micro-batch never changes the gradient"
+    ),
+    "policy.sequence_packing.sequence_length_round": nothing(64, "rows are not padded to a multiple"),
     "policy.sequence_packing.train_mb_tokens": default(
         "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}",
         "train.micro_batch_tokens={}",
@@ -635,6 +696,11 @@ NEMO_RL = {
     "logger.mlflow_enabled": Equivalent("tracker=mlflow", values={"false": "tracker=none"}, default=False),
     "logger.swanlab_enabled": Equivalent("tracker=swanlab", values={"false": "tracker=none"}, default=False),
     "logger.wandb.project": default("grpo-dev", "tracker=wandb tracker.project={}", "grpocli here"),
+    "logger.wandb.name": nothing("grpo-dev-logger", "a run is called after its folder, hydra.run.dir"),
+    "logger.tensorboard": nothing(UNSTATED, "tracker=tensorboard writes into the run's folder"),
+    "logger.mlflow.experiment_name": default("grpo-dev", "tracker=mlflow tracker.project={}", "grpocli here"),
+    "logger.mlflow.run_name": nothing("grpo-dev-logger", "a run is called after its folder, hydra.run.dir"),
+    "logger.gpu_monitoring": missing(UNSTATED, "memory and times are metrics; a GPU's load is not"),
     "logger.num_val_samples_to_print": nothing(0, SHOWN),
     "logger.monitor_gpus": missing(True, "memory and times are metrics; a GPU's load is not"),
     "cluster.gpus_per_node": Equivalent("", "hardware.processes=N, by default all GPUs", default=1),

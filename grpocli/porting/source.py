@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from grpocli.config.foreign_names import LORA_CONFIG, TRAINER, TRL
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 
+FROM_COMMAND_LINE = (
+    "the script reads GRPOConfig from its command line, so TRL's defaults stand for it; give the arguments after `--`"
+)
 MAX_BYTES = 2_000_000
 """Largest file that is read."""
 
@@ -32,13 +35,16 @@ class Unread:
 class RewardCall:
     """A reward: name of a function. module: where it is imported from; "" for a function of the script.
 
-    arguments: those of a call that makes the function. path: a reward model instead of a function.
+    arguments: those of a call that makes the function, and code: that call. path: a reward model instead of a function.
+    line: where it is used.
     """
 
     name: str
     module: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     path: str = ""
+    code: str = ""
+    line: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +58,12 @@ class Step:
     plain: bool = True
     """Whether the call has no other arguments that matter, such as `batched=True`."""
     arguments: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Data:
-    """A dataset: the arguments of `load_dataset` and the steps after it."""
+    """A dataset: the arguments of `load_dataset` and the steps after it. others: arguments without a field here."""
 
     path: str = ""
     name: str | None = None
@@ -64,6 +71,7 @@ class Data:
     files: Any = None
     streaming: bool = False
     steps: list[Step] = field(default_factory=list)
+    others: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -71,7 +79,7 @@ class Source:
     """What a file sets. settings: {field: value or Unread}, of GRPOConfig and what `trl grpo` reads beside it.
 
     lora: arguments of LoraConfig; None without one. starts_training: whether importing the file would train.
-    ignored: arguments without a counterpart. notes: what a reader must know.
+    ignored: arguments of GRPOTrainer and others that are not settings. notes: what a reader must know.
     """
 
     file: Path
@@ -127,16 +135,35 @@ def of_mapping(file: Path, values: Mapping[str, Any]) -> Source:
     """The source of a `trl grpo --config` file. Raises ConfigError if no key of it is known."""
     source = Source(file)
     known = {name: value for name, value in values.items() if name in TRL}
-    if not known and {"grpo", "policy"} & set(values):
-        hint = "docs/from-trl.md has the equivalent of each key; grpocli explain --from-trl NAME prints one"
-        raise ConfigError("is NeMo RL's, which is not translated as a whole", key=str(file), hint=hint)
     if not known:
         close = next((nearest(name, TRL) for name in values if nearest(name, TRL)), "")
-        hint = "give the config of `trl grpo --config` or a script with GRPOConfig(...)"
+        hint = "give the config of `trl grpo --config` or of NeMo RL, or a script with GRPOConfig(...)"
         raise ConfigError(f"has no key of TRL{close}", key=str(file), hint=hint)
     for name, value in values.items():
         _put(source, name, value)
     return source
+
+
+def add_arguments(source: Source, words: Sequence[str]) -> None:
+    """Add the arguments of a script's own command line, `--name value ...`; a name alone is true.
+
+    Raises ConfigError for a value without a name.
+    """
+    found: dict[str, list[Any]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = [yaml_text.load(value)] if equals else []
+        elif not name:
+            raise ConfigError("is no --NAME", key="--", value=word, hint="write -- --learning_rate 1e-5 ...")
+        else:
+            found[name].append(yaml_text.load(word.rstrip(",")))
+    for name, values in found.items():
+        _put(source, name, True if not values else values[0] if len(values) == 1 else values)
+    if found:
+        source.notes = [note for note in source.notes if note != FROM_COMMAND_LINE]
 
 
 def _put(source: Source, name: str, value: Any) -> None:

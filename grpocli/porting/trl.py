@@ -3,84 +3,65 @@
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-from hydra.core.override_parser.types import Quote, QuotedString
-
-from grpocli.config.foreign_names import GRPO_CONFIG, LORA_CONFIG, TRAINING_ARGUMENTS, TRL, UNSTATED
-from grpocli.porting.source import Data, RewardCall, Source, Unread
-from grpocli.tracking.text import clean
+from grpocli.config.foreign_names import (
+    ALIASES,
+    GRPO_CONFIG,
+    LORA_CONFIG,
+    MODEL_CONFIG,
+    TRAINER,
+    TRAINING_ARGUMENTS,
+    TRL,
+    UNSTATED,
+)
+from grpocli.porting.overrides import Port
+from grpocli.porting.source import Source, Unread
+from grpocli.porting.trl_data import set_data, set_rewards
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}
-BUILT_IN = {"accuracy_reward": "math", "think_format_reward": "format", "get_soft_overlong_punishment": "overlong"}
-"""TRL's reward functions."""
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-PLAIN = re.compile(r"[\w/.:+-]+")
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """An override, and where it comes from."""
-
-    key: str
-    value: Any
-    comment: str = ""
-
-    @property
-    def override(self) -> str:
-        return f"{self.key}={hydra_value(self.value)}"
-
-
-@dataclass(slots=True)
-class Port:
-    """The overrides, what has no counterpart, and what a reader must check."""
-
-    lines: list[Line] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def set(self, key: str, value: Any, comment: str = "") -> None:
-        self.lines.append(Line(key, value, comment))
-
-
-def hydra_value(value: Any) -> str:
-    """A value in the syntax of Hydra's overrides."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(hydra_value, value))}]"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    text = str(value)
-    if isinstance(value, int | float) or PLAIN.fullmatch(text):
-        return text
-    return str(QuotedString(text, Quote.double).with_quotes())
-
-
-def recipe(port: Port, origin: str) -> str:
-    """The overrides as a recipe: choices in the defaults list, and keys as nested mappings."""
-    groups = [line for line in port.lines if "." not in line.key and line.key != "seed"]
-    values: dict[str, Any] = {}
-    for line in port.lines:
-        if line not in groups:
-            *sections, last = line.key.split(".")
-            inner = values
-            for section in sections:
-                inner = inner.setdefault(section, {})
-            inner[last] = line.value
-    chosen = [{f"override /{line.key}": line.value} for line in sorted(groups, key=lambda line: line.key)]
-    text: str = yaml.safe_dump({"defaults": [*chosen, "_self_"], **values}, sort_keys=False, allow_unicode=True)
-    return f"# @package _global_\n# From {clean(origin)}, by grpocli from-trl.\n{text}"
+CLIPPED = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo", "vespo")
+NEEDS: tuple[tuple[tuple[str, ...], str, tuple[Any, ...]], ...] = (
+    (("vllm_",), "use_vllm", (True,)),
+    (("vllm_server_", "vllm_group_port"), "vllm_mode", ("server",)),
+    (("vllm_enable_sleep_mode",), "vllm_mode", ("colocate",)),
+    (
+        ("vllm_importance_sampling_c", "vllm_importance_sampling_mode"),
+        "vllm_importance_sampling_correction",
+        (True,),
+    ),
+    (("sapo_",), "loss_type", ("sapo",)),
+    (("vespo_",), "loss_type", ("vespo",)),
+    (("epsilon", "importance_sampling_level"), "loss_type", (*CLIPPED, "cispo")),
+    (("delta",), "loss_type", CLIPPED),
+    (("entropy_coef_", "entropy_target"), "use_adaptive_entropy", (True,)),
+    (("ref_model_",), "sync_ref_model", (True,)),
+    (("lora_", "use_rslora", "use_dora"), "use_peft", (True,)),
+    (("bnb_4bit_", "use_bnb_"), "load_in_4bit", (True,)),
+    (("save_steps",), "save_strategy", ("steps",)),
+)
+"""(beginnings of names, another setting, values of it with which they have an effect)."""
+MODEL_KEYS = {
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+    "attn_implementation": "attn_implementation",
+    "revision": "revision",
+    "trust_remote_code": "trust_remote_code",
+}
 
 
 class Translation:
-    """Translates one source. processes: TRL's number of processes; prompts: those of the dataset, if known."""
+    """Translates one source. processes: TRL's number of processes; prompts: those of the dataset, if known.
 
-    def __init__(self, source: Source, processes: int = 1, prompts: int | None = None) -> None:
-        self.source, self.processes, self.prompts = source, processes, prompts
+    functions: the file that the script's functions are written to; "" for a config.
+    """
+
+    def __init__(self, source: Source, processes: int = 1, prompts: int | None = None, functions: str = "") -> None:
+        self.source, self.processes, self.prompts, self.functions = source, processes, prompts, functions
         self.port = Port(notes=list(source.notes))
         self.updates = 1
+        self.pieces = self.accumulate = 1
 
     def get(self, name: str) -> Any:
         """A setting, or TRL's default if it is not set or no literal."""
@@ -97,20 +78,41 @@ class Translation:
         try:
             value = float(self.get(name))
         except (TypeError, ValueError):
-            self.port.notes.append(f"{name}={self.get(name)} is not a number, and TRL's default stands for it")
-            value = float(DEFAULTS[name])
+            self.port.check(name, self.get(name), "it is not a number, and TRL's default stands for it")
+            value = float(DEFAULTS[name] or 0)
         return value
+
+    def optional(self, name: str) -> float | None:
+        """A setting as a number; None if it is not set or no number."""
+        if self.given(name) is None:
+            return None
+        try:
+            return float(self.given(name))
+        except (TypeError, ValueError):
+            self.port.check(name, self.given(name), "it is not a number")
+            return None
 
     def whole(self, name: str) -> int:
         return max(1, int(self.number(name)))
 
     def translate(self) -> Port:
         self._model()
-        self._data()
-        self._rewards()
+        self._lora()
+        set_data(self.port, self.source, self.functions)
+        set_rewards(self.port, self.source, self.functions, self.given("reward_weights"))
         self._objective()
+        self._clip()
+        self._kl()
+        self._parts()
+        self._correction()
         self._batches()
+        self._length()
+        self._steps()
         self._optimizer()
+        self._schedule()
+        self._engine()
+        self._checkpoints()
+        self._evaluation()
         self._rest()
         self._report()
         return self.port
@@ -119,98 +121,65 @@ class Translation:
         model = self.source.model
         if isinstance(model, str):
             self.port.set("model", "hf")
-            self.port.set("model.path", model, "model")
+            self.port.set("model.path", model, "model, model_name_or_path")
         else:
-            self.port.notes.append(f"model={model} is not read: set model=OWNER/NAME yourself")
+            self.port.check("model", model, "it is not read; set model=OWNER/NAME yourself")
+        for name, key in MODEL_KEYS.items():
+            if self.given(name) is not None:
+                self._model_key(key, self.given(name), name)
+        if self.given("bf16") or self.given("fp16"):
+            self.port.set("model.dtype", "bfloat16", "bf16" if self.given("bf16") else "fp16: no training in float16")
+        self._mapping("model_init_kwargs", self._model_key_of)
+        self._mapping("chat_template_kwargs", self._template_argument)
+
+    def _mapping(self, name: str, put: Any) -> None:
+        """Translate each entry of a dictionary."""
+        entries = self.given(name)
+        if isinstance(entries, dict) and entries:
+            self.port.named.add(name)
+            for key, value in entries.items():
+                put(str(key), value, f"{name}.{key}")
+
+    def _template_argument(self, key: str, value: Any, name: str) -> None:
+        self.port.set(f"model.chat_template_arguments.{key}", value, name)
+
+    def _model_key_of(self, key: str, value: Any, name: str) -> None:
+        if value is None or key in ("device_map", "use_cache"):
+            self.port.skip(name, value, "devices and caches are the engine's and the trainer's")
+        elif key in MODEL_KEYS:
+            self._model_key(MODEL_KEYS[key], value, name)
+        else:
+            self.port.lack(name, value, "models are loaded without this argument")
+
+    def _model_key(self, key: str, value: Any, name: str) -> None:
+        if key == "dtype" and value not in ("auto", "bfloat16", "float32"):
+            self.port.set("model.dtype", "bfloat16", f"{name}: {value} is no dtype of training")
+        elif key != "revision" or value != "main":
+            self.port.set(f"model.{key}", value, name)
+
+    def _lora(self) -> None:
         lora = self.source.lora
         if lora is None and self.given("use_peft"):
-            names = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_target_modules": "target_modules"}
+            names = {n.removeprefix("lora_") if n != "lora_alpha" else n: n for n in MODEL_CONFIG if "lora" in n}
             lora = {"r": 16, "lora_alpha": 32}
-            lora |= {names[n]: self.given(n) for n in names if self.given(n) is not None}
-        if lora is not None:
-            for name, key in {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}.items():
-                value = lora.get(name, LORA_CONFIG[name].default)
-                if isinstance(value, Unread):
-                    self.port.notes.append(f"{name}={value} is not a literal: set model.lora.{key} yourself")
-                elif value is not None:
-                    self.port.set(f"model.lora.{key}", value, name)
-        for name, key in (("revision", "revision"), ("attn_implementation", "attn_implementation")):
-            if self.given(name) is not None:
-                self.port.set(f"model.{key}", self.given(name), name)
-        dtype = self.given("dtype") or self.given("torch_dtype")
-        if self.given("bf16") or self.given("fp16"):
-            self.port.set("model.dtype", "bfloat16", "bf16")
-        elif dtype in ("bfloat16", "float32"):
-            self.port.set("model.dtype", dtype, "dtype")
-
-    def _data(self) -> None:
-        data = self.source.data
-        if not isinstance(data, Data) or not data.path:
-            self.port.notes.append(f"the dataset {data} is not read: set task=hub task.path=OWNER/NAME yourself")
+            lora |= {ours: self.given(n) for ours, n in names.items() if self.given(n) is not None}
+            self.port.named |= {"use_peft", *(n for n in names.values() if n in self.source.settings)}
+            if lora.pop("dropout", None):
+                self.port.lack("lora_dropout", self.given("lora_dropout"), MODEL_CONFIG["lora_dropout"].note)
+        if lora is None:
             return
-        kinds = ("json", "csv", "parquet")
-        files = data.files.get(data.split or "train") if isinstance(data.files, dict) else data.files
-        path = files[0] if isinstance(files, list) and files else files if data.path in kinds else data.path
-        self.port.set("task", "jsonl" if data.path in kinds else "hub")
-        self.port.set("task.path", path, "train_dataset")
-        if data.name:
-            self.port.set("task.name", data.name)
-        if data.split:
-            self.port.set("task.split", data.split)
-        steps = [step for step in data.steps if step.method != "shuffle"]
-        maps = [step for step in steps if step.method == "map" and step.plain and step.function.isidentifier()]
-        if len(maps) == 1:
-            self.port.set("task.processor", f"{self.source.file}:{maps[0].function}", f"line {maps[0].line}")
-            self.port.notes.append(f"{maps[0].function} must return every column that rewards need, not only new ones")
-        elif not any(reward.name in BUILT_IN for reward in self.source.rewards if isinstance(reward, RewardCall)):
-            self.port.set("task.answer_column", None, "rewards get columns by name")
-        else:
-            self.port.set("task.answer_column", "solution", "the column of TRL's accuracy_reward")
-        for step in steps:
-            if step not in maps or len(maps) > 1:
-                self.port.notes.append(f"line {step.line}: dataset.{step.method}(...) is not carried over: {step.text}")
-
-    def _rewards(self) -> None:
-        chosen: list[str] = []
-        names: list[str] = []
-        for reward in self.source.rewards:
-            if isinstance(reward, Unread):
-                self.port.notes.append(f"the reward {reward} is not read: add it to reward=[...] yourself")
-                names.append("")
-                continue
-            known = BUILT_IN.get(reward.name) if reward.module.startswith("trl") else None
-            place = reward.module or str(self.source.file)
-            chosen.append("model" if reward.path else known or f"{place}:{reward.name}")
-            names.append("model" if reward.path else known or reward.name)
-            if reward.path:
-                self.port.set("reward.model.path", reward.path)
-            for theirs, ours in (("max_completion_len", "max_tokens"), ("soft_punish_cache", "buffer_tokens")):
-                if known == "overlong" and isinstance(reward.arguments.get(theirs), int):
-                    self.port.set(f"reward.overlong.{ours}", reward.arguments[theirs], theirs)
-        if not chosen:
-            self.port.notes.append("no reward is read: set reward=[FILE.py:NAME] yourself")
-            return
-        self.port.set("reward", chosen, "reward_funcs")
-        weights = self.given("reward_weights")
-        for name, weight in zip(names, weights if isinstance(weights, list) else [], strict=False):
-            if name and weight != 1:
-                self.port.set(f"reward.{name}.weight", weight, "reward_weights")
-        if self.source.starts_training and any(":" in one for one in chosen):
-            self.port.notes.append(
-                f"importing {self.source.file} would start its training: move the functions to a file of their own"
-            )
+        keys = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
+        for name in dict.fromkeys([*keys, *lora]):
+            value = lora.get(name, LORA_CONFIG[name].default if name in LORA_CONFIG else None)
+            if name in keys and not isinstance(value, Unread):
+                if value is not None:
+                    self.port.set(f"model.lora.{keys[name]}", value, name)
+            else:
+                self.port.carry(name, value, LORA_CONFIG.get(name) or MODEL_CONFIG.get(f"lora_{name}"))
 
     def _objective(self) -> None:
         port, loss = self.port, str(self.get("loss_type"))
-        beta = self.number("beta")
-        port.set("algorithm", "grpo")
-        if beta:
-            port.set("algorithm.kl.beta", beta, "beta")
-            port.set("algorithm.kl.on_policy", bool(self.get("use_bias_correction_kl")), "use_bias_correction_kl")
-        else:
-            port.set("algorithm/kl", "none", "beta=0.0")
-        low = self.number("epsilon")
-        high = low if self.get("epsilon_high") is None else float(self.get("epsilon_high"))
+        port.set("algorithm", "grpo", f"loss_type={loss}")
         if loss in ("dapo", "bnpo", "cispo"):
             port.set("algorithm/aggregate", "token_mean", f"loss_type={loss}")
         if loss == "bnpo":
@@ -219,27 +188,53 @@ class Translation:
             port.set("algorithm/aggregate", "constant", f"loss_type={loss}")
         if loss == "luspo":
             port.set("algorithm.aggregate.length", 1)
-        if loss == "cispo" and high >= 1:
-            port.set("algorithm/objective", "cispo", "TRL's bound is 1 + high")
-            port.set("algorithm.objective.high", high - 1, "epsilon_high")
-        elif loss == "sapo":
+        if loss == "sapo":
             port.set("algorithm/objective", "sapo")
-            port.set("algorithm.objective.tau_positive", self.number("sapo_temperature_pos"))
-            port.set("algorithm.objective.tau_negative", self.number("sapo_temperature_neg"))
-        else:
-            if loss not in ("grpo", "dapo", "bnpo", "dr_grpo", "luspo"):
-                port.missing.append(f"loss_type={loss} (epsilon_high={high}): GRPO's clipped objective stands for it")
-            self._clip(low, high)
-        self._parts()
+            for ours, theirs in (("positive", "pos"), ("negative", "neg")):
+                name = f"sapo_temperature_{theirs}"
+                port.set(f"algorithm.objective.tau_{ours}", self.number(name), name)
 
-    def _clip(self, low: float, high: float) -> None:
-        for key, value in (("low", low), ("high", high)):
-            if value != 0.2:
-                self.port.set(f"algorithm.objective.{key}", value, "epsilon")
-        if self.get("delta") is not None:
-            self.port.set("algorithm.objective.delta", self.get("delta"), "delta")
-        if self.get("importance_sampling_level") != "token":
-            self.port.set("algorithm.objective.level", self.get("importance_sampling_level"))
+    def _clip(self) -> None:
+        loss, low = str(self.get("loss_type")), self.number("epsilon")
+        high = self.optional("epsilon_high") or low
+        if loss == "cispo" and high >= 1:
+            self.port.set("algorithm/objective", "cispo", "TRL's bound is 1 + high")
+            self.port.set("algorithm.objective.high", high - 1, "epsilon_high")
+            if "epsilon" in self.source.settings:
+                self.port.skip("epsilon", low, "cispo has an upper bound alone")
+        elif loss != "sapo":
+            if loss not in CLIPPED or loss == "vespo":
+                self.port.lack(
+                    "loss_type", loss, f"GRPO's clipped objective, with epsilon_high={high:g}, stands for it"
+                )
+            for key, value in (("low", low), ("high", high)):
+                if value != 0.2:
+                    self.port.set(f"algorithm.objective.{key}", value, "epsilon" if key == "low" else "epsilon_high")
+            if self.get("delta") is not None:
+                self.port.set("algorithm.objective.delta", self.get("delta"), "delta")
+            if self.get("importance_sampling_level") != "token":
+                self.port.set(
+                    "algorithm.objective.level", self.get("importance_sampling_level"), "importance_sampling_level"
+                )
+
+    def _kl(self) -> None:
+        port, beta = self.port, self.number("beta")
+        if not beta:
+            port.set("algorithm/kl", "none", "beta=0.0")
+            for name in ("use_bias_correction_kl", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"):
+                if name in self.source.settings and not isinstance(self.source.settings[name], Unread):
+                    port.skip(name, self.get(name), "it has no effect without beta")
+            return
+        port.set("algorithm.kl.beta", beta, "beta")
+        port.set("algorithm.kl.on_policy", bool(self.get("use_bias_correction_kl")), "use_bias_correction_kl")
+
+    def _sync_reference(self) -> None:
+        if self.number("beta") and self.given("sync_ref_model"):
+            every = max(1, int(self.number("ref_model_sync_steps")) // self.updates)
+            self.port.set("algorithm.kl.sync_every", every, "sync_ref_model, ref_model_sync_steps")
+            self.port.set("algorithm.kl.sync_alpha", self.number("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
+        elif "sync_ref_model" in self.source.settings and self.given("sync_ref_model") is False:
+            self.port.skip("sync_ref_model", False, "the reference stays, as it does here")
 
     def _parts(self) -> None:
         port = self.port
@@ -257,36 +252,48 @@ class Translation:
         if self.number("entropy_coef"):
             port.set("algorithm/entropy", "bonus")
             port.set("algorithm.entropy.coefficient", self.number("entropy_coef"), "entropy_coef")
-        if self.get("use_vllm") and self.get("vllm_importance_sampling_correction"):
-            mode = str(self.get("vllm_importance_sampling_mode"))
-            token = mode if mode.startswith("token_") else "token_truncate"
-            port.set("algorithm/correction", token, f"vllm_importance_sampling_mode={mode}")
-            bound = self.get("vllm_importance_sampling_clip_max")
-            port.set("algorithm.correction.max", 1e9 if bound is None else bound, "vllm_importance_sampling_clip_max")
-            if token != mode:
-                port.missing.append(
-                    f"vllm_importance_sampling_mode={mode}: a product over tokens; {token} is the nearest"
-                )
+
+    def _correction(self) -> None:
+        port = self.port
+        if not self.get("use_vllm"):
+            return
+        if not self.get("vllm_importance_sampling_correction"):
+            port.set("algorithm/correction", "none", "vllm_importance_sampling_correction=False")
+            return
+        mode = str(self.get("vllm_importance_sampling_mode"))
+        name = "vllm_importance_sampling_mode"
+        token = mode if mode.startswith("token_") else "token_truncate"
+        port.set("algorithm/correction", token, f"vllm_importance_sampling_correction, {name}={mode}")
+        bound = self.given("vllm_importance_sampling_cap") or self.get("vllm_importance_sampling_clip_max")
+        names = "vllm_importance_sampling_clip_max, vllm_importance_sampling_cap"
+        port.set("algorithm.correction.max", 1e9 if bound is None else bound, names)
+        if token != mode:
+            reason = f"its ratio is a product over tokens; {token} is the nearest"
+            port.lack("vllm_importance_sampling_mode", mode, reason)
 
     def _batches(self) -> None:
         port = self.port
         group, accumulate = self.whole("num_generations"), self.whole("gradient_accumulation_steps")
         micro = self.whole("per_device_train_batch_size") * self.processes
-        batch = self.given("generation_batch_size")
-        pieces = int(batch) // micro if batch else int(self.given("steps_per_generation") or accumulate)
-        updates = max(1, pieces // accumulate)
+        batch = self.optional("generation_batch_size")
+        pieces = int(batch) // micro if batch else int(self.optional("steps_per_generation") or accumulate)
         completions = micro * max(pieces, accumulate)
         if pieces > accumulate and pieces % accumulate:
-            port.missing.append(f"steps_per_generation={pieces} is no multiple of {accumulate} micro-batches an update")
+            port.lack("steps_per_generation", pieces, f"it is no multiple of {accumulate} micro-batches an update")
         if completions % group:
             port.notes.append(f"{completions} completions are no multiple of num_generations={group}; TRL refuses them")
         prompts = math.ceil(completions / group)
-        updates = min(updates, prompts)
+        updates = min(max(1, pieces // accumulate), prompts)
         epochs = self.whole("num_iterations")
         self.updates = updates * epochs
         sums = f"{micro} x {max(pieces, accumulate)} / {group}, with {self.processes} process(es)"
+        names = "per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation, generation_batch_size"
         port.set("rollout.prompts_per_step", prompts, sums)
+        port.named |= set(names.split(", "))
         port.set("rollout.group_size", group, "num_generations")
+        given = [f"{name}={self.given(name)}" for name in names.split(", ") if name in self.source.settings]
+        if given:
+            port.nothing.append(f"{', '.join(given)}: rollout.prompts_per_step and train.minibatches follow from them")
         for key, value, name in (
             ("minibatches", updates, "steps_per_generation"),
             ("epochs", epochs, "num_iterations"),
@@ -296,52 +303,60 @@ class Translation:
         port.notes.append(
             f"TRL ran in {self.processes} process(es), as assumed here: --processes N says another number"
         )
-        self._length()
-        self._steps(prompts)
 
     def _length(self) -> None:
         completion = int(self.number("max_completion_length"))
         self.port.set("rollout.max_completion_tokens", completion, "max_completion_length")
-        total = self.given("max_seq_length")
-        prompt = self.given("max_prompt_length") or (total - completion if isinstance(total, int) else None) or 512
-        if prompt != 512:
-            self.port.set("rollout.max_prompt_tokens", prompt, "max_prompt_length")
+        total = self.optional("max_seq_length")
+        prompt = self.optional("max_prompt_length") or (total - completion if total else None) or 512
+        prompt = int(prompt) if prompt > 0 else 512
+        if prompt != 512 or {"max_prompt_length", "max_seq_length"} & set(self.source.settings):
+            name = "max_prompt_length" if self.given("max_prompt_length") else "max_seq_length"
+            self.port.set("rollout.max_prompt_tokens", prompt, name)
+            if name == "max_prompt_length" and total is not None:
+                self.port.skip("max_seq_length", total, "a completion has room after every prompt")
         if prompt + completion > 8192:
             self.port.set("train.micro_batch_tokens", prompt + completion, "a micro-batch holds whole completions")
         for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("repetition_penalty", 1.0)):
             if self.number(name) != default:
-                self.port.set(f"rollout.{name}", self.get(name), name)
+                self.port.set(
+                    f"rollout.{name}", max(0, int(self.number(name))) if name == "top_k" else self.get(name), name
+                )
         if self.get("min_p"):
             self.port.set("rollout.min_p", self.get("min_p"), "min_p")
+        self._mapping("generation_kwargs", self._generation)
 
-    def _steps(self, prompts: int) -> None:
-        most = int(self.number("max_steps"))
+    def _generation(self, key: str, value: Any, name: str) -> None:
+        known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_strings")
+        if key in known:
+            listed = [value] if key.startswith("stop") and isinstance(value, str) else value
+            self.port.set(f"rollout.{key.removesuffix('_strings')}", listed, name)
+        elif key in ("max_new_tokens", "max_tokens"):
+            self.port.set("rollout.max_completion_tokens", value, name)
+        else:
+            self.port.lack(name, value, "rollout has no such key")
+
+    def _steps(self) -> None:
+        most, prompts = int(self.number("max_steps")), int(self.port.value("rollout.prompts_per_step"))
         if most > 0:
             self.port.set("train.steps", math.ceil(most / self.updates), f"max_steps={most} updates")
-        elif self.prompts:
-            steps = math.ceil(self.number("num_train_epochs") * (self.prompts // prompts))
+            if "num_train_epochs" in self.source.settings:
+                self.port.skip("num_train_epochs", self.given("num_train_epochs"), "max_steps replaces it")
+            return
+        self.port.named.add("max_steps")
+        epochs = self.number("num_train_epochs")
+        if self.prompts:
+            steps = math.ceil(epochs * (self.prompts // prompts))
             self.port.set("train.steps", max(1, steps), f"num_train_epochs x {self.prompts} prompts")
         else:
-            epochs = self.number("num_train_epochs")
-            self.port.notes.append(
-                f"train.steps={epochs:g} x prompts / {prompts}: give the dataset's number with --prompts N"
-            )
+            sums = f"train.steps={epochs:g} x prompts / {prompts}"
+            self.port.check("num_train_epochs", f"{epochs:g}", f"{sums}; give the dataset's number with --prompts N")
+        if "max_steps" in self.source.settings:
+            self.port.skip("max_steps", most, "num_train_epochs says how long TRL trains")
 
     def _optimizer(self) -> None:
         port = self.port
         port.set("optim.lr", self.number("learning_rate"), "learning_rate")
-        schedule = str(self.get("lr_scheduler_type"))
-        if schedule not in SCHEDULES:
-            port.missing.append(f"lr_scheduler_type={schedule}: cosine stands for it")
-        port.set("optim.schedule", SCHEDULES.get(schedule, "cosine"), "lr_scheduler_type")
-        ratio = self.given("warmup_ratio") or (self.number("warmup_steps") if self.number("warmup_steps") < 1 else 0)
-        steps = next((line.value for line in port.lines if line.key == "train.steps"), None)
-        if ratio and steps:
-            port.set("optim.warmup_steps", math.ceil(ratio * steps * self.updates), f"warmup_ratio={ratio}")
-        elif ratio:
-            port.notes.append(f"optim.warmup_steps={ratio} x train.steps x {self.updates}: set it with train.steps")
-        elif self.number("warmup_steps"):
-            port.set("optim.warmup_steps", int(self.number("warmup_steps")), "warmup_steps")
         for name, key in (
             ("weight_decay", "weight_decay"),
             ("adam_epsilon", "eps"),
@@ -352,41 +367,93 @@ class Translation:
         betas = [self.number("adam_beta1"), self.number("adam_beta2")]
         if betas != [0.9, 0.999]:
             port.set("optim.betas", betas, "adam_beta1, adam_beta2")
+        if not str(self.get("optim")).startswith("adamw_torch"):
+            port.lack("optim", self.get("optim"), "optim=adamw in float32 stands for it")
+
+    def _schedule(self) -> None:
+        port, schedule = self.port, str(self.get("lr_scheduler_type"))
+        if schedule not in SCHEDULES:
+            port.lack("lr_scheduler_type", schedule, "cosine stands for it")
+        port.set("optim.schedule", SCHEDULES.get(schedule, "cosine"), "lr_scheduler_type")
+        ratio = self.optional("warmup_ratio") or (self.number("warmup_steps") if self.number("warmup_steps") < 1 else 0)
+        steps = port.value("train.steps")
+        if ratio and steps:
+            port.set("optim.warmup_steps", math.ceil(ratio * steps * self.updates), f"warmup_ratio={ratio}")
+        elif ratio:
+            sums = f"optim.warmup_steps={ratio} x train.steps x {self.updates}"
+            port.check("warmup_ratio", ratio, f"{sums}; set it with train.steps")
+        elif self.number("warmup_steps"):
+            port.set("optim.warmup_steps", int(self.number("warmup_steps")), "warmup_steps")
+        elif "warmup_ratio" in self.source.settings and self.given("warmup_ratio") is not None:
+            port.skip("warmup_ratio", self.given("warmup_ratio"), "there is no warm-up, as here")
+
+    def _engine(self) -> None:
+        port = self.port
+        if not self.get("use_vllm"):
+            return
+        server = self.get("vllm_mode") == "server"
+        port.set("engine", "vllm" if server else "vllm_colocate", f"use_vllm, vllm_mode={self.get('vllm_mode')}")
+        host, number = self.given("vllm_server_host"), self.given("vllm_server_port")
+        if server and self.given("vllm_server_base_url"):
+            port.set("engine.base_url", self.given("vllm_server_base_url"), "vllm_server_base_url")
+        elif server and (host or number):
+            address = f"http://{host or '127.0.0.1'}:{number or 8000}"
+            port.set("engine.base_url", address, "vllm_server_host, vllm_server_port: of grpocli vllm-serve")
+
+    def _checkpoints(self) -> None:
+        strategy = str(self.get("save_strategy"))
+        if strategy == "no":
+            self.port.set("checkpoint.every", 0, "save_strategy=no; the end is always saved")
+        elif strategy == "steps" and {"save_steps", "save_strategy"} & set(self.source.settings):
+            every = max(1, int(self.number("save_steps")) // self.updates)
+            self.port.set("checkpoint.every", every, "save_strategy, save_steps")
+        elif strategy != "steps":
+            self.port.check("save_strategy", strategy, "set checkpoint.every=N, which counts steps")
+
+    def _evaluation(self) -> None:
+        strategy = str(self.get("eval_strategy"))
+        if strategy == "no":
+            self.port.set("eval.problems", 0, "eval_strategy=no")
+            for name in ("eval_steps", "num_generations_eval"):
+                if self.given(name) is not None:
+                    self.port.skip(name, self.given(name), "it has no effect without eval_strategy")
+        elif self.given("eval_steps"):
+            every = max(1, int(self.number("eval_steps")) // self.updates)
+            self.port.set("eval.every", every, "eval_strategy, eval_steps")
 
     def _rest(self) -> None:
         port = self.port
+        self._sync_reference()
         if self.get("gradient_checkpointing"):
             port.set("train.gradient_checkpointing", True, "gradient_checkpointing")
         port.set("seed", int(self.number("seed")), "seed")
-        if self.get("use_vllm"):
-            server = self.get("vllm_mode") == "server"
-            port.set("engine", "vllm" if server else "vllm_colocate", f"vllm_mode={self.get('vllm_mode')}")
-            if server and self.given("vllm_server_base_url"):
-                port.set("engine.base_url", self.given("vllm_server_base_url"), "a server of grpocli vllm-serve")
-            elif not server and self.given("vllm_gpu_memory_utilization") is not None:
-                port.set("engine.gpu_memory_utilization", self.given("vllm_gpu_memory_utilization"))
-        if self.given("save_steps"):
-            port.set("checkpoint.every", max(1, int(self.number("save_steps")) // self.updates), "save_steps")
         report = self.given("report_to")
-        trackers = report if isinstance(report, list) else [report]
-        for name in [str(one) for one in trackers if one not in (None, "none", "all")][:1]:
-            port.set("tracker", name, "report_to")
-        if not str(self.get("optim")).startswith("adamw_torch"):
-            port.missing.append(f"optim={self.get('optim')}: optim=adamw in float32 stands for it")
-        if str(self.get("eval_strategy")) == "no":
-            port.set("eval.problems", 0, "eval_strategy=no")
-        elif self.given("eval_steps"):
-            port.set("eval.every", max(1, int(self.number("eval_steps")) // self.updates), "eval_steps")
+        trackers = [str(one) for one in (report if isinstance(report, list) else [report]) if one is not None]
+        chosen = [one for one in trackers if one not in ("none", "all")]
+        if chosen:
+            port.set("tracker", chosen[0], "report_to")
+        elif trackers:
+            port.set("tracker", "none", f"report_to={trackers[0]}")
+        if len(chosen) > 1:
+            port.lack("report_to", chosen[1:], "a run has one tracker, and metrics.jsonl")
         if self.given("output_dir"):
             port.set("hydra.run.dir", str(self.given("output_dir")), "output_dir")
 
     def _report(self) -> None:
-        """Name the settings without a counterpart, and those that are no literals."""
+        """Carry over, or name, every setting that nothing has named so far."""
         for name, value in self.source.settings.items():
-            here = TRL.get(name)
-            if isinstance(value, Unread):
-                keys = here.overrides if here and here.overrides else (here.note if here else "no key of TRL")
-                self.port.notes.append(f"{name}={value} is not a literal: set {keys or name} yourself")
-            elif here is not None and here.lacks and value != here.default:
-                self.port.missing.append(f"{name}={value}: {here.note.removeprefix('no counterpart: ')}")
-        self.port.missing += [f"{name}={value}" for name, value in self.source.ignored.items()]
+            if not isinstance(value, Unread) and (reason := self._without_effect(name)):
+                if name not in self.port.named | self.port.remarked:
+                    self.port.skip(name, value, reason)
+                continue
+            self.port.carry(name, value, TRL.get(name) or ALIASES.get(name))
+        for name, value in self.source.ignored.items():
+            self.port.carry(name, value, TRAINER.get(name) or TRL.get(name))
+
+    def _without_effect(self, name: str) -> str:
+        """Why a setting has no effect beside the others; "" if it has one."""
+        for beginnings, setting, values in NEEDS:
+            value = self.given("use_peft") if setting == "use_peft" else self.get(setting)
+            if name.startswith(beginnings) and name != setting and value not in values:
+                return f"it has no effect with {setting}={value}"
+        return ""

@@ -1,0 +1,172 @@
+"""The result of a translation: overrides, settings without a counterpart, and what a reader must check."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from grpocli.config.foreign_names import UNSTATED, Equivalent
+from grpocli.porting.source import Unread
+from grpocli.tracking.text import clean
+
+COLOCATED = (
+    "gpu_memory_utilization",
+    "cpu_kv_cache_gb",
+    "max_model_len",
+    "enforce_eager",
+    "quantization",
+    "sleep",
+    "vllm_args",
+)
+"""Keys of engine=vllm_colocate."""
+PLAIN = re.compile(r"[\w/.:+-]+")
+NAME = re.compile(r"[A-Za-z_][\w.]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An override, and where it comes from."""
+
+    key: str
+    value: Any
+    comment: str = ""
+
+    @property
+    def override(self) -> str:
+        return f"{self.key}={hydra_value(self.value)}"
+
+
+@dataclass(slots=True)
+class Port:
+    """The overrides, and remarks on settings that have none. named: settings that overrides are from.
+
+    missing: without a counterpart. nothing: with nothing to set. notes: to be checked or set by the reader.
+    remarked: the settings of these remarks.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    nothing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)
+    remarked: set[str] = field(default_factory=set)
+
+    def set(self, key: str, value: Any, comment: str = "") -> None:
+        """Add an override; one of the same key is replaced. The words of the comment are the settings it is from."""
+        self.named |= set(NAME.findall(comment))
+        self.lines = [line for line in self.lines if line.key != key]
+        self.lines.append(Line(key, value, comment))
+
+    def value(self, key: str) -> Any:
+        """The value of a key; None without an override."""
+        return next((line.value for line in self.lines if line.key == key), None)
+
+    def lack(self, name: str, value: Any, reason: str) -> None:
+        self._remark(self.missing, name, value, reason)
+
+    def skip(self, name: str, value: Any, reason: str) -> None:
+        self._remark(self.nothing, name, value, reason)
+
+    def check(self, name: str, value: Any, advice: str) -> None:
+        self._remark(self.notes, name, value, advice)
+
+    def _remark(self, remarks: list[str], name: str, value: Any, text: str) -> None:
+        self.remarked.add(name)
+        remarks.append(f"{name}={shortened(value)}: {text}")
+
+    def carry(self, name: str, value: Any, here: Equivalent | None) -> None:
+        """Translate a setting by its row of the table of foreign names, unless an override or remark names it."""
+        if name in self.remarked or (name in self.named and not isinstance(value, Unread)):
+            return
+        if here is None:
+            self.check(name, value, "the name is in no table; set its equivalent yourself, or leave it out")
+        elif isinstance(value, Unread) and not here.lacks and not here.note.startswith("nothing to set: "):
+            keys = here.overrides.replace("{}", "VALUE")
+            self.check(name, value, f"it is no literal; {f'set {keys} yourself' if keys else here.note}")
+        elif here.lacks and (value == here.default or value in (None, False, "", 0)):
+            self.skip(name, value, "it is off, or the default of the other trainer")
+        elif here.lacks:
+            self.lack(name, value, here.note.removeprefix("no counterpart: "))
+        elif here.note.startswith("nothing to set: "):
+            self.skip(name, value, here.note.removeprefix("nothing to set: "))
+        elif value is None and here.default in (None, UNSTATED):
+            self.skip(name, value, "it is not set")
+        else:
+            self._carry_overrides(name, value, here)
+
+    def _engine_has(self, key: str) -> bool:
+        return self.value("engine") != "vllm_colocate" or key.split(".")[1] in COLOCATED
+
+    def _without_engine_key(self, name: str, value: Any, key: str, here: Equivalent) -> None:
+        if value == here.default or value in (None, 1):
+            self.skip(name, value, f"engine=vllm_colocate has no {key.removeprefix('engine.')}, and needs none")
+        else:
+            self.lack(name, value, f"engine=vllm_colocate has no {key.removeprefix('engine.')}; engine=vllm has it")
+
+    def _carry_overrides(self, name: str, value: Any, here: Equivalent) -> None:
+        templates = here.values.get(str(value).lower(), here.overrides).split()
+        if not templates:
+            off = value in (None, False, "") or str(value).lower() in here.values or value == here.default
+            (self.skip if off and not here.overrides else self.check)(name, value, here.note or "it is off")
+            return
+        if "reward=[model]" in templates and self.value("reward") is not None:
+            self.check(name, value, f"add model to reward=[...], and {here.overrides.split()[1].format(value)}")
+            return
+        comment = f"{name}: {here.note}" if here.note else name
+        added = 0
+        for template in templates:
+            key, _, text = template.partition("=")
+            if key.startswith("engine.") and not self._engine_has(key):
+                self._without_engine_key(name, value, key, here)
+                return
+            if self.value(key) is None:
+                self.set(key, value if text == "{}" else yaml.safe_load(text.format(value)), comment)
+                added += 1
+        if not added:
+            chosen = ", ".join(f"{key}={shortened(self.value(key))}" for key in dict.fromkeys(_keys(templates)))
+            self.skip(name, value, f"{chosen} is chosen already")
+
+
+def _keys(templates: Iterable[str]) -> list[str]:
+    return [one.partition("=")[0] for one in templates]
+
+
+def shortened(value: Any) -> str:
+    """A value as text of at most 80 characters."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def hydra_value(value: Any) -> str:
+    """A value in the syntax of Hydra's overrides."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(hydra_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{hydra_value(key)}:{hydra_value(one)}' for key, one in value.items())}}}"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    text = str(value)
+    if isinstance(value, int | float) or PLAIN.fullmatch(text):
+        return text
+    return str(QuotedString(text, Quote.double).with_quotes())
+
+
+def recipe(port: Port, origin: str) -> str:
+    """The overrides as a recipe: choices in the defaults list, and keys as nested mappings."""
+    groups = [line for line in port.lines if "." not in line.key and line.key != "seed"]
+    values: dict[str, Any] = {}
+    for line in port.lines:
+        if line not in groups:
+            *sections, last = line.key.split(".")
+            inner = values
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[last] = line.value
+    chosen = [{f"override /{line.key}": line.value} for line in sorted(groups, key=lambda line: line.key)]
+    text: str = yaml.safe_dump({"defaults": [*chosen, "_self_"], **values}, sort_keys=False, allow_unicode=True)
+    return f"# @package _global_\n# From {clean(origin)}, by grpocli from-trl.\n{text}"

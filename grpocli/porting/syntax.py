@@ -1,0 +1,181 @@
+"""The scopes of a script: assignments, functions, imports and calls. Nothing is imported or run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpocli.errors import ConfigError
+from grpocli.porting.source import read_text
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """An assignment to a name. index: its place in an unpacked tuple; None if the value is its own."""
+
+    value: ast.expr
+    line: int
+    index: int | None = None
+    certain: bool = True
+
+
+@dataclass(slots=True)
+class Scope:
+    """A module or function: the assignments to each name, its functions, and the scope around it."""
+
+    outer: Scope | None = None
+    bindings: dict[str, list[Binding]] = field(default_factory=dict)
+    functions: dict[str, Function] = field(default_factory=dict)
+    imports: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """{name: (module, name there)}."""
+
+    def bound(self, name: str, line: int) -> tuple[Binding, Scope] | None:
+        """The last assignment before a line, and its scope. Outer scopes count as a whole."""
+        own = [one for one in self.bindings.get(name, ()) if one.line < line]
+        if own:
+            return own[-1], self
+        return self.outer.bound(name, 10**9) if self.outer else None
+
+    def function(self, name: str) -> tuple[Function, Scope] | None:
+        if name in self.functions:
+            return self.functions[name], self
+        return self.outer.function(name) if self.outer else None
+
+    def imported(self, name: str) -> tuple[str, str] | None:
+        return self.imports.get(name) or (self.outer.imported(name) if self.outer else None)
+
+
+def parsed(file: Path) -> ast.Module:
+    """The syntax of a script. Raises ConfigError, with the line of a syntax error."""
+    text = read_text(file)
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        hint = "a notebook is exported as a script first" if file.suffix == ".ipynb" else ""
+        raise ConfigError(f"line {error.lineno}: {error.msg}", key=str(file), hint=hint) from error
+    except (RecursionError, MemoryError) as error:
+        raise ConfigError("is nested too deep to be read", key=str(file)) from error
+    except ValueError as error:  # a null byte
+        raise ConfigError(f"cannot be read: {error}", key=str(file)) from error
+
+
+class Syntax:
+    """The names and calls of one script."""
+
+    def __init__(self, file: Path, tree: ast.Module) -> None:
+        self.source_file, self.tree = file, tree
+        self.module = Scope()
+        self.calls: list[tuple[ast.Call, Scope]] = []
+        self.changes: list[tuple[ast.Attribute, ast.expr, Scope]] = []
+        self._visit(tree.body, self.module, certain=True)
+
+    def _visit(self, body: list[ast.stmt], scope: Scope, certain: bool) -> None:
+        for statement in body:
+            self._statement(statement, scope, certain)
+
+    def _statement(self, statement: ast.stmt, scope: Scope, certain: bool) -> None:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                scope.functions[statement.name] = statement
+                inner = Scope(scope)
+                self._parameters(statement, inner)
+                self._visit(statement.body, inner, certain=True)
+            case ast.ClassDef():
+                self._visit(statement.body, Scope(scope), certain=True)
+            case ast.ImportFrom() | ast.Import():
+                self._import(statement, scope)
+            case ast.Assign():
+                self._expression(statement.value, scope)
+                for target in statement.targets:
+                    self._bind(target, statement.value, scope, certain)
+            case ast.AnnAssign() if statement.value is not None:
+                self._expression(statement.value, scope)
+                self._bind(statement.target, statement.value, scope, certain)
+            case ast.AugAssign():
+                self._bind(
+                    statement.target, ast.BinOp(_load(statement.target), statement.op, statement.value), scope, False
+                )
+            case _:
+                for child in ast.iter_child_nodes(statement):
+                    if isinstance(child, ast.expr):
+                        self._expression(child, scope)
+                main = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+                sure = certain and (main or isinstance(statement, ast.With | ast.Try))
+                for inner_body in _bodies(statement):
+                    self._visit(inner_body, scope, sure)
+
+    def _parameters(self, function: Function, scope: Scope) -> None:
+        """Defaults of parameters count as assignments."""
+        named = [*function.args.posonlyargs, *function.args.args]
+        given = list(zip(named[len(named) - len(function.args.defaults) :], function.args.defaults, strict=True))
+        more = [(a, d) for a, d in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if d]
+        for parameter, value in [*given, *more]:
+            scope.bindings.setdefault(parameter.arg, []).append(Binding(value, function.lineno))
+
+    def _import(self, statement: ast.ImportFrom | ast.Import, scope: Scope) -> None:
+        for alias in statement.names:
+            name = alias.asname or alias.name
+            module = (statement.module or "") if isinstance(statement, ast.ImportFrom) else ""
+            scope.imports[name] = (module, alias.name)
+
+    def _expression(self, node: ast.expr, scope: Scope) -> None:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Call):
+                self.calls.append((inner, scope))
+
+    def _bind(self, target: ast.expr, value: ast.expr, scope: Scope, certain: bool) -> None:
+        line = target.lineno
+        if isinstance(target, ast.Name):
+            scope.bindings.setdefault(target.id, []).append(Binding(value, line, None, certain))
+        elif isinstance(target, ast.Tuple | ast.List):
+            for index, one in enumerate(target.elts):
+                if isinstance(one, ast.Name):
+                    scope.bindings.setdefault(one.id, []).append(Binding(value, line, index, certain))
+        elif isinstance(target, ast.Attribute):
+            self.changes.append((target, value, scope))
+
+    def _calls_of(self, name: str) -> list[tuple[ast.Call, Scope]]:
+        return [(call, scope) for call, scope in self.calls if self._callee(call, scope) == name]
+
+    def _callee(self, call: ast.Call, scope: Scope) -> str:
+        """The last name of a called function, as it is called where it is imported from."""
+        if isinstance(call.func, ast.Attribute):
+            return call.func.attr
+        if isinstance(call.func, ast.Name):
+            imported = scope.imported(call.func.id)
+            return imported[1] if imported else call.func.id
+        return ""
+
+    def _starts_training(self) -> bool:
+        """Whether statements at the top level, which an import would run, load data or train."""
+        outside = [s for s in self.tree.body if not (isinstance(s, ast.If) and "__name__" in ast.unparse(s.test))]
+        loose = [s for s in outside if not isinstance(s, Function | ast.ClassDef)]
+        words = ("GRPOTrainer", "load_dataset", "train", "from_pretrained")
+        calls = [node for s in loose for node in ast.walk(s) if isinstance(node, ast.Call)]
+        return any(self._callee(call, self.module) in words for call in calls)
+
+    def _made(self, node: ast.expr, scope: Scope) -> tuple[ast.expr, Scope]:
+        """The expression behind a name, also of the first name of an unpacked tuple, and its scope."""
+        for _ in range(20):
+            if not isinstance(node, ast.Name) or not (found := scope.bound(node.id, node.lineno)):
+                break
+            binding, scope = found
+            node = binding.value
+        return node, scope
+
+
+def _bodies(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        if isinstance(inner := getattr(statement, name, None), list):
+            yield inner
+    for handler in getattr(statement, "handlers", ()):
+        yield handler.body
+
+
+def _load(target: ast.expr) -> ast.expr:
+    """A target of an assignment as a value."""
+    return target

@@ -1,0 +1,128 @@
+"""The dataset and the rewards of a TRL script as overrides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpocli.config.foreign_names import TRAINER
+from grpocli.porting.functions_file import PROCESSOR, carried_steps
+from grpocli.porting.overrides import Port
+from grpocli.porting.source import Data, RewardCall, Source, Step, Unread
+
+FILES = ("json", "csv", "parquet")
+BUILT_IN = {"accuracy_reward": "math", "think_format_reward": "format", "get_soft_overlong_punishment": "overlong"}
+"""TRL's reward functions."""
+ADVICE = {
+    "filter": f"return loss_multiplier=0 for the others in {PROCESSOR}, or write the kept rows into a JSONL and set "
+    "task=jsonl task.path=FILE",
+    "select": "task.split=train[:N] takes the first N rows",
+    "train_test_split": "task.eval_size=N holds N prompts out",
+    "map": "write task.processor=FILE.py:NAME, a function that returns the whole row with `prompt`",
+}
+
+
+def set_data(port: Port, source: Source, functions: str) -> None:
+    """Set the task: where the rows come from, and how a row becomes a prompt."""
+    data = source.data
+    if not isinstance(data, Data) or not data.path:
+        port.check("train_dataset", data, "it is not read; set task=hub task.path=OWNER/NAME yourself")
+        return
+    port.set("task", "jsonl" if data.path in FILES else "hub", "train_dataset")
+    port.set("task.path", path_of(data), "dataset_name" if not source.is_script else "train_dataset")
+    if data.name:
+        port.set("task.name", data.name, "dataset_config")
+    if data.split:
+        port.set("task.split", data.split, "dataset_train_split")
+    if data.streaming:
+        port.set("task.streaming", True, "streaming, dataset_streaming")
+    for name, value in data.others.items():
+        port.lack(f"load_dataset({name})", value, "task has no such key")
+    carried = carried_steps(data)
+    if carried:
+        lines = ", ".join(str(step.line) for step in carried)
+        port.set("task.processor", f"{functions}:{PROCESSOR}", f"the dataset's steps in lines {lines}")
+    else:
+        _set_answer(port, source)
+    for step in data.steps:
+        if step not in carried:
+            _remark(port, step, "train_dataset")
+    _set_evaluation(port, source, data)
+
+
+def path_of(data: Data) -> str:
+    """The folder, file or name on the hub."""
+    files = data.files.get(data.split or "train") if isinstance(data.files, dict) else data.files
+    first = files[0] if isinstance(files, list) and files else files
+    return str(first) if data.path in FILES and first else data.path
+
+
+def _set_answer(port: Port, source: Source) -> None:
+    built_in = any(one.name in BUILT_IN for one in source.rewards if isinstance(one, RewardCall))
+    if built_in:
+        port.set("task.answer_column", "solution", "the column of TRL's accuracy_reward")
+    else:
+        port.set("task.answer_column", None, "rewards get columns by name")
+
+
+def _remark(port: Port, step: Step, name: str) -> None:
+    if step.method in ("shuffle", "with_format", "set_format", "cast"):
+        port.skip(f"{name}.{step.method}", step.text, "every epoch has its own order, and rows are plain values")
+    else:
+        advice = ADVICE.get(step.method, f"do it in {PROCESSOR}, or write the rows into a JSONL")
+        port.check(f"{name}.{step.method}", f"{step.text} (line {step.line})", f"it is not carried over; {advice}")
+
+
+def _set_evaluation(port: Port, source: Source, data: Data) -> None:
+    given = source.eval_data
+    if given is None:
+        return
+    if not isinstance(given, Data):
+        port.check("eval_dataset", given, f"it is not read; {TRAINER['eval_dataset'].note}")
+        return
+    if given.path and path_of(given) != path_of(data):
+        port.set("task.eval_path", path_of(given), "eval_dataset")
+    if given.split:
+        port.set("task.eval_split", given.split, "eval_dataset, dataset_test_split")
+    elif given.path and path_of(given) == path_of(data):
+        port.check("eval_dataset", path_of(given), "it is the training data; task.eval_size=N prompts are held out")
+    if given.name != data.name and given.path:
+        port.check("eval_dataset", given.name, "its configuration is another one than the training data's")
+    port.named.add("eval_dataset")
+    same = [(step.method, step.function) for step in data.steps]
+    for step in given.steps:
+        if (step.method, step.function) not in same:
+            _remark(port, step, "eval_dataset")
+
+
+def set_rewards(port: Port, source: Source, functions: str, weights: Any) -> None:
+    """Set the rewards and their weights."""
+    chosen: list[str] = []
+    names: list[str] = []
+    for reward in source.rewards:
+        if isinstance(reward, Unread):
+            port.check("reward_funcs", reward, "it is not read; add it to reward=[...] yourself")
+            names.append("")
+            continue
+        known = BUILT_IN.get(reward.name) if reward.module.startswith("trl") else None
+        chosen.append("model" if reward.path else known or f"{_place(source, reward, functions)}:{reward.name}")
+        names.append("model" if reward.path else known or reward.name)
+        if reward.path:
+            port.set("reward.model.path", reward.path, "reward_model_name_or_path")
+        for theirs, ours in (("max_completion_len", "max_tokens"), ("soft_punish_cache", "buffer_tokens")):
+            if known == "overlong" and isinstance(reward.arguments.get(theirs), int):
+                port.set(f"reward.overlong.{ours}", reward.arguments[theirs], theirs)
+    if not chosen:
+        port.check("reward_funcs", "", "no reward is read; set reward=[FILE.py:NAME] yourself")
+        return
+    port.set("reward", chosen, "reward_funcs")
+    for name, weight in zip(names, weights if isinstance(weights, list) else [], strict=False):
+        if name:
+            port.set(f"reward.{name}.weight", weight, "reward_weights")
+
+
+def _place(source: Source, reward: RewardCall, functions: str) -> str:
+    """The file or module of a reward; a file beside the script comes before an installed module."""
+    if not reward.module:
+        return functions
+    beside = source.file.parent.joinpath(*reward.module.split(".")).with_suffix(".py")
+    return str(beside) if beside.is_file() else reward.module
