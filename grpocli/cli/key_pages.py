@@ -25,8 +25,8 @@ FROM_TRL = """\
 # From TRL and NeMo RL
 
 `make docs` writes this page from `grpocli/config/foreign_names.py`. `grpocli explain --from-trl NAME` prints one row.
-`grpocli from-trl FILE` prints the command for a script of TRL, or a YAML of TRL or NeMo RL, which is read and never run:
-every setting is an override, or is named with the reason. Importing a script would start its training, so
+`grpocli from-trl FILE` prints the command for a script of TRL, or a YAML of TRL or NeMo RL, which is never run: every
+setting is an override, or is named with the reason. Importing a script would start its training, so
 `--rewards rewards.py` (or `--out recipe/NAME.yaml`, with a recipe) writes its reward functions, the dataset's `map` as
 `to_example`, and what both need into a file of their own. Arguments after `--` are those of the script's command line:
 
