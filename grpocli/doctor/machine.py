@@ -99,14 +99,18 @@ def _rest(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def installed_packages() -> dict[str, Package]:
-    """The installed distributions by their normalized names; the first on the path counts."""
+    """The installed distributions by their normalized names; the first on the path counts.
+
+    Distributions whose metadata is missing or unreadable, such as the rest of a broken installation, are left out.
+    """
     from packaging.utils import canonicalize_name
 
     found: dict[str, Package] = {}
     for one in distributions():
-        name = one.metadata["Name"]
-        if name and one.version:
-            found.setdefault(canonicalize_name(name), Package(name, one.version, tuple(one.requires or ())))
+        with suppress(UnicodeError, OSError, KeyError, TypeError):
+            name, version = one.metadata["Name"], one.metadata["Version"]
+            if name and version:
+                found.setdefault(canonicalize_name(name), Package(name, version, tuple(one.requires or ())))
     return found
 
 

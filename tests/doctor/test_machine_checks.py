@@ -11,7 +11,7 @@ from doctor.machines import TORCH, by_name, machine, said
 
 from grpocli.doctor import devices, engines, resources, software, surroundings
 from grpocli.doctor.checkup import Check, Finding, examine, ok
-from grpocli.doctor.machine import Ended, Machine, Package
+from grpocli.doctor.machine import Ended, Machine, Package, installed_packages
 from grpocli.doctor.needs import GIB, MIB, Module, Needs
 from grpocli.progress import unreported
 
@@ -44,6 +44,17 @@ def test_a_package_that_does_not_fit_is_named_with_the_command(tmp_path: Path) -
     assert set(found) == {"rich", "torch"}
     needed = by_name(software.packages(machine(tmp_path, packages=packages), Needs(vllm="engine=vllm")))
     assert needed["torch"].status == "error"
+
+
+def test_the_rest_of_a_broken_installation_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = {"empty": b"", "nameless": b"Version: 1.0\n", "binary": b"Name: \xff\xfe\n", "versionless": b"Name: x\n"}
+    for name, content in contents.items():
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_bytes(content)
+    (tmp_path / "~orch-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "torch" in installed_packages()
+    assert not {*contents, "x", "orch"} & installed_packages().keys()
 
 
 def test_a_package_that_the_config_needs_is_an_error_where_it_is_missing(tmp_path: Path) -> None:
