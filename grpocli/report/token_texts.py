@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,7 @@ class TokenTexts:
     def __call__(self, ids: Sequence[int]) -> list[str]:
         """A text for each token, special tokens included; joined they are the decoded text.
 
-        A character of several tokens is in the last one of them. A text that depends on later tokens falls back to
-        the tokens of the vocabulary.
+        A character of several tokens is in the last one of them.
         """
         from tokenizers.decoders import DecodeStream
 
@@ -47,21 +47,28 @@ class TokenTexts:
         try:
             pieces = [stream.step(self.tokenizer, token) or "" for token in ids]
         except Exception:  # noqa: BLE001 - tokenizers raises plain Exception for bytes that no text has
-            pieces = self._by_prefix(ids)
+            return self._by_prefix(ids, whole)
         joined = "".join(pieces)
         if pieces and whole.startswith(joined):  # the rest are bytes of a character that was cut off
             return [*pieces[:-1], pieces[-1] + whole[len(joined) :]]
-        return pieces if joined == whole else self._by_prefix(ids)
+        return self._by_prefix(ids, whole)
 
-    def _by_prefix(self, ids: Sequence[int]) -> list[str]:
-        """Each piece is what a token adds to the decoded text so far; slow for long completions."""
-        pieces, done = [], ""
-        for end in range(1, len(ids) + 1):
-            text = self.tokenizer.decode(list(ids[:end]), skip_special_tokens=False)
-            shown = text.rstrip(UNFINISHED) if end < len(ids) else text
-            pieces.append(shown[len(done) :] if shown.startswith(done) else "")
-            done = shown if shown.startswith(done) else done
-        return pieces
+    def _by_prefix(self, ids: Sequence[int], whole: str) -> list[str]:
+        """Each piece ends where the text of the tokens so far and the whole text differ; slow for long completions."""
+        if not ids:
+            return []
+        ends = [0]
+        for end in range(1, len(ids)):
+            text = self.tokenizer.decode(list(ids[:end]), skip_special_tokens=False).rstrip(UNFINISHED)
+            ends.append(max(ends[-1], _common(text, whole)))
+        return [whole[first:last] for first, last in pairwise([*ends, len(whole)])]
+
+
+def _common(first: str, second: str) -> int:
+    """The number of characters at the start that two texts share."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 def _folders(run: Path, config: Mapping[str, Any]) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -15,11 +16,26 @@ from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
 from grpocli.report.build import Builder
 from grpocli.report.charts import charts
-from grpocli.report.curves import accuracy_interval, read_curves, thinned
-from grpocli.report.diagnosis import RULES, verdict, warnings
+from grpocli.report.curves import Curves, accuracy_interval, read_curves, thinned
+from grpocli.report.diagnosis import (
+    EARLY,
+    ENDS,
+    FEW_STEPS,
+    FULL,
+    NOISE,
+    RULES,
+    SAME,
+    SPECIAL,
+    SPIKE,
+    STALE,
+    WINDOW,
+    verdict,
+    warnings,
+)
 from grpocli.report.html import page_json
 from grpocli.report.rollout_sample import BUDGET, LONGEST, cut
-from grpocli.tracking.runs import flatten
+from grpocli.report.several import labels, t_95
+from grpocli.tracking.runs import RESULTS, RunRow, flatten
 from grpocli.training.accuracy import interval, pass_at_k
 
 
@@ -130,14 +146,16 @@ def test_the_verdict_needs_a_change_beyond_the_noise(tmp_path: Path) -> None:
 
 
 def test_advice_names_keys_and_choices_that_exist() -> None:
-    keys, conf = flatten(OmegaConf.to_container(compose([]))), Path("conf")
-    named = {
-        word.rstrip(".,") for rule in RULES for word in rule.advice.split() if "." in word.rstrip(".,") or "/" in word
-    }
-    assert {"optim.lr", "algorithm/keep=dynamic"} <= named
+    keys, conf = flatten(OmegaConf.to_container(compose([]))), Path(__file__).parents[2] / "conf"
+    advices = [*(rule.advice for rule in RULES), *(advice for _, advice in SPECIAL.values())]
+    words = {word.rstrip(".,") for advice in advices for word in advice.split()}
+    named = {word for word in words if "." in word or "/" in word or "=" in word}
+    assert {"optim.lr", "algorithm/keep=dynamic", "sync.verify_every", "model.dtype=float32"} <= named
     for word in named:
         group, _, choice = word.partition("=")
         assert group in keys or (conf / group / f"{choice}.yaml").is_file(), word
+        if choice:
+            compose([word])
 
 
 @pytest.mark.slow
@@ -154,3 +172,146 @@ def test_a_large_run_stays_within_the_budget(tmp_path: Path) -> None:
     prompts = Counter(group.prompt for group in view.rollouts.groups if 10 < group.step < 390)
     assert max(prompts.values()) >= 2, "no prompt is followed through the steps"
     assert f"{sum(shown):,} of 100,000 completions" in view.rollouts.rule
+
+
+def lines_of(tmp_path: Path, **series: list[float]) -> Curves:
+    count = max(map(len, series.values()))
+    lines = [row(i + 1, **{name: values[i] for name, values in series.items()}) for i in range(count)]
+    return read_curves(run_folder(tmp_path / "run", lines))
+
+
+EXACT = {"reward.exact_match.right": 1.0, "reward.exact_match.weight": 2.0, "reward.overlong.buffer_tokens": None}
+
+
+def test_a_solved_task_is_no_alarm(tmp_path: Path) -> None:
+    solved = lines_of(tmp_path, frac_reward_zero_std=[1.0] * 20, reward=[1.96] * 20, entropy=[1.0] * 5 + [0.001] * 15)
+    assert [warning.kind for warning in warnings(solved, EXACT)] == ["solved"]
+    assert verdict(solved, "done", warnings(solved, EXACT)).look == "the completions of the last step."
+    assert [warning.kind for warning in warnings(solved, {"reward.math.right": 3.0})] == [
+        "no spread",
+        "entropy collapse",
+    ]
+
+
+def test_a_low_entropy_is_harmless_while_groups_differ(tmp_path: Path) -> None:
+    curves = lines_of(tmp_path, frac_reward_zero_std=[0.4] * 30, entropy=[1.0] * 10 + [0.001] * 20)
+    assert warnings(curves, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "kind"),
+    [("completions/clipped_ratio", 1.0, "truncation"), ("token_mult_prob_error", 3.0, "mismatch")],
+)
+def test_unmistakable_warnings_come_early(tmp_path: Path, metric: str, value: float, kind: str) -> None:
+    (found,) = warnings(lines_of(tmp_path, **{metric: [value] * EARLY}), {})
+    assert (found.kind, found.step) == (kind, EARLY)
+
+
+def test_constrained_decoding_and_rounding_are_no_mismatch(tmp_path: Path) -> None:
+    curves = lines_of(tmp_path, token_mult_prob_error=[1.06] * 20)
+    assert [warning.kind for warning in warnings(curves, {"model.dtype": "float32"})] == ["mismatch"]
+    assert warnings(curves, {"model.dtype": "bfloat16"}) == warnings(curves, {"model.dtype": "auto"}) == []
+    assert warnings(curves, {"model.dtype": "float32", "rollout.regex": "[0-9]+"}) == []
+
+
+def test_what_to_look_at_is_a_part_of_a_sentence(tmp_path: Path) -> None:
+    curves = lines_of(tmp_path, **{"completions/clipped_ratio": [1.0] * 3})
+    assert verdict(curves, "done", warnings(curves, {})).look == "truncation, from step 3."
+
+
+def test_the_documented_rules_have_the_values_of_the_code() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    table = {kind: rule for kind, rule in re.findall(r"^\| ([\w ,()]+) \| (.*) \|$", text, re.MULTILINE)}
+    kinds = {name for kind in table for name in kind.removesuffix(" (no alarm)").split(", ")}
+    special = {"slow stage" if kind.startswith("slow ") else kind for kind in SPECIAL}
+    assert {rule.kind for rule in RULES} | special <= kinds
+    for rule in RULES:
+        if rule.limit(1.0, {}) == rule.limit(100.0, {}):
+            assert f"{'below' if rule.below else 'above'} {rule.limit(1.0, {}):g}" in table[rule.kind]
+    limit = {rule.kind: rule.limit for rule in RULES}
+    assert (limit["entropy collapse"](0.1, {}), limit["entropy collapse"](9.0, {})) == (pytest.approx(0.01), 0.02)
+    assert (limit["entropy explosion"](0.1, {}), limit["entropy explosion"](1.0, {})) == (0.6, 3.0)
+    assert (limit["length growth"](10, {}), limit["length growth"](100, {})) == (74, 300)
+    assert (limit["length collapse"](15, {}), limit["length collapse"](30, {})) == (0, 10)
+    assert "above 1.02 in float32" in table["mismatch"]
+    assert limit["mismatch"](1.0, {"model.dtype": "float32"}) == 1.02
+    assert f"more than {SAME} of the groups" in table["entropy collapse"]
+    assert f"at least {FULL} of its maximum" in table["solved (no alarm)"]
+    assert f"above {SPIKE:g} times its median, in a run of {FEW_STEPS} steps" in table["gradient spike"]
+    assert f"more than {STALE} of the steps" in table["staleness"]
+    assert f"more than {NOISE:g} standard errors" in text
+    assert f"means over {WINDOW} steps; the start is the mean of the first {ENDS}" in text
+    assert f"from the mean of {EARLY} steps on" in text.replace("\n", " ")
+    assert {f"{rule.sure:g}" for rule in RULES if rule.sure} == {"0.95", "1.5"}
+
+
+def test_quantiles_of_student_t() -> None:
+    known = {1: 12.706, 4: 2.776, 10: 2.228, 11: 2.201, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0, 120: 1.98}
+    assert {freedom: round(t_95(freedom), 3) for freedom in known} == known
+
+
+def setting_row(path: str, typed: list[str], **settings: object) -> RunRow:
+    results = dict.fromkeys(RESULTS) | {"exit": "done", "accuracy": 0.5}
+    return RunRow(Path("/runs") / path, {"seed": 0} | settings, results, typed)
+
+
+def test_labels_leave_out_what_follows_from_a_choice() -> None:
+    rows = [
+        setting_row("0", ["algorithm", "seed"], algorithm="grpo", reward="exact_match"),
+        setting_row("1", ["algorithm", "seed"], algorithm="dapo", reward="exact_match+overlong"),
+        setting_row("2", ["algorithm", "seed"], algorithm="dapo", reward="exact_match+overlong", seed=1),
+    ]
+    assert [label for _, label, _ in labels(rows)] == ["grpo, seed=0", "dapo, seed=0", "dapo, seed=1"]
+    assert [group for _, _, group in labels(rows)] == ["grpo", "dapo", "dapo"]
+    typed = [setting_row("0", ["reward"], reward="math"), setting_row("1", ["reward"], reward="number")]
+    assert [label for _, label, _ in labels(typed)] == ["reward=math", "reward=number"]
+
+
+def test_a_hundred_runs_are_in_natural_order_groups_first(tmp_path: Path) -> None:
+    for number in range(100):
+        config = f"seed: {number % 2}\noptim:\n  lr: {1 + number // 2}\ntrain:\n  steps: 1\n"
+        run_folder(tmp_path / f"run{number}", [row(1, reward=0.5)], config)
+    page = builder().page([tmp_path])
+    assert [run.name for run in page.runs] == [f"run{number}" for number in range(100)]
+    assert page.results is not None
+    assert page.differences is not None
+    assert [line[0] for line in page.results.rows[:2]] == ["lr=1 (mean)", "lr=2 (mean)"]
+    assert [line[0] for line in page.results.rows[50:52]] == ["lr=1, seed=0", "lr=1, seed=1"]
+    assert (page.differences.header, page.differences.rows[9]) == (
+        ["runs", "optim.lr", "seed"],
+        ["lr=10", "10", "0, 1"],
+    )
+
+
+def test_runs_that_differ_in_more_than_the_seed_have_a_row_each(tmp_path: Path) -> None:
+    for number in (2, 10):
+        run_folder(tmp_path / f"{number}", [row(1, reward=0.5)], f"seed: {number}\noptim:\n  lr: {number}\n")
+    differences = builder().page([tmp_path]).differences
+    assert differences is not None
+    assert (differences.header, differences.rows) == (
+        ["run", "optim.lr", "seed"],
+        [["2", "2", "2"], ["10", "10", "10"]],
+    )
+
+
+def test_a_linked_run_is_on_the_page_once(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", [row(1, reward=0.5)])
+    (tmp_path / "link").symlink_to(run)
+    (run / "loop").symlink_to(tmp_path)
+    page = builder().page([tmp_path / "link", run, tmp_path])
+    assert [Path(view.path).resolve() for view in page.runs] == [run]
+
+
+def test_charts_that_say_nothing_are_left_out(tmp_path: Path) -> None:
+    def ids(errors: float) -> set[str]:
+        run_folder(tmp_path / f"{errors}", [row(1, **{"rewards/math/errors": errors, "sampling/rounds": 1})])
+        return {chart.id for chart in builder().page([tmp_path / f"{errors}"]).charts}
+
+    assert ids(0.0) == set()
+    assert ids(0.5) == {"reward_errors"}
+
+
+def test_a_page_without_a_config_names_it_once(tmp_path: Path) -> None:
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text("[]")
+    assert builder().page([tmp_path]).notes == ["run: config.yaml is missing"]

@@ -1,0 +1,144 @@
+"""The report of real runs: killed, stopped, resumed, running, of a mixture, with an environment, with user code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, killed_after, run_here
+
+from grpocli.cli.report import formula_lines_of
+from grpocli.report.build import Builder, state_of
+from grpocli.report.page_data import PageData, RunView
+from grpocli.tracking.run_dir import RunDir
+
+STOPPING = """
+import os, signal
+from pathlib import Path
+
+def even(completions, **kwargs):
+    once = Path(__file__).with_name("once")
+    if len(completions) == 16 and not once.exists():  # of a training step
+        once.touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [float((one[0]["content"] or "9")[:1] in "02468") for one in completions]
+"""
+
+
+def page(*folders: Path) -> PageData:
+    return Builder(formula_lines_of).page(folders)
+
+
+def view(run: Path) -> RunView:
+    (found,) = page(run).runs
+    return found
+
+
+@pytest.mark.processes
+def test_a_stopped_and_then_resumed_run_has_its_sessions_and_changed_keys(
+    tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
+    run = tmp_path / "run"
+    (tmp_path / "rewards.py").write_text(STOPPING)
+    reward = ["reward=[python]", f"reward.python.function={tmp_path}/rewards.py:even"]
+    assert run_here("train", *SMALL, *reward, f"hydra.run.dir={run}") == 3
+    stopped = view(run)
+    assert (stopped.state, stopped.steps[-1], stopped.total_steps) == ("stopped", 1, 3)
+    assert len(stopped.sessions) == 1
+    assert stopped.formula
+
+    assert run_here("train", f"resume={run}", "optim.lr=0.001") == 0
+    resumed = view(run)
+    assert (resumed.state, resumed.steps[-1]) == ("done", 3)
+    assert [steps for steps, _, _ in resumed.sessions] == ["from step 1", "from step 2"]
+    assert "optim.lr 0.0005 → 0.001" in resumed.sessions[1][2]
+    assert "optim.lr" not in resumed.sessions[0][2]
+    assert dict(resumed.facts)["update"].startswith("AdamW, learning rate 0.001")
+
+    killed = killed_after(2, run, tmp_path / "killed")
+    lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:40])
+    found = page(killed)
+    assert (found.runs[0].state, found.runs[0].steps) == ("unfinished", [1, 2])
+    assert "killed: metrics.jsonl: line 3 is incomplete and left out" in found.notes
+    with RunDir(killed).locked():
+        assert view(killed).state == "running"
+
+
+@pytest.mark.processes
+def test_a_mixture_and_an_environment(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
+    run = tmp_path / "run"
+    assert run_here("train", *SMALL, "task=[arithmetic,calculator]", "train.steps=2", f"hydra.run.dir={run}") == 0
+    found = page(run)
+    facts = dict(found.runs[0].facts)
+    assert facts["task"] == "arithmetic 50%, calculator 50% (environment Calculator, up to 3 turns)"
+    assert facts["sampling"] == "4 prompts × 4 completions, temperature 1, up to 32 + 8 tokens"
+    assert facts["hardware"] == "CPU, 1 process"
+    assert {prompt.task for prompt in found.prompts} == {"arithmetic", "calculator"}
+    titles = {chart.id for chart in found.charts}
+    assert {"accuracy_tasks", "task_reward"} <= titles
+    assert "reward_errors" not in titles
+    assert found.notes == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "state"),
+    [
+        ("done", "done"),
+        ("SIGINT after step 7; resume with: grpocli train resume=runs/a", "stopped"),
+        ("asked to stop after step 0; resume with: grpocli train resume=runs/a", "stopped"),
+        (
+            "judge: refused\n; stopped after step 3, which is saved; when the service is back, resume with: grpocli x",
+            "stopped",
+        ),
+        ("KeyboardInterrupt", "stopped"),
+        ("RuntimeError: a stop word is missing, interrupt the run", "failed"),
+        ("ValueError: the stopwatch stopped after step 2", "failed"),
+        ("the trainer processes were killed from outside; resume with: grpocli train resume=runs/a", "failed"),
+        (None, "unfinished"),
+    ],
+)
+def test_the_state_follows_from_exact_words(tmp_path: Path, cause: str | None, state: str) -> None:
+    assert state_of(tmp_path, {"steps": 7} | ({} if cause is None else {"exit": cause}), 7) == state
+
+
+def test_a_finished_run_that_was_resumed_for_more_steps_and_killed_is_unfinished(tmp_path: Path) -> None:
+    assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 20) == "unfinished"
+
+
+def test_a_report_runs_no_code_of_a_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    code = tmp_path / "mine.py"
+    code.write_text(f"open({str(mark)!r}, 'w')\ndef score(*args, **kwargs): return []\nclass Rank: pass\n")
+    for name, reward, advantage in (
+        ("reward", f"{code}:score", "algorithm/advantage/std"),
+        ("advantage", "reward/exact_match", f"{code}:Rank"),
+        ("module", "os.system", "algorithm/advantage/std"),
+    ):
+        saved = tmp_path / "runs" / name
+        saved.mkdir(parents=True)
+        (saved / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
+        (saved / "config.yaml").write_text(config_text(reward, advantage))
+    found = page(tmp_path / "runs")
+    assert not mark.exists()
+    assert {view.name: bool(view.formula) for view in found.runs} == {
+        "advantage": False,
+        "module": True,
+        "reward": True,
+    }
+    assert any("is code outside grpocli, which a report does not run" in note for note in found.notes)
+
+
+def config_text(reward: str, advantage: str) -> str:
+    from omegaconf import OmegaConf
+
+    from grpocli.launch.compose import compose, save
+
+    plain = OmegaConf.to_container(OmegaConf.create(save(compose([]))))
+    assert isinstance(plain, dict)
+    plain["reward"] = {"mine": {"_target_": reward, "weight": 2.0}}
+    plain["algorithm"]["advantage"] = {"_target_": advantage}
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
