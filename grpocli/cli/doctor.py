@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 def _examined(overrides: list[str], config_dir: str | None) -> list[Group]:
     from grpocli.doctor.checks import MACHINE
     from grpocli.doctor.checkup import examine
-    from grpocli.doctor.machine import Machine
+    from grpocli.doctor.machine import Machine, end_commands
     from grpocli.doctor.needs import Needs
     from grpocli.tracking.live_view import status_view
 
@@ -55,6 +55,7 @@ def _examined(overrides: list[str], config_dir: str | None) -> list[Group]:
         view.stage("examining this machine")
         return examine(checks, machine, needs, view.progress)
     finally:
+        end_commands()  # after Ctrl-C, or of a check that exceeded its deadline
         view.stop()
 
 

@@ -65,6 +65,17 @@ Run = Callable[[Sequence[str], float, Mapping[str, str]], Ended]
 """Runs a command within seconds, in an environment."""
 
 
+_RUNNING: set[int] = set()
+"""The sessions of commands that have not ended."""
+
+
+def end_commands() -> None:
+    """Kill the commands that still run, with what they started."""
+    for session in list(_RUNNING):
+        with suppress(ProcessLookupError):
+            os.killpg(session, signal.SIGKILL)
+
+
 def run_command(command: Sequence[str], seconds: float, environ: Mapping[str, str]) -> Ended:
     """Run a command in a session of its own; at the deadline the whole session is killed."""
     try:
@@ -80,6 +91,7 @@ def run_command(command: Sequence[str], seconds: float, environ: Mapping[str, st
         )
     except OSError as error:
         return Ended(MISSING, err=f"{command[0]}: {error.strerror or error}")
+    _RUNNING.add(process.pid)
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -87,6 +99,8 @@ def run_command(command: Sequence[str], seconds: float, environ: Mapping[str, st
             os.killpg(process.pid, signal.SIGKILL)
         out, err = _rest(process)
         return Ended(None, out, err)
+    finally:
+        _RUNNING.discard(process.pid)
     return Ended(process.returncode, out[:LONGEST_OUTPUT], err[-LONGEST_OUTPUT:])
 
 

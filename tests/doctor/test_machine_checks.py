@@ -11,7 +11,7 @@ from doctor.machines import TORCH, by_name, machine, said
 
 from grpocli.doctor import devices, engines, resources, software, surroundings
 from grpocli.doctor.checkup import Check, Finding, examine, ok
-from grpocli.doctor.machine import Ended, Machine, Package, installed_packages
+from grpocli.doctor.machine import Ended, Machine, Package, end_commands, installed_packages
 from grpocli.doctor.needs import GIB, MIB, Module, Needs
 from grpocli.progress import unreported
 
@@ -372,3 +372,15 @@ def test_processes_that_cannot_connect_are_one_line() -> None:
     found = devices.connected(Machine(), "no_such_backend", 2, needed=True)
     assert found.status == "error"
     assert "no_such_backend" in found.detail
+
+
+def test_commands_that_still_run_end_with_the_doctor(tmp_path: Path) -> None:
+    ended: list[Ended] = []
+    command = ["sh", "-c", f"touch {tmp_path}/started; sleep 1000"]
+    running = threading.Thread(target=lambda: ended.append(Machine().run(command, 500.0)))
+    running.start()
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    end_commands()
+    running.join()
+    assert ended[0].last_error == "it was ended by SIGKILL"
