@@ -192,7 +192,7 @@ def state_of(run: Path, summary: Mapping[str, Any], steps: int) -> str:
     if RunDir(run).is_running():
         return "running"
     cause = summary.get("exit")
-    if cause is None or (cause == "done" and steps and summary.get("steps") != steps):
+    if cause is None or (cause == "done" and _int(summary.get("steps")) < steps):
         return "unfinished"  # killed: the first time, or after a resume that asked for more steps
     return "done" if cause == "done" else "stopped" if STOPPED.fullmatch(str(cause)) else "failed"
 

@@ -14,10 +14,13 @@ from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Session, format_value, read_sessions
 from grpocli.tracking.text import format_duration
 
-NAMES = {"grpo": "GRPO", "dapo": "DAPO", "drgrpo": "Dr. GRPO", "dgpo": "DGPO", "adamw": "AdamW", "muon": "Muon"}
+NAMES = {"grpo": "GRPO", "dapo": "DAPO", "drgrpo": "Dr. GRPO", "dgpo": "DGPO", "adamw": "AdamW"}
 """Names of choices in papers."""
 
 DTYPES = ("float32", "bfloat16")
+
+FROM_DATA = ("hub", "jsonl")
+"""Tasks that only their data tell apart."""
 
 Flat = Mapping[str, Any]
 """A config by dotted key."""
@@ -91,7 +94,8 @@ def _tasks(choices: Mapping[str, str], config: Mapping[str, Any]) -> str:
     if not isinstance(task, Mapping):
         return choices.get("task", "unknown")
     if task.get("_target_") != "task/mixture":
-        return choices.get("task", "unknown") + _environment(task)
+        name, path = choices.get("task", "unknown"), task.get("path")
+        return (f"{name} ({path})" if name in FROM_DATA else name) + _environment(task)
     parts = {name: part for name, part in task.items() if isinstance(part, Mapping)}
     weights = {name: part.get("weight", 1) for name, part in parts.items()}
     total = sum(weight for weight in weights.values() if isinstance(weight, int | float)) or 1
@@ -117,13 +121,23 @@ def _rewards(config: Mapping[str, Any]) -> str:
 
 
 def _algorithm(choices: Mapping[str, str], config: Mapping[str, Any]) -> str:
-    """The name, and the typed keys of the algorithm: what differs from its defaults."""
+    """The name with the typed keys of the algorithm, which differ from its defaults; its parts without a name."""
     name = choices.get("algorithm", "unknown")
+    if name == "parts":
+        return _parts(config)
     overrides = config.get("overrides")
     texts = [str(text).lstrip("+").partition("=") for text in overrides] if isinstance(overrides, list) else []
     typed = {key: value for key, _, value in texts if key.startswith(("algorithm.", "algorithm/"))}
     changes = [f"{key[len('algorithm.') :]}={value}" for key, value in typed.items()]
     return f"{NAMES.get(name, name)}" + (f" with {', '.join(changes)}" if changes else "")
+
+
+def _parts(config: Mapping[str, Any]) -> str:
+    """`advantage std, objective clip ...`."""
+    algorithm = config.get("algorithm")
+    parts = algorithm.items() if isinstance(algorithm, Mapping) else ()
+    targets = {kind: str(part.get("_target_", "")) for kind, part in parts if isinstance(part, Mapping)}
+    return ", ".join(f"{kind} {target.rpartition('/')[2]}" for kind, target in targets.items()) or "unknown"
 
 
 def _sampling(flat: Flat) -> str:

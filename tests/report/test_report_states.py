@@ -107,6 +107,42 @@ def test_the_state_follows_from_exact_words(tmp_path: Path, cause: str | None, s
 
 def test_a_finished_run_that_was_resumed_for_more_steps_and_killed_is_unfinished(tmp_path: Path) -> None:
     assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 20) == "unfinished"
+    assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 5) == "done", "it asked for fewer steps than there were"
+
+
+def facts_of(tmp_path: Path, *overrides: str) -> dict[str, str]:
+    """The facts of a run that began with these overrides."""
+    from omegaconf import OmegaConf
+
+    from grpocli.launch.compose import compose, save
+
+    chosen = compose(list(overrides), with_hydra=True)
+    choices = {"hydra": {"runtime": {"choices": OmegaConf.to_container(chosen.hydra.runtime.choices)}}}
+    run = tmp_path / "run"
+    (run / ".hydra").mkdir(parents=True)
+    (run / ".hydra" / "hydra.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(choices)))
+    saved = OmegaConf.create(save(compose(list(overrides))))
+    saved.overrides = list(overrides)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(saved))
+    (run / "metrics.jsonl").write_text("")
+    return dict(view(run).facts)
+
+
+def test_facts_are_for_people(tmp_path: Path) -> None:
+    typed = ["algorithm=dapo", "algorithm/kl=k3", "algorithm.kl.beta=0.1", "rollout.top_p=0.9", "train.epochs=2"]
+    facts = facts_of(tmp_path, *typed, "hardware.device=cpu", "hardware.processes=2", "eval.problems=0")
+    assert facts["algorithm"] == "DAPO with kl=k3, kl.beta=0.1"
+    assert facts["rewards"] == "exact_match, overlong × 0.5"
+    assert facts["sampling"] == "32 prompts × 8 completions, temperature 1, top_p 0.9, up to 32 + 8 tokens"
+    assert facts["update"] == "AdamW, learning rate 0.0005, 2 epochs, gradient norm up to 1"
+    assert (facts["engine"], facts["hardware"]) == ("transformers", "CPU, 2 processes, ddp")
+    assert facts["evaluation"] == "none"
+
+
+def test_facts_of_a_recipe(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, "recipe=dapo-qwen2.5-32b")
+    assert (facts["algorithm"], facts["recipe"], facts["engine"]) == ("DAPO", "dapo-qwen2.5-32b", "vllm")
+    assert "Qwen2.5-32B" in facts["model"]
 
 
 def test_a_report_runs_no_code_of_a_run(tmp_path: Path) -> None:
