@@ -57,7 +57,8 @@ def show(chromium: Any, tmp_path: Path) -> Callable[..., Any]:
         path.write_text(page_html(data), encoding="utf-8")
         chromium.get("about:blank")
         chromium.get_log("browser")
-        chromium.set_window_size(width, 1000)
+        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)  # windows have a minimum width
         chromium.execute_cdp_cmd(
             "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         )

@@ -311,7 +311,7 @@ function swatch(number, dash) {
 function valueRow(metric, label, run, color, dash) {
   const value = run ? valueAt(run, metric, page.step) : null;
   return [
-    el("dt", {}, swatch(color, dash), foreign(label)),
+    el("dt", { title: clean(label) }, swatch(color, dash), foreign(label)),
     el(
       "dd",
       { "data-metric": metric, "data-run": run?.id ?? "", "data-label": clean(label), "data-value": value },
@@ -431,7 +431,7 @@ function yScale(chart) {
     range: (u, min, max) => {
       if (min === null) return [0, 1];
       if (chart.chart.stacked) return [0, max * 1.05 || 1];
-      if (min === max) return min === 0 ? [0, 1] : flat(min, max);
+      if (max - min <= 1e-5 * Math.abs(max)) return max === 0 ? [0, 1] : flat(min, max);
       return uPlot.rangeNum(min, max, 0.08, min >= 0 && min < max * 0.25);
     },
   };

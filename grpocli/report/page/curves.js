@@ -320,7 +320,8 @@ function zoomBy(factor) {
   const start = page.step - (page.step - first) * factor;
   const end = page.step + (last - page.step) * factor;
   if (factor < 1 && end - start < 2) return;
-  const all = factor > 1 && start <= page.steps[0] && end >= page.steps[page.steps.length - 1];
+  const whole = page.steps[page.steps.length - 1] - page.steps[0];
+  const all = factor > 1 && end - start >= 0.9 * whole;
   setZoom(
     all
       ? null

@@ -69,8 +69,8 @@ function scores({ reward, rewards, advantage }) {
 // How a completion was sampled, in a line.
 function madeBy(completion) {
   const status = completion.status === "trained" ? [] : [" · ", foreign(completion.status)];
-  const finish = [" · finish reason ", foreign(completion.finish)];
-  return [plural(completion.length, "token"), finish, status, ` · weight version ${completion.version}`];
+  const finish = [" · finish ", foreign(completion.finish)];
+  return [plural(completion.length, "token"), finish, status, ` · version ${completion.version}`];
 }
 
 function completionBody(completion) {
@@ -118,6 +118,9 @@ function readingBar(group, redraw) {
       { class: "legends" },
       tokenLegend(current),
       hasMarks ? el("span", { class: "legend" }, markLegend()) : null,
+      current === "none"
+        ? null
+        : el("span", { class: "help" }, "Point at a token, or use the arrow keys, for its numbers."),
     ),
   );
 }

@@ -70,10 +70,22 @@ function buildRollouts(panel) {
   drawGroup();
 }
 
+// The sentences that say which completions the page has. Those of runs with one rule are one sentence.
 function ruleNotes() {
-  const rules = [...new Set(page.runs.map((run) => run.rollouts.rule).filter(Boolean))];
-  return rules.map((rule) => el("p", { class: "quiet rule" }, foreign(rule)));
+  const sums = new Map();
+  for (const { rollouts: sample } of page.runs) {
+    const parts = /^([\d,]+) of ([\d,]+) (completions: .*)$/s.exec(sample.rule);
+    const [shown, total, rule] = parts ? parts.slice(1) : ["0", "0", sample.rule];
+    const before = sums.get(rule) ?? [0, 0];
+    sums.set(rule, [before[0] + inDigits(shown), before[1] + inDigits(total)]);
+  }
+  const sentences = [...sums].filter(([rule]) => rule !== "");
+  return sentences.map(([rule, [shown, total]]) =>
+    el("p", { class: "quiet rule" }, foreign(total > 0 ? `${count(shown)} of ${count(total)} ${rule}` : rule)),
+  );
 }
+
+const inDigits = (text) => Number(text.replaceAll(",", ""));
 
 const distinct = (of) =>
   [...new Set(rollouts.entries.map(of))]
@@ -263,12 +275,12 @@ function listRow(entry) {
           "span",
           { class: "row-numbers" },
           `step ${group.step}`,
-          several() ? [" · ", foreign(runLabel(run))] : null,
+          several() ? [" · ", swatch(run.color, run.dash), foreign(run.name)] : null,
           ` · reward ${short(completion.reward)}`,
           isNumber(completion.advantage) ? ` · advantage ${signed(completion.advantage)}` : "",
           " · ",
           foreign(completion.finish),
-          ` · ${plural(completion.length, "token")}`,
+          /^(longest|shortest)$/.test(state.sort ?? "") ? ` · ${plural(completion.length, "token")}` : "",
         ),
       ],
       () => openGroup(run, group, entry.at),

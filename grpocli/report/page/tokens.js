@@ -40,7 +40,7 @@ const MEASURES = {
     ends: ["≤ −2: made rarer", "0", "≥ 2: made likelier"],
   },
 };
-const STRONGEST = 0.5; // the opacity of the background at an end of a scale: texts stay easy to read
+const STRONGEST = 0.4; // the opacity of the background at an end of a scale: texts stay easy to read
 
 function measuresOf(completion) {
   return Object.keys(MEASURES).filter(
@@ -119,7 +119,7 @@ const FIRST_TOKENS = 1000;
 // The tokens, and below them the numbers of the token under the mouse or, with the arrow keys, of the current one.
 function tokenView(completion, name, marks) {
   const { tokens } = completion;
-  const values = el("p", { class: "token-values", "aria-live": "polite" }, "Point at a token, or use the arrow keys.");
+  const values = el("p", { class: "token-values", "aria-live": "polite" }, "");
   const area = el("div", {
     class: marks ? "tokens marks" : "tokens",
     tabindex: "0",
