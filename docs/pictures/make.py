@@ -58,8 +58,7 @@ def live_view(run: Path) -> str:
     best = max((row for row in read_rollouts(RunDir(run).rollouts(STEP)) if row["group"] == 0), key=advantage)
     rewards = {name.removeprefix("reward/"): value for name, value in best.items() if name.startswith("reward/")}
     view.sample(ShownCompletion(best["prompt"], best["completion"], rewards, advantage(best), best["answer"]))
-    view.stage("sampling and scoring")
-    view.progress(142, 256, "completions")
+    view.stage("training")
     console.export_text(clear=True)
     console.print(LiveScreen(view))
     return console.export_svg(title="grpocli train")

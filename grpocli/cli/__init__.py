@@ -48,13 +48,13 @@ examples
   grpocli train -m algorithm=grpo,dapo,drgrpo,dgpo seed=0,1
   grpocli train resume=runs/DATE/TIME                 continue exactly where the run stopped
   grpocli train --cfg job                             print the composed config
-  grpocli explain algorithm=dgpo vs algorithm=grpo    compare two objectives
   grpocli doctor recipe=dapo-small                    is this machine ready for it?
-  grpocli watch runs                                  a live page about all runs, also those that begin later
   grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8    does it fit?
-  grpocli replay runs/DATE/TIME --step 12             is the record of this step right?
-
+  grpocli explain algorithm=dgpo vs algorithm=grpo    compare two objectives
+  grpocli explain rollout.group_size                  what a key does, and its name in TRL
+  grpocli watch runs                                  a live page about all runs, also those that begin later
   grpocli report runs/DATE/TIME                       a page with curves and completions, as one HTML file
+  grpocli replay runs/DATE/TIME --step 12             is the record of this step right?
 
 `grpocli COMMAND --help` lists the config groups and options of a command.
 GRPOCLI_TRACEBACK=1 prints the traceback of an error. GRPOCLI_CACHE is the folder for built models.
