@@ -60,7 +60,7 @@ class Judged:
             vllm="engine=vllm" if own_vllm and not self.slurm else "",
             cuda="hardware.device=cuda" if run.hardware.device == "cuda" and not self.slurm else "",
             slurm="hydra/launcher=slurm" if self.slurm else "",
-            hub=next(_on_hub(run, machine), ""),
+            hub=", ".join(_on_hub(run, machine)),
             sandbox="reward=[code]" if code else "",
             python=code.python if code else None,
             shared_memory="engine=vllm" if own_vllm and not self.slurm else "",
@@ -84,7 +84,7 @@ class Judged:
             except ConfigError as error:
                 yield Finding(name, "error", str(replaced(error)), error.hint or FIXES[name])
             else:
-                yield ok(name, "ready")
+                yield ok(name, "no file or package is missing")
 
     def _devices(self, machine: Machine, needs: Needs) -> Iterator[Finding]:
         hardware = self.run.hardware

@@ -33,14 +33,14 @@ def hub(machine: Machine, needs: Needs) -> Iterator[Finding]:
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _true(environ.get(name, ""))]
     if offline:
         advice = f"unset {offline[0]} to download"
-        missing = f", and {needs.hub} is not" if needs.hub else ""
+        missing = f", which lacks {needs.hub}" if needs.hub else ""
         yield problem("hub", f"{offline[0]} is set: only what is in the cache{missing}", advice, needs.hub)
     elif reason := machine.reach(endpoint):
         advice = (
             "export HTTPS_PROXY=URL of a proxy or HF_ENDPOINT=URL of a mirror, or work without the hub: "
             "model=hf model.path=FOLDER task.path=FILE"
         )
-        missing = f"; {needs.hub} is not in the cache" if needs.hub else ""
+        missing = f"; not in the cache: {needs.hub}" if needs.hub else ""
         yield problem("hub", f"{endpoint} does not answer: {reason}{missing}", advice, needs.hub)
     else:
         yield ok("hub", f"{endpoint} answers")

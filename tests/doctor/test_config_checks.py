@@ -149,7 +149,7 @@ def test_what_is_neither_here_nor_in_the_cache_comes_from_the_hub(tmp_path: Path
     needs = config.needs(here)
     assert needs.hub == "task.path=openai/gsm8k"
     found = by_name(surroundings.hub(here, needs))["hub"]
-    assert (found.status, found.detail.endswith("no route; task.path=openai/gsm8k is not in the cache")) == (
+    assert (found.status, found.detail.endswith("no route; not in the cache: task.path=openai/gsm8k")) == (
         "error",
         True,
     )
@@ -158,6 +158,8 @@ def test_what_is_neither_here_nor_in_the_cache_comes_from_the_hub(tmp_path: Path
     assert config.needs(here).hub == ""
     other = judged("model=qwen2.5-1.5b", "task=gsm8k")
     assert other.needs(here).hub == "model.path=Qwen/Qwen2.5-1.5B-Instruct"
+    both = judged("model=qwen2.5-1.5b", "task=dapo-math-17k").needs(here).hub
+    assert both == "model.path=Qwen/Qwen2.5-1.5B-Instruct, task.path=open-r1/DAPO-Math-17k-Processed"
     (prepared.parents[1] / "hub" / "models--Qwen--Qwen2.5-1.5B-Instruct" / "snapshots").mkdir(parents=True)
     assert other.needs(here).hub == ""
 
