@@ -465,6 +465,10 @@ ALIASES = {
     "system_prompt": Equivalent("task.system_prompt={}"),
     "train_batch_size": BATCH,
     "train_file": Equivalent("task=jsonl task.path={}"),
+    "random_state": nothing(UNSTATED, "seed is that of everything random"),
+    "use_gradient_checkpointing": Equivalent(
+        "train.gradient_checkpointing={}", values={"unsloth": "train.gradient_checkpointing=true"}
+    ),
 }
 """Other names that people type."""
 

@@ -19,11 +19,11 @@ class Train:
     """Length of the training, and how each step's update is split."""
 
     steps: int = 60
-    """Rounds of sampling and updating."""
+    """Steps: rounds of sampling and updating."""
     epochs: int = 1
-    """Passes over each step's rollouts (mu in the papers)."""
+    """Number of passes over each step's rollouts (mu in the papers)."""
     minibatches: int = 1
-    """Optimizer updates per pass."""
+    """Number of optimizer updates per pass."""
     micro_batch_tokens: int = 8192
     """Most tokens of a forward pass, padding included; bounds memory, never changes the gradient."""
     gradient_checkpointing: bool = False
@@ -46,9 +46,9 @@ class Rollouts:
     """The sampling of a step: `prompts_per_step` x `group_size` completions."""
 
     prompts_per_step: int = 16
-    """Prompts of a step."""
+    """Number of prompts of a step."""
     group_size: int = 8
-    """Completions of a prompt, at least 2."""
+    """Number of completions of a prompt, at least 2."""
     max_prompt_tokens: int = 512
     """Most tokens of a prompt."""
     long_prompts: str = "drop"
@@ -56,7 +56,7 @@ class Rollouts:
     max_completion_tokens: int = 256
     """Most tokens of a completion."""
     temperature: float = 1.0
-    """Sampling temperature, at least 0.001."""
+    """Divides the logits before sampling, at least 0.001; 1: the model's own probabilities."""
     top_p: float = 1.0
     """Sample from the most probable tokens with this total probability; 1: from all."""
     top_k: int = 0
@@ -75,7 +75,7 @@ class Rollouts:
     json_schema: Any = None
     """JSON schema that every completion matches, with the conditions of regex; use one of them."""
     max_reward_errors: float = 0.1
-    """Largest share of a step's samples that may fail to be scored; above it the run stops."""
+    """Largest share, 0 to 1, of a step's samples that may fail to be scored; above it the run stops."""
     max_prob_error: float | None = 10.0
     """Largest `token_mult_prob_error` of a step; above it the run stops without that step, since the engine's tokens or
     weights are not those that it reports. null: no limit. Not checked with regex or json_schema, nor in a step with
@@ -154,7 +154,7 @@ class Checkpoint:
     every: int = 20
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 2
-    """Checkpoints that are kept; 0: all."""
+    """Number of checkpoints that are kept; 0: all."""
 
     def __post_init__(self) -> None:
         require(self, "every", self.every >= 0, "must be 0 (only at the end) or more")
@@ -168,9 +168,9 @@ class Eval:
     every: int = 0
     """Steps between evaluations; 0: only before and after training."""
     problems: int | None = None
-    """Problems to evaluate on; 0: no evaluation; null: 256 on a GPU, 32 on a CPU."""
+    """Number of problems to evaluate on; 0: no evaluation; null: 256 on a GPU, 32 on a CPU."""
     samples: int = 4
-    """Completions of a problem at temperature 1."""
+    """Number of completions of a problem at temperature 1."""
     reward: str | None = None
     """Name of the reward that measures accuracy; null: the first. A score of 1 or more is right."""
 

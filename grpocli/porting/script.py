@@ -99,6 +99,8 @@ class Reader(DataReader):
                 self._read_lora(source, config, place)
             else:
                 source.lora = {name: self.fold(one, place) for name, one in inner.items()}
+        elif callee == "prepare_model_for_kbit_training" and made.args:
+            self._read_model(source, made.args[0], place, depth + 1)
         elif callee == "from_pretrained":
             given = self._arguments(made, place, ("pretrained_model_name_or_path",))
             values = {name: self.fold(one, place) for name, one in given.items()}
@@ -118,6 +120,8 @@ class Reader(DataReader):
         made, place = self._made(node, scope)
         if isinstance(made, ast.Call) and self._callee(made, place) == "LoraConfig":
             source.lora = {name: self.fold(one, place) for name, one in self._arguments(made, place, ("r",)).items()}
+        elif isinstance(made, ast.Call) and self._callee(made, place) == "get_peft_config":
+            source.settings.setdefault("use_peft", False)  # TRL's ModelConfig has the arguments
         elif not (isinstance(made, ast.Constant) and made.value is None):
             source.notes.append(f"peft_config={self._unread(node)} is not read: set model.lora.rank yourself")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.config import yaml_text
-from grpocli.config.foreign_names import LORA_CONFIG, TRAINER, TRL
+from grpocli.config.foreign_names import ALIASES, LORA_CONFIG, TRAINER, TRL
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 
@@ -178,7 +178,7 @@ def _put(source: Source, name: str, value: Any) -> None:
         _put_data(source, name, value)
     elif name == "datasets" and isinstance(value, list):
         _put_mixture(source, value)
-    elif name in TRL or name in TRAINER or name in LORA_CONFIG:
+    elif name in TRL or name in TRAINER or name in LORA_CONFIG or name in ALIASES:
         source.settings[name] = value
     else:
         source.ignored[name] = value

@@ -128,7 +128,7 @@ class Syntax:
                 self.calls.append((inner, scope))
 
     def _bind(self, target: ast.expr, value: ast.expr, scope: Scope, certain: bool) -> None:
-        line = target.lineno
+        line = getattr(value, "end_lineno", None) or target.lineno  # a call over lines may read the old value
         if isinstance(target, ast.Name):
             scope.bindings.setdefault(target.id, []).append(Binding(value, line, None, certain))
         elif isinstance(target, ast.Tuple | ast.List):

@@ -175,7 +175,9 @@ class Translation:
                 if value is not None:
                     self.port.set(f"model.lora.{keys[name]}", value, name)
             else:
-                self.port.carry(name, value, LORA_CONFIG.get(name) or MODEL_CONFIG.get(f"lora_{name}"))
+                self.port.carry(
+                    name, value, LORA_CONFIG.get(name) or MODEL_CONFIG.get(f"lora_{name}") or ALIASES.get(name)
+                )
 
     def _objective(self) -> None:
         port, loss = self.port, str(self.get("loss_type"))

@@ -23,19 +23,19 @@ class AdamW:
     """AdamW (arXiv 1711.05101) on float32 weights."""
 
     lr: float = 1e-6
-    """Learning rate."""
+    """Learning rate of an update, after the warm-up."""
     weight_decay: float = 0.0
-    """Decoupled weight decay, relative to the learning rate."""
+    """Decoupled weight decay: the share of a weight that an update takes away, times the learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of the first and the second moment."""
+    """Decay rates, per update, of the first and the second moment."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     warmup_steps: int = 0
-    """Updates over which the learning rate rises linearly from 0."""
+    """Number of updates over which the learning rate rises linearly from 0."""
     schedule: str = "constant"
     """After the warm-up: `constant`, or `linear` or `cosine` towards 0, which is reached one update after the last."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0: never."""
+    """Gradients are scaled down to this Euclidean norm over all weights; 0: never."""
 
     def __post_init__(self) -> None:
         require(self, "lr", 0 <= self.lr < math.inf, "must be a finite number of 0 or more")

@@ -23,7 +23,7 @@ def test_every_choice_has_its_file() -> None:
 def test_the_keys_of_a_run_are_documented() -> None:
     content = yaml.safe_load(FILES[RUN])
     assert content["rollout"]["group_size"] == 8
-    assert "# Completions of a prompt, at least 2." in FILES[RUN]
+    assert "# Number of completions of a prompt, at least 2." in FILES[RUN]
     assert "task" not in content  # a config group, whose choices have files
 
 

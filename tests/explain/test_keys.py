@@ -119,7 +119,7 @@ def test_a_typo_gets_the_nearest_key(reference: Reference) -> None:
 def test_the_command_prints_text_markdown_and_json(grpocli: Command) -> None:
     code, out, _ = grpocli("explain", "train.minibatches")
     assert code == 0
-    assert "Optimizer updates per pass." in out
+    assert "Number of optimizer updates per pass." in out
     assert "steps_per_generation" in out
     code, out, _ = grpocli("explain", "train.minibatches", "algorithm/keep", "--markdown")
     assert code == 0

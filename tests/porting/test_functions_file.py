@@ -127,6 +127,19 @@ def test_steps_that_one_row_cannot_repeat_are_named(script: Path, grpocli: Comma
     assert "write task.processor=FILE.py:NAME, a function that returns the whole row with `prompt`" in text
 
 
+def test_a_model_that_is_wrapped_over_several_lines_is_read(script: Path, grpocli: Command) -> None:
+    script.write_text(
+        "model, tokenizer = FastLanguageModel.from_pretrained(\n    model_name='a/b', load_in_4bit=True)\n"
+        "model = FastLanguageModel.get_peft_model(\n    model,\n    r=4,\n    use_gradient_checkpointing='unsloth')\n"
+        "GRPOTrainer(model, accuracy_reward, GRPOConfig('out'), load_dataset('c/d'))\n"
+    )
+    code, text, _ = grpocli("from-trl", str(script))
+    assert code == 0
+    assert "model.path=a/b" in text
+    assert "model.lora.rank=4" in text
+    assert "# no counterpart: load_in_4bit=True" in text
+
+
 def test_a_scripts_own_arguments(script: Path, grpocli: Command) -> None:
     script.write_text(
         "parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))\n"
