@@ -48,8 +48,6 @@ examples
   grpocli train -m algorithm=grpo,dapo,drgrpo,dgpo seed=0,1
   grpocli train resume=runs/DATE/TIME                 continue exactly where the run stopped
   grpocli train --cfg job                             print the composed config
-  grpocli explain algorithm=dgpo vs algorithm=grpo    compare two objectives
-  grpocli explain optim.lr                            what a key does, its default and its name in TRL
   grpocli from-trl train_grpo.py                      the command for a script of TRL
   grpocli doctor recipe=dapo-small                    is this machine ready for it?
   grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8    does it fit?
