@@ -70,6 +70,22 @@ class CollectedStep:
     batch: RolloutBatch | None
     problem: str = ""
 
+    def with_recorded(self, names: Sequence[str]) -> CollectedStep:
+        """The step, with the recorded values of these rewards instead of those computed again."""
+        groups = [
+            Group(group.prompt, [replace(r, rewards=r.rewards | one.rewards) for r, one in zip(*pair, strict=True)])
+            for group, recorded in zip(self.groups, self.with_recorded_rewards(names), strict=True)
+            for pair in [(group.rollouts, recorded.rollouts)]
+        ]
+        return replace(self, groups=groups)
+
+    def scored_again(self, source: Source, name: str) -> list[float]:
+        """The scores of one reward in another call, for each completion in order."""
+        scorer = replace(source.scorer, rewards={name: source.scorer.rewards[name]})
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        scored, _ = scorer.score(rollouts, source.run.rollout.sampling.max_tokens)
+        return [rollout.rewards[name] for rollout in scored]
+
     def with_recorded_rewards(self, names: Sequence[str]) -> list[Group]:
         """The groups, with the recorded rewards."""
         return [_with_rewards(group, self.recorded_rewards, names, p) for p, group in enumerate(self.groups)]

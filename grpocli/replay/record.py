@@ -5,33 +5,50 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpocli.errors import RunError
-from grpocli.tracking.rollouts import read_rollouts
+from grpocli.errors import ConfigError
+from grpocli.tracking.rollouts import read_rollouts, read_schema
 from grpocli.types import Completion, Prompt, Status
 
 IN_UPDATE = (Status.TRAINED, Status.ZERO_ADVANTAGE, Status.MASKED)
 """Statuses of the rows that a step's update had."""
 TOKEN_COLUMNS = ("loss_mask", "logprobs", "trainer_logprobs", "entropies", "ratios", "clipped")
 """Columns with one value for each token of `completion_ids`."""
-KINDS: dict[str, type | tuple[type, ...]] = {
-    "step": int,
-    "sampled_step": int,
-    "status": str,
-    "group": int,
-    "uid": str,
-    "prompt_ids": list,
-    "completion_ids": list,
-    "logprobs": list,
-    "loss_mask": list,
-    "finish_reason": str,
-    "version": int,
+KINDS = {
+    "step": "integer",
+    "sampled_step": "integer",
+    "status": "text",
+    "group": "integer",
+    "uid": "text",
+    "prompt_ids": "list of integer",
+    "completion_ids": "list of integer",
+    "logprobs": "list of number",
+    "loss_mask": "list of integer",
+    "finish_reason": "text",
+    "version": "integer",
 }
-"""The columns that a replay cannot do without, and their types."""
+"""The columns that a replay cannot do without, and their types. None of their values is null."""
+OTHER_KINDS = {
+    "task": "text",
+    "prompt": "text",
+    "completion": "text",
+    "answer": "text",
+    "columns": "text",
+    "turns": "integer",
+    "length": "integer",
+    "trainer_logprobs": "list of number",
+    "entropies": "list of number",
+    "ratios": "list of number",
+    "clipped": "list of integer",
+    "reward": "number",
+    "advantage": "number",
+    "version_spans": "list of list of integer",
+}
+"""The types of columns that may be missing, as in files of earlier versions, or null."""
 
 Row = dict[str, Any]
 
@@ -107,14 +124,16 @@ class RecordedStep:
 
     @classmethod
     def read(cls, path: Path, step: int, group_size: int, metrics: dict[str, Any] | None) -> RecordedStep:
-        """Read a rollout file. Raises RunError if its rows cannot be those of a step."""
+        """Read a rollout file. Raises ConfigError if its rows cannot be those of a step."""
+        check_columns(path, step)
         rows = read_rollouts(path)
         for number, row in enumerate(rows):
-            _check(row, f"{path}: row {number}")
+            if damage := _damage(row):
+                raise ConfigError(f"{path}: step {step}, row {number}: {damage}; {REMEDY}")
         if len(rows) % group_size:
-            raise RunError(
-                f"{path}: holds {len(rows)} completions, which are not whole groups of {group_size}: rows are missing, "
-                "or rollout.group_size was another one"
+            raise ConfigError(
+                f"{path}: step {step} holds {len(rows)} completions, which are not whole groups of {group_size}: rows "
+                "are missing, or rollout.group_size was another one"
             )
         groups = [RecordedGroup(i, rows[i * group_size : (i + 1) * group_size]) for i in range(len(rows) // group_size)]
         return cls(step, path, groups, metrics)
@@ -138,26 +157,64 @@ class RecordedStep:
         return [name.removeprefix("reward/") for name in names]
 
 
-def _check(row: Row, where: str) -> None:
-    for column, kind in KINDS.items():
-        if not isinstance(row.get(column), kind):
-            raise RunError(
-                f"{where} has {row.get(column)!r:.60} for {column}: the file is damaged, or of an old version"
-            )
+REMEDY = "the file is damaged: name other steps"
+
+
+def check_columns(path: Path, step: int) -> None:
+    """Raise ConfigError if a rollout file is broken, or a column is missing or has another type."""
+    schema = read_schema(path)
+    found = {name: _kind(kind) for name, kind in zip(schema.names, schema.types, strict=True)}
+    for column, kind in (KINDS | OTHER_KINDS | {c: "number" for c in found if c.startswith("reward/")}).items():
+        if column not in found:
+            if column in KINDS:
+                raise ConfigError(f"{path}: step {step}: the column {column} is missing; {REMEDY}")
+        elif found[column] not in (kind, "null") and (kind.replace("number", "integer")) != found[column]:
+            problem = f"the column {column} has the type {schema.field(column).type}, not {kind}"
+            raise ConfigError(f"{path}: step {step}: {problem}; {REMEDY}")
+
+
+def _kind(arrow_type: Any) -> str:
+    """The type of a column in the words of KINDS."""
+    from pyarrow import types
+
+    if types.is_list(arrow_type) or types.is_large_list(arrow_type):
+        return f"list of {_kind(arrow_type.value_type)}"
+    tests = {
+        "integer": types.is_integer,
+        "number": types.is_floating,
+        "text": lambda one: types.is_string(one) or types.is_large_string(one),
+        "null": types.is_null,
+    }
+    return next((kind for kind, holds in tests.items() if holds(arrow_type)), str(arrow_type))
+
+
+def _damage(row: Row) -> str:
+    """What is wrong with a row that no run has written; empty if nothing is."""
+    if null := [column for column in KINDS if row[column] is None]:
+        return f"the column {null[0]} is null"
+    for column, value in row.items():
+        if isinstance(value, list) and None in value:
+            return f"the column {column} has null in its list"
     n = len(row["completion_ids"])
-    lengths = {column: len(row[column]) for column in TOKEN_COLUMNS if isinstance(row.get(column), list)}
-    if wrong := [column for column, length in lengths.items() if length != n]:
-        raise RunError(f"{where} has {lengths[wrong[0]]} {wrong[0]} for {n} completion_ids")
-    if not n or not row["prompt_ids"]:
-        raise RunError(f"{where} has no {'tokens' if row['prompt_ids'] else 'prompt_ids'}")
+    for column in TOKEN_COLUMNS:
+        if row.get(column) is not None and len(row[column]) != n:
+            return f"the column {column} has {len(row[column])} values for {n} completion_ids"
     for column in ("prompt_ids", "completion_ids"):
-        if not _whole(row[column]):
-            raise RunError(f"{where} has a value in {column} that is no token id")
-    if not all(isinstance(value, float) and math.isfinite(value) for value in row["logprobs"]):
-        raise RunError(f"{where} has a value in logprobs that is no finite number")
+        if not row[column] or min(row[column]) < 0:
+            return f"the column {column} {'has a negative token id' if row[column] else 'is empty'}"
+    if not all(map(math.isfinite, row["logprobs"])):
+        return "the column logprobs has a value that is no finite number"
     if row["status"] not in list(Status):
-        raise RunError(f"{where} has the unknown status {row['status']!r:.60}")
+        return f"the column status has the unknown value {row['status']!r:.60}"
+    if not all(len(span) == 2 for span in row.get("version_spans") or []):
+        return "the column version_spans has an entry that is no pair of a version and a number of tokens"
+    return _damage_of_example(row)
 
 
-def _whole(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int) and value >= 0 for value in values)
+def _damage_of_example(row: Mapping[str, Any]) -> str:
+    """What is wrong with the column of the example's data; empty if nothing is."""
+    try:
+        columns = json.loads(row.get("columns") or "{}")
+    except (ValueError, RecursionError) as error:
+        return f"the column columns is no JSON ({error})"
+    return "" if isinstance(columns, dict) else "the column columns is no JSON object"

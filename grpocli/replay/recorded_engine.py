@@ -81,13 +81,15 @@ class RecordedEngine:
     def _end(self, one: RecordedTokens, start: int, request: Request, sampling: Sampling) -> tuple[int, str]:
         """The number of tokens of the turn that begins at `start`, and its finish reason."""
         ids = one.token_ids[start : start + sampling.max_tokens]
+        if not self.end_ids:
+            return len(ids), one.finish_reason
         watched = StopStrings(self.tokenizer, sampling.stop, request.token_ids) if sampling.stop else None
         for n, token in enumerate(ids, 1):
             if token in self.end_ids or (watched and watched.completed_by(token)):
                 return n, "stop"
         if len(ids) == sampling.max_tokens:
             return len(ids), "length"
-        return len(ids), UNFINISHED if self.end_ids else one.finish_reason
+        return len(ids), UNFINISHED
 
     def sync(self, version: int) -> dict[str, float]:
         """Do nothing: there are no weights."""

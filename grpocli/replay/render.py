@@ -53,6 +53,7 @@ def as_text(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str,
         if (more := check.differ - SHOWN) > 0:
             lines.append(f"  ... and {more:,} more of {check.name}")
     lines += [f"cannot be checked: {c.name}: {n:,} {c.unit}: {why}" for c in checks for why, n in c.why.items()]
+    lines += [note for report in reports for note in report.notes]
     for other in others:
         lines += ["", *_other(other)]
     return "\n".join(clean(line.rstrip("\n")) for line in [*lines, _verdict(reports)])

@@ -13,7 +13,7 @@ from grpocli.replay.checks import Check
 from grpocli.replay.record import RecordedStep
 from grpocli.replay.source import Session, Sources, sources_of
 from grpocli.replay.step_replay import StepReplay, checkpoint_check
-from grpocli.replay.weights import Weights, checkpoint_before, checkpoint_of, step_of
+from grpocli.replay.weights import Weights, checkpoint_before, checkpoint_of, oldest_age, step_of
 from grpocli.tracking.metrics import read_metrics
 from grpocli.tracking.run_dir import RunDir
 
@@ -110,7 +110,7 @@ class Replay:
         """Load the newest weights from which the step can be reached; return the first step to train."""
         session = self.session_of(step)
         wanted = step - 1
-        if session.run.rollout.max_staleness or session.run.algorithm.keep.surplus == "carry":
+        if oldest_age(session.run):
             wanted = max(0, min(step, self.recorded(step).oldest_version) - 1)
         path = checkpoint_before(self.run_dir.path, wanted) or checkpoint_before(self.run_dir.path, step - 1)
         if path is None or step_of(path) >= session.first - 1:
@@ -126,8 +126,10 @@ class Replay:
         if path is None and session.no_model:
             return self._lose(f"no checkpoint comes before it, and {session.no_model}")
         self.stage("loading the model")
+        older = self.weights.older if self.weights else {}
         try:
             self.weights = Weights.load(session.run, session.job, self.world, path, self.progress)
+            self.weights.older = older
         except (GrpoError, OSError) as error:
             self._lose(str(error))
 

@@ -27,7 +27,7 @@ from grpocli.tracking.rollouts import rollout_table
 from grpocli.training.build import make_collector
 from grpocli.training.collector import RolloutBatch, records_of
 from grpocli.training.micro_batch import group_spans, rows_of
-from grpocli.types import Group, Row, Status
+from grpocli.types import Completion, Group, Row, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +51,11 @@ WEIGHT_COLUMNS = {
     "clipped": "clipped",
 }
 """Checks of columns that the update computes."""
+VARIES = "the reward cannot be repeated: two calls with the same completions gave different scores"
+MAY_VARY = (
+    "reward {name} gave the same scores in two calls now, so a difference is a changed record, a changed reward, or a "
+    "reward that depends on what it scored before"
+)
 NOT_REPEATED = ("time/", "sync/", "eval/", "memory/")
 """Prefixes of metrics that do not follow from a step's rollouts and weights."""
 
@@ -68,7 +73,6 @@ class StepReplay:
     no_weights: str
     before: Mapping[str, Any] | None
     progress: Progress
-    older_logp: Mapping[int, Tensor] = field(default_factory=dict)
     exact: bool | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -78,6 +82,7 @@ class StepReplay:
         source = self.sources.source if thorough else self.sources.unscored
         collected = collect_again(source, recorded, self._draws())
         old = collected.with_recorded_rewards(list(run.reward))
+        reward_checks, collected = self._reward_checks(collected) if thorough else ([], collected)
         trained = [old[group.number] for group in recorded.trained]
         advantages = self._advantages(collected, trained)
         rows = rows_of(trained, advantages, run.algorithm, recorded.step)
@@ -85,10 +90,7 @@ class StepReplay:
         metrics = self.weights.train(rows, len(trained)) if self.weights else {}
         expected = self._expected_rows(collected, old, rows)
         found = [*self._column_checks(expected, collected, thorough), *self._advantage_checks(collected, thorough)]
-        found += [self._selection(collected)]
-        if thorough:
-            found += self._reward_checks(collected)
-        found += self._update_checks(expected)
+        found += [self._selection(collected), *reward_checks, *self._update_checks(expected)]
         if thorough:
             found.append(self._sampler_check(rows, old, logp))
         found += [self._record_metrics(rows), *self._metric_checks(collected, metrics, thorough)]
@@ -173,20 +175,34 @@ class StepReplay:
         tolerance = limits.SUM_TOLERANCE
         return [*found, self._compared(Columns("sum of rewards", ("reward",), tolerance, 1e-9), expected)]
 
-    def _reward_checks(self, collected: CollectedStep) -> list[Check]:
-        """The rewards computed again, by name."""
-        found = []
+    def _reward_checks(self, collected: CollectedStep) -> tuple[list[Check], CollectedStep]:
+        """The rewards computed again, by name; the step with the recorded values of those that cannot be repeated."""
+        found, varying = [], []
         for name in self.sources.source.run.reward:
-            column = f"reward/{name}"
-            spec = Columns(f"reward {name}", (column,), limits.SUM_TOLERANCE, 1e-9)
             if why := self.sources.skipped.get(name):
-                check = Check(spec.name)
+                check = Check(f"reward {name}")
                 check.skip(f"not called again: {why}", len(self.recorded.rows))
             else:
-                values = [_none(r.rewards[name]) for group in collected.groups for r in group.rollouts]
-                check = self._compared(spec, [{column: value} for value in values])
+                check = self._reward_check(name, collected.groups)
+                if check.differ and self._varies(name, collected):
+                    varying.append(name)
+                    check = Check(check.name, agree=check.agree, why={VARIES: check.differ})
+                elif check.differ and check.agree:
+                    self.notes.append(f"step {self.recorded.step}: {MAY_VARY.format(name=name)}")
             found.append(check)
-        return found
+        return found, collected.with_recorded(varying)
+
+    def _reward_check(self, name: str, groups: Sequence[Group]) -> Check:
+        column = f"reward/{name}"
+        values = [_none(rollout.rewards[name]) for group in groups for rollout in group.rollouts]
+        spec = Columns(f"reward {name}", (column,), limits.SUM_TOLERANCE, 1e-9)
+        return self._compared(spec, [{column: value} for value in values])
+
+    def _varies(self, name: str, collected: CollectedStep) -> bool:
+        """Whether another call of a reward gives other scores: it draws random numbers, or keeps a state."""
+        again = collected.scored_again(self.sources.source, name)
+        pairs = [(r.rewards[name], again[i]) for i, r in enumerate(r for g in collected.groups for r in g.rollouts)]
+        return any(not close(_none(one), _none(other), limits.SUM_TOLERANCE, 1e-9) for one, other in pairs)
 
     def _advantage_checks(self, collected: CollectedStep, thorough: bool) -> list[Check]:
         """Advantages of the recorded rewards, and of those computed again, against the file's."""
@@ -249,43 +265,56 @@ class StepReplay:
 
     # The sampler's log-probs
 
+    @property
+    def _trained_places(self) -> list[int]:
+        """The places in the file of the update's rows."""
+        size = self.sources.source.run.rollout.group_size
+        return [group.number * size + k for group in self.recorded.trained for k in range(size)]
+
     def _sampler_logp(self, rows: Sequence[Row], old: Sequence[Group]) -> dict[int, Tensor]:
-        """Log-probs, by place in the file, of completions of this step's weights that the update may not compute."""
-        if self.weights is None:
+        """Log-probs, by place in the file, under the weights that sampled the completion, before the update.
+
+        Those that the update computes are left out.
+        """
+        if self.weights is None or self._no_sampler_check():
             return {}
         size = self.sources.source.run.rollout.group_size
-        trained = [g.number * size + k for g in self.recorded.trained for k in range(size)]
-        places = {i: row for i, row in zip(trained, rows, strict=True) if not self.weights.updater.is_computed(row)}
+        found: dict[int, Tensor] = {}
+        every = dict(zip(self._trained_places, rows, strict=True))
+        computed = {i for i, row in every.items() if self.weights.updater.is_computed(row)}
         for group in self.recorded.groups:
             if not group.in_update:
                 zeros = torch.zeros(1, size, dtype=torch.float64)
                 own = rows_of([old[group.number]], zeros, self.sources.source.run.algorithm, self.recorded.step)
-                places |= {group.number * size + k: row for k, row in enumerate(own)}
-        return dict(zip(places, self.weights.score(list(places.values()), self.progress), strict=True))
+                every |= {group.number * size + k: row for k, row in enumerate(own)}
+        versions = [_first_version(r.completion) for group in old for r in group.rollouts]
+        for version in filter(self.weights.has_version, sorted(set(versions))):
+            skipped = computed if version == self.recorded.step else set()
+            places = [i for i in every if versions[i] == version and i not in skipped]
+            with self.weights.at_version(version):
+                found |= dict(zip(places, self.weights.score([every[i] for i in places], self.progress), strict=True))
+        return found
 
     def _sampler_check(self, rows: Sequence[Row], old: Sequence[Group], scored: Mapping[int, Tensor]) -> Check:
         """Each sampled token's log-prob against that of the weights that sampled it."""
-        check, run = Check("sampler log-probs", "tokens"), self.sources.source.run
+        check = Check("sampler log-probs", "tokens")
         if why := self._no_sampler_check():
             check.skip(why, sum(row["length"] or 0 for row in self.recorded.rows))
             return check
-        size = run.rollout.group_size
-        trained = [g.number * size + k for g in self.recorded.trained for k in range(size)]
-        logp = {i: row.logp for i, row in zip(trained, rows, strict=True) if row.logp is not None} | dict(scored)
+        now = {i: row.logp for i, row in zip(self._trained_places, rows, strict=True) if row.logp is not None}
         pairs: list[tuple[int, int, float, float]] = []
-        for place, rollout in enumerate(r for group in old for r in group.rollouts):
-            done = rollout.completion
-            versions = (
-                [v for v, n in done.spans for _ in range(n)] if done.spans else [done.version] * len(done.token_ids)
-            )
-            for t, (version, inside) in enumerate(zip(versions, done.mask or [1] * len(versions), strict=True)):
+        for place, done in enumerate(r.completion for group in old for r in group.rollouts):
+            version, unchanged = _first_version(done), done.spans[0][1] if done.spans else len(done.token_ids)
+            logp = scored.get(place, now.get(place) if version == self.recorded.step else None)
+            for t, inside in enumerate(done.mask or [1] * len(done.token_ids)):
                 if not inside:
                     continue
-                now = logp.get(place) if version == self.recorded.step else self.older_logp.get(place)
-                if now is None or math.isnan(now[t]):
-                    check.skip(f"the weights of version {version} were not at hand")
+                if t >= unchanged:
+                    check.skip("weights changed while the completion was sampled")
+                elif logp is None or math.isnan(logp[t]):
+                    check.skip(f"the weights of version {version} are not at hand")
                 else:
-                    pairs.append((place, t, self.recorded.rows[place]["logprobs"][t], float(now[t])))
+                    pairs.append((place, t, self.recorded.rows[place]["logprobs"][t], float(logp[t])))
         self._compare_sampler(check, pairs)
         return check
 
@@ -397,6 +426,11 @@ def checkpoint_check(step: int, differences: Mapping[str, float], dtype: str, ex
         difference = Difference(step, f"largest difference of {name}", 0.0, largest)
         check.compare(difference, largest <= limit, largest == 0)
     return check
+
+
+def _first_version(completion: Completion) -> int:
+    """The weight version of a completion's first token."""
+    return completion.spans[0][0] if completion.spans else completion.version
 
 
 def _alike(one: Tensor, other: Tensor) -> Tensor:

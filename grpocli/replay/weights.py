@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Weights:
-    """The policy, reference and optimizer after `step` steps. origin: where they come from, a phrase."""
+    """The policy, reference and optimizer after `step` steps.
+
+    origin: where they come from, a phrase. older: the trained weights of earlier versions, which may have sampled
+    completions of later steps. Version v is that before the update of step v.
+    """
 
     run: Run
     job: EngineJob
@@ -38,6 +43,7 @@ class Weights:
     updater: Updater
     step: int
     origin: str
+    older: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, run: Run, job: EngineJob, world: World, path: Path | None, progress: Progress) -> Weights:
@@ -61,12 +67,40 @@ class Weights:
     def train(self, rows: Sequence[Row], n_groups: int) -> dict[str, float]:
         """Make the updates of the next step; return its metrics. The rows get log-probs and entropies."""
         self.step += 1
+        if age := oldest_age(self.run):
+            self.older[self.step] = self._copied()
+            self.older = {version: one for version, one in self.older.items() if version > self.step - age}
         metrics = self.updater.train_step(rows, n_groups, self.step)
         self.updater.move_reference(self.step)
         return metrics
 
+    @contextmanager
+    def at_version(self, version: int) -> Iterator[None]:
+        """A block in which the policy has the weights of a version of `older`, or of the next step."""
+        if version == self.step + 1:
+            yield
+            return
+        now = self._copied()
+        try:
+            self._set(self.older[version])
+            yield
+        finally:
+            self._set(now)
+
+    def has_version(self, version: int) -> bool:
+        """Whether `at_version` knows the version."""
+        return version == self.step + 1 or version in self.older
+
+    def _copied(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in _trained(self.updater.policy.model)}
+
+    @torch.no_grad()
+    def _set(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in _trained(self.updater.policy.model):
+            parameter.copy_(weights[name])
+
     def score(self, rows: Sequence[Row], progress: Progress) -> list[Tensor]:
-        """The log-probs of the rows' tokens under these weights."""
+        """The log-probs of the rows' tokens under the policy's weights."""
         policy, sampling = self.updater.policy, self.run.rollout.sampling
         layout = policy.layout(sampling)
         place = {id(row): i for i, row in enumerate(rows)}
@@ -118,6 +152,11 @@ class Weights:
             name: float((mine.detach().cpu() - theirs[name].detach()).abs().max()) if mine.numel() else 0.0
             for name, mine in _trained(self.updater.policy.model)
         }
+
+
+def oldest_age(run: Run) -> int:
+    """The largest number of steps between the weights that sample a completion and those that train on it."""
+    return max(run.rollout.max_staleness, int(run.algorithm.keep.surplus == "carry"))
 
 
 def _trained(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.Parameter]]:

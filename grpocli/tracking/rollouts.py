@@ -81,8 +81,8 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
     """The rows of a rollout file. Raises ConfigError if it is broken."""
     import pyarrow.parquet as pq
 
-    with _readable(path):
-        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    with _readable(path), pq.ParquetFile(path) as file:  # `read_table` loads pandas
+        rows: list[dict[str, Any]] = file.read().to_pylist()
     return rows
 
 
