@@ -6,8 +6,10 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpocli.cli.hydra_app import composed, parser_of
 from grpocli.errors import ConfigError, GrpoError
@@ -30,8 +32,6 @@ examples
   grpocli replay RUN --step 12 --reward rewards.py:strict  what another reward would have said
   grpocli replay RUN --step 12 --algorithm dapo            another algorithm's advantages, loss and gradient norm
 """
-HARMLESS = ("engine", "sync", "hardware", "tracker", "checkpoint", "eval", "resume_fallback", "train.steps")
-"""Keys that do not change what a step computes. A schedule of the learning rate makes `train.steps` one that does."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,14 +42,18 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.tracking.runs import check_run
 
     check_run(run_folder, f"RUN {run_folder}")
-    files = step_files(run_folder, args.step or ":")[0 if args.step else -1 :]
-    steps = [int(path.stem.removeprefix("step_")) for path in files]
+    steps = [int(path.stem.removeprefix("step_")) for path in step_files(run_folder, args.step or ":")]
     from grpocli.replay.render import as_dict, as_text
     from grpocli.tracking.live_view import status_view
 
     view = status_view()
     try:
         with _replay(run_folder, args, steps, view) as replay:
+            if not args.step:
+                last, left_out = replay.last_whole(steps)
+                steps = [last]
+                for note in left_out:
+                    view.note(note)
             reports = list(replay.reports(steps))
             others = list(_what_if(replay, args, steps, view))
     finally:
@@ -87,37 +91,42 @@ def _replay(run_folder: Path, args: argparse.Namespace, steps: Sequence[int], vi
 
     view.stage("loading libraries")
     quiet_libraries()
-    session = _session(run_folder, args, view)
-    if steps[0] < session.first:
-        keys = ", ".join(_changed(run_folder)[1])
-        raise ConfigError(
-            f"an earlier session trained it, with other values of {keys}",
-            key="--step",
-            value=args.step or steps[0],
-            hint=f"choose steps from {session.first} on",
-        )
-    from grpocli.distributed.world import World
-    from grpocli.replay.replay import Replay
+    from grpocli.replay.sessions import sessions_of
     from grpocli.tracking.run_dir import RunDir
 
-    world = World(session.run.hardware)
+    run_dir = RunDir(run_folder, "RUN")
+    sessions, problem = sessions_of(run_dir, partial(_session, run_folder, args, view))
+    if args.step and steps[0] < sessions[0].first:
+        hint = f"choose steps from {sessions[0].first} on"
+        raise ConfigError(problem, key="--step", value=args.step, hint=hint)
+    from grpocli.distributed.world import World
+    from grpocli.replay.replay import Replay
+
+    world = World(sessions[-1].run.hardware)
     try:
-        yield Replay(RunDir(run_folder, "RUN"), [session], world, view.progress, view.stage)
+        yield Replay(run_dir, sessions, world, view.progress, view.stage)
     finally:
-        for reward in session.run.reward.values():
-            reward.close()
+        for session in sessions:
+            _close_rewards(session.run)
         world.close()
 
 
-def _session(run_folder: Path, args: argparse.Namespace, view: View) -> Session:
-    """The steps that the run's config has trained, and how its model is loaded."""
+def _close_rewards(run: Run) -> None:
+    for reward in run.reward.values():
+        reward.close()
+
+
+def _session(
+    run_folder: Path, args: argparse.Namespace, view: View, earlier: Sequence[str], first: int, last: int
+) -> Session:
+    """The session of these steps, and how its model is loaded. earlier: overrides with the values it had."""
     from grpocli.launch.compose import build_run
     from grpocli.models.loading import choose_dtype
     from grpocli.replay.source import Session
     from grpocli.rollout.engine import EngineJob
     from grpocli.training.resume_point import latest
 
-    run: Run = build_run(composed([f"resume={run_folder}", *args.overrides], args.config_dir))
+    run: Run = build_run(composed([f"resume={run_folder}", *earlier, *args.overrides], args.config_dir))
     model_path, problem = "", ""
     try:
         model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
@@ -126,20 +135,7 @@ def _session(run_folder: Path, args: argparse.Namespace, view: View) -> Session:
     known = model_path or str(latest(run_folder / "checkpoints") or "")
     dtype = choose_dtype(run.model.dtype, run.model, known, run.hardware.device) if known else "float32"
     job = EngineJob(model_path, dtype, run.rollout.longest_row, run_folder, run.seed, lora_rank=run.model.lora.rank)
-    return Session(_changed(run_folder)[0], 10**9, run, job, problem)
-
-
-def _changed(run_folder: Path) -> tuple[int, list[str]]:
-    """The first step that the run's present config has trained, and the keys that resumes have changed before it."""
-    from grpocli.tracking.run_dir import RunDir
-    from grpocli.tracking.sessions import read_sessions
-
-    first, keys = 1, []
-    for session in read_sessions(RunDir(run_folder)):
-        changed = [key for key in session.changes if not f"{key}.".startswith(tuple(f"{one}." for one in HARMLESS))]
-        if changed and session.step:
-            first, keys = session.step + 1, changed
-    return first, keys
+    return Session(first, last, run, job, problem)
 
 
 def _what_if(replay: Replay, args: argparse.Namespace, steps: Sequence[int], view: View) -> Iterator[dict[str, object]]:
@@ -154,11 +150,26 @@ def _what_if(replay: Replay, args: argparse.Namespace, steps: Sequence[int], vie
     if args.reward:
         rewards = build_run(composed([f"reward=[{args.reward}]"], args.config_dir)).reward
         view.stage(f"scoring with {args.reward}")
-        yield {"step": step, "other reward": args.reward, **other_reward(groups, replay, step, rewards)}
+        found = other_reward(groups, replay, step, rewards)
+        for reward in rewards.values():
+            reward.close()
+        yield {"step": step, "other reward": args.reward, **found}
     if args.algorithm:
         words = [word if "=" in word else f"algorithm={word}" for word in args.algorithm]
-        run = build_run(composed([f"resume={replay.run_dir.path}", *args.overrides, *words], args.config_dir))
+        other = build_run(composed([f"resume={replay.run_dir.path}", *args.overrides, *words], args.config_dir))
+        other = replace(other, reward=other.reward | _added_rewards(words, other, args.config_dir))
         weights = replay.weights_before(step)
         view.stage(f"computing {' '.join(words)}")
-        found = other_algorithm(groups, replay, step, weights, run.algorithm)
+        found = other_algorithm(groups, replay, step, weights, other)
+        _close_rewards(other)
         yield {"step": step, "other algorithm": " ".join(words), **found}
+
+
+def _added_rewards(words: Sequence[str], run: Run, config_dir: str | None) -> dict[str, Any]:
+    """The rewards that an algorithm brings along, such as DAPO's `overlong`, and the run does not have."""
+    from grpocli.launch.compose import build_run
+
+    chosen = [word for word in words if word.startswith("algorithm=")]
+    length = f"rollout.max_completion_tokens={run.rollout.max_completion_tokens}"
+    default, other = (build_run(composed([length, *some], config_dir)).reward for some in ([], chosen))
+    return {name: reward for name, reward in other.items() if name not in default and name not in run.reward}

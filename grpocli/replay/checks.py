@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 EXACT_SHARE = 0.99
-"""A step is repeated to the bit if this share of its log-probs is equal to the bit: then all of them have to be."""
+"""A step is repeated to the bit if this share of its log-probs, or all but one, is equal to the bit: then all of them
+have to be."""
 LOGP_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25}
 """Nats by which log-probs, entropies and ratios of the trainer may differ by rounding, by compute dtype, on another
 device, number of processes or version of torch."""
@@ -24,8 +25,8 @@ WEIGHT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}
 """Difference of weights that may be rounding, by compute dtype."""
 SUM_TOLERANCE = 1e-6
 """Relative difference of sums, advantages and rewards that may be rounding."""
-
-
+ORDER_TOLERANCE = (1e-4, 1e-6)
+"""Relative and absolute difference of metrics of equal log-probs that another number of processes has added."""
 SUM_ROUNDING = 3e-6
 """Relative difference of a metric that is a sum of recorded values, in float32."""
 NOISE = 2e-7

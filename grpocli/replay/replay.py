@@ -95,6 +95,18 @@ class Replay:
         size = session.run.rollout.group_size
         return RecordedStep.read(self.run_dir.rollouts(step), step, size, self._metrics.get(step))
 
+    def last_whole(self, steps: Sequence[int]) -> tuple[int, list[str]]:
+        """The last of these steps whose record is whole, and why later ones are left out."""
+        why: list[str] = []
+        for step in reversed(steps):
+            try:
+                if self.recorded(step).metrics:
+                    return step, why
+                why.append(f"step {step} is left out: metrics.jsonl does not have it (yet)")
+            except GrpoError as error:
+                why.append(f"step {step} is left out: {error}")
+        return steps[-1], []
+
     def session_of(self, step: int) -> Session:
         """The session that trained a step."""
         return next((one for one in self.sessions if one.first <= step <= one.last), self.sessions[-1])
@@ -113,16 +125,15 @@ class Replay:
         if oldest_age(session.run):
             wanted = max(0, min(step, self.recorded(step).oldest_version) - 1)
         path = checkpoint_before(self.run_dir.path, wanted) or checkpoint_before(self.run_dir.path, step - 1)
-        if path is None or step_of(path) >= session.first - 1:
-            self._load(path)
-        else:
-            self._lose(f"a resume changed the config before step {session.first}, whose checkpoint is gone")
+        self._load(path)
         return self.weights.step + 1 if self.weights else step
 
     def _load(self, path: Path | None) -> None:
-        session = self.session_of(step_of(path) + 1 if path else 1)
-        if path is None and session.first > 1:
-            return self._lose("no checkpoint of this session comes before it")
+        after = step_of(path) + 1 if path else 1
+        if after < self.sessions[0].first:
+            first = self.sessions[0].first
+            return self._lose(f"it needs a checkpoint since step {first - 1}, where a resume replaced the config")
+        session = self.session_of(after)
         if path is None and session.no_model:
             return self._lose(f"no checkpoint comes before it, and {session.no_model}")
         self.stage("loading the model")
@@ -143,6 +154,8 @@ class Replay:
             return
         if path := checkpoint_of(self.run_dir.path, step - 1):
             self._load(path)
+        elif self.weights and (weights := self.weights.under(session.run, session.job)):
+            self.weights = weights
         elif self.weights:
             self._lose(f"a resume changed the config before step {session.first}, whose checkpoint is gone")
 
@@ -167,7 +180,8 @@ class Replay:
             check = Check("weights after the step", "tensors")
             check.skip(f"the checkpoint cannot be read ({' '.join(str(error).split())[:200]})")
         else:
-            check = checkpoint_check(report.step, differences, self.weights.dtype, bool(report.exact))
+            exact = bool(report.exact) and self.weights.adds_alike
+            check = checkpoint_check(report.step, differences, self.weights.dtype, exact)
         report.checks.append(check)
         if check.differ or check.rounded:
             with suppress(RunError):

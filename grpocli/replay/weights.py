@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpocli.errors import GrpoError
 from grpocli.models.loading import load_policy
 from grpocli.training import checkpoint
-from grpocli.training.build import choose_layout, load_updater
+from grpocli.training.build import choose_layout, load_reference, load_updater
 from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.packing_check import pack
 from grpocli.training.resume_point import UNREADABLE, checkpoints
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
     from grpocli.progress import Progress
     from grpocli.rollout.engine import EngineJob
+    from grpocli.training.optim import AdamW
+    from grpocli.training.policy import Reference
     from grpocli.training.update import Updater
     from grpocli.types import Row
 
@@ -63,6 +65,13 @@ class Weights:
     @property
     def dtype(self) -> str:
         return self.job.dtype
+
+    @property
+    def adds_alike(self) -> bool:
+        """Whether the run added its losses and gradients in the same order, in as many processes."""
+        hardware = self.run.hardware
+        machine = torch.cuda.device_count() if self.world.device.type == "cuda" else 1
+        return (hardware.processes or max(1, machine)) == self.world.size
 
     def train(self, rows: Sequence[Row], n_groups: int) -> dict[str, float]:
         """Make the updates of the next step; return its metrics. The rows get log-probs and entropies."""
@@ -114,21 +123,50 @@ class Weights:
                 found[place[id(row)]] = logp_T[: len(row.completion_ids)].float().cpu()
         return [found[i] for i in range(len(rows))]
 
-    def gradient(
-        self, algorithm: Algorithm, rows: Sequence[Row], n_groups: int, step: int
-    ) -> tuple[dict[str, float], Tensor]:
-        """The metrics of one backward of an algorithm over the rows, and the gradient. The weights stay as they are.
-
-        Raises GrpoError if the algorithm needs a reference that the run does not have.
-        """
-        if algorithm.needs_reference and self.updater.reference is None:
-            raise GrpoError("this algorithm needs a reference, which the run lacks; add --algorithm algorithm/kl=none")
-        train = replace(self.run.train, epochs=1, minibatches=1)
+    def under(self, run: Run, job: EngineJob) -> Weights | None:
+        """These weights as a resume with another config goes on with them; None if it needs a checkpoint for that."""
+        before = self.run
+        loads = (before.model, _without_rate(before.optim), before.algorithm.needs_reference)
+        if loads != (run.model, _without_rate(run.optim), run.algorithm.needs_reference):
+            return None
         updater = replace(
             self.updater,
-            algorithm=algorithm,
-            train=train,
-            reference=self.updater.reference if algorithm.needs_reference else None,
+            algorithm=run.algorithm,
+            optim_config=run.optim,
+            train=run.train,
+            sampling=run.rollout.sampling,
+            total_updates=run.train.steps * run.train.updates_per_step,
+        )
+        return replace(self, run=run, job=job, updater=updater)
+
+    def reference_for(self, run: Run) -> Reference | None:
+        """The reference that a run's algorithm needs: the one at hand, or the initial model.
+
+        Raises GrpoError if there is neither.
+        """
+        if not run.algorithm.needs_reference or self.updater.reference:
+            return self.updater.reference if run.algorithm.needs_reference else None
+        if not self.job.model_path:
+            raise GrpoError(
+                "this algorithm needs the initial model as its reference, which cannot be had; add --algorithm "
+                "algorithm/kl=none"
+            )
+        policy = self.updater.policy
+        reference = load_reference(run, self.job, policy, None)
+        if policy.packs:
+            pack(policy, reference, self.world, self.run.rollout.longest_row)
+        return reference
+
+    def gradient(self, run: Run, rows: Sequence[Row], n_groups: int, step: int) -> tuple[dict[str, float], Tensor]:
+        """The metrics of one backward of a run's algorithm over the rows, and the gradient.
+
+        The weights stay as they are. Raises GrpoError if the algorithm needs a reference that cannot be had.
+        """
+        updater = replace(
+            self.updater,
+            algorithm=run.algorithm,
+            train=replace(self.run.train, epochs=1, minibatches=1),
+            reference=self.reference_for(run),
         )
         for window in updater.begin_step(rows, n_groups, step):
             updater.accumulate(window)
@@ -152,6 +190,11 @@ class Weights:
             name: float((mine.detach().cpu() - theirs[name].detach()).abs().max()) if mine.numel() else 0.0
             for name, mine in _trained(self.updater.policy.model)
         }
+
+
+def _without_rate(optim: AdamW) -> tuple[type, dict[str, Any]]:
+    """The optimizer's config without its learning rate, which each update sets."""
+    return type(optim), {name: value for name, value in asdict(optim).items() if name != "lr"}
 
 
 def oldest_age(run: Run) -> int:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpocli.errors import GrpoError
 from grpocli.replay.collection import collect_again
 from grpocli.replay.replay import Replay
 from grpocli.rewards.scorer import Scorer
 from grpocli.tasks.prompt_source import accuracy_rewards_of
 from grpocli.training.collector import rewards_of
 from grpocli.training.micro_batch import rows_of
+from grpocli.types import Group
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.algorithm import Algorithm
+    from grpocli.config.schema import Run
     from grpocli.replay.weights import Weights
-    from grpocli.types import Group, Row
+    from grpocli.types import Row
 
 SHOWN = 5
 """Completions shown on which two rewards disagree most."""
@@ -89,25 +93,28 @@ def _correlation(one: Tensor, other: Tensor) -> float | None:
 
 
 def other_algorithm(
-    groups: Sequence[Group], replay: Replay, step: int, weights: Weights, algorithm: Algorithm
+    groups: Sequence[Group], replay: Replay, step: int, weights: Weights, other: Run
 ) -> dict[str, object]:
-    """Advantages, loss and gradient of another algorithm beside the run's, on the same groups and weights.
+    """Advantages, loss and gradient of another run's algorithm beside the run's, on the same groups and weights.
 
     Both have one backward over the groups that the step trained on, in one window, and no update. The rewards are the
-    recorded ones.
+    recorded ones, and those that the other algorithm adds.
     """
     run, numbers = replay.session_of(step).run, [group.number for group in replay.recorded(step).trained]
-    trained = [groups[number] for number in numbers]
-    own = {name: reward.weight for name, reward in run.reward.items()}
-    found: dict[str, dict[str, float]] = {}
+    recorded = [groups[number] for number in numbers]
+    added, left_out = _with_added_rewards(recorded, run, other)
+    found: dict[str, dict[str, Any]] = {}
     advantages, gradients = [], []
-    for name, one in (("run", run.algorithm), ("other", algorithm)):
-        accuracy = [accuracy_rewards_of(run)[group.prompt.task] for group in trained]
+    for name, config, trained in (("run", run, recorded), ("other", other, added)):
+        one = config.algorithm
+        own = {key: reward.weight for key, reward in config.reward.items() if key not in left_out}
+        accuracy = [accuracy_rewards_of(config)[group.prompt.task] for group in trained]
         advantages_PG = one.advantages(rewards_of(trained, list(own)), own, accuracy)
         kept_P = one.kept(rewards_of(trained, list(own)), own, accuracy)
         rows = rows_of(trained, advantages_PG, one, step)
-        found[name], gradient = weights.gradient(one, rows, len(trained), step)
+        found[name], gradient = weights.gradient(config, rows, len(trained), step)
         found[name] |= {
+            "rewards": ", ".join(f"{key} x {weight:g}" for key, weight in own.items()),
             "groups that its keep part keeps": float(kept_P.sum()),
             "mean |advantage|": float(advantages_PG.abs().mean()),
             "share of tokens with a gradient": _share(one, rows),
@@ -116,9 +123,30 @@ def other_algorithm(
         gradients.append(gradient)
     return {
         **found,
+        **({"rewards of the other algorithm that are left out": left_out} if left_out else {}),
         "correlation of advantages": _correlation(*advantages),
         "cosine of the gradients": float(torch.nn.functional.cosine_similarity(gradients[0], gradients[1], dim=0)),
     }
+
+
+def _with_added_rewards(groups: Sequence[Group], run: Run, other: Run) -> tuple[list[Group], dict[str, str]]:
+    """The groups with the scores of rewards that only the other run has, and {reward: why it is left out}."""
+    added, left_out = {}, {}
+    for name, reward in other.reward.items():
+        if name not in run.reward:
+            try:
+                for columns in {tuple(group.prompt.columns) for group in groups}:
+                    reward.check(columns)
+                added[name] = reward
+            except GrpoError as error:
+                left_out[name] = str(error)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scored, _ = Scorer(added, 1.0).score(rollouts, run.rollout.max_completion_tokens)
+    scores = iter(scored)
+    return [
+        Group(group.prompt, [replace(r, rewards=r.rewards | next(scores).rewards) for r in group.rollouts])
+        for group in groups
+    ], left_out
 
 
 def _share(algorithm: Algorithm, rows: Sequence[Row]) -> float:

@@ -131,7 +131,7 @@ def load_updater(
     """
     with world.parallel.loading():
         policy, optimizer = _policy(run, job, world, str(checkpoint_path) if checkpoint_path else job.model_path)
-        reference = _reference(run, job, policy, checkpoint_path)
+        reference = load_reference(run, job, policy, checkpoint_path)
     if checkpoint_path:
         checkpoint.load_optimizer(checkpoint_path, policy, optimizer)
     return _updater(run, world, policy, reference, optimizer, updates, progress)
@@ -210,7 +210,8 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, 
     return Policy(model, wrapped, dtype, world.parallel), optimizer
 
 
-def _reference(run: Run, job: EngineJob, policy: Policy, checkpoint_path: Path | None) -> Reference | None:
+def load_reference(run: Run, job: EngineJob, policy: Policy, checkpoint_path: Path | None) -> Reference | None:
+    """The reference of a checkpoint, or the initial model; None if the run's algorithm needs none. Collective."""
     if not run.algorithm.needs_reference:
         return None
     if run.model.lora.rank and not run.algorithm.kl.sync_every:

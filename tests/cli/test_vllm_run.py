@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -21,6 +22,17 @@ def assert_synced(run: Path) -> None:
     assert [row["weight_version"] for row in rows] == list(range(1, len(rows) + 1))
     assert all(row["token_mult_prob_error"] < 1.02 for row in rows)
     assert all(row["sync/bytes"] > 0 for row in rows[1:])
+
+
+def assert_replays(grpocli, run: Path) -> None:
+    """Asserts that a replay of every step agrees, the log-probs of vLLM's samples included."""
+    code, out, _ = grpocli("replay", str(run), "--step", ":", "--json")
+    steps = json.loads(out)["steps"]
+    assert code == 0, [check for step in steps for check in step["checks"] if check["differ"]]
+    assert [step["step"] for step in steps] == [row["step"] for row in metrics(run)]
+    assert all(step["exact"] for step in steps)
+    sampled = [check for step in steps for check in step["checks"] if check["name"] == "sampler log-probs"]
+    assert all(check["agree"] and not check["why"] for check in sampled)
 
 
 def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -> int:
@@ -43,12 +55,13 @@ def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -
     return code
 
 
-def test_a_run_starts_syncs_and_stops_its_server(tmp_path: Path) -> None:
+def test_a_run_starts_syncs_and_stops_its_server(grpocli, tmp_path: Path) -> None:
     """One task has one turn and another several; the trainer scores the sampled tokens of both."""
     code = until_signal(tmp_path / "run", 5, signal.SIGTERM, *TWO[1:])
     assert code == 3, "it stops after a step, with a checkpoint"
     assert_synced(tmp_path / "run")
     assert all(row["completions/mean_turns"] > 1 for row in metrics(tmp_path / "run"))
+    assert_replays(grpocli, tmp_path / "run")
 
 
 @pytest.mark.survival

@@ -37,3 +37,14 @@ def dapo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "checkpoint.every=1",
         "checkpoint.keep=0",
     )
+
+
+TINY = [
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "optim.lr=3e-3",
+    "optim.weight_decay=0.1",
+    "reward=[format]",
+    "reward.format.pattern='.*[02468]'",
+]
+"""Steps with something to learn, whose weights always change."""

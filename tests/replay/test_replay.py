@@ -25,7 +25,7 @@ Grpocli = Callable[..., tuple[int, str, str]]
 def replayed(grpocli: Grpocli, run: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the JSON of a replay."""
     code, out, _ = grpocli("replay", str(run), "--json", *options)
-    return code, json.loads(out)
+    return code, json.loads(out[out.index('{\n  "run"') :])  # a run made before has printed, too
 
 
 def differing(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -218,3 +218,27 @@ def test_every_step_of_the_default_run_agrees(grpocli: Grpocli, tmp_path: Path) 
     code, report = replayed(grpocli, run, "--step", ":")
     assert (code, differing(report)) == (0, {})
     assert [step["step"] for step in report["steps"]] == list(range(1, 61))
+
+
+def test_a_reward_that_draws_random_numbers_cannot_be_repeated(grpocli: Grpocli, tmp_path: Path) -> None:
+    reward = tmp_path / "mine.py"
+    reward.write_text(
+        "import random\n\n\ndef drawn(completions, **_):\n    return [random.random() for _ in completions]\n"
+    )
+    run = trained(tmp_path, f"reward=[{reward}:drawn]", "train.steps=2")
+    code, report = replayed(grpocli, run)
+    assert (code, differing(report)) == (0, {})
+    checks = {check["name"]: check for step in report["steps"] for check in step["checks"] if step["asked"]}
+    (why,) = checks["reward drawn"]["why"]
+    assert why.startswith("the reward cannot be repeated")
+
+
+def test_an_algorithm_brings_its_rewards_and_its_reference(grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
+    code, report = replayed(grpocli, dapo, "--step", "2", "--algorithm", "algorithm/kl=k3")
+    assert code == 0
+    assert 0.9 < report["what_if"][0]["cosine of the gradients"] < 1, "the initial model is the reference"
+    run = trained(tmp_path, "train.steps=1")
+    code, report = replayed(grpocli, run, "--algorithm", "dapo")
+    assert code == 0
+    assert "overlong" not in report["what_if"][0]["run"]["rewards"]
+    assert "overlong" in report["what_if"][0]["other"]["rewards"]

@@ -22,7 +22,7 @@ from grpocli.models.loading import load_policy
 from grpocli.models.lora import Lora, attach
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample
-from grpocli.training.build import _reference
+from grpocli.training.build import load_reference
 from grpocli.training.checkpoint import Contents, State, load_optimizer, save, save_model
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
@@ -145,7 +145,7 @@ def run_of(algorithm: str, lora: Lora) -> SimpleNamespace:
 def test_a_fixed_reference_is_the_base_without_a_second_model(little_model, world, rows) -> None:
     policy = lora_policy(little_model, world)
     job = SimpleNamespace(model_path="/there/is/no/model/to/load")
-    reference = _reference(run_of("algorithm=grpo", LORA), job, policy, None)
+    reference = load_reference(run_of("algorithm=grpo", LORA), job, policy, None)
     assert isinstance(reference, BaseReference)
     assert {id(p) for p in reference.model.parameters()} == {id(p) for p in policy.model.parameters()}
     up = updater(policy, world, reference)
@@ -162,7 +162,7 @@ def test_a_moving_reference_is_a_second_model(little_model, world, tmp_path: Pat
     little_model.save_pretrained(tmp_path)
     policy = lora_policy(little_model, world)
     run = run_of("algorithm=grpo algorithm.kl.sync_every=2", LORA)
-    reference = _reference(run, SimpleNamespace(model_path=str(tmp_path)), policy, None)
+    reference = load_reference(run, SimpleNamespace(model_path=str(tmp_path)), policy, None)
     assert type(reference) is Reference
     assert not {id(p) for p in reference.model.parameters()} & {id(p) for p in policy.model.parameters()}
 

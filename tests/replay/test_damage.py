@@ -1,0 +1,87 @@
+"""Damage that no cell-by-cell comparison can show is one sentence with the file, step, row and column."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from replay.test_replay import STEP, Grpocli
+
+pytestmark = pytest.mark.processes
+
+
+def at_row_5(column: str, change: Callable[[Any], Any]) -> Callable[[pa.Table], pa.Table]:
+    def damaged(table: pa.Table) -> pa.Table:
+        rows = table.to_pylist()
+        rows[5][column] = change(rows[5][column])
+        return pa.Table.from_pylist(rows, schema=table.schema)
+
+    return damaged
+
+
+def as_type(column: str, kind: pa.DataType, change: Callable[[Any], Any]) -> Callable[[pa.Table], pa.Table]:
+    def damaged(table: pa.Table) -> pa.Table:
+        values = pa.array([change(value) for value in table[column].to_pylist()], kind)
+        return table.set_column(table.schema.get_field_index(column), column, values)
+
+    return damaged
+
+
+DAMAGES: list[tuple[str, Callable[[pa.Table], pa.Table], str]] = [
+    ("a shorter list", at_row_5("logprobs", lambda values: values[:-1]), "row 5: the column logprobs has "),
+    ("a longer mask", at_row_5("loss_mask", lambda values: [*values, 1]), "row 5: the column loss_mask has "),
+    ("no tokens", at_row_5("prompt_ids", lambda _: []), "row 5: the column prompt_ids is empty"),
+    ("a negative token", at_row_5("prompt_ids", lambda ids: [-1, *ids]), "row 5: the column prompt_ids has a negative"),
+    ("a null", at_row_5("status", lambda _: None), "row 5: the column status is null"),
+    (
+        "a null token",
+        at_row_5("completion_ids", lambda ids: [None, *ids[1:]]),
+        "row 5: the column completion_ids has null",
+    ),
+    (
+        "an unknown status",
+        at_row_5("status", lambda _: "lost"),
+        "row 5: the column status has the unknown value 'lost'",
+    ),
+    ("an infinity", at_row_5("logprobs", lambda v: [float("-inf"), *v[1:]]), "row 5: the column logprobs has a value"),
+    ("no JSON", at_row_5("columns", lambda text: text[:-1]), "row 5: the column columns is no JSON ("),
+    ("a JSON list", at_row_5("columns", lambda _: "[]"), "row 5: the column columns is no JSON object"),
+    ("a missing column", lambda table: table.drop_columns(["uid"]), "the column uid is missing"),
+    ("text for a number", as_type("reward", pa.string(), str), "the column reward has the type string, not number"),
+    (
+        "text for lists",
+        as_type("entropies", pa.string(), lambda _: "x"),
+        "the column entropies has the type string, not list of number",
+    ),
+    ("a missing row", lambda table: table.slice(1), "completions, which are not whole groups of 4"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), [pair[1:] for pair in DAMAGES], ids=[name for name, *_ in DAMAGES])
+def test_a_damaged_file_is_located(
+    damage: Callable[[pa.Table], pa.Table], said: str, grpocli: Grpocli, dapo: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(dapo, run)
+    path = run / "rollouts" / STEP
+    pq.write_table(damage(pq.read_table(path)), path)
+    code, _, err = grpocli("replay", str(run), "--step", "2")
+    assert code == 2
+    last = err.splitlines()[-1]
+    assert f"{path}: step 2" in last
+    assert said in last
+
+
+def test_a_torn_file_is_one_sentence(grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(dapo, run)
+    path = run / "rollouts" / STEP
+    path.write_bytes(path.read_bytes()[:-100])
+    code, _, err = grpocli("replay", str(run), "--step", "2")
+    assert code == 2
+    assert f"{path}: is broken or no parquet file" in err.splitlines()[-1]
