@@ -172,7 +172,8 @@ def _config(run: Path, problems: list[str]) -> dict[str, Any]:
     if not isinstance(config, dict):
         problems.append("config.yaml is broken" if config is not None else "config.yaml is missing")
         return {}
-    return config
+    typed = config.get("overrides")
+    return config | {"overrides": typed if isinstance(typed, list) else []}
 
 
 def _summary(run: Path, problems: list[str]) -> dict[str, Any]:

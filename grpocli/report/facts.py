@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpocli.report.curves import Curves
+from grpocli.report.curves import Curves, number
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Session, format_value, read_sessions
@@ -71,13 +72,17 @@ def _sessions(run: Path) -> list[Session]:
         found = read_sessions(RunDir(run))
     except OSError:
         return []
-    return [one for one in found if isinstance(one.step, int) and isinstance(one.versions, dict)]
+    return [
+        one
+        for one in found
+        if isinstance(one.step, int) and isinstance(one.versions, dict) and isinstance(one.fallback, list)
+    ]
 
 
 def _session(session: Session) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in session.versions.items())
     changes = [f"{key} {format_value(old)} → {format_value(new)}" for key, (old, new) in session.changes.items()]
-    return "; ".join([versions, *changes, *session.fallback])
+    return "; ".join([versions, *changes, *map(str, session.fallback)])
 
 
 def _model(choices: Mapping[str, str], flat: Flat) -> str:
@@ -215,8 +220,7 @@ def _on_cpu(run: Path, flat: Flat) -> bool:
 
 def _progress(flat: Flat, summary: Mapping[str, Any], curves: Curves) -> list[tuple[str, str]]:
     done = curves.steps[-1] if curves.steps else 0
-    recorded = summary.get("seconds")
-    seconds = recorded if isinstance(recorded, int | float) else sum(value for _, value in curves.series("time/step"))
+    seconds = number(summary.get("seconds")) or math.fsum(value for _, value in curves.series("time/step"))
     tokens = curves.series("num_tokens")
     return [
         ("steps", f"{done:,} of {flat.get('train.steps', 'unknown')}"),
