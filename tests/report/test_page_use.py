@@ -239,23 +239,6 @@ def test_a_chart_with_a_warning_is_not_folded(show: Show) -> None:
     assert browser.switch_to.active_element.get_attribute("aria-label") == "Entropy: step cursor"
 
 
-def test_the_head_has_facts_and_the_settings_are_folded(show: Show) -> None:
-    facts = [("model", "tiny"), ("algorithm", "grpo (kl=k3, keep=all)"), ("update", "optim.lr=0.0005, train.epochs=1")]
-    browser = show(page(run(facts=facts)))
-    assert browser.find_element("css selector", ".facts").text.split("\n") == ["model", "tiny", "algorithm", "grpo"]
-    browser.find_element("css selector", ".setup > summary").click()
-    settings = browser.find_element("css selector", ".settings").text.split("\n")
-    assert settings == ["algorithm", "kl k3", "keep all", "update", "optim.lr 0.0005", "train.epochs 1"]
-
-
-def test_more_runs_than_keys_stand_below_each_other(show: Show) -> None:
-    browser = show(sweep(2, 3, 10), "#tab=results")
-    table = browser.find_element("css selector", '[aria-label="Differences"]')
-    assert [one.text for one in table.find_elements("css selector", "thead th")] == ["run", "seed"]
-    rows = [one.text for one in table.find_elements("css selector", "tbody th")]
-    assert rows == [f"run{number}" for number in range(6)]
-
-
 def test_runs_with_one_rule_of_sampling_share_its_sentence(show: Show) -> None:
     data = sweep(2, 2, 10)
     rules = ["1,100 of 2,000 completions: the first", "50 of 60 completions: the first", "", "all of step 1"]

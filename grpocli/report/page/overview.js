@@ -144,43 +144,9 @@ function stepLink(warning) {
   });
 }
 
-const SETTING = /^([a-z_][\w./]*)=(.*)$/;
-
-// The [key, value] pairs of a text that lists settings ("optim.lr=1e-05, optim.schedule=constant"), or null.
-function settingsIn(text) {
-  const found = text.split(", ").map((part) => SETTING.exec(part));
-  return found.every(Boolean) ? found.map(([, key, value]) => [key, value]) : null;
-}
-
-// A fact in two parts: what stands in the head of the page, and the settings that are folded away.
-function factParts([label, value]) {
-  if (value.length > 2000) return { label, value, settings: null };
-  const named = /^([^(]*) \((.*=.*)\)$/.exec(value);
-  const settings = settingsIn(named ? named[2] : value);
-  return { label, value: settings ? (named?.[1] ?? null) : value, settings };
-}
-
 function facts(run) {
-  const rows = run.facts.map(factParts).filter(({ value }) => value !== null);
-  return el(
-    "dl",
-    { class: "facts" },
-    rows.map(({ label, value }) => el("div", {}, el("dt", {}, foreign(label)), el("dd", {}, foreign(value)))),
-  );
-}
-
-function settingsList(run) {
-  const rows = run.facts.map(factParts).filter(({ settings }) => settings !== null);
-  if (rows.length === 0) return null;
-  const line = ([key, value]) => el("div", {}, el("code", {}, foreign(key)), " ", foreign(value));
-  return [
-    el("h2", {}, "Settings"),
-    el(
-      "dl",
-      { class: "settings" },
-      rows.map(({ label, settings }) => el("div", {}, el("dt", {}, foreign(label)), el("dd", {}, settings.map(line)))),
-    ),
-  ];
+  const fact = ([label, value]) => el("div", {}, el("dt", {}, foreign(label)), el("dd", {}, foreign(value)));
+  return el("dl", { class: "facts" }, run.facts.map(fact));
 }
 
 // Formula, command line and sessions: read once, so folded away.
@@ -188,8 +154,7 @@ function setup(run) {
   return el(
     "details",
     { class: "setup" },
-    el("summary", {}, "Settings, formula, command line, sessions"),
-    settingsList(run),
+    el("summary", {}, "Formula, command line, sessions"),
     run.formula.length ? objective(run) : null,
     commandLine(run),
     run.sessions.length ? sessionsTable(run) : null,

@@ -275,7 +275,7 @@ function listRow(entry) {
           "span",
           { class: "row-numbers" },
           `step ${group.step}`,
-          several() ? [" · ", swatch(run.color, run.dash), foreign(run.name)] : null,
+          several() ? [" · ", swatch(run.color, run.dash), foreign(runLabel(run))] : null,
           ` · reward ${short(completion.reward)}`,
           isNumber(completion.advantage) ? ` · advantage ${signed(completion.advantage)}` : "",
           " · ",

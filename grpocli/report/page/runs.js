@@ -1,8 +1,7 @@
 // Several runs: results, differences, each run's facts, and a wall with one small curve for each run.
 
 function buildResults(panel) {
-  const { results } = page.data;
-  const differences = page.data.differences ? runsAsRows(page.data.differences) : null;
+  const { results, differences } = page.data;
   const isMean = (row) => results.header[1] === "runs" && row[1] > 1;
   fill(
     panel,
@@ -17,15 +16,6 @@ function buildResults(panel) {
     el("h2", {}, "Runs"),
     page.runs.map(runDetails),
   );
-}
-
-// The table of differences with a row for each run, where there are more runs than keys.
-function runsAsRows(table) {
-  const keys = table.rows.map((row) => row[0]);
-  const runs = table.header.slice(1);
-  if (keys.length === 0 || runs.length <= keys.length) return table;
-  const rows = runs.map((run, at) => [run, ...table.rows.map((row) => row[at + 1])]);
-  return { header: ["run", ...keys], rows, notes: table.notes };
 }
 
 const notes = (texts) => texts.map((text) => el("p", { class: "quiet" }, foreign(text)));
