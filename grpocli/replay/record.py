@@ -12,7 +12,7 @@ from typing import Any
 
 from grpocli.errors import ConfigError
 from grpocli.tracking.rollouts import read_rollouts, read_schema
-from grpocli.types import Completion, Prompt, Status
+from grpocli.types import Prompt, Status
 
 IN_UPDATE = (Status.TRAINED, Status.ZERO_ADVANTAGE, Status.MASKED)
 """Statuses of the rows that a step's update had."""
@@ -101,17 +101,6 @@ class RecordedGroup:
         task = self.shared("task")
         return Prompt(self.uid, self.shared("prompt_ids"), text, columns | ({"task_name": task} if task else {}))
 
-    def completions(self) -> list[Completion]:
-        """The completions as the file has them."""
-        return [completion_of(row) for row in self.rows]
-
-
-def completion_of(row: Row) -> Completion:
-    """The completion of a row as the file has it, without its episode."""
-    spans = [(version, n) for version, n in row["version_spans"]] if row.get("version_spans") else None
-    mask = row["loss_mask"] if any(row["loss_mask"]) and not all(row["loss_mask"]) else None
-    return Completion(row["completion_ids"], row["logprobs"], row["finish_reason"], row["version"], mask, spans)
-
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
@@ -151,6 +140,14 @@ class RecordedStep:
     def oldest_version(self) -> int:
         """The oldest weight version that sampled a row; the step itself without rows."""
         return min((row["version"] for row in self.rows), default=self.step)
+
+    def check_tokens(self, vocabulary: int) -> None:
+        """Raise ConfigError for a token that a model with this many tokens does not have."""
+        for number, row in enumerate(self.rows):
+            for column in ("prompt_ids", "completion_ids"):
+                if (largest := max(row[column])) >= vocabulary:
+                    problem = f"the column {column} has the token {largest}, and the model has {vocabulary}"
+                    raise ConfigError(f"{self.path}: step {self.step}, row {number}: {problem}; {REMEDY}")
 
     def reward_names(self) -> list[str]:
         names = [name for row in self.rows[:1] for name in row if name.startswith("reward/")]

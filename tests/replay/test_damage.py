@@ -37,6 +37,11 @@ DAMAGES: list[tuple[str, Callable[[pa.Table], pa.Table], str]] = [
     ("a longer mask", at_row_5("loss_mask", lambda values: [*values, 1]), "row 5: the column loss_mask has "),
     ("no tokens", at_row_5("prompt_ids", lambda _: []), "row 5: the column prompt_ids is empty"),
     ("a negative token", at_row_5("prompt_ids", lambda ids: [-1, *ids]), "row 5: the column prompt_ids has a negative"),
+    (
+        "another model's token",
+        at_row_5("completion_ids", lambda ids: [10**6, *ids[1:]]),
+        "row 5: the column completion_ids has the token 1000000, and the model has ",
+    ),
     ("a null", at_row_5("status", lambda _: None), "row 5: the column status is null"),
     (
         "a null token",
