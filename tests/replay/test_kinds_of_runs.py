@@ -69,7 +69,13 @@ def test_older_weights_are_kept_for_completions_that_were_prefetched(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     engine = config_dir(tmp_path / "conf")
-    options = [*engine, f"rollout.max_staleness={staleness}", "train.steps=5", *EVERY]
+    options = [
+        *engine,
+        f"rollout.max_staleness={staleness}",
+        "train.steps=5",
+        "checkpoint.every=1",
+        "checkpoint.keep=0",
+    ]
     run = trained(tmp_path, *TINY, *options)
     assert exactly(assert_agrees(grpocli, run, *engine[:2]))
     versions = {row["version"] for row in pq.read_table(run / "rollouts" / "step_000005.parquet").to_pylist()}
