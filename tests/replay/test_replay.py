@@ -223,7 +223,7 @@ def test_every_step_of_the_default_run_agrees(grpocli: Grpocli, tmp_path: Path) 
 def test_a_reward_that_draws_random_numbers_cannot_be_repeated(grpocli: Grpocli, tmp_path: Path) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text(
-        "import random\n\n\ndef drawn(completions, **_):\n    return [random.SystemRandom().random() for _ in completions]\n"
+        "import os\n\n\ndef drawn(completions, **_):\n    return [os.urandom(1)[0] / 256 for _ in completions]\n"
     )
     run = trained(tmp_path, f"reward=[{reward}:drawn]", "train.steps=2")
     code, report = replayed(grpocli, run)
