@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from grpocli.report.curves import Curves, number
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
-from grpocli.tracking.sessions import Session, format_value, read_sessions
+from grpocli.tracking.sessions import Session, format_value
 from grpocli.tracking.text import format_duration
 
 NAMES = {"grpo": "GRPO", "dapo": "DAPO", "drgrpo": "Dr. GRPO", "dgpo": "DGPO", "adamw": "AdamW"}
@@ -67,9 +66,8 @@ def sessions(run: Path) -> list[tuple[str, str, str]]:
 
 
 def _sessions(run: Path) -> list[Session]:
-    logging.getLogger("grpocli.tracking.sessions").setLevel(logging.ERROR)  # a page is no place for the log's warning
     try:
-        found = read_sessions(RunDir(run))
+        found, _ = intact_sessions(RunDir(run))
     except OSError:
         return []
     return [

@@ -72,13 +72,19 @@ def add_session(run_dir: RunDir, session: Session) -> None:
 
 def read_sessions(run_dir: RunDir) -> list[Session]:
     """The sessions in order; empty for a run without the file. Broken lines are left out, with a warning in the log."""
-    if not run_dir.sessions.is_file():
-        return []
-    lines = run_dir.sessions.read_text(errors="replace").splitlines()
-    sessions = [_session(line) for line in lines]
-    if damaged := [number for number, session in enumerate(sessions, start=1) if session is None]:
+    sessions, damaged = intact_sessions(run_dir)
+    if damaged:
         logger.warning("%s: line %s cannot be read", run_dir.sessions, ", ".join(map(str, damaged)))
-    return [session for session in sessions if session]
+    return sessions
+
+
+def intact_sessions(run_dir: RunDir) -> tuple[list[Session], list[int]]:
+    """The sessions in order, and the numbers of broken lines."""
+    if not run_dir.sessions.is_file():
+        return [], []
+    sessions = [_session(line) for line in run_dir.sessions.read_text(errors="replace").splitlines()]
+    damaged = [number for number, session in enumerate(sessions, start=1) if session is None]
+    return [session for session in sessions if session], damaged
 
 
 def run_id(run_dir: RunDir) -> str:
