@@ -11,7 +11,7 @@ from typing import Any
 from grpocli.report.curves import Curves, number
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
-from grpocli.tracking.sessions import Session, format_value
+from grpocli.tracking.sessions import Session, format_value, intact_sessions
 from grpocli.tracking.text import format_duration
 
 NAMES = {"grpo": "GRPO", "dapo": "DAPO", "drgrpo": "Dr. GRPO", "dgpo": "DGPO", "adamw": "AdamW"}
