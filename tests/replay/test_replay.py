@@ -24,7 +24,8 @@ Grpocli = Callable[..., tuple[int, str, str]]
 
 def replayed(grpocli: Grpocli, run: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the JSON of a replay."""
-    code, out, _ = grpocli("replay", str(run), "--json", *options)
+    code, out, err = grpocli("replay", str(run), "--json", *options)
+    assert '{\n  "run"' in out, err
     return code, json.loads(out[out.index('{\n  "run"') :])  # a run made before has printed, too
 
 
