@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from grpocli.cli.hydra_app import composed, parser_of
 
 if TYPE_CHECKING:
-    from grpocli.doctor.checkup import Group
+    from grpocli.doctor.checkup import FindingGroup
     from grpocli.doctor.config import Judged
 
 EXAMPLES = """\
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if errors(groups) else 0
 
 
-def _examined(overrides: list[str], config_dir: str | None) -> list[Group]:
+def _examined(overrides: list[str], config_dir: str | None) -> list[FindingGroup]:
     from grpocli.doctor.checks import MACHINE
     from grpocli.doctor.checkup import examine
     from grpocli.doctor.machine import Machine, end_commands

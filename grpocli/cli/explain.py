@@ -13,7 +13,7 @@ from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from grpocli.explain.explanation import Explanation
-    from grpocli.explain.keys import Reference
+    from grpocli.explain.keys import ReferenceIndex
 
 LIKE_VS = ("vs", "versus", "against", "and", "with")
 EXAMPLES = """\
@@ -61,13 +61,13 @@ def _is_key(word: str) -> bool:
     return "=" not in word and not word.startswith("~") and word.strip(".").lower() not in LIKE_VS
 
 
-def _reference() -> Reference:
-    from grpocli.explain.keys import Reference
+def _reference() -> ReferenceIndex:
+    from grpocli.explain.keys import ReferenceIndex
     from grpocli.launch.compose import register_parts
     from grpocli.launch.hydra_sources import conf_dir
 
     register_parts()
-    return Reference(Path(conf_dir()))
+    return ReferenceIndex(Path(conf_dir()))
 
 
 def _refuse_keys_beside_overrides(keys: Sequence[str], words: Sequence[str]) -> None:

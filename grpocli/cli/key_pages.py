@@ -9,7 +9,7 @@ from pathlib import Path
 from grpocli.config import foreign_names
 from grpocli.config.foreign_names import UNSTATED, Equivalent
 from grpocli.explain.foreign import TABLES, of
-from grpocli.explain.keys import Key, Reference, spelled
+from grpocli.explain.keys import KeyReference, ReferenceIndex, spelled
 from grpocli.explain.render import table
 from grpocli.files import write_atomic
 from grpocli.launch.compose import register_parts
@@ -89,9 +89,9 @@ SECTIONS = {
 }
 
 
-def keys_page(reference: Reference) -> str:
+def keys_page(reference: ReferenceIndex) -> str:
     """docs/keys.md: every key in a table of its group."""
-    groups: dict[str, list[Key]] = {}
+    groups: dict[str, list[KeyReference]] = {}
     for name, key in sorted(reference.keys.items()):
         groups.setdefault(_section(name), []).append(key)
     pieces = [KEYS, "\n".join(f"- [{name}](#{_anchor(name)})" for name in groups) + "\n"]
@@ -109,7 +109,7 @@ def _anchor(name: str) -> str:
     return name.lower().replace(".", "").replace(" ", "-")
 
 
-def _key_table(keys: list[Key]) -> Iterator[str]:
+def _key_table(keys: list[KeyReference]) -> Iterator[str]:
     rows = []
     for key in keys:
         for one in key.variants:
@@ -120,7 +120,7 @@ def _key_table(keys: list[Key]) -> Iterator[str]:
     yield from table(["key", "default", "meaning", "TRL", "NeMo RL"], rows)
 
 
-def from_trl_page(reference: Reference) -> str:
+def from_trl_page(reference: ReferenceIndex) -> str:
     """docs/from-trl.md: every foreign name with its equivalent and both defaults."""
     pieces = [FROM_TRL, PORTED]
     for title, (trainer, names) in SECTIONS.items():
@@ -131,7 +131,7 @@ def from_trl_page(reference: Reference) -> str:
     return "\n".join(piece.rstrip() + "\n" for piece in [head, links, f"## {rest}", *pieces[1:]])
 
 
-def _foreign_table(trainer: str, names: Mapping[str, Equivalent], reference: Reference) -> Iterator[str]:
+def _foreign_table(trainer: str, names: Mapping[str, Equivalent], reference: ReferenceIndex) -> Iterator[str]:
     rows = []
     for name, one in names.items():
         full = next(known for known in TABLES[trainer] if known == name or f"({name}=)" in known)
@@ -147,7 +147,7 @@ def _foreign_table(trainer: str, names: Mapping[str, Equivalent], reference: Ref
 def main(argv: list[str]) -> int:
     """Write the pages into a folder."""
     register_parts()
-    reference = Reference(Path(conf_dir()))
+    reference = ReferenceIndex(Path(conf_dir()))
     write_atomic(Path(argv[0]) / "keys.md", keys_page(reference))
     write_atomic(Path(argv[0]) / "from-trl.md", from_trl_page(reference))
     return 0

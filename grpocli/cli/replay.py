@@ -17,7 +17,7 @@ from grpocli.errors import ConfigError, GrpoError
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.replay.replay import Replay
-    from grpocli.replay.source import Session
+    from grpocli.replay.source import ReplaySession
     from grpocli.tracking.view import View
 
 EXAMPLES = """\
@@ -118,11 +118,11 @@ def _close_rewards(run: Run) -> None:
 
 def _session(
     run_folder: Path, args: argparse.Namespace, view: View, earlier: Sequence[str], first: int, last: int
-) -> Session:
+) -> ReplaySession:
     """The session of these steps, and how its model is loaded. earlier: overrides with the values it had."""
     from grpocli.launch.compose import build_run
     from grpocli.models.loading import choose_dtype
-    from grpocli.replay.source import Session
+    from grpocli.replay.source import ReplaySession
     from grpocli.rollout.engine import EngineJob
     from grpocli.training.resume_point import latest
 
@@ -135,7 +135,7 @@ def _session(
     known = model_path or str(latest(run_folder / "checkpoints") or "")
     dtype = choose_dtype(run.model.dtype, run.model, known, run.hardware.device) if known else "float32"
     job = EngineJob(model_path, dtype, run.rollout.longest_row, run_folder, run.seed, lora_rank=run.model.lora.rank)
-    return Session(first, last, run, job, problem)
+    return ReplaySession(first, last, run, job, problem)
 
 
 def _what_if(replay: Replay, args: argparse.Namespace, steps: Sequence[int], view: View) -> Iterator[dict[str, object]]:

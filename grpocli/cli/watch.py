@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("must be between 1 and 65535, or 0 for a free one", key="--port", value=args.port)
     from grpocli.cli.report import formula_lines_of
     from grpocli.report.build import Builder, new_values
-    from grpocli.report.live import Sessions, live_app
+    from grpocli.report.live import BrowserSessions, live_app
     from grpocli.report.live_data import Budget, LiveData
     from grpocli.report.live_server import listen, serve
     from grpocli.report.rollout_sample import read_step
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     formula = TimedFormula(formula_lines_of)
     builds = Budget(2.0, lambda: time.monotonic() - formula.seconds)
     data = LiveData(args.folders, Builder(formula, live=True).page, new_values, read_step, builds=builds)
-    sessions = Sessions(f"grpocli_watch_{announcement.port}", announcement.next)
+    sessions = BrowserSessions(f"grpocli_watch_{announcement.port}", announcement.next)
     app = live_app(data, sessions, "grpocli watch")
     _announce(args.folders, announcement, sessions.token)
     if args.open:

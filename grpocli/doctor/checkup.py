@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from grpocli.doctor.needs import Needs
     from grpocli.progress import Progress
 
-Status = Literal["ok", "warning", "error", "-"]
+FindingStatus = Literal["ok", "warning", "error", "-"]
 """`error`: the run cannot start or will fail. `warning`: it runs, but something deserves a look. `-`: not needed."""
 
 
@@ -23,13 +23,13 @@ class Finding:
     """One line of the result. detail: what was found. advice: what to do, as a command where there is one."""
 
     name: str
-    status: Status
+    status: FindingStatus
     detail: str
     advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class MachineCheck:
     """One check, which may have several findings. seconds: its deadline."""
 
     group: str
@@ -39,7 +39,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FindingGroup:
     """The findings below one heading."""
 
     title: str
@@ -58,13 +58,13 @@ def warning(name: str, detail: str, advice: str = "") -> Finding:
     return Finding(name, "warning", detail, advice)
 
 
-def problem(name: str, detail: str, advice: str, needed: object, otherwise: Status = "warning") -> Finding:
+def problem(name: str, detail: str, advice: str, needed: object, otherwise: FindingStatus = "warning") -> Finding:
     """An error if the run needs it, else a warning, or what `otherwise` says; "ok" needs no advice."""
-    status: Status = "error" if needed else otherwise
+    status: FindingStatus = "error" if needed else otherwise
     return Finding(name, status, detail, "" if status == "ok" else advice)
 
 
-def examine(checks: Sequence[Check], machine: Machine, needs: Needs, progress: Progress) -> list[Group]:
+def examine(checks: Sequence[MachineCheck], machine: Machine, needs: Needs, progress: Progress) -> list[FindingGroup]:
     """The findings of all checks, grouped. A check that hangs or fails is a warning with its name."""
     done: queue.SimpleQueue[tuple[int, list[Finding]]] = queue.SimpleQueue()
     began = time.monotonic()
@@ -89,18 +89,20 @@ def examine(checks: Sequence[Check], machine: Machine, needs: Needs, progress: P
     return grouped(checks, found)
 
 
-def grouped(checks: Sequence[Check], found: dict[int, list[Finding]]) -> list[Group]:
+def grouped(checks: Sequence[MachineCheck], found: dict[int, list[Finding]]) -> list[FindingGroup]:
     """The findings below the headings of their checks, in the order of the checks."""
     titles = list(dict.fromkeys(check.group for check in checks))
     return [
-        Group(title, tuple(one for number, check in enumerate(checks) if check.group == title for one in found[number]))
+        FindingGroup(
+            title, tuple(one for number, check in enumerate(checks) if check.group == title for one in found[number])
+        )
         for title in titles
     ]
 
 
 def _work(
     number: int,
-    check: Check,
+    check: MachineCheck,
     machine: Machine,
     needs: Needs,
     done: queue.SimpleQueue[tuple[int, list[Finding]]],
@@ -114,7 +116,7 @@ def _work(
     done.put((number, findings))
 
 
-def _hung(check: Check) -> Finding:
+def _hung(check: MachineCheck) -> Finding:
     return warning(
         check.name,
         f"this check did not end within {check.seconds:g} s",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.doctor.checkup import Check, Finding, ok, problem
+from grpocli.doctor.checkup import Finding, MachineCheck, ok, problem
 from grpocli.doctor.devices import torch_report
 from grpocli.doctor.needs import Module, Needs
 from grpocli.doctor.resources import room, runs_folder
@@ -68,13 +68,13 @@ class Judged:
             runs=self.runs,
         )
 
-    def checks(self) -> list[Check]:
+    def checks(self) -> list[MachineCheck]:
         """The checks of this config."""
         return [
-            Check("config", "ready", lambda machine, needs: self._ready(), 30.0),
-            Check("config", "devices", self._devices, 120.0),
-            Check("config", "sync", self._sync, 120.0),
-            Check("config", "plan", self._plan, PLAN_SECONDS + 5),
+            MachineCheck("config", "ready", lambda machine, needs: self._ready(), 30.0),
+            MachineCheck("config", "devices", self._devices, 120.0),
+            MachineCheck("config", "sync", self._sync, 120.0),
+            MachineCheck("config", "plan", self._plan, PLAN_SECONDS + 5),
         ]
 
     def _ready(self) -> Iterator[Finding]:

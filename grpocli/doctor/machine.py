@@ -61,7 +61,7 @@ class Package:
     requires: tuple[str, ...] = ()
 
 
-Run = Callable[[Sequence[str], float, Mapping[str, str]], Ended]
+RunCommand = Callable[[Sequence[str], float, Mapping[str, str]], Ended]
 """Runs a command within seconds, in an environment."""
 
 
@@ -147,7 +147,7 @@ class Machine:
     folder: Path = field(default_factory=Path.cwd)
     root: Path = Path("/")
     python: str = sys.executable
-    command: Run = run_command
+    command: RunCommand = run_command
     packages: Callable[[], Mapping[str, Package]] = installed_packages
     disk_usage: Callable[[Path], Any] = shutil.disk_usage
     reach: Callable[[str], str] = reach

@@ -15,22 +15,22 @@ from grpocli.tracking.text import one_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from grpocli.doctor.checkup import Finding, Group
+    from grpocli.doctor.checkup import Finding, FindingGroup
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 
 
-def errors(groups: Sequence[Group]) -> int:
+def errors(groups: Sequence[FindingGroup]) -> int:
     """The number of errors."""
     return sum(one.status == "error" for group in groups for one in group.findings)
 
 
-def as_list(groups: Sequence[Group]) -> list[dict[str, str]]:
+def as_list(groups: Sequence[FindingGroup]) -> list[dict[str, str]]:
     """The findings as dicts with `name`, `status`, `detail` and `advice`."""
     return [dataclasses.asdict(one) for group in groups for one in group.findings]
 
 
-def print_report(out: Console, groups: Sequence[Group], subject: str) -> None:
+def print_report(out: Console, groups: Sequence[FindingGroup], subject: str) -> None:
     """Print the findings below their headings, and a verdict on the subject ("the default run")."""
     width = max((len(one.name) for group in groups for one in group.findings), default=0)
     for group in groups:
@@ -54,7 +54,7 @@ def _table(findings: Sequence[Finding], width: int) -> Table:
     return table
 
 
-def verdict(groups: Sequence[Group], subject: str) -> str:
+def verdict(groups: Sequence[FindingGroup], subject: str) -> str:
     """The last line: whether the machine is ready."""
     wrong = errors(groups)
     warned = sum(one.status == "warning" for group in groups for one in group.findings)

@@ -11,7 +11,7 @@ from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from grpocli.doctor.checkup import Finding, Status, not_needed, ok, problem, warning
+from grpocli.doctor.checkup import Finding, FindingStatus, not_needed, ok, problem, warning
 
 if TYPE_CHECKING:
     from grpocli.doctor.machine import Machine, Package
@@ -118,7 +118,7 @@ def chosen(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not needs.modules:
         installed = machine.installed()
         there = [f"{name} for {use}" for name, use in OPTIONAL.items() if name in installed]
-        status: Status = "ok" if there else "-"
+        status: FindingStatus = "ok" if there else "-"
         yield Finding("optional", status, f"installed: {', '.join(there) or 'none'}")
         if missing := [f"{name} for {use}" for name, use in OPTIONAL.items() if name not in installed]:
             yield not_needed("not installed", ", ".join(missing))

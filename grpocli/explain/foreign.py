@@ -11,7 +11,7 @@ from grpocli.config import foreign_names
 from grpocli.config.foreign_names import UNSTATED, Equivalent
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
-from grpocli.explain.keys import Reference, spelled
+from grpocli.explain.keys import ReferenceIndex, spelled
 from grpocli.explain.render import table
 
 TABLES = {
@@ -46,7 +46,7 @@ class ForeignName:
         return self.equivalent.written("VALUE" if self.value is None else self.value)
 
 
-def find(word: str, reference: Reference) -> list[ForeignName]:
+def find(word: str, reference: ReferenceIndex) -> list[ForeignName]:
     """The names that are a word, or end in it. A word may be NAME=VALUE. Raises ConfigError for an unknown name."""
     name, equals, value = word.strip().lstrip("-+").partition("=")
     plain = name.replace("-", "_")
@@ -66,7 +66,7 @@ def _argument(name: str) -> str:
     return name.partition("(")[2].removesuffix("=)")
 
 
-def of(trainer: str, name: str, reference: Reference, value: str | None = None) -> ForeignName:
+def of(trainer: str, name: str, reference: ReferenceIndex, value: str | None = None) -> ForeignName:
     """A name of a trainer's table."""
     equivalent = TABLES[trainer][name]
     written = [one.partition("=")[0] for one in equivalent.overrides.split() if "{}" in one]
@@ -77,7 +77,7 @@ def of(trainer: str, name: str, reference: Reference, value: str | None = None) 
     return ForeignName(trainer, name, value, equivalent, tuple(ours))
 
 
-def default_here(name: str, reference: Reference) -> str | None:
+def default_here(name: str, reference: ReferenceIndex) -> str | None:
     """The default of a key or group in a run with a model of one's own; None for an unknown key."""
     if name in reference.keys:
         return reference.keys[name].variants[0].default

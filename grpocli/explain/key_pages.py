@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpocli.config.foreign_names import TRAINERS, UNSTATED
-from grpocli.explain.keys import Group, Key, Variant, Yamls, spelled
+from grpocli.explain.keys import GroupReference, KeyReference, Variant, Yamls, spelled
 from grpocli.explain.render import table
 
 WIDTH = 100
@@ -19,12 +19,12 @@ LISTED = 8
 Rows = list[tuple[str, str]]
 
 
-def rows(shown: Key | Group, readers: Sequence[str] = ()) -> Rows:
+def rows(shown: KeyReference | GroupReference, readers: Sequence[str] = ()) -> Rows:
     """(label, text) of everything known about a key or group, in the order to print."""
-    return _key_rows(shown, readers) if isinstance(shown, Key) else _group_rows(shown)
+    return _key_rows(shown, readers) if isinstance(shown, KeyReference) else _group_rows(shown)
 
 
-def _key_rows(key: Key, readers: Sequence[str]) -> Rows:
+def _key_rows(key: KeyReference, readers: Sequence[str]) -> Rows:
     found: Rows = []
     for variant in key.variants:
         found += _variant_rows(variant, several=len(key.variants) > 1)
@@ -48,7 +48,7 @@ def _variant_rows(variant: Variant, several: bool) -> Iterator[tuple[str, str]]:
         yield "choices", ", ".join(variant.allowed)
 
 
-def _group_rows(group: Group) -> Rows:
+def _group_rows(group: GroupReference) -> Rows:
     found: Rows = [("choice", f"{name}: {doc}") for name, doc in group.choices]
     found += [("default", group.default)] if group.default else []
     found += [("chosen by", f"{label}: {value}") for label, value in group.chosen_by if not label.startswith("recipe=")]
@@ -58,7 +58,7 @@ def _group_rows(group: Group) -> Rows:
     return [*found, *_foreign_rows(group.foreign), ("example", group.example)]
 
 
-def _first(key: Key) -> str:
+def _first(key: KeyReference) -> str:
     """The first sentence of a key's meaning, and the choices that have the key."""
     doc = key.variants[0].doc
     first = doc.split(". ")[0].rstrip(".")
@@ -85,7 +85,7 @@ def _foreign_rows(foreign: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str,
         yield trainer, ", ".join(shown)
 
 
-def text(shown: Key | Group, readers: Sequence[str] = ()) -> str:
+def text(shown: KeyReference | GroupReference, readers: Sequence[str] = ()) -> str:
     """For a terminal: the name, the meaning, and a line for each fact."""
     width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
     lines = [shown.name, *textwrap.wrap(_meaning(shown), width, initial_indent="  ", subsequent_indent="  "), ""]
@@ -104,21 +104,21 @@ def text(shown: Key | Group, readers: Sequence[str] = ()) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def markdown(shown: Key | Group, readers: Sequence[str] = ()) -> str:
+def markdown(shown: KeyReference | GroupReference, readers: Sequence[str] = ()) -> str:
     """A heading, the meaning and a table."""
     return "\n".join([f"### `{shown.name}`", "", _meaning(shown), "", *table(["", ""], rows(shown, readers))])
 
 
-def _meaning(shown: Key | Group) -> str:
-    if isinstance(shown, Group):
+def _meaning(shown: KeyReference | GroupReference) -> str:
+    if isinstance(shown, GroupReference):
         return shown.doc
     return shown.variants[0].doc if len(shown.variants) == 1 else ""
 
 
-def as_json(shown: Key | Group, readers: Sequence[str] = ()) -> dict[str, Any]:
+def as_json(shown: KeyReference | GroupReference, readers: Sequence[str] = ()) -> dict[str, Any]:
     """The same as plain values."""
     common = {"name": shown.name, "foreign": {k: list(v) for k, v in shown.foreign.items()}, "example": shown.example}
-    if isinstance(shown, Group):
+    if isinstance(shown, GroupReference):
         return common | {
             "meaning": shown.doc,
             "choices": dict(shown.choices),

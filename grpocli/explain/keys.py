@@ -69,7 +69,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class KeyReference:
     """A config key. set_by: (choice, value) of YAML files that change the default, (recipe, value) included."""
 
     name: str
@@ -93,7 +93,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupReference:
     """A config group, such as `algorithm/keep`, or a section of keys, such as `train` (without choices).
 
     choices: (choice, summary). default: the choice of the default run. chosen_by: (choice of another group, choice).
@@ -105,7 +105,7 @@ class Group:
     default: str
     chosen_by: tuple[tuple[str, str], ...]
     foreign: Mapping[str, tuple[str, ...]]
-    keys: tuple[Key, ...]
+    keys: tuple[KeyReference, ...]
 
     @property
     def example(self) -> str:
@@ -121,7 +121,7 @@ def path_of(cls: type[Any]) -> str:
     return f"{cls.__module__.replace('.', '/')}.py"
 
 
-class Reference:
+class ReferenceIndex:
     """All keys and groups. folder: conf/, with the YAML files of choices and recipes."""
 
     def __init__(self, folder: Path) -> None:
@@ -138,7 +138,7 @@ class Reference:
         foreign = foreign_names([*merged, *self.groups])
         mentions = {name: _mentioned(name, variants, merged) for name, variants in merged.items()}
         self.keys = {
-            name: Key(
+            name: KeyReference(
                 name,
                 variants,
                 tuple(self.yamls.values.get(name, ())),
@@ -153,14 +153,14 @@ class Reference:
     def _hydra(self, name: str, doc: str) -> Variant:
         return Variant((), Yamls, name, doc, "text", self.yamls.hydra[name], ())
 
-    def group(self, name: str) -> Group:
+    def group(self, name: str) -> GroupReference:
         """A config group or a section of keys. Raises KeyError if there is none."""
         dotted = name.replace("/", ".")
         keys = tuple(key for key in self.keys.values() if key.name.startswith(f"{dotted}."))
         choices = self.groups.get(name, {})
         if not choices and not keys:
             raise KeyError(name)
-        return Group(
+        return GroupReference(
             name,
             _group_doc(name, dotted),
             tuple(choices.items()),
@@ -174,7 +174,7 @@ class Reference:
         """Whether a key, group or section has this name."""
         return name in self.keys or name in self.groups or any(key.startswith(f"{name}.") for key in self.keys)
 
-    def find(self, word: str) -> Key | Group:
+    def find(self, word: str) -> KeyReference | GroupReference:
         """What a word names: a key, group or section, the only one with this last part, or the group of a choice.
 
         Raises ConfigError for a word that names nothing or several.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpocli.explain.keys import Group, Key
+from grpocli.explain.keys import GroupReference, KeyReference
 
 PACKAGE = Path(__file__).parents[1]
 CHECKS = ("__post_init__",)
@@ -29,12 +29,12 @@ class Place:
         return f"{self.path}:{self.line} {self.function}"
 
 
-def readers(shown: Key | Group) -> list[str]:
+def readers(shown: KeyReference | GroupReference) -> list[str]:
     """The functions that read a key, as `path:line function`; none for a group."""
-    return [str(place) for place in places(shown)] if isinstance(shown, Key) else []
+    return [str(place) for place in places(shown)] if isinstance(shown, KeyReference) else []
 
 
-def places(key: Key, limit: int = 6) -> list[Place]:
+def places(key: KeyReference, limit: int = 6) -> list[Place]:
     """The functions that read a key, one place for each.
 
     `X.FIELD` counts where X is the section's name (`run.train.minibatches`, `kl.beta`), `self` in a class with the

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from grpocli.porting.source import Data, RewardCall, Source, Step, Unread
+from grpocli.porting.source import Data, DatasetStep, RewardCall, ScriptSource, Unread
 from grpocli.porting.syntax import Function, parsed
 
 TRAINING = (
@@ -43,7 +43,7 @@ class Functions:
     left: list[str] = field(default_factory=list)
 
 
-def functions_file(source: Source) -> Functions:
+def functions_file(source: ScriptSource) -> Functions:
     """The functions of a script's rewards and dataset steps; without text if there are none."""
     local = [one for one in source.rewards if isinstance(one, RewardCall) and not one.module and not one.path]
     steps = carried_steps(source.data)
@@ -61,12 +61,12 @@ def functions_file(source: Source) -> Functions:
     return Functions("\n\n\n".join([head, *mover.texts(), *tail]) + "\n", mover.left)
 
 
-def carried_steps(data: Data | Unread | None) -> list[Step]:
+def carried_steps(data: Data | Unread | None) -> list[DatasetStep]:
     """The dataset steps that a processor repeats; none unless the dataset is read."""
     return [step for step in data.steps if step.method in STEPS and line_of(step)] if isinstance(data, Data) else []
 
 
-def processor(steps: Iterable[Step]) -> str:
+def processor(steps: Iterable[DatasetStep]) -> str:
     """The function for `task.processor`: the steps on one row, with `answer` from TRL's column `solution`."""
     body = "\n".join(f"    {line_of(step)}" for step in steps)
     doc = '"""A row of the dataset after the steps of the script."""'
@@ -74,7 +74,7 @@ def processor(steps: Iterable[Step]) -> str:
     return f"def {PROCESSOR}(row):\n    {doc}\n{body}\n{answer}\n".rstrip()
 
 
-def line_of(step: Step) -> str:
+def line_of(step: DatasetStep) -> str:
     """A step as a statement on `row`; "" if one row does not suffice, as with `batched=True`."""
     call = step.function if step.function.isidentifier() else f"({step.function})"
     match step.method, step.arguments:

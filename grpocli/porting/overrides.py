@@ -29,7 +29,7 @@ NAME = re.compile(r"[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class OverrideLine:
     """An override, and where it comes from."""
 
     key: str
@@ -49,7 +49,7 @@ class Port:
     remarked: the settings of these remarks.
     """
 
-    lines: list[Line] = field(default_factory=list)
+    lines: list[OverrideLine] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     nothing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Port:
         """Add an override; one of the same key is replaced. The words of the comment are the settings it is from."""
         self.named |= set(NAME.findall(comment))
         self.lines = [line for line in self.lines if line.key != key]
-        self.lines.append(Line(key, value, comment))
+        self.lines.append(OverrideLine(key, value, comment))
 
     def value(self, key: str) -> Any:
         """The value of a key; None without an override."""

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from grpocli.errors import ConfigError
 from grpocli.porting.script_data import DataReader
-from grpocli.porting.source import FROM_COMMAND_LINE, RewardCall, Source, Unread
+from grpocli.porting.source import FROM_COMMAND_LINE, RewardCall, ScriptSource, Unread
 from grpocli.porting.syntax import Scope, parsed
 
 POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
 """Arguments of GRPOTrainer that are given by position."""
 
 
-def of_script(file: Path) -> Source:
+def of_script(file: Path) -> ScriptSource:
     """The source of a script. Raises ConfigError if it cannot be read or has neither GRPOConfig nor GRPOTrainer."""
     tree = parsed(file)
     try:
@@ -27,9 +27,9 @@ def of_script(file: Path) -> Source:
 class Reader(DataReader):
     """Reads one script."""
 
-    def source(self) -> Source:
+    def source(self) -> ScriptSource:
         """Everything that the script sets."""
-        source = Source(self.source_file, is_script=True, starts_training=self._starts_training())
+        source = ScriptSource(self.source_file, is_script=True, starts_training=self._starts_training())
         trainers = self._calls_of("GRPOTrainer")
         configs = self._calls_of("GRPOConfig")
         if not trainers and not configs:
@@ -50,7 +50,7 @@ class Reader(DataReader):
         return ConfigError(f"{problem}{f', but {found[0]}' if found else ''}", key=str(self.source_file))
 
     def _read_config(
-        self, source: Source, arguments: dict[str, ast.expr], configs: list[tuple[ast.Call, Scope]], scope: Scope
+        self, source: ScriptSource, arguments: dict[str, ast.expr], configs: list[tuple[ast.Call, Scope]], scope: Scope
     ) -> None:
         """Read the GRPOConfig that the trainer gets, else the last one."""
         args = arguments.pop("args", None)
@@ -66,7 +66,7 @@ class Reader(DataReader):
             if isinstance(args, ast.Name) and isinstance(target.value, ast.Name) and target.value.id == args.id:
                 source.settings[target.attr] = self.fold(value, place)
 
-    def _read_trainer(self, source: Source, arguments: dict[str, ast.expr], scope: Scope) -> None:
+    def _read_trainer(self, source: ScriptSource, arguments: dict[str, ast.expr], scope: Scope) -> None:
         for name, node in arguments.items():
             match name:
                 case "model":
@@ -82,7 +82,7 @@ class Reader(DataReader):
                 case _:
                     source.ignored[name] = self.fold(node, scope)
 
-    def _read_model(self, source: Source, node: ast.expr, scope: Scope, depth: int = 0) -> None:
+    def _read_model(self, source: ScriptSource, node: ast.expr, scope: Scope, depth: int = 0) -> None:
         value = self.fold(node, scope)
         if isinstance(value, str) or depth > 8:
             source.model = value
@@ -116,7 +116,7 @@ class Reader(DataReader):
                 elif one not in (None, False) and name not in ("device_map", "max_lora_rank", "use_cache"):
                     source.ignored[name] = one
 
-    def _read_lora(self, source: Source, node: ast.expr, scope: Scope) -> None:
+    def _read_lora(self, source: ScriptSource, node: ast.expr, scope: Scope) -> None:
         made, place = self._made(node, scope)
         if isinstance(made, ast.Call) and self._callee(made, place) == "LoraConfig":
             source.lora = {name: self.fold(one, place) for name, one in self._arguments(made, place, ("r",)).items()}

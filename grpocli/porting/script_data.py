@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from grpocli.porting.fold import Folder
-from grpocli.porting.source import Data, Step, Unread
+from grpocli.porting.source import Data, DatasetStep, Unread
 from grpocli.porting.syntax import Binding, Function, Scope
 
 
@@ -92,7 +92,7 @@ class DataReader(Folder):
         found: Data | Unread | None = reader.data(returns[-1].value, inner, None, depth + 1)
         return found
 
-    def _step(self, call: ast.Call, method: str, scope: Scope) -> Step:
+    def _step(self, call: ast.Call, method: str, scope: Scope) -> DatasetStep:
         text = self._unread(call).text
         first = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "function"), None)
         harmless = ("function", "remove_columns", "num_proc", "desc", "load_from_cache_file", "batch_size", "seed")
@@ -101,4 +101,4 @@ class DataReader(Folder):
         function = ast.unparse(first) if isinstance(first, ast.Name | ast.Lambda) else ""
         arguments = tuple(self.fold(one, scope) for one in call.args)
         keywords = {str(k.arg): self.fold(k.value, scope) for k in call.keywords}
-        return Step(method, text, call.lineno, function, plain, arguments, keywords)
+        return DatasetStep(method, text, call.lineno, function, plain, arguments, keywords)

@@ -48,7 +48,7 @@ class RewardCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DatasetStep:
     """A method call on the dataset, such as `map` with the text of its function."""
 
     method: str
@@ -70,12 +70,12 @@ class Data:
     split: str | None = None
     files: Any = None
     streaming: bool = False
-    steps: list[Step] = field(default_factory=list)
+    steps: list[DatasetStep] = field(default_factory=list)
     others: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Source:
+class ScriptSource:
     """What a file sets. settings: {field: value or Unread}, of GRPOConfig and what `trl grpo` reads beside it.
 
     lora: arguments of LoraConfig; None without one. starts_training: whether importing the file would train.
@@ -131,9 +131,9 @@ def _json(text: str) -> Any:
         raise ValueError("lists or mappings are nested too deep") from error
 
 
-def of_mapping(file: Path, values: Mapping[str, Any]) -> Source:
+def of_mapping(file: Path, values: Mapping[str, Any]) -> ScriptSource:
     """The source of a `trl grpo --config` file. Raises ConfigError if no key of it is known."""
-    source = Source(file)
+    source = ScriptSource(file)
     known = {name: value for name, value in values.items() if name in TRL}
     if not known:
         close = next((nearest(name, TRL) for name in values if nearest(name, TRL)), "")
@@ -144,7 +144,7 @@ def of_mapping(file: Path, values: Mapping[str, Any]) -> Source:
     return source
 
 
-def add_arguments(source: Source, words: Sequence[str]) -> None:
+def add_arguments(source: ScriptSource, words: Sequence[str]) -> None:
     """Add the arguments of a script's own command line, `--name value ...`; a name alone is true.
 
     Raises ConfigError for a value without a name.
@@ -166,7 +166,7 @@ def add_arguments(source: Source, words: Sequence[str]) -> None:
         source.notes = [note for note in source.notes if note != FROM_COMMAND_LINE]
 
 
-def _put(source: Source, name: str, value: Any) -> None:
+def _put(source: ScriptSource, name: str, value: Any) -> None:
     """Store a value where the translation looks for it."""
     if name == "model_name_or_path":
         source.model = str(value)
@@ -184,7 +184,7 @@ def _put(source: Source, name: str, value: Any) -> None:
         source.ignored[name] = value
 
 
-def _put_data(source: Source, name: str, value: Any) -> None:
+def _put_data(source: ScriptSource, name: str, value: Any) -> None:
     data = source.data if isinstance(source.data, Data) else Data()
     source.data = data
     match name:
@@ -202,7 +202,7 @@ def _put_data(source: Source, name: str, value: Any) -> None:
             source.ignored[name] = value
 
 
-def _put_mixture(source: Source, datasets: list[Any]) -> None:
+def _put_mixture(source: ScriptSource, datasets: list[Any]) -> None:
     """The first dataset of a mixture; the others are a note."""
     first = datasets[0] if datasets and isinstance(datasets[0], dict) else {}
     if first.get("path"):

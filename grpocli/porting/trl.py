@@ -16,7 +16,7 @@ from grpocli.config.foreign_names import (
     UNSTATED,
 )
 from grpocli.porting.overrides import Port
-from grpocli.porting.source import Source, Unread
+from grpocli.porting.source import ScriptSource, Unread
 from grpocli.porting.trl_data import set_data, set_rewards
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}
@@ -57,7 +57,9 @@ class Translation:
     functions: the file that the script's functions are written to; "" for a config.
     """
 
-    def __init__(self, source: Source, processes: int = 1, prompts: int | None = None, functions: str = "") -> None:
+    def __init__(
+        self, source: ScriptSource, processes: int = 1, prompts: int | None = None, functions: str = ""
+    ) -> None:
         self.source, self.processes, self.prompts, self.functions = source, processes, prompts, functions
         self.port = Port(notes=list(source.notes))
         self.updates = 1

@@ -7,7 +7,7 @@ from typing import Any
 from grpocli.config.foreign_names import TRAINER
 from grpocli.porting.functions_file import PROCESSOR, carried_steps
 from grpocli.porting.overrides import Port
-from grpocli.porting.source import Data, RewardCall, Source, Step, Unread
+from grpocli.porting.source import Data, DatasetStep, RewardCall, ScriptSource, Unread
 
 FILES = ("json", "csv", "parquet")
 BUILT_IN = {"accuracy_reward": "math", "think_format_reward": "format", "get_soft_overlong_punishment": "overlong"}
@@ -21,7 +21,7 @@ ADVICE = {
 }
 
 
-def set_data(port: Port, source: Source, functions: str) -> None:
+def set_data(port: Port, source: ScriptSource, functions: str) -> None:
     """Set the task: where the rows come from, and how a row becomes a prompt."""
     data = source.data
     if not isinstance(data, Data) or not data.path:
@@ -56,7 +56,7 @@ def path_of(data: Data) -> str:
     return str(first) if data.path in FILES and first else data.path
 
 
-def _set_answer(port: Port, source: Source) -> None:
+def _set_answer(port: Port, source: ScriptSource) -> None:
     built_in = any(one.name in BUILT_IN for one in source.rewards if isinstance(one, RewardCall))
     if built_in:
         port.set("task.answer_column", "solution", "the column of TRL's accuracy_reward")
@@ -64,7 +64,7 @@ def _set_answer(port: Port, source: Source) -> None:
         port.set("task.answer_column", None, "rewards get columns by name")
 
 
-def _remark(port: Port, step: Step, name: str) -> None:
+def _remark(port: Port, step: DatasetStep, name: str) -> None:
     if step.method in ("shuffle", "with_format", "set_format", "cast"):
         port.skip(f"{name}.{step.method}", step.text, "every epoch has its own order, and rows are plain values")
     else:
@@ -72,7 +72,7 @@ def _remark(port: Port, step: Step, name: str) -> None:
         port.check(f"{name}.{step.method}", f"{step.text} (line {step.line})", f"it is not carried over; {advice}")
 
 
-def _set_evaluation(port: Port, source: Source, data: Data) -> None:
+def _set_evaluation(port: Port, source: ScriptSource, data: Data) -> None:
     given = source.eval_data
     if given is None:
         return
@@ -94,7 +94,7 @@ def _set_evaluation(port: Port, source: Source, data: Data) -> None:
             _remark(port, step, "eval_dataset")
 
 
-def set_rewards(port: Port, source: Source, functions: str, weights: Any) -> None:
+def set_rewards(port: Port, source: ScriptSource, functions: str, weights: Any) -> None:
     """Set the rewards and their weights."""
     chosen: list[str] = []
     names: list[str] = []
@@ -120,7 +120,7 @@ def set_rewards(port: Port, source: Source, functions: str, weights: Any) -> Non
             port.set(f"reward.{name}.weight", weight, "reward_weights")
 
 
-def _place(source: Source, reward: RewardCall, functions: str) -> str:
+def _place(source: ScriptSource, reward: RewardCall, functions: str) -> str:
     """The file or module of a reward; a file beside the script comes before an installed module."""
     if not reward.module:
         return functions

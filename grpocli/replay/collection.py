@@ -12,7 +12,7 @@ import torch
 
 from grpocli.errors import GrpoError
 from grpocli.progress import UNWATCHED, Watch
-from grpocli.replay.record import RecordedGroup, RecordedStep, Row, commonest
+from grpocli.replay.record import FileRow, RecordedGroup, RecordedStep, commonest
 from grpocli.replay.recorded_engine import RecordedEngine, RecordedTokens
 from grpocli.rewards.score_stats import ScoreStats
 from grpocli.rollout.sampling import derive_seed
@@ -34,7 +34,7 @@ FEW = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RolloutSource:
     """What a replay computes rollouts from.
 
     run: the config of the step. draw: the prompt of a draw number; None if the data cannot be had. scorer: with the
@@ -79,7 +79,7 @@ class CollectedStep:
         ]
         return replace(self, groups=groups)
 
-    def scored_again(self, source: Source, name: str) -> list[float]:
+    def scored_again(self, source: RolloutSource, name: str) -> list[float]:
         """The scores of one reward in another call, for each completion in order."""
         scorer = replace(source.scorer, rewards={name: source.scorer.rewards[name]})
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
@@ -91,7 +91,7 @@ class CollectedStep:
         return [_with_rewards(group, self.recorded_rewards, names, p) for p, group in enumerate(self.groups)]
 
 
-def collect_again(source: Source, recorded: RecordedStep, draws: int) -> CollectedStep:
+def collect_again(source: RolloutSource, recorded: RecordedStep, draws: int) -> CollectedStep:
     """Collect a step again from its record. draws: prompts drawn before the step."""
     torch.manual_seed(derive_seed(source.run.seed, 2**32 - 2, recorded.step - 1, 0))  # as `Trainer.begin_step`
     prompts, drawn = _prompts(source, recorded)
@@ -127,7 +127,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _prompts(source: Source, recorded: RecordedStep) -> tuple[dict[str, Prompt], bool]:
+def _prompts(source: RolloutSource, recorded: RecordedStep) -> tuple[dict[str, Prompt], bool]:
     """The prompt of each uid, and whether they are drawn again.
 
     If most prompts differ from the record, the data has changed: then the recorded ones are used.
@@ -150,7 +150,7 @@ class _RecordedSampler:
     recorded rewards, by which the step selected its groups. found: by uid, with the rewards computed again.
     """
 
-    source: Source
+    source: RolloutSource
     recorded: RecordedStep
     prompts: dict[str, Prompt]
     rewards: dict[str, Tensor]
@@ -216,7 +216,7 @@ def tokens_of(group: RecordedGroup, recorded: RecordedStep, run: Run) -> list[Re
     ]
 
 
-def _versions(row: Row, group: RecordedGroup, recorded: RecordedStep, run: Run) -> list[int]:
+def _versions(row: FileRow, group: RecordedGroup, recorded: RecordedStep, run: Run) -> list[int]:
     """The weight version of each token.
 
     Unless weights change under running requests, all completions that a step samples have the same version; without

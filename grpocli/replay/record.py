@@ -50,7 +50,7 @@ OTHER_KINDS = {
 }
 """The types of columns that may be missing, as in files of earlier versions, or null."""
 
-Row = dict[str, Any]
+FileRow = dict[str, Any]
 
 
 def commonest(values: Iterable[Any]) -> Any:
@@ -68,7 +68,7 @@ class RecordedGroup:
     """
 
     number: int
-    rows: list[Row]
+    rows: list[FileRow]
 
     def shared(self, column: str) -> Any:
         """The value of a column that all rows of the group share."""
@@ -128,7 +128,7 @@ class RecordedStep:
         return cls(step, path, groups, metrics)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[FileRow]:
         return [row for group in self.groups for row in group.rows]
 
     @property
@@ -185,7 +185,7 @@ def _kind(arrow_type: Any) -> str:
     return next((kind for kind, holds in tests.items() if holds(arrow_type)), str(arrow_type))
 
 
-def _damage(row: Row) -> str:
+def _damage(row: FileRow) -> str:
     """What is wrong with a row that no run has written; empty if nothing is."""
     if null := [column for column in KINDS if row[column] is None]:
         return f"the column {null[0]} is null"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.errors import GrpoError, RunError
 from grpocli.replay.checks import Check
 from grpocli.replay.record import RecordedStep
-from grpocli.replay.source import Session, Sources, sources_of
+from grpocli.replay.source import ReplaySession, Sources, sources_of
 from grpocli.replay.step_replay import StepReplay, checkpoint_check
 from grpocli.replay.weights import Weights, checkpoint_before, checkpoint_of, oldest_age, step_of
 from grpocli.tracking.metrics import read_metrics
@@ -51,7 +51,7 @@ class Replay:
     """
 
     run_dir: RunDir
-    sessions: Sequence[Session]
+    sessions: Sequence[ReplaySession]
     world: World
     progress: Progress
     stage: Any
@@ -107,11 +107,11 @@ class Replay:
                 why.append(f"step {step} is left out: {error}")
         return steps[-1], []
 
-    def session_of(self, step: int) -> Session:
+    def session_of(self, step: int) -> ReplaySession:
         """The session that trained a step."""
         return next((one for one in self.sessions if one.first <= step <= one.last), self.sessions[-1])
 
-    def sources_of(self, session: Session) -> Sources:
+    def sources_of(self, session: ReplaySession) -> Sources:
         """The source of a session's rollouts."""
         if session.first not in self._sources:
             self.stage("loading the data")

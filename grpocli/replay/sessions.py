@@ -13,7 +13,7 @@ from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import read_sessions, steps_by_session
 
 if TYPE_CHECKING:
-    from grpocli.replay.source import Session
+    from grpocli.replay.source import ReplaySession
 
 ENDLESS = 10**9
 """The last step of the last session, which may go on."""
@@ -44,12 +44,14 @@ def config_spans(run_dir: RunDir) -> list[ConfigSpan]:
     return spans or [ConfigSpan(1, ENDLESS, {})]
 
 
-def sessions_of(run_dir: RunDir, session_of: Callable[[Sequence[str], int, int], Session]) -> tuple[list[Session], str]:
+def sessions_of(
+    run_dir: RunDir, session_of: Callable[[Sequence[str], int, int], ReplaySession]
+) -> tuple[list[ReplaySession], str]:
     """The sessions whose config can be had, in order, and why earlier ones cannot; empty if all can.
 
     session_of: composes the session of these overrides, first and last step.
     """
-    found: list[Session] = []
+    found: list[ReplaySession] = []
     for span in reversed(config_spans(run_dir)):
         try:
             found.insert(0, session_of(_overrides(run_dir, span.earlier), span.first, span.last))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.environments.environment import environment_of
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.models.loading import load_tokenizer
-from grpocli.replay.collection import Source
+from grpocli.replay.collection import RolloutSource
 from grpocli.rewards.scorer import Scorer
 from grpocli.tasks.mixture import tasks_of
 from grpocli.tasks.prompt_source import PromptSource, rewards_for
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class ReplaySession:
     """Consecutive steps that one config has trained.
 
     run: that config. job: how its model is loaded. no_model: why the initial model cannot be had; empty if it can.
@@ -42,16 +42,16 @@ class Sources:
     called again}. unscored: the same source, without rewards.
     """
 
-    source: Source
+    source: RolloutSource
     no_prompts: str = ""
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def unscored(self) -> Source:
+    def unscored(self) -> RolloutSource:
         return replace(self.source, scorer=replace(self.source.scorer, rewards={}))
 
 
-def sources_of(session: Session, world: World, run_dir: Path) -> Sources:
+def sources_of(session: ReplaySession, world: World, run_dir: Path) -> Sources:
     """The source of a session. Raises ConfigError if no tokenizer can be had."""
     run = session.run
     tokenizer, folder = _tokenizer(session, run_dir)
@@ -72,11 +72,11 @@ def sources_of(session: Session, world: World, run_dir: Path) -> Sources:
     )
     environments = {name: found for name, task in tasks.items() if (found := environment_of(task))}
     draw = data.draw if data else None
-    source = Source(run, world, tokenizer, scorer, environments, draw, _end_ids(run, folder, tokenizer))
+    source = RolloutSource(run, world, tokenizer, scorer, environments, draw, _end_ids(run, folder, tokenizer))
     return Sources(source, no_prompts, skipped)
 
 
-def _tokenizer(session: Session, run_dir: Path) -> tuple[Any, str]:
+def _tokenizer(session: ReplaySession, run_dir: Path) -> tuple[Any, str]:
     """The tokenizer, from the initial model, a checkpoint or the final model, and that folder."""
     saved = [path for path in [*reversed(checkpoints(run_dir / "checkpoints")), run_dir / "model"] if path.is_dir()]
     folders = [*([] if session.no_model else [session.job.model_path]), *map(str, saved)]

@@ -13,13 +13,14 @@ from typing import Any
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.progress import Progress, unreported
 from grpocli.report.charts import charts
-from grpocli.report.curves import curves_of, read_curves, thinned, with_evaluations
+from grpocli.report.curves import Curves, curves_of, read_curves, thinned, with_evaluations
 from grpocli.report.diagnosis import verdict, warnings
 from grpocli.report.facts import compute_dtype, facts, sessions
-from grpocli.report.page_data import PageData, Rollouts, RunView, Series
+from grpocli.report.page_data import PageData, RolloutSelection, RunView, Series
 from grpocli.report.rollout_sample import BUDGET, Prompts, RolloutSample
 from grpocli.report.several import differences, labels, natural, results
 from grpocli.report.token_texts import TokenTexts
+from grpocli.tracking.metrics import read_summary
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import RunRow, find_runs, flatten, load_yaml
 from grpocli.version import __version__
@@ -69,7 +70,7 @@ class Builder:
             )
         prompts, notes = Prompts(), list[str]()
         names = labels(rows)
-        runs = [self._run(number, row, rows, names[number], prompts, notes) for number, row in enumerate(rows)]
+        runs = [self._run(i, row, len(rows), names[i], prompts, notes) for i, row in enumerate(rows)]
         several = len(runs) > 1
         return PageData(
             title=_title(folders, runs),
@@ -84,34 +85,21 @@ class Builder:
         )
 
     def _run(
-        self,
-        number: int,
-        row: RunRow,
-        rows: Sequence[RunRow],
-        names: tuple[str, str, str],
-        prompts: Prompts,
-        notes: list[str],
+        self, place: int, row: RunRow, runs: int, names: tuple[str, str, str], prompts: Prompts, notes: list[str]
     ) -> RunView:
+        """A run, the `place`-th of `runs`. names: its name, label and group. notes: gets a note for each problem."""
         problems: list[str] = []
         config = _config(row.path, problems)
-        flat, summary = flatten(config), _summary(row.path, problems)
-        raw = read_curves(row.path)
-        problems += raw.notes
-        last = raw.steps[-1] if raw.steps else 0
-        if summary and summary.get("steps") != last:
-            problems.append(f"summary.json is of an earlier session, which ended at step {summary.get('steps')}")
-            summary = {name: value for name, value in summary.items() if name.endswith("_before")}
+        flat = flatten(config)
+        raw, summary = _recorded(row.path, problems)
         curves = with_evaluations(raw, summary, *_evaluation(flat))
         flat |= {"model.dtype": compute_dtype(row.path, flat)}
         found = warnings(curves, flat)
         state = state_of(row.path, summary, _int(flat.get("train.steps")))
-        most = max(FEWEST_ROWS, min(ROWS_OF_RUN, ROWS // len(rows)))
+        most = max(FEWEST_ROWS, min(ROWS_OF_RUN, ROWS // runs))
         drawn, thinning = thinned(curves, most, [warning.step for warning in found])
-        share = None if self.completions is None else self.completions // len(rows)
-        tokens = None if self.live else TokenTexts.of_run(row.path, config)
-        sample = RolloutSample(row.path, prompts, tokens, BUDGET // len(rows), share, problems, self.progress)
         view = RunView(
-            id=f"r{number}",
+            id=f"r{place}",
             name=names[0],
             path=str(row.path),
             label=names[1],
@@ -127,10 +115,19 @@ class Builder:
             steps=drawn.steps,
             metrics=drawn.metrics,
             thinning=thinning,
-            rollouts=Rollouts(steps=sorted(sample.files)) if self.live else sample.read(),
+            rollouts=self._rollouts(row.path, config, runs, prompts, problems),
         )
         notes += [f"{names[0]}: {problem}" for problem in problems]
         return view
+
+    def _rollouts(
+        self, run: Path, config: Mapping[str, Any], runs: int, prompts: Prompts, problems: list[str]
+    ) -> RolloutSelection:
+        """A run's share of the completions of a page with `runs` runs; only their steps on a live page."""
+        share = None if self.completions is None else self.completions // runs
+        tokens = None if self.live else TokenTexts.of_run(run, config)
+        sample = RolloutSample(run, prompts, tokens, BUDGET // runs, share, problems, self.progress)
+        return RolloutSelection(steps=sorted(sample.files)) if self.live else sample.read()
 
     def _formula(self, run: Path, config: Mapping[str, Any], problems: list[str]) -> list[str]:
         """The formula, composed once for runs whose configs differ in nothing that it shows."""
@@ -176,16 +173,23 @@ def _config(run: Path, problems: list[str]) -> dict[str, Any]:
     return config | {"overrides": typed if isinstance(typed, list) else []}
 
 
+def _recorded(run: Path, problems: list[str]) -> tuple[Curves, dict[str, Any]]:
+    """The metrics and the summary of a run; of a summary of an earlier session only the evaluation before training."""
+    curves, summary = read_curves(run), _summary(run, problems)
+    problems += curves.notes
+    last = curves.steps[-1] if curves.steps else 0
+    if summary and summary.get("steps") != last:
+        problems.append(f"summary.json is of an earlier session, which ended at step {summary.get('steps')}")
+        summary = {name: value for name, value in summary.items() if name.endswith("_before")}
+    return curves, summary
+
+
 def _summary(run: Path, problems: list[str]) -> dict[str, Any]:
-    path = RunDir(run).summary
     try:
-        summary = json.loads(path.read_text()) if path.is_file() else {}
-    except (ValueError, OSError, RecursionError):
-        summary = None
-    if not isinstance(summary, dict):
+        return read_summary(RunDir(run).summary)
+    except (ValueError, OSError):
         problems.append("summary.json is broken")
         return {}
-    return summary
 
 
 def state_of(run: Path, summary: Mapping[str, Any], steps: int) -> str:

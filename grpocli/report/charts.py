@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from grpocli.report.curves import HIGH, LOW
-from grpocli.report.page_data import Chart, Line
+from grpocli.report.page_data import Chart, ChartLine
 
 OTHER = "Other metrics"
 
@@ -282,15 +282,15 @@ def charts(metrics: Iterable[str], constants: Mapping[str, float] | None = None)
         used |= {line.metric for line in lines}
         if lines and not (spec.idle is not None and all(constants.get(line.metric) == spec.idle for line in lines)):
             found.append(replace(spec.chart, lines=lines))
-    rest = [Chart(f"other_{i}", name, OTHER, [Line(name, name)]) for i, name in enumerate(sorted(names - used))]
+    rest = [Chart(f"other_{i}", name, OTHER, [ChartLine(name, name)]) for i, name in enumerate(sorted(names - used))]
     return [*found, *rest]
 
 
-def _lines(pattern: str, label: str, names: set[str], limits: set[str]) -> list[Line]:
+def _lines(pattern: str, label: str, names: set[str], limits: set[str]) -> list[ChartLine]:
     regex = re.compile(re.escape(pattern).replace(r"\*", "([^/]+)"))
     matches = [(name, match) for name in sorted(names) if (match := regex.fullmatch(name))]
     return [
-        Line(
+        ChartLine(
             name,
             label.replace("*", match[1]) if match.groups() else label,
             name + LOW if name + LOW in limits else "",

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from grpocli.report.page_data import Number, Series
+from grpocli.report.page_data import MaybeNumber, Series
+from grpocli.tracking.metrics import number
 from grpocli.tracking.run_dir import RunDir
 
 ACCURACIES = ("accuracy", "accuracy_greedy")
@@ -64,11 +65,11 @@ def read_curves(run: Path) -> Curves:
     except OSError as error:
         return Curves(notes=[f"metrics.jsonl cannot be read: {error.strerror}"])
     rows, broken = [], []
-    for number, text in enumerate(lines, start=1):
-        if (row := _row(text)) is not None:
+    for line, text in enumerate(lines, start=1):
+        if (row := metrics_row(text)) is not None:
             rows.append(row)
         elif text.strip():
-            broken.append(number)
+            broken.append(line)
     return curves_of(rows, _notes(broken, len(lines)))
 
 
@@ -78,7 +79,8 @@ def curves_of(rows: Iterable[Mapping[str, Any]], notes: Sequence[str] = ()) -> C
     return _curves([unique[step] for step in sorted(unique)], list(notes))
 
 
-def _row(text: str) -> dict[str, Any] | None:
+def metrics_row(text: str | bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None if it is broken."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError):
@@ -88,8 +90,8 @@ def _row(text: str) -> dict[str, Any] | None:
 
 
 def _notes(broken: list[int], lines: int) -> list[str]:
-    torn = [number for number in broken if number == lines]
-    damaged = [number for number in broken if number != lines]
+    torn = [line for line in broken if line == lines]
+    damaged = [line for line in broken if line != lines]
     notes = [f"metrics.jsonl: line {torn[0]} is incomplete and left out"] if torn else []
     if damaged:
         shown = ", ".join(map(str, damaged[:5])) + (" ..." if len(damaged) > 5 else "")
@@ -105,16 +107,6 @@ def _curves(rows: Sequence[Mapping[str, Any]], notes: list[str]) -> Curves:
     }
     numeric = {name: values for name, values in metrics.items() if name in lost or any(v is not None for v in values)}
     return Curves([row["step"] for row in rows], numeric, lost, notes)
-
-
-def number(value: Any) -> Number:
-    """A finite number; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond the floats
-        return None
 
 
 def _is_lost(value: Any) -> bool:
@@ -172,7 +164,7 @@ def _with_row(curves: Curves, step: int, values: Mapping[str, float]) -> Curves:
     return replace(curves, steps=steps, metrics=metrics)
 
 
-def accuracy_interval(accuracy: float, problems: int, samples: int, pass_2: Number = None) -> tuple[float, float]:
+def accuracy_interval(accuracy: float, problems: int, samples: int, pass_2: MaybeNumber = None) -> tuple[float, float]:
     """The 95 % interval of an accuracy over problems: Wilson's, as in `grpocli eval`.
 
     Several samples of a problem count as more than one draw, by the design effect, which pass@2 determines: it has the

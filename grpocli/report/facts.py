@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpocli.report.curves import Curves, number
+from grpocli.report.curves import Curves
+from grpocli.tracking.metrics import number
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Session, format_value, intact_sessions

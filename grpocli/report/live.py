@@ -46,7 +46,7 @@ WRONG_METHOD = "This server only answers GET and HEAD."
 
 
 @dataclass(slots=True)
-class Sessions:
+class BrowserSessions:
     """Who may see the page: a token in an address lets one browser in, which then has a cookie.
 
     announce: called with the token of the next browser.
@@ -78,11 +78,11 @@ def _equal(given: str, known: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class AccessGuard:
     """Refuses requests of other sites, for other names of this machine (DNS rebinding), and without a session."""
 
     app: ASGIApp
-    sessions: Sessions
+    sessions: BrowserSessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -134,7 +134,7 @@ def _text(sentence: str, status: int = 403) -> Response:
     return PlainTextResponse(sentence + "\n", status)
 
 
-def live_app(data: LiveData, sessions: Sessions, title: str) -> ASGIApp:
+def live_app(data: LiveData, sessions: BrowserSessions, title: str) -> ASGIApp:
     """The application: `/` is the page, `/data` and `/rollouts` are its data."""
     page = live_html(title, __version__)
     policy = {"Content-Security-Policy": f"{live_policy()}; {FRAMES}"}
@@ -166,7 +166,7 @@ def live_app(data: LiveData, sessions: Sessions, title: str) -> ASGIApp:
         return answer if answer.status_code == 200 else _text("There are no rollouts of this run and step.", 404)
 
     routes = [Route("/", show_page), Route("/data", show_data), Route("/rollouts", show_rollouts)]
-    return Guard(Starlette(routes=routes), sessions)
+    return AccessGuard(Starlette(routes=routes), sessions)
 
 
 async def _in_thread(work: Callable[[], str | None]) -> str | None:

@@ -6,7 +6,6 @@ warnings, tables) is built again when something changed, as often as a `Budget` 
 
 from __future__ import annotations
 
-import json
 import secrets
 import stat
 import threading
@@ -17,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import GrpoError
+from grpocli.report.curves import metrics_row
 from grpocli.report.page_data import PageData, RunView, Series
 from grpocli.tracking.rollout_query import NAME
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import run_folders
 from grpocli.version import __version__
 
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 LoadPage = Callable[[Sequence[Path]], PageData]
 LoadStep = Callable[[Path, int], dict[str, Any]]
-NewValues = Callable[[Path, Sequence[Row]], tuple[list[int], dict[str, Series]]]
+NewValues = Callable[[Path, Sequence[MetricsRow]], tuple[list[int], dict[str, Series]]]
 
 MOST_BYTES = 1 << 24
 """Bytes of new metrics read for one answer; the rest comes with the next."""
@@ -72,7 +72,7 @@ class MetricsTail:
         except OSError:
             return
 
-    def read(self) -> list[Row] | None:
+    def read(self) -> list[MetricsRow] | None:
         """New rows; broken lines are left out. None if the file was replaced or cut back, as by a resume."""
         try:
             found = self.path.stat()
@@ -86,7 +86,7 @@ class MetricsTail:
             return []
         return self._appended()
 
-    def _appended(self) -> list[Row]:
+    def _appended(self) -> list[MetricsRow]:
         with self.path.open("rb") as file:
             file.seek(self.offset)
             text = file.read(MOST_BYTES)
@@ -94,7 +94,7 @@ class MetricsTail:
         if not whole and len(text) == MOST_BYTES:  # no step has a line this long
             whole = len(text)
         self.offset += whole
-        return [row for line in text[:whole].split(b"\n") if (row := _row(line)) is not None]
+        return [row for line in text[:whole].split(b"\n") if (row := metrics_row(line)) is not None]
 
 
 def _last_line(path: Path, size: int) -> int:
@@ -108,15 +108,6 @@ def _last_line(path: Path, size: int) -> int:
                 return start + at + 1
             end = start
     return 0
-
-
-def _row(line: bytes) -> Row | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return row if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53 else None
 
 
 @dataclass(slots=True)
@@ -235,7 +226,7 @@ class LiveData:
             elif rows:
                 self._append(id, run, rows)
 
-    def _append(self, id: str, run: LiveRun, rows: Sequence[Row]) -> None:
+    def _append(self, id: str, run: LiveRun, rows: Sequence[MetricsRow]) -> None:
         view, start = run.view, len(run.view.steps)
         last = view.steps[-1] if view.steps else -1
         steps, metrics = self.new_values(run.path, [row for row in rows if row["step"] > last])

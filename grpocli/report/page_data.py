@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-Number = float | int | None
-Series = list[Number]
+MaybeNumber = float | int | None
+Series = list[MaybeNumber]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """A line of a chart. metric: its name in metrics.jsonl. low, high: metrics of an interval around it, or ""."""
 
     metric: str
@@ -30,7 +30,7 @@ class Chart:
     id: str
     title: str
     section: str
-    lines: list[Line]
+    lines: list[ChartLine]
     help: str = ""
     unit: str = ""
     stacked: bool = False
@@ -89,9 +89,9 @@ class CompletionView:
     finish: str
     length: int
     version: int
-    reward: Number
-    rewards: dict[str, Number]
-    advantage: Number
+    reward: MaybeNumber
+    rewards: dict[str, MaybeNumber]
+    advantage: MaybeNumber
     episode: list[dict[str, str]] | None = None
     tokens: list[str] | None = None
     mask: list[int] | None = None
@@ -114,7 +114,7 @@ class GroupView:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
+class RolloutSelection:
     """The completions of a run that the page has.
 
     rule: a sentence that says which they are; "" if they are all. total: how many the run has. steps: the steps that
@@ -155,11 +155,11 @@ class RunView:
     steps: list[int]
     metrics: dict[str, Series]
     thinning: str = ""
-    rollouts: Rollouts = field(default_factory=Rollouts)
+    rollouts: RolloutSelection = field(default_factory=RolloutSelection)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PageTable:
     """A table of texts and numbers, with the notes below it."""
 
     header: list[str]
@@ -180,7 +180,7 @@ class PageData:
     charts: list[Chart]
     runs: list[RunView]
     prompts: list[PromptText] = field(default_factory=list)
-    results: Table | None = None
-    differences: Table | None = None
+    results: PageTable | None = None
+    differences: PageTable | None = None
     notes: list[str] = field(default_factory=list)
     live: str | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import logging
 import os
 import statistics
@@ -20,6 +19,7 @@ from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
 from grpocli.report.curves import Curves, read_curves, with_evaluations
 from grpocli.report.several import labels
+from grpocli.tracking.metrics import read_summary
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import RunRow
 from grpocli.tracking.text import clean
@@ -75,11 +75,11 @@ def run_curves(rows: Sequence[RunRow]) -> list[RunCurves]:
 def _curves(run: Path) -> Curves:
     """The metrics of a run, with the evaluations before its first and after its last step."""
     try:
-        summary = json.loads(RunDir(run).summary.read_text())
-    except (OSError, ValueError, RecursionError):
+        summary = read_summary(RunDir(run).summary)
+    except (OSError, ValueError):
         summary = {}
     curves = read_curves(run)
-    ended = isinstance(summary, dict) and curves.steps[-1:] == [summary.get("steps")]
+    ended = curves.steps[-1:] == [summary.get("steps")]
     return with_evaluations(curves, summary if ended else {}, None, 1)
 
 

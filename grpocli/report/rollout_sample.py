@@ -14,9 +14,9 @@ from typing import Any
 
 from grpocli.errors import RunError
 from grpocli.progress import Progress, unreported
-from grpocli.report.curves import number
-from grpocli.report.page_data import CompletionView, GroupView, PromptText, Rollouts, Series
+from grpocli.report.page_data import CompletionView, GroupView, PromptText, RolloutSelection, Series
 from grpocli.report.token_texts import TokenTexts
+from grpocli.tracking.metrics import number
 from grpocli.tracking.rollout_query import NAME
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import load_yaml
@@ -75,15 +75,15 @@ class RolloutSample:
     notes: list[str] = field(default_factory=list)
     progress: Progress = unreported
 
-    def read(self) -> Rollouts:
+    def read(self) -> RolloutSelection:
         """The completions: all if they fit into the budget, otherwise those of the rule."""
         steps = sorted(self.files)
         if not steps:
-            return Rollouts()
+            return RolloutSelection()
         counts = self._counts(steps)
         total, steps = sum(counts.values()), [step for step in steps if step in counts]
         if not steps or self.most == 0:
-            return Rollouts("no completions were asked for" if steps else "", total, steps)
+            return RolloutSelection("no completions were asked for" if steps else "", total, steps)
         affordable = self._affordable(steps)
         wanted: Wanted = dict.fromkeys(steps)
         rule = ""
@@ -91,7 +91,7 @@ class RolloutSample:
             wanted, rule = self._chosen(steps, counts, affordable)
         groups = list(self._read(wanted))
         shown = sum(len(group.completions) for group in groups)
-        return Rollouts(rule and f"{shown:,} of {total:,} completions: {rule}", total, steps, groups)
+        return RolloutSelection(rule and f"{shown:,} of {total:,} completions: {rule}", total, steps, groups)
 
     @cached_property
     def files(self) -> dict[int, Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from grpocli.report.page_data import RunView, Table
+from grpocli.report.page_data import PageTable, RunView
 from grpocli.tracking.compare import differing_settings, short_names
 from grpocli.tracking.runs import GROUPS, LAST_STEPS, RunRow
 from grpocli.tracking.sessions import format_value
@@ -73,7 +73,7 @@ def _names(rows: Sequence[RunRow]) -> list[str]:
     return [str(path.relative_to(common)) if path != common else path.name for path in paths]
 
 
-def results(rows: Sequence[RunRow], runs: Sequence[RunView]) -> Table:
+def results(rows: Sequence[RunRow], runs: Sequence[RunView]) -> PageTable:
     """A row for each group of seeds, then one for each run."""
     groups: dict[str, list[RunRow]] = {}
     for row, run in zip(rows, runs, strict=True):
@@ -90,7 +90,7 @@ def results(rows: Sequence[RunRow], runs: Sequence[RunView]) -> Table:
         f"final reward: the mean over the last {LAST_STEPS} steps; before, accuracy: held-out, at temperature 1",
         "means: over the finished runs of a group, ± the half width of the 95 % t interval over seeds",
     ]
-    return Table(["run", "runs", *RESULTS, "state"], body, notes)
+    return PageTable(["run", "runs", *RESULTS, "state"], body, notes)
 
 
 def _mean(rows: Sequence[RunRow], name: str) -> Any:
@@ -115,7 +115,7 @@ def t_95(freedom: int) -> float:
     return math.fsum(term / freedom**power for power, term in enumerate(terms))
 
 
-def differences(rows: Sequence[RunRow], runs: Sequence[RunView]) -> Table:
+def differences(rows: Sequence[RunRow], runs: Sequence[RunView]) -> PageTable:
     """A row for each run with the keys that differ; for each group if runs of a group differ only in the seed."""
     keys = differing_settings(rows)
     groups: dict[tuple[str, ...], list[int]] = {}
@@ -127,7 +127,7 @@ def differences(rows: Sequence[RunRow], runs: Sequence[RunView]) -> Table:
             [run.name, *[format_value(row.settings.get(key)) for key in keys]]
             for row, run in zip(rows, runs, strict=True)
         ]
-        return Table(["run", *keys], body)
+        return PageTable(["run", *keys], body)
     names = [key for key in keys if key != "seed"]
     found: list[list[Any]] = [
         [
@@ -137,4 +137,4 @@ def differences(rows: Sequence[RunRow], runs: Sequence[RunView]) -> Table:
         ]
         for values, numbers in groups.items()
     ]
-    return Table(["runs", *names, "seed"], found)
+    return PageTable(["runs", *names, "seed"], found)

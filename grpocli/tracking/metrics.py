@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,25 @@ def _parse(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def number(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and -sys.float_info.max <= value <= sys.float_info.max else None
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """The content of a summary.json; empty if there is none. Raises ValueError if it is broken."""
+    if not path.is_file():
+        return {}
+    try:
+        summary = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError("summary.json is broken") from error
+    if not isinstance(summary, dict):
+        raise ValueError("summary.json is broken")
+    return summary
 
 
 def finished_steps(path: Path) -> int | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import statistics
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from typing import Any
 from grpocli.config import yaml_text
 from grpocli.config.former_targets import FORMER
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.tracking.metrics import read_metrics
+from grpocli.tracking.metrics import number, read_metrics, read_summary
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import why_incomparable
 
@@ -150,43 +148,25 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 def _results(run: RunDir) -> Results:
     try:
         metrics = read_metrics(run.metrics) if run.metrics.is_file() else []
-        summary = _summary(run.summary)
+        summary = read_summary(run.summary)
     except (GrpoError, ValueError, OSError) as error:
         return _no_results(f"unreadable: {error}")
-    rewards = [reward for m in metrics[-LAST_STEPS:] if (reward := _number(m.get("reward"))) is not None]
-    before, after = (_number(summary.get(name)) for name in ("eval/accuracy_before", "eval/accuracy"))
+    rewards = [reward for m in metrics[-LAST_STEPS:] if (reward := number(m.get("reward"))) is not None]
+    before, after = (number(summary.get(name)) for name in ("eval/accuracy_before", "eval/accuracy"))
     return {
         "steps": metrics[-1]["step"] if metrics else 0,
         "before": before,
         "accuracy": after,
         "change": None if before is None or after is None else after - before,
         "final reward": statistics.mean(rewards) if rewards else None,
-        "seconds": _number(summary.get("seconds")),
+        "seconds": number(summary.get("seconds")),
         "exit": "running" if run.is_running() else _exit(run, summary),
     }
-
-
-def _number(value: Any) -> float | None:
-    """A finite number; None for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and -sys.float_info.max <= value <= sys.float_info.max else None
 
 
 def _exit(run: RunDir, summary: dict[str, Any]) -> str:
     """The outcome of the last session."""
     return str(summary.get("exit", "unfinished" if run.config.is_file() else "not started"))
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        summary = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError("summary.json is broken") from error
-    if not isinstance(summary, dict):
-        raise ValueError("summary.json is broken")
-    return summary
 
 
 def _no_results(why: str) -> Results:

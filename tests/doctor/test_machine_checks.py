@@ -10,7 +10,7 @@ import pytest
 from doctor.machines import TORCH, by_name, machine, said
 
 from grpocli.doctor import devices, engines, resources, software, surroundings
-from grpocli.doctor.checkup import Check, Finding, examine, ok
+from grpocli.doctor.checkup import Finding, MachineCheck, examine, ok
 from grpocli.doctor.machine import Ended, Machine, Package, end_commands, installed_packages
 from grpocli.doctor.needs import GIB, MIB, Module, Needs
 from grpocli.progress import unreported
@@ -337,9 +337,9 @@ def test_a_check_that_hangs_or_fails_is_a_warning_with_its_name(tmp_path: Path) 
         raise RuntimeError("no idea")
 
     checks = [
-        Check("a", "hangs", hangs, 0.01),
-        Check("b", "fails", fails),
-        Check("a", "works", lambda machine, needs: [ok("works", "it does")]),
+        MachineCheck("a", "hangs", hangs, 0.01),
+        MachineCheck("b", "fails", fails),
+        MachineCheck("a", "works", lambda machine, needs: [ok("works", "it does")]),
     ]
     try:
         groups = examine(checks, machine(tmp_path), DEFAULT, unreported)

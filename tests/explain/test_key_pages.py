@@ -8,7 +8,7 @@ import pytest
 
 from grpocli.cli.key_pages import from_trl_page, keys_page
 from grpocli.config.foreign_names import GRPO_CONFIG, NEMO_RL
-from grpocli.explain.keys import Reference
+from grpocli.explain.keys import ReferenceIndex
 from grpocli.launch.compose import register_parts
 from grpocli.launch.hydra_sources import conf_dir
 
@@ -16,18 +16,18 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
-def reference() -> Reference:
+def reference() -> ReferenceIndex:
     register_parts()
-    return Reference(Path(conf_dir()))
+    return ReferenceIndex(Path(conf_dir()))
 
 
-def test_the_page_of_keys_is_current(reference: Reference) -> None:
+def test_the_page_of_keys_is_current(reference: ReferenceIndex) -> None:
     page = keys_page(reference)
     assert page == (DOCS / "keys.md").read_text(), "run make docs"
     assert all(f"| `{name}` |" in page for name in reference.keys)
 
 
-def test_the_page_of_foreign_names_is_current(reference: Reference) -> None:
+def test_the_page_of_foreign_names_is_current(reference: ReferenceIndex) -> None:
     page = from_trl_page(reference)
     assert page == (DOCS / "from-trl.md").read_text(), "run make docs"
     assert all(f"| `{name}` |" in page for name in [*GRPO_CONFIG, *NEMO_RL])

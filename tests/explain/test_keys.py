@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from grpocli.config.build import flat_keys
 from grpocli.errors import ConfigError
-from grpocli.explain.keys import Group, Key, Reference
+from grpocli.explain.keys import GroupReference, KeyReference, ReferenceIndex
 from grpocli.explain.readers import places
 from grpocli.launch.compose import build_run, compose, register_parts
 from grpocli.launch.hydra_sources import conf_dir
@@ -19,42 +19,42 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def reference() -> Reference:
+def reference() -> ReferenceIndex:
     register_parts()
-    return Reference(Path(conf_dir()))
+    return ReferenceIndex(Path(conf_dir()))
 
 
-def key(reference: Reference, name: str) -> Key:
+def key(reference: ReferenceIndex, name: str) -> KeyReference:
     found = reference.find(name)
-    assert isinstance(found, Key)
+    assert isinstance(found, KeyReference)
     return found
 
 
 @pytest.mark.parametrize(
     "overrides", [(), ("algorithm=dapo", "task=hub", "task.path=a/b", "model=hf", "model.path=a/b")]
 )
-def test_every_key_of_a_config_has_a_reference(reference: Reference, overrides: tuple[str, ...]) -> None:
+def test_every_key_of_a_config_has_a_reference(reference: ReferenceIndex, overrides: tuple[str, ...]) -> None:
     config = compose(list(overrides))
     for name in flat_keys(OmegaConf.to_container(config, resolve=False)):
         if not OmegaConf.is_config(OmegaConf.select(config, name)):
             assert key(reference, name).variants[0].doc, name
 
 
-def test_every_key_has_a_meaning_and_a_type(reference: Reference) -> None:
+def test_every_key_has_a_meaning_and_a_type(reference: ReferenceIndex) -> None:
     for name, found in reference.keys.items():
         for variant in found.variants:
             assert variant.doc, name
             assert variant.type, name
 
 
-def test_the_stated_default_is_that_of_the_default_run(reference: Reference) -> None:
+def test_the_stated_default_is_that_of_the_default_run(reference: ReferenceIndex) -> None:
     config = compose(["model=hf", "model.path=a/b"])
     for name in ("train.minibatches", "rollout.group_size", "algorithm.objective.high", "optim.lr", "engine.max_rows"):
         if (value := OmegaConf.select(config, name)) is not None:
             assert float(key(reference, name).variants[0].default) == value
 
 
-def test_the_choices_that_change_a_default_are_named(reference: Reference) -> None:
+def test_the_choices_that_change_a_default_are_named(reference: ReferenceIndex) -> None:
     for name in ("algorithm.objective.high", "optim.lr", "reward.overlong.weight"):
         for choice, value in key(reference, name).set_by:
             if not choice.startswith("recipe="):
@@ -62,11 +62,11 @@ def test_the_choices_that_change_a_default_are_named(reference: Reference) -> No
                 assert OmegaConf.select(compose(overrides), name) == float(value), (name, choice)
     assert ("algorithm=dapo", "0.28") in key(reference, "algorithm.objective.high").set_by
     keep = reference.find("algorithm/keep")
-    assert isinstance(keep, Group)
+    assert isinstance(keep, GroupReference)
     assert ("algorithm=dapo", "dynamic") in keep.chosen_by
 
 
-def test_allowed_values_and_units_come_from_the_class(reference: Reference) -> None:
+def test_allowed_values_and_units_come_from_the_class(reference: ReferenceIndex) -> None:
     assert key(reference, "optim.schedule").variants[0].allowed == ("constant", "linear", "cosine")
     assert key(reference, "rollout.long_prompts").variants[0].allowed == ("drop", "truncate")
     assert key(reference, "train.packed").variants[0].allowed == ("true", "false")
@@ -75,7 +75,7 @@ def test_allowed_values_and_units_come_from_the_class(reference: Reference) -> N
     assert key(reference, "rollout.top_p").variants[0].unit == ""
 
 
-def test_the_readers_are_functions_that_read_the_key(reference: Reference) -> None:
+def test_the_readers_are_functions_that_read_the_key(reference: ReferenceIndex) -> None:
     read = {(place.path, place.function) for place in places(key(reference, "train.minibatches"))}
     assert ("grpocli/training/update.py", "Updater.update") in read
     for place in places(key(reference, "algorithm.objective.high")):
@@ -84,7 +84,7 @@ def test_the_readers_are_functions_that_read_the_key(reference: Reference) -> No
 
 
 @pytest.mark.slow
-def test_examples_compose(reference: Reference) -> None:
+def test_examples_compose(reference: ReferenceIndex) -> None:
     for name in ("train.minibatches", "algorithm.objective.high", "reward.format.weight", "optim.schedule", "seed"):
         words = key(reference, name).example.removeprefix("grpocli train ").split()
         build_run(compose(words))
@@ -103,11 +103,11 @@ def test_examples_compose(reference: Reference) -> None:
         ("hydra.run.dir", "hydra.run.dir"),
     ],
 )
-def test_a_word_finds_its_key_or_group(reference: Reference, word: str, name: str) -> None:
+def test_a_word_finds_its_key_or_group(reference: ReferenceIndex, word: str, name: str) -> None:
     assert reference.find(word).name == name
 
 
-def test_a_typo_gets_the_nearest_key(reference: Reference) -> None:
+def test_a_typo_gets_the_nearest_key(reference: ReferenceIndex) -> None:
     with pytest.raises(ConfigError, match=r'there is no key train\.minibatch; did you mean "train.minibatches"'):
         reference.find("train.minibatch")
     with pytest.raises(ConfigError, match="several keys have this name; choose reward"):

@@ -8,15 +8,15 @@ from typing import Any
 
 from grpocli.report.page_data import (
     Chart,
+    ChartLine,
     CompletionView,
     GroupView,
-    Line,
     PageData,
+    PageTable,
     PromptText,
-    Rollouts,
+    RolloutSelection,
     RunView,
     RunWarning,
-    Table,
     Verdict,
 )
 
@@ -25,19 +25,26 @@ CHARTS = [
         "reward",
         "Reward",
         "Learning",
-        [Line("reward", "total"), Line("rewards/math/mean", "math"), Line("rewards/format/mean", "format")],
+        [
+            ChartLine("reward", "total"),
+            ChartLine("rewards/math/mean", "math"),
+            ChartLine("rewards/format/mean", "format"),
+        ],
         help="Mean over the completions of a step.",
     ),
     Chart(
-        "accuracy", "Accuracy", "Learning", [Line("eval/accuracy", "mean@k", "eval/accuracy_low", "eval/accuracy_high")]
+        "accuracy",
+        "Accuracy",
+        "Learning",
+        [ChartLine("eval/accuracy", "mean@k", "eval/accuracy_low", "eval/accuracy_high")],
     ),
-    Chart("entropy", "Entropy", "Policy", [Line("entropy", "entropy")], unit="nats"),
-    Chart("mismatch", "Trainer and sampler", "Policy", [Line("gen_kl_error", "KL of the sampler")]),
+    Chart("entropy", "Entropy", "Policy", [ChartLine("entropy", "entropy")], unit="nats"),
+    Chart("mismatch", "Trainer and sampler", "Policy", [ChartLine("gen_kl_error", "KL of the sampler")]),
     Chart(
         "time",
         "Time by stage",
         "Speed",
-        [Line("time/rollout", "sampling"), Line("time/train", "update")],
+        [ChartLine("time/rollout", "sampling"), ChartLine("time/train", "update")],
         unit="s",
         stacked=True,
     ),
@@ -130,7 +137,7 @@ def run(name: str = "default", steps: int = 60, **changes: Any) -> RunView:
         ],
         steps=numbers,
         metrics=metrics_of(numbers),
-        rollouts=Rollouts("Of 240 completions: every fifth step.", 240, numbers, groups),
+        rollouts=RolloutSelection("Of 240 completions: every fifth step.", 240, numbers, groups),
     )
     return replace(view, **changes)
 
@@ -145,12 +152,12 @@ def page(*runs: RunView, **changes: Any) -> PageData:
         charts=CHARTS,
         runs=shown,
         prompts=[prompt(), prompt("What is 3 + 4?", "7")],
-        results=Table(
+        results=PageTable(
             ["run", "reward", "accuracy"], [[one.name, one.metrics["reward"][-1], "0.9 ± 0.02"] for one in shown]
         )
         if several
         else None,
-        differences=Table(["key", *(one.name for one in shown)], [["seed", *map(str, range(len(shown)))]])
+        differences=PageTable(["key", *(one.name for one in shown)], [["seed", *map(str, range(len(shown)))]])
         if several
         else None,
     )

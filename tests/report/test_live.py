@@ -12,7 +12,7 @@ from report.test_live_data import make_run, no_formula
 from starlette.testclient import TestClient
 
 from grpocli.report.build import Builder, new_values
-from grpocli.report.live import LONGEST_QUERY, Sessions, _in_thread, live_app
+from grpocli.report.live import LONGEST_QUERY, BrowserSessions, _in_thread, live_app
 from grpocli.report.live_data import LiveData
 from grpocli.report.rollout_sample import read_step
 
@@ -25,7 +25,7 @@ class Page:
     def __init__(self, folder: Path) -> None:
         make_run(folder / "a")
         self.announced: list[str] = []
-        self.sessions = Sessions("grpocli_watch_1", self.announced.append)
+        self.sessions = BrowserSessions("grpocli_watch_1", self.announced.append)
         data = LiveData((folder,), Builder(no_formula, live=True).page, new_values, read_step)
         self.app = live_app(data, self.sessions, "watch")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from report.pages import completion, page, prompt, run, sweep
 
-from grpocli.report.page_data import GroupView, PromptText, Rollouts
+from grpocli.report.page_data import GroupView, PromptText, RolloutSelection
 
 pytestmark = pytest.mark.browser
 
@@ -88,7 +88,9 @@ def hostile_page() -> Any:
     ]
     texts = "\n".join(HOSTILE)
     view = run(steps=2, facts=[(text, text) for text in HOSTILE], overrides=HOSTILE, formula=HOSTILE, label=texts)
-    return page(replace(view, rollouts=Rollouts(texts, 12, [1], groups)), title=texts, prompts=prompts, notes=HOSTILE)
+    return page(
+        replace(view, rollouts=RolloutSelection(texts, 12, [1], groups)), title=texts, prompts=prompts, notes=HOSTILE
+    )
 
 
 @pytest.mark.parametrize("at", range(len(HOSTILE)))
@@ -104,7 +106,7 @@ def test_hostile_text_stays_text(show: Show, at: int) -> None:
 def test_a_megabyte_in_one_line_and_ten_thousand_tokens_are_shown_in_parts(show: Show) -> None:
     long = completion("x" * 2**20, tokens=None, mask=None, logp=None, trainer_logp=None, entropy=None, ratio=None)
     many = completion(" ".join(["word"] * 10_000))
-    view = run(steps=2, rollouts=Rollouts("", 2, [1], [GroupView(1, 0, "0", 0, [long, many])]))
+    view = run(steps=2, rollouts=RolloutSelection("", 2, [1], [GroupView(1, 0, "0", 0, [long, many])]))
     browser = show(page(view, prompts=[prompt()]), "#tab=rollouts")
     buttons = browser.find_elements("css selector", ".completion [data-more]")
     assert sorted(button.text for button in buttons) == [

@@ -15,7 +15,7 @@ from report.conftest import wait_until
 from report.pages import completion, page, prompt, run
 
 from grpocli.report.html import live_html, page_json
-from grpocli.report.page_data import GroupView, PageData, Rollouts
+from grpocli.report.page_data import GroupView, PageData, RolloutSelection
 
 pytestmark = pytest.mark.browser
 
@@ -51,7 +51,7 @@ class Server:
 def server() -> Iterator[Server]:
     view = run(steps=STEPS)
     live = Server(
-        page(replace(view, state="running", rollouts=Rollouts("", STEPS, list(range(1, STEPS + 1)))), live="")
+        page(replace(view, state="running", rollouts=RolloutSelection("", STEPS, list(range(1, STEPS + 1)))), live="")
     )
 
     class Handler(BaseHTTPRequestHandler):

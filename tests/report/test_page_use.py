@@ -12,7 +12,7 @@ import pytest
 from report.conftest import wait_until
 from report.pages import completion, page, run, sweep
 
-from grpocli.report.page_data import Chart, GroupView, Line, PageData, Rollouts
+from grpocli.report.page_data import Chart, ChartLine, GroupView, PageData, RolloutSelection
 
 pytestmark = pytest.mark.browser
 
@@ -99,7 +99,7 @@ def test_each_measure_colors_the_tokens_and_has_a_legend(
     show: Show, measure: str, ends: tuple[str, str] | None, colored: int
 ) -> None:
     shown = completion("a b c d e f g h")
-    view = run(steps=2, rollouts=Rollouts("", 1, [1], [GroupView(1, 0, "0", 0, [shown])]))
+    view = run(steps=2, rollouts=RolloutSelection("", 1, [1], [GroupView(1, 0, "0", 0, [shown])]))
     browser = show(page(view), f"#tab=rollouts&color={measure}&marks=1")
     tokens = browser.find_elements("css selector", ".token[data-token]")
     assert len(tokens) == 8
@@ -111,7 +111,7 @@ def test_each_measure_colors_the_tokens_and_has_a_legend(
 
 def test_clipped_and_masked_tokens_are_marked_and_explained(show: Show) -> None:
     shown = completion("a b c d e f g h i j k l")
-    view = run(steps=2, rollouts=Rollouts("", 1, [1], [GroupView(1, 0, "0", 0, [shown])]))
+    view = run(steps=2, rollouts=RolloutSelection("", 1, [1], [GroupView(1, 0, "0", 0, [shown])]))
     browser = show(page(view), "#tab=rollouts&color=logp")
     for kind, expected in (("clipped", [10]), ("masked", [6])):
         tokens = browser.find_elements("css selector", f".token.{kind}[data-token]")
@@ -131,7 +131,7 @@ def test_an_episode_is_shown_as_turns(show: Show) -> None:
         {"role": "assistant", "content": "It is 4."},
     ]
     shown = completion("2+2= 4 It is 4.", episode=turns, mask=[1, 0, 1, 1, 1])
-    view = run(steps=2, rollouts=Rollouts("", 1, [1], [GroupView(1, 0, "0", 0, [shown])]))
+    view = run(steps=2, rollouts=RolloutSelection("", 1, [1], [GroupView(1, 0, "0", 0, [shown])]))
     browser = show(page(view), "#tab=rollouts")
     found = browser.find_elements("css selector", ".completion .turn")
     assert [one.text.split("\n") for one in found] == [[turn["role"], turn["content"]] for turn in turns]
@@ -142,7 +142,7 @@ def test_an_episode_is_shown_as_turns(show: Show) -> None:
 
 def test_paper_has_every_chart_and_at_most_eight_completions(show: Show, media: Callable[..., None]) -> None:
     group = GroupView(1, 0, "0", 0, [completion(reward=float(at % 2)) for at in range(16)])
-    browser = show(page(run(rollouts=Rollouts("", 16, [1], [group]))), "#tab=rollouts", scheme="dark")
+    browser = show(page(run(rollouts=RolloutSelection("", 16, [1], [group]))), "#tab=rollouts", scheme="dark")
     media("print", prefers_color_scheme="dark")
     wait_until(lambda: browser.find_element("id", "panel-curves").is_displayed())
     charts = browser.find_elements("css selector", ".chart")
@@ -188,7 +188,7 @@ def with_long_words() -> PageData:
     word = "rollout.max_completion_tokens/" * 8
     view = run(steps=20, facts=[("model", word), ("lengths", f"rollout.x={word}")], overrides=[word], path=word)
     group = GroupView(1, 0, "0", 0, [completion(word), completion(word, tokens=None, mask=None)])
-    return page(replace(view, rollouts=Rollouts("", 2, [1], [group])), title=word, notes=[word])
+    return page(replace(view, rollouts=RolloutSelection("", 2, [1], [group])), title=word, notes=[word])
 
 
 @pytest.mark.parametrize("tab", TABS)
@@ -217,8 +217,8 @@ def test_charts_that_never_change_are_one_line_with_their_numbers(show: Show) ->
     view.metrics["rewards/math/errors"] = [0.0] * 20
     view.metrics["lr"] = [5e-4] * 20
     added = [
-        Chart("errors", "Scoring errors", "Learning", [Line("rewards/math/errors", "math")]),
-        Chart("lr", "Learning rate", "Update", [Line("lr", "lr")]),
+        Chart("errors", "Scoring errors", "Learning", [ChartLine("rewards/math/errors", "math")]),
+        Chart("lr", "Learning rate", "Update", [ChartLine("lr", "lr")]),
     ]
     data = page(view)
     browser = show(replace(data, charts=[*data.charts, *added]), "#tab=curves")
