@@ -24,7 +24,7 @@ train: $(VENV)/.ready-to-train ## make the environment and run the default train
 test-fast: setup ## the tests without processes, vLLM, whole runs and slow ones: about two minutes on two cores
 	$(TESTS) -m "not (processes or vllm or browser or slow or survival or slurm or zero or parity)" $(ARGS)
 
-test: setup ## every test that runs anywhere, real vLLM included: about eight minutes on two cores
+test: setup ## every test that runs anywhere, real vLLM included: about fifteen minutes on two cores
 	$(TESTS) $(ARGS)
 
 test-survival: setup ## kills, faults, and the wide matrices of what `make test` tests once

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         _check_recipe(args.out)
     rewards = args.rewards or (args.out and args.out.absolute().with_name(f"{args.out.stem}_rewards.py"))
     if rewards is not None and (rewards.suffix != ".py" or rewards.exists()):
-        problem = "exists already" if rewards.exists() else "is no .py file"
+        problem = "exists already" if rewards.exists() else "is not a .py file"
         raise ConfigError(problem, key="--rewards", value=rewards, hint="choose another name")
     port, functions = ported(args.file, args.processes, args.prompts, rewards, given)
     if rewards is not None and functions:

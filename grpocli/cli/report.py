@@ -85,7 +85,7 @@ def own_parts(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _foreign(node: Any) -> str:
-    """The first `_target_` below a plain config that is no registered part; "" without."""
+    """The first `_target_` below a plain config that is not a registered part; "" if there is none."""
     from grpocli.config.former_targets import FORMER
     from grpocli.config.parts import CLASSES
 

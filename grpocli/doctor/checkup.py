@@ -109,7 +109,7 @@ def _work(
 ) -> None:
     try:
         findings = list(check.find(machine, needs))
-    except Exception as error:  # noqa: BLE001 - the other checks are of use without this one
+    except Exception as error:  # noqa: BLE001 - one failed check must not hide the others
         reason = " ".join(str(error).split())[:200] or "no message"
         advice = "report it as a bug of grpocli, with the output of `grpocli doctor --json`"
         findings = [warning(check.name, f"this check failed: {type(error).__name__}: {reason}", advice)]

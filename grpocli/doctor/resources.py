@@ -29,7 +29,7 @@ LEAST_MEMORY, ROOMY_MEMORY = 1.0 * GIB, 4.0 * GIB
 """Bytes: a default run takes about 0.8 GiB."""
 LIMIT = re.compile(r"^Max (.+?)\s{2,}(\S+)\s+(\S+)", re.MULTILINE)
 NO_LIMIT = 2**60
-"""What version 1 of the control groups writes for no limit is above it."""
+"""Control groups of version 1 write a larger number for no limit."""
 
 
 def runs_folder(machine: Machine, needs: Needs) -> Path:

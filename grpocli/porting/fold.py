@@ -150,7 +150,7 @@ class Folder(Syntax):
         return found
 
     def _definition(self, node: ast.expr, scope: Scope) -> ast.expr:
-        """The expression that a name was assigned last; the expression itself if it is no name."""
+        """The expression that a name was assigned last; the expression itself if it is not a name."""
         while isinstance(node, ast.Name) and (found := scope.bound(node.id, node.lineno)):
             binding, scope = found
             if binding.index is not None:

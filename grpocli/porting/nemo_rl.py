@@ -69,7 +69,7 @@ class NemoRl:
         return None if default is UNSTATED else default
 
     def get(self, name: str) -> Any:
-        """A setting; the value of grpo_math_1B.yaml if the file lacks it or it is no literal."""
+        """A setting; the value of grpo_math_1B.yaml if the file lacks it or it is not a literal."""
         value = self.settings.get(name, self._resolved(self._raw(name)))
         return self._resolved(NEMO_RL[name].default) if isinstance(value, Unread) else value
 

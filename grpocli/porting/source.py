@@ -22,7 +22,7 @@ MAX_BYTES = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A value that is no literal, such as a call: its text and line."""
+    """A value that is not a literal, such as a call: its text and line."""
 
     text: str
     line: int
@@ -157,7 +157,7 @@ def add_arguments(source: ScriptSource, words: Sequence[str]) -> None:
             name = name.replace("-", "_")
             found[name] = [yaml_text.load(value)] if equals else []
         elif not name:
-            raise ConfigError("is no --NAME", key="--", value=word, hint="write -- --learning_rate 1e-5 ...")
+            raise ConfigError("must be --NAME", key="--", value=word, hint="write -- --learning_rate 1e-5 ...")
         else:
             found[name].append(yaml_text.load(word.rstrip(",")))
     for name, values in found.items():

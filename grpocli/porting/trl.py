@@ -66,12 +66,12 @@ class Translation:
         self.pieces = self.accumulate = 1
 
     def get(self, name: str) -> Any:
-        """A setting, or TRL's default if it is not set or no literal."""
+        """A setting, or TRL's default if it is not set or not a literal."""
         value = self.source.settings.get(name, DEFAULTS.get(name))
         return DEFAULTS.get(name) if isinstance(value, Unread) else value
 
     def given(self, name: str) -> Any:
-        """A setting of the file; None if it is not set or no literal."""
+        """A setting of the file; None if it is not set or not a literal."""
         value = self.source.settings.get(name)
         return None if isinstance(value, Unread) else value
 

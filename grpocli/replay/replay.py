@@ -174,7 +174,7 @@ class Replay:
         return report
 
     def _compare_with(self, path: Path, report: StepReport) -> None:
-        """Compare the weights with a checkpoint, and go on from it unless they are equal."""
+        """Compare the weights with a checkpoint, and continue from it unless they are equal."""
         assert self.weights is not None
         try:
             differences = self.weights.differences_from(path)

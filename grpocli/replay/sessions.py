@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from grpocli.replay.source import ReplaySession
 
 ENDLESS = 10**9
-"""The last step of the last session, which may go on."""
+"""A step that no run reaches, as the end of the last session."""
 HARMLESS = ("engine", "sync", "hardware", "tracker", "checkpoint", "eval", "resume_fallback", "train.steps")
 """Keys that do not change what a step computes. A schedule of the learning rate makes `train.steps` one that does."""
 

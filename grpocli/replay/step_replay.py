@@ -315,7 +315,7 @@ class StepReplay:
                 if t >= unchanged:
                     check.skip("weights changed while the completion was sampled")
                 elif logp is None or math.isnan(logp[t]):
-                    check.skip(f"the weights of version {version} are not at hand")
+                    check.skip(f"the weights of version {version} are not available")
                 else:
                     pairs.append((place, t, self.recorded.rows[place]["logprobs"][t], float(logp[t])))
         self._compare_sampler(check, pairs)

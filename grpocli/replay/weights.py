@@ -124,7 +124,7 @@ class Weights:
         return [found[i] for i in range(len(rows))]
 
     def under(self, run: Run, job: EngineJob) -> Weights | None:
-        """These weights as a resume with another config goes on with them; None if it needs a checkpoint for that."""
+        """These weights as a resume with another config uses them; None if it needs a checkpoint for that."""
         before = self.run
         loads = (before.model, _without_rate(before.optim), before.algorithm.needs_reference)
         if loads != (run.model, _without_rate(run.optim), run.algorithm.needs_reference):
@@ -140,7 +140,7 @@ class Weights:
         return replace(self, run=run, job=job, updater=updater)
 
     def reference_for(self, run: Run) -> Reference | None:
-        """The reference that a run's algorithm needs: the one at hand, or the initial model.
+        """The reference that a run's algorithm needs: the loaded one, or the initial model.
 
         Raises GrpoError if there is neither.
         """

@@ -225,7 +225,7 @@ def _means(rule: Rule, points: Sequence[tuple[int, float]], limit: float) -> Ite
 
 
 def _mismatch_expected(curves: Curves, flat: Mapping[str, Any]) -> bool:
-    """Stale completions are of other weights; constrained decoding changes the sampler's probabilities."""
+    """Stale completions come from other weights; constrained decoding changes the sampler's probabilities."""
     constrained = any(flat.get(key) is not None for key in ("rollout.regex", "rollout.json_schema"))
     return constrained or any(value > 0 for _, value in curves.series("staleness/max"))
 

@@ -27,7 +27,7 @@ from grpocli.version import __version__
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 LONGEST_QUERY = 512
 MOST_SESSIONS = 64
-"""Browsers that are let in at the same time; the oldest one has to come again."""
+"""Browsers with a session at the same time; one more ends the oldest session."""
 FRAMES = "frame-ancestors 'none'"
 HEADERS = {
     "X-Content-Type-Options": "nosniff",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 DEFAULT_METRICS = ("reward",)
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette, which the color-blind can tell apart; then the line style changes."""
+"""Okabe and Ito's palette, which color-blind readers can distinguish; then the line style changes."""
 STYLES = ("-", "--", ":", "-.")
 INCHES = (3.4, 2.3)
 """The size of one plot: the width of a column of a two-column paper."""
@@ -53,7 +53,7 @@ SETTINGS: Any = {
 
 @dataclass(frozen=True, slots=True)
 class RunCurves:
-    """The curves of a run. name: its folder. group: what it shares with runs that differ only in the seed."""
+    """The curves of a run. name: its folder. group: the label without the seed."""
 
     name: str
     label: str

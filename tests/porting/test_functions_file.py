@@ -157,4 +157,4 @@ def test_a_scripts_own_arguments(script: Path, grpocli: Command) -> None:
     assert "give the arguments after `--`" in text
     code, _, err = grpocli("from-trl", str(script), "--", "1e-5")
     assert code == 2
-    assert "is no --NAME" in err
+    assert "must be --NAME" in err
