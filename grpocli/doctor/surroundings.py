@@ -85,7 +85,7 @@ def in_cache(machine: Machine, name: str, kind: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    """A dataset's name without the characters that `datasets` changes in its cache: `openai/gsm8k`, `openai___gsm8k`."""
+    """A dataset's name without the characters that `datasets` changes in its cache, `openai___gsm8k`."""
     return name.lower().replace("/", "").replace("_", "").replace("-", "")
 
 
