@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,14 @@ LONGEST_WAIT_S = 30
 
 
 def wait_until(holds: Callable[[], Any]) -> None:
-    """Waits until something holds; fails if it never does."""
+    """Waits until something holds; fails if it never does. A page may redraw an element while it is read."""
+    from selenium.common.exceptions import StaleElementReferenceException
+
     end = time.monotonic() + LONGEST_WAIT_S
-    while not holds():
+    while True:
+        with suppress(StaleElementReferenceException):
+            if holds():
+                return
         assert time.monotonic() < end
         time.sleep(0.02)
 
