@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     for folder in args.folders:
         if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"{folder} is a file, not a folder; give the folder of a run, or a folder of runs")
+            raise ConfigError(f"{folder} is a file; give the folder of a run, or a folder of runs")
     if not 0 <= args.port < 1 << 16:
         raise ConfigError("must be between 1 and 65535, or 0 for a free one", key="--port", value=args.port)
     from grpocli.cli.report import formula_lines_of
