@@ -28,7 +28,7 @@ FROM_TRL = """\
 `grpocli from-trl FILE` prints the command for a script of TRL, or a YAML of TRL or NeMo RL, which is never run: every
 setting is an override, or is named with the reason. Importing a script would start its training, so
 `--rewards rewards.py` (or `--out recipe/NAME.yaml`, with a recipe) writes its reward functions, the dataset's `map` as
-`to_example`, and what both need into a file of their own. Arguments after `--` are those of the script's command line:
+`to_example`, and what both need into a separate file. Arguments after `--` are those of the script's command line:
 
     grpocli from-trl gspo.py --rewards rewards.py --processes 8 -- --model_name_or_path Qwen/Qwen3-0.6B --beta 0.0
 

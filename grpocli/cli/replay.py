@@ -131,7 +131,7 @@ def _session(
     try:
         model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     except (GrpoError, OSError) as error:
-        problem = f"the initial model cannot be had ({error})"
+        problem = f"the initial model is not available ({error})"
     known = model_path or str(latest(run_folder / "checkpoints") or "")
     dtype = choose_dtype(run.model.dtype, run.model, known, run.hardware.device) if known else "float32"
     job = EngineJob(model_path, dtype, run.rollout.longest_row, run_folder, run.seed, lora_rank=run.model.lora.rank)

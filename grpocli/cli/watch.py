@@ -23,7 +23,7 @@ examples
 
 The page is served on 127.0.0.1 only. From another machine, forward the port, then open the printed address there:
   ssh -N -L PORT:127.0.0.1:PORT USER@MACHINE
-Each printed address lets one browser in. Ctrl-C ends it; the run goes on.
+Each printed address lets one browser in. Ctrl-C stops the server; the run goes on.
 """
 
 
@@ -109,7 +109,7 @@ def _announce(folders: Sequence[Path], announcement: Announcement, token: str) -
     say(f"open {announcement.address(token)}")
     if tunnel := announcement.tunnel():
         say(f"from your machine, first: {one_line(tunnel)}")
-    say("Ctrl-C ends it")
+    say("Ctrl-C stops the server")
 
 
 def _open(address: str) -> None:

@@ -106,7 +106,7 @@ KL = {"true": "algorithm/kl=k3", "false": "algorithm/kl=none"}
 NO_CRITIC = Equivalent(
     "algorithm=grpo", "there is no value model: the group is the baseline, under PPO's clipped objective"
 )
-VESPO = missing(UNSTATED, "VESPO's loss (loss_type=vespo) is no objective here; take grpo, cispo or sapo")
+VESPO = missing(UNSTATED, "VESPO's loss (loss_type=vespo) is not an objective here; take grpo, cispo or sapo")
 ADAPTIVE = missing(UNSTATED, "the entropy bonus has a constant coefficient, algorithm.entropy.coefficient")
 SHOWN = "every completion is in RUN/rollouts, and `grpocli rollouts RUN` shows them"
 OWN_BATCHES = "engine=transformers batches completions itself; engine=vllm is the fast way"
@@ -249,7 +249,8 @@ GRPO_CONFIG = {
         None, "algorithm/correction=token_truncate algorithm.correction.min={}"
     ),
     "off_policy_mask_threshold": missing(
-        None, "DeepSeek-V3.2's sequence mask by advantage is no part here; algorithm/correction=sequence_mask is near"
+        None,
+        "DeepSeek-V3.2's sequence mask by advantage is not a part here; algorithm/correction=sequence_mask is close",
     ),
     "use_bias_correction_kl": default(
         True,
@@ -332,7 +333,7 @@ TRAINING_ARGUMENTS = {
     "logging_first_step": nothing(False, "every step is in RUN/metrics.jsonl"),
     "logging_strategy": nothing("steps", "every step is in RUN/metrics.jsonl"),
     "logging_dir": nothing(UNSTATED, "metrics are in the run's folder"),
-    "disable_tqdm": nothing(None, "the progress lines end up in RUN/run.log, too"),
+    "disable_tqdm": nothing(None, "the progress lines are in RUN/run.log too"),
     "report_to": default("none", "tracker={}"),
     "run_name": default(None, "hydra.run.dir=runs/{}"),
     "eval_strategy": Equivalent(
@@ -419,7 +420,7 @@ TRAINER = {
     "eval_dataset": Equivalent("", "task.eval_path=FILE or task.eval_split=NAME"),
     "processing_class": nothing(None, "the tokenizer is the model's; model.chat_template=FILE replaces its template"),
     "reward_processing_classes": nothing(None, "a reward model brings its tokenizer"),
-    "callbacks": missing(None, "a callback is no part; metrics are in RUN/metrics.jsonl and the tracker"),
+    "callbacks": missing(None, "callbacks are not parts; metrics are in RUN/metrics.jsonl and the tracker"),
     "optimizers": missing(None, "optim=adamw is made from its keys"),
     "peft_config": Equivalent("", "model.lora.rank=R model.lora.alpha=A model.lora.target_modules=[...]"),
     "quantization_config": missing(None, "base weights are not quantized"),
@@ -513,7 +514,7 @@ NEMO_RL = {
     ),
     "grpo.use_leave_one_out_baseline": Equivalent(
         "algorithm/advantage=leave_one_out",
-        "with normalize_rewards NeMo RL also divides by the others' deviation, which is no advantage here",
+        "with normalize_rewards NeMo RL also divides by the others' deviation, which no advantage here does",
         {"false": "algorithm/advantage=std"},
         default=True,
         why="the GRPO paper's mean is over the whole group",
@@ -617,7 +618,7 @@ NEMO_RL = {
     "policy.generation.colocated.enabled": default(
         True,
         Equivalent("engine=vllm_colocate", values={"false": "engine=vllm"}),
-        "a server of its own shares a single GPU with the trainer or has its own",
+        "a separate server shares the trainer's GPU or has its own",
     ),
     "policy.dtensor_cfg.enabled": Equivalent(
         "hardware.parallel=fsdp2",
@@ -775,7 +776,7 @@ VERL = {
 VERL = {name: replace(equivalent, default=UNSTATED, why="") for name, equivalent in VERL.items()}
 TRAINERS = {"TRL": TRL, "NeMo RL": NEMO_RL, "verl": VERL}
 SHARED_NAMES = ("seed", "optim", "model")
-"""Foreign names that are keys or config groups of grpocli, too."""
+"""Foreign names that are also keys or config groups of grpocli."""
 KEYS = {name: equivalent for name, equivalent in (ALIASES | TRL | NEMO_RL | VERL).items() if name not in SHARED_NAMES}
 
 CHOICES = {

@@ -6,7 +6,7 @@ from grpocli.doctor import devices, engines, resources, software, surroundings
 from grpocli.doctor.checkup import MachineCheck
 
 PROBES = devices.TORCH_SECONDS + devices.NCCL_SECONDS + 3 * devices.SMI_SECONDS
-"""Seconds of the checks that wait for the probes; each probe has a deadline of its own."""
+"""Seconds of the checks that wait for the probes; each probe has its own deadline."""
 
 MACHINE = (
     MachineCheck("software", "Python", software.python),

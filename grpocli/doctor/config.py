@@ -118,13 +118,13 @@ class Judged:
             yield ok("sync", f"weights reach vLLM by {transport}")
 
     def _plan(self, machine: Machine, needs: Needs) -> Iterator[Finding]:
-        """Memory and disk, from `grpocli plan` in a process of its own."""
+        """Memory and disk, from `grpocli plan` in another process."""
         words = [word for word in self.words if not word.startswith("hydra")]
         ended = machine.run([machine.python, "-P", "-m", "grpocli", "plan", "--json", *words], PLAN_SECONDS)
         try:
             plan: dict[str, Any] = json.loads(ended.out)
         except ValueError:
-            reason = f"none within {PLAN_SECONDS:g} s" if ended.code is None else ended.last_error
+            reason = f"grpocli plan did not end within {PLAN_SECONDS:g} s" if ended.code is None else ended.last_error
             detail = f"no estimate: {reason.removeprefix('grpocli: error: ')}"
             yield Finding("plan", "warning", detail, " ".join(["grpocli plan", *words]))
             return

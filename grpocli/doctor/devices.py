@@ -64,7 +64,7 @@ class Gpu:
 
 
 def torch_report(machine: Machine, needs: Needs) -> TorchReport:
-    """Torch and its devices, from a process of its own."""
+    """Torch and its devices, from another process."""
     return machine.once("torch", partial(_asked, machine, needs))
 
 

@@ -79,12 +79,12 @@ def sandbox(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if backend:
         yield ok("sandbox", f"programs of reward=[code] run in {backend}, and cannot escape")
         return
-    reason = f"none within {SANDBOX_SECONDS:g} s" if ended.code is None else ended.last_error
+    reason = f"the probe did not end within {SANDBOX_SECONDS:g} s" if ended.code is None else ended.last_error
     advice = (
         "apt install bubblewrap, or allow user namespaces: "
         "sysctl kernel.unprivileged_userns_clone=1; in Docker: --security-opt seccomp=unconfined"
     )
-    detail = f"no way to isolate programs works: {reason.partition('SandboxError: ')[2] or reason}"
+    detail = f"programs cannot be isolated: {reason.partition('SandboxError: ')[2] or reason}"
     if needs.sandbox:
         yield Finding("sandbox", "error", f"{detail}; {needs.sandbox} needs one", advice)
     else:

@@ -77,7 +77,7 @@ def end_commands() -> None:
 
 
 def run_command(command: Sequence[str], seconds: float, environ: Mapping[str, str]) -> Ended:
-    """Run a command in a session of its own; at the deadline the whole session is killed."""
+    """Run a command in a new session; at the deadline the whole session is killed."""
     try:
         process = subprocess.Popen(
             command,

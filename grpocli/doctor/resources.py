@@ -82,7 +82,7 @@ def existing(folder: Path) -> Path:
 def unwritable(folder: Path) -> str:
     """Why no file can be written in a folder, as a phrase; "" if one can."""
     if not folder.is_dir():
-        return "is no folder" if folder.exists() else "there is no such folder"
+        return "is not a folder" if folder.exists() else "there is no such folder"
     try:
         with tempfile.NamedTemporaryFile(prefix=".grpocli-doctor-", dir=folder) as file:
             file.write(bytes(TRIAL))

@@ -472,7 +472,7 @@ def _chosen(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """(key, value) of the values of a YAML that are no mappings."""
+    """(key, value) of the values of a YAML that are not mappings."""
     nested = {key: value for key, value in config.items() if key != "defaults"}
     for key in flat_keys(nested):
         value: Any = nested

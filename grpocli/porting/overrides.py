@@ -87,7 +87,7 @@ class Port:
             self.check(name, value, "the name is in no table; set its equivalent yourself, or leave it out")
         elif isinstance(value, Unread) and not here.lacks and not here.note.startswith("nothing to set: "):
             keys = here.overrides.replace("{}", "VALUE")
-            self.check(name, value, f"it is no literal; {f'set {keys} yourself' if keys else here.note}")
+            self.check(name, value, f"it is not a literal; {f'set {keys} yourself' if keys else here.note}")
         elif here.lacks and (value == here.default or value in (None, False, "", 0)):
             self.skip(name, value, "it is off, or the default of the other trainer")
         elif here.lacks:

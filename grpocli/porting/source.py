@@ -110,7 +110,7 @@ def read_text(file: Path) -> str:
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """The mapping of a YAML or JSON file. Raises ConfigError if it is broken, too deep, too large or no mapping."""
+    """The mapping of a YAML or JSON file. Raises ConfigError if it is broken, too deep, too large or not a mapping."""
     text = read_text(file)
     try:
         values = _json(text) if file.suffix == ".json" else yaml_text.load(text)

@@ -155,7 +155,7 @@ class Translation:
 
     def _model_key(self, key: str, value: Any, name: str) -> None:
         if key == "dtype" and value not in ("auto", "bfloat16", "float32"):
-            self.port.set("model.dtype", "bfloat16", f"{name}: {value} is no dtype of training")
+            self.port.set("model.dtype", "bfloat16", f"{name}: training has no {value}")
         elif key != "revision" or value != "main":
             self.port.set(f"model.{key}", value, name)
 
@@ -283,9 +283,13 @@ class Translation:
         pieces = int(batch) // micro if batch else int(self.optional("steps_per_generation") or accumulate)
         completions = micro * max(pieces, accumulate)
         if pieces > accumulate and pieces % accumulate:
-            port.lack("steps_per_generation", pieces, f"it is no multiple of {accumulate} micro-batches an update")
+            port.lack(
+                "steps_per_generation", pieces, f"it is not a multiple of the {accumulate} micro-batches of an update"
+            )
         if completions % group:
-            port.notes.append(f"{completions} completions are no multiple of num_generations={group}; TRL refuses them")
+            port.notes.append(
+                f"{completions} completions are not a multiple of num_generations={group}; TRL refuses them"
+            )
         prompts = math.ceil(completions / group)
         updates = min(max(1, pieces // accumulate), prompts)
         epochs = self.whole("num_iterations")

@@ -37,7 +37,7 @@ FEW = 0.1
 class RolloutSource:
     """What a replay computes rollouts from.
 
-    run: the config of the step. draw: the prompt of a draw number; None if the data cannot be had. scorer: with the
+    run: the config of the step. draw: the prompt of a draw number; None without the data. scorer: with the
     rewards that are called again. end_ids: tokens that end a completion; empty if unknown.
     """
 

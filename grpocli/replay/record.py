@@ -200,11 +200,11 @@ def _damage(row: FileRow) -> str:
         if not row[column] or min(row[column]) < 0:
             return f"the column {column} {'has a negative token id' if row[column] else 'is empty'}"
     if not all(map(math.isfinite, row["logprobs"])):
-        return "the column logprobs has a value that is no finite number"
+        return "the column logprobs has a value that is not finite"
     if row["status"] not in list(Status):
         return f"the column status has the unknown value {row['status']!r:.60}"
     if not all(len(span) == 2 for span in row.get("version_spans") or []):
-        return "the column version_spans has an entry that is no pair of a version and a number of tokens"
+        return "the column version_spans has an entry that is not a pair of a version and a number of tokens"
     return _damage_of_example(row)
 
 
@@ -213,5 +213,5 @@ def _damage_of_example(row: Mapping[str, Any]) -> str:
     try:
         columns = json.loads(row.get("columns") or "{}")
     except (ValueError, RecursionError) as error:
-        return f"the column columns is no JSON ({error})"
-    return "" if isinstance(columns, dict) else "the column columns is no JSON object"
+        return f"the column columns is not JSON ({error})"
+    return "" if isinstance(columns, dict) else "the column columns is not a JSON object"

@@ -64,7 +64,7 @@ def _heading(run: Path, reports: Sequence[StepReport]) -> str:
     steps = f"step {asked[0]}" if len(asked) == 1 else f"steps {asked[0]} to {asked[-1]}"
     origin = reports[0].origin or "the record alone"
     leading = len(reports) - len(asked)
-    way = f", {leading} steps on the way checked too, but for rewards and the sampler's log-probs" if leading else ""
+    way = f", {leading} earlier steps checked too, except for rewards and the sampler's log-probs" if leading else ""
     return f"{run}: {steps} replayed from {origin}{way}; {_exactness(reports)}"
 
 

@@ -78,7 +78,7 @@ class Replay:
                 yield self._report(step, step in asked)
 
     def weights_before(self, step: int) -> Weights:
-        """The weights before a step, trained over the record. Raises GrpoError if they cannot be had."""
+        """The weights before a step, trained over the record. Raises GrpoError if there are none."""
         if step > 1 and self.run_dir.rollouts(step - 1).is_file():
             for _ in self.reports([step - 1]):
                 pass

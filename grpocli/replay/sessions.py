@@ -47,7 +47,7 @@ def config_spans(run_dir: RunDir) -> list[ConfigSpan]:
 def sessions_of(
     run_dir: RunDir, session_of: Callable[[Sequence[str], int, int], ReplaySession]
 ) -> tuple[list[ReplaySession], str]:
-    """The sessions whose config can be had, in order, and why earlier ones cannot; empty if all can.
+    """The sessions whose config is known, in order, and why that of earlier ones is not; empty if all are.
 
     session_of: composes the session of these overrides, first and last step.
     """

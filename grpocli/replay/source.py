@@ -1,4 +1,4 @@
-"""Where a replay gets prompts, rewards and environments from, and what of them cannot be had."""
+"""Where a replay gets prompts, rewards and environments from, and which of them are missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class ReplaySession:
     """Consecutive steps that one config has trained.
 
-    run: that config. job: how its model is loaded. no_model: why the initial model cannot be had; empty if it can.
+    run: that config. job: how its model is loaded. no_model: why the initial model is not available; empty if it is.
     """
 
     first: int
@@ -52,7 +52,7 @@ class Sources:
 
 
 def sources_of(session: ReplaySession, world: World, run_dir: Path) -> Sources:
-    """The source of a session. Raises ConfigError if no tokenizer can be had."""
+    """The source of a session. Raises ConfigError if there is no tokenizer."""
     run = session.run
     tokenizer, folder = _tokenizer(session, run_dir)
     data, no_prompts = None, ""

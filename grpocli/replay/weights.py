@@ -148,7 +148,7 @@ class Weights:
             return self.updater.reference if run.algorithm.needs_reference else None
         if not self.job.model_path:
             raise GrpoError(
-                "this algorithm needs the initial model as its reference, which cannot be had; add --algorithm "
+                "this algorithm needs the initial model as its reference, which is not available; add --algorithm "
                 "algorithm/kl=none"
             )
         policy = self.updater.policy
@@ -160,7 +160,7 @@ class Weights:
     def gradient(self, run: Run, rows: Sequence[Row], n_groups: int, step: int) -> tuple[dict[str, float], Tensor]:
         """The metrics of one backward of a run's algorithm over the rows, and the gradient.
 
-        The weights stay as they are. Raises GrpoError if the algorithm needs a reference that cannot be had.
+        The weights stay as they are. Raises GrpoError if the algorithm needs a reference that is not available.
         """
         updater = replace(
             self.updater,

@@ -181,7 +181,7 @@ SPECIAL = {
     "slow eval": (SLOW, "Raise eval.every, or lower eval.problems."),
     "slow checkpoint": (SLOW, "Raise checkpoint.every."),
 }
-"""(meaning, advice) of the warnings that are no Rule."""
+"""(meaning, advice) of the warnings without a Rule."""
 
 STAGES = ("reward", "sync", "eval", "checkpoint")
 """The stages that should be small beside sampling and training."""

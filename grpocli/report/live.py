@@ -163,7 +163,7 @@ def live_app(data: LiveData, sessions: BrowserSessions, title: str) -> ASGIApp:
             answer = await run(lambda: _json(data.rollouts(run_id, step)))
         except (GrpoError, OSError) as error:
             return _text(f"{error}.", 422)
-        return answer if answer.status_code == 200 else _text("There are no rollouts of this run and step.", 404)
+        return answer if answer.status_code == 200 else _text("This run has no rollouts of this step.", 404)
 
     routes = [Route("/", show_page), Route("/data", show_data), Route("/rollouts", show_rollouts)]
     return AccessGuard(Starlette(routes=routes), sessions)

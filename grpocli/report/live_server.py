@@ -74,7 +74,7 @@ class QuietServer(Server):
 
 
 def listen(port: int) -> socket.socket:
-    """A socket on the loopback address. port: 0 for a free one. Raises ConfigError if it cannot be had."""
+    """A socket on the loopback address. port: 0 for a free one. Raises ConfigError if it cannot be opened."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -200,7 +200,7 @@ class RolloutSample:
             with pq.ParquetFile(path) as file:
                 return use(file)
         except (OSError, ValueError, KeyError, TypeError):  # the errors of Arrow, and columns of other types
-            note = f"rollouts/{path.name} is broken or no rollout file, and left out"
+            note = f"rollouts/{path.name} is broken or not a rollout file, and is left out"
             if note not in self.notes:
                 self.notes.append(note)
             return None

@@ -68,7 +68,7 @@ def test_a_config_that_does_not_fit_names_the_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ended", "reason"),
     [
-        (Ended(None), "no estimate: none within 120 s"),
+        (Ended(None), "no estimate: grpocli plan did not end within 120 s"),
         (Ended(1, "", "ImportError: libtorch.so"), "no estimate: ImportError: libtorch.so"),
         (Ended(2, "", "grpocli: error: model.path=x: no config"), "no estimate: model.path=x: no config"),
     ],

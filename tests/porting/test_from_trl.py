@@ -62,7 +62,7 @@ def test_what_is_no_literal_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(SCRIPT.replace("SETTINGS", "optim='paged_adamw_8bit'"))
     text = shell_script(ported(file, 2)[0])
-    assert "# check: learning_rate=LR() (line 9): it is no literal; set optim.lr=VALUE yourself" in text
+    assert "# check: learning_rate=LR() (line 9): it is not a literal; set optim.lr=VALUE yourself" in text
     assert "# check: train_rewards.py is not written: --rewards train_rewards.py moves the functions" in text
     assert "no counterpart: optim=paged_adamw_8bit" in text
     assert "rollout.prompts_per_step=16" in text

@@ -54,8 +54,8 @@ DAMAGES: list[tuple[str, Callable[[pa.Table], pa.Table], str]] = [
         "row 5: the column status has the unknown value 'lost'",
     ),
     ("an infinity", at_row_5("logprobs", lambda v: [float("-inf"), *v[1:]]), "row 5: the column logprobs has a value"),
-    ("no JSON", at_row_5("columns", lambda text: text[:-1]), "row 5: the column columns is no JSON ("),
-    ("a JSON list", at_row_5("columns", lambda _: "[]"), "row 5: the column columns is no JSON object"),
+    ("no JSON", at_row_5("columns", lambda text: text[:-1]), "row 5: the column columns is not JSON ("),
+    ("a JSON list", at_row_5("columns", lambda _: "[]"), "row 5: the column columns is not a JSON object"),
     ("a missing column", lambda table: table.drop_columns(["uid"]), "the column uid is missing"),
     ("text for a number", as_type("reward", pa.string(), str), "the column reward has the type string, not number"),
     (

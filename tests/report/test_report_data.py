@@ -102,7 +102,7 @@ def test_a_run_without_a_step_a_broken_one_and_a_torn_parquet_file_have_a_page(t
     page = builder().page([tmp_path])
     assert [run.name for run in page.runs] == ["broken", "empty"]
     assert {"broken: config.yaml is broken", "broken: summary.json is broken"} <= set(page.notes)
-    assert "broken: rollouts/step_000001.parquet is broken or no rollout file, and left out" in page.notes
+    assert "broken: rollouts/step_000001.parquet is broken or not a rollout file, and is left out" in page.notes
     assert page.runs[1].verdict.text == "The run has no step yet."
 
 

@@ -246,7 +246,7 @@ class CurveChart {
         ),
       ),
     );
-    const note = kept.length < steps.length ? `${kept.length} of ${count(steps.length)} steps; CSV has them all.` : "";
+    const note = kept.length < steps.length ? `${kept.length} of ${count(steps.length)} steps; Save CSV has them all.` : "";
     this.table.append(
       el(
         "div",

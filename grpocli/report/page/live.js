@@ -19,7 +19,7 @@ async function startLive() {
     const answer = await ask("data");
     if (answer) takeAll(answer);
   } catch {
-    say("The run's server does not answer.");
+    say("grpocli watch does not answer.");
   }
   document.addEventListener("visibilitychange", () => {
     if (!document.hidden) poll();
@@ -46,12 +46,12 @@ async function poll() {
     else if (answer) takeUpdate(answer);
   } catch {
     live.wait = Math.min(30000, live.wait * 2);
-    say("The run's server has ended, or cannot be reached; reload the page when it runs again.");
+    say("grpocli watch does not answer. If it has ended, start it again and open its new address.");
   }
   live.timer = setTimeout(poll, live.wait);
 }
 
-// New steps of known runs, and new runs.
+// New steps of known runs.
 function takeUpdate(answer) {
   live.cursor = answer.cursor ?? live.cursor;
   for (const [id, update] of Object.entries(answer.runs ?? {})) {
@@ -59,10 +59,6 @@ function takeUpdate(answer) {
     if (run) extendRun(run, update);
   }
   if (answer.results !== undefined && answer.results !== null) page.data.results = answer.results;
-  if (answer.added?.length) {
-    page.data.runs.push(...answer.added);
-    return showData(page.data);
-  }
   const before = curves.charts.length;
   setRuns(page.runs);
   followNewest();

@@ -37,7 +37,7 @@ const MEASURES = {
     of: (one, at) => (one.mask && !one.mask[at] ? null : one.advantage),
     scale: [-2, 2],
     diverging: true,
-    ends: ["≤ −2: made rarer", "0", "≥ 2: made likelier"],
+    ends: ["≤ −2: made less likely", "0", "≥ 2: made more likely"],
   },
 };
 const STRONGEST = 0.4; // the opacity of the background at an end of a scale: texts stay easy to read
