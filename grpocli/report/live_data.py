@@ -6,6 +6,7 @@ warnings, tables) is built again when something changed, as often as a `Budget` 
 
 from __future__ import annotations
 
+import os
 import secrets
 import stat
 import threading
@@ -72,19 +73,30 @@ class MetricsTail:
         except OSError:
             return
 
+    def is_cut_back(self) -> bool:
+        """Whether the file was replaced, deleted or cut back, as by a resume. Reads nothing."""
+        return self._is_other(self._stat())
+
     def read(self) -> list[MetricsRow] | None:
-        """New rows; broken lines are left out. None if the file was replaced or cut back, as by a resume."""
-        try:
-            found = self.path.stat()
-        except OSError:
-            return [] if self.identity is None else None
-        if self.identity is None:
-            self.identity = (found.st_dev, found.st_ino)
-        if (found.st_dev, found.st_ino) != self.identity or found.st_size < self.offset:
+        """New rows; broken lines are left out. None if the file was cut back."""
+        found = self._stat()
+        if self._is_other(found):
             return None
-        if found.st_size == self.offset or not stat.S_ISREG(found.st_mode):
+        if found is None or found.st_size == self.offset or not stat.S_ISREG(found.st_mode):
             return []
+        self.identity = (found.st_dev, found.st_ino)
         return self._appended()
+
+    def _stat(self) -> os.stat_result | None:
+        try:
+            return self.path.stat()
+        except OSError:
+            return None
+
+    def _is_other(self, found: os.stat_result | None) -> bool:
+        if found is None or self.identity is None:
+            return self.identity is not None
+        return (found.st_dev, found.st_ino) != self.identity or found.st_size < self.offset
 
     def _appended(self) -> list[MetricsRow]:
         with self.path.open("rb") as file:
@@ -175,7 +187,7 @@ class LiveData:
                 return None
             assert self.page is not None
             runs = {id: self._news(id, changes) for id in dict.fromkeys(change.run for change in changes)}
-            return {"cursor": self._cursor(), "runs": runs, "added": [], "results": self.page.results}
+            return {"cursor": self._cursor(), "runs": runs, "results": self.page.results}
 
     def rollouts(self, run: str, step: int) -> dict[str, Any] | None:
         """The prompts and groups of a step; None if the page has no such run or step."""
@@ -274,7 +286,8 @@ class LiveData:
             if page is None:
                 return
             self.dirty = False
-            if self.page is not None and _shape(page) == _shape(self.page) and not self._is_cut_back():
+            is_cut_back = any(run.tail.is_cut_back() for run in self.runs.values())
+            if self.page is not None and _shape(page) == _shape(self.page) and not is_cut_back:
                 self._take_facts(page)
             else:
                 self._take(page, runs)
@@ -297,9 +310,6 @@ class LiveData:
             return None
         title = page.title if len(paths) == 1 else f"{len(paths)} runs in {', '.join(map(_name, self.folders))}"
         return replace(page, title=title, notes=[*notes, *page.notes])
-
-    def _is_cut_back(self) -> bool:
-        return any(run.tail.read() is None for run in self.runs.values())
 
     def _take_facts(self, page: PageData) -> None:
         """Replace everything but the curves, which have grown by their new steps."""

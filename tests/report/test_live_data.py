@@ -88,6 +88,24 @@ def test_each_page_gets_every_step_once(live: Callable[..., LiveData], tmp_path:
     assert answer(data.since(early))["runs"]["r0"]["steps"] == [4, 5]
 
 
+def test_steps_logged_while_the_page_is_built_again_are_not_lost(tmp_path: Path) -> None:
+    run, clock, build = make_run(tmp_path / "a"), Clock(), Builder(no_formula, live=True).page
+    meanwhile: list[str] = []
+
+    def load(folders: Any) -> Any:
+        page = build(folders)
+        add(run, *meanwhile)
+        return page
+
+    data = LiveData([tmp_path], load, new_values, read_step, Budget(1, clock), Budget(1, clock))
+    cursor = data.whole()["cursor"]
+    add(run, row(4))
+    meanwhile.append(row(5))
+    data.since(cursor)
+    meanwhile.clear()
+    assert answer(data.whole())["runs"][0]["steps"] == [1, 2, 3, 4, 5]
+
+
 def test_a_torn_line_waits_for_its_end(live: Callable[..., LiveData], tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     data = live()
