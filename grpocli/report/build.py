@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,7 @@ class Builder:
                 f"there is no run below {', '.join(map(str, folders))}; give the folder of a run or sweep"
             )
         prompts, notes = Prompts(), list[str]()
-        names = labels(rows)
-        runs = [self._run(i, row, len(rows), names[i], prompts, notes) for i, row in enumerate(rows)]
+        runs = self._runs(rows, prompts, notes)
         several = len(runs) > 1
         return PageData(
             title=_title(folders, runs),
@@ -84,6 +83,18 @@ class Builder:
             notes=notes,
         )
 
+    def _runs(self, rows: Sequence[RunRow], prompts: Prompts, notes: list[str]) -> list[RunView]:
+        """The runs in order, with as many steps as the page has room for."""
+        names, groups = labels(rows), dict[str, list[int]]()
+        for place, (_, _, group) in enumerate(names):
+            groups.setdefault(group, []).append(place)
+        most = max(FEWEST_ROWS, min(ROWS_OF_RUN, ROWS // len(rows)))
+        found: dict[int, RunView] = {}
+        for places in groups.values():
+            views = [self._run(i, rows[i], len(rows), names[i], prompts, notes) for i in places]
+            found |= zip(places, _with_fewer_steps(views, most), strict=True)
+        return [found[place] for place in range(len(rows))]
+
     def _run(
         self, place: int, row: RunRow, runs: int, names: tuple[str, str, str], prompts: Prompts, notes: list[str]
     ) -> RunView:
@@ -96,8 +107,6 @@ class Builder:
         flat |= {"model.dtype": compute_dtype(row.path, flat)}
         found = warnings(curves, flat)
         state = state_of(row.path, summary, _int(flat.get("train.steps")))
-        most = max(FEWEST_ROWS, min(ROWS_OF_RUN, ROWS // runs))
-        drawn, thinning = thinned(curves, most, [warning.step for warning in found])
         view = RunView(
             id=f"r{place}",
             name=names[0],
@@ -112,9 +121,8 @@ class Builder:
             overrides=[str(text) for text in config.get("overrides") or []],
             sessions=sessions(row.path),
             warnings=found,
-            steps=drawn.steps,
-            metrics=drawn.metrics,
-            thinning=thinning,
+            steps=curves.steps,
+            metrics=curves.metrics,
             rollouts=self._rollouts(row.path, config, runs, prompts, problems),
         )
         notes += [f"{names[0]}: {problem}" for problem in problems]
@@ -144,6 +152,15 @@ class Builder:
                 problems.append("the formula of the objective is unknown: config.yaml is not the config of a run")
                 return []
         return self.formulas[key]
+
+
+def _with_fewer_steps(group: Sequence[RunView], most: int) -> list[RunView]:
+    """The runs of one group of seeds, with about `most` steps."""
+    warned = [warning.step for run in group for warning in run.warnings]
+    drawn, rule = thinned([Curves(run.steps, run.metrics) for run in group], most, warned)
+    return [
+        replace(run, steps=one.steps, metrics=one.metrics, thinning=rule) for run, one in zip(group, drawn, strict=True)
+    ]
 
 
 def new_values(run: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, Series]]:

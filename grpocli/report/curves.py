@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -183,33 +184,45 @@ def accuracy_interval(accuracy: float, problems: int, samples: int, pass_2: Mayb
     return max(0.0, min(low, p)), min(1.0, max(high, p))
 
 
-def thinned(curves: Curves, most: int, steps: Iterable[int] = ()) -> tuple[Curves, str]:
-    """About `most` of the rows, unchanged, and a sentence that says which; "" if all are kept.
+def thinned(runs: Sequence[Curves], most: int, steps: Iterable[int] = ()) -> tuple[list[Curves], str]:
+    """About `most` of the steps of runs, unchanged, and a sentence that says which; "" if all are kept.
 
-    steps: always kept, as are evaluations, the first and last steps and the extremes of every metric.
+    All runs keep the same steps, so that a mean over seeds is over all of them. steps: always kept, as are evaluations,
+    the first and last steps and the extremes of every metric.
     """
-    total = len(curves.steps)
-    if total <= most:
-        return curves, ""
-    wanted = set(steps)
-    kept = {0, total - 1} | {i for i, step in enumerate(curves.steps) if step in wanted}
-    for name, values in curves.metrics.items():
-        known = [(value, i) for i, value in enumerate(values) if value is not None]
-        if name.startswith("eval/") and len(known) <= most // 2:
-            kept.update(i for _, i in known)
-        elif known:
-            kept.update((min(known)[1], max(known)[1]))
-    width = math.ceil(total * len(WATCHED) / most)
-    for start in range(0, total, width):
-        kept.update(_extremes(curves, range(start, min(start + width, total))))
+    every = sorted({step for one in runs for step in one.steps})
+    if len(every) <= most:
+        return list(runs), ""
+    kept = {every[0], every[-1]} | set(steps).intersection(every) | _extreme_steps(runs, most)
+    kept |= {step for one in runs if one.steps for step in (one.steps[0], one.steps[-1])}
+    width = math.ceil(len(every) * len(WATCHED) * len(runs) / most)
+    for start in range(0, len(every), width):
+        first, last = every[start], every[min(start + width, len(every)) - 1]
+        for one in runs:
+            rows = range(bisect_left(one.steps, first), bisect_right(one.steps, last))
+            kept |= {one.steps[i] for i in _extremes(one, rows)}
+    drawn = [one.rows(i for i, step in enumerate(one.steps) if step in kept) for one in runs]
     names = "the highest and lowest reward, the highest gradient norm, length and mismatch, the lowest entropy"
-    rule = f"{len(kept):,} of {total:,} steps are drawn: of each {width} steps those with {names}"
-    return curves.rows(kept), f"{rule}; all evaluations; the extremes of every metric. No value is an average."
+    whose = f", of each of {len(runs)} runs" if len(runs) > 1 else ""
+    rule = f"{len(kept):,} of {len(every):,} steps are drawn: of each {width} steps those with {names}{whose}"
+    return drawn, f"{rule}; all evaluations; the extremes of every metric. No value is an average."
+
+
+def _extreme_steps(runs: Sequence[Curves], most: int) -> set[int]:
+    """The steps of evaluations, and of the lowest and highest value of each metric among the runs."""
+    found: set[int] = set()
+    for name in {name for one in runs for name in one.metrics}:
+        known = [(value, step) for one in runs for step, value in one.series(name)]
+        if name.startswith("eval/") and len(known) <= len(runs) * most // 2:
+            found.update(step for _, step in known)
+        elif known:
+            found.update((min(known)[1], max(known)[1]))
+    return found
 
 
 def _extremes(curves: Curves, rows: range) -> set[int]:
     """The rows of WATCHED, and the last row."""
-    found = {rows[-1]}
+    found = set(rows[-1:])
     for name, extreme in WATCHED:
         values = curves.metrics.get(name, [])
         known = [(value, i) for i in rows if values and (value := values[i]) is not None]

@@ -68,11 +68,23 @@ def test_curves_are_the_numbers_of_metrics_jsonl_and_broken_lines_are_noted(tmp_
 def test_thinning_keeps_rows_as_they_are_and_the_extremes(tmp_path: Path) -> None:
     lines = [row(step, reward=math.sin(step), odd=float(step == 777)) for step in range(1, 5001)]
     curves = read_curves(run_folder(tmp_path / "run", lines))
-    drawn, rule = thinned(curves, 200, [4321])
+    (drawn,), rule = thinned([curves], 200, [4321])
     assert len(drawn.steps) < 400
     assert {1, 777, 4321, 5000} <= set(drawn.steps)
     assert drawn.metrics["reward"] == [math.sin(step) for step in drawn.steps]
     assert "of 5,000 steps" in rule
+
+
+def test_seeds_keep_the_same_steps_so_that_means_are_over_all_of_them(tmp_path: Path) -> None:
+    """The second seed ends early; until then a mean over both has both."""
+    seeds = []
+    for seed, end in enumerate((3000, 2000)):
+        lines = [row(step, reward=math.sin(step * (seed + 1))) for step in range(1, end + 1)]
+        seeds.append(read_curves(run_folder(tmp_path / str(seed), lines)))
+    (long, short), rule = thinned(seeds, 300)
+    assert [step for step in long.steps if step <= 2000] == short.steps
+    assert len(long.steps) < 600
+    assert "of each of 2 runs" in rule
 
 
 def test_every_metric_stands_in_a_chart() -> None:

@@ -324,13 +324,15 @@ function meanRow(metric, group, runs, kind) {
   const values = runs.map((run) => [valueAt(run, metric, page.step)]);
   const { mean, low, high } = meanAndBand(values, kind);
   const band = mean[0] === null || low[0] === high[0] ? "" : ` [${short(low[0])}, ${short(high[0])}]`;
+  const known = values.filter(([value]) => value !== null).length;
+  const seeds = known < values.length ? ` ${known} of ${values.length} seeds` : ` ${values.length} seeds`;
   return [
     el(
       "dt",
       {},
       swatch(group.color, group.dash),
       foreign(group.label),
-      el("span", { class: "quiet" }, ` ${runs.length} seeds`),
+      el("span", { class: "quiet" }, seeds),
     ),
     el(
       "dd",
