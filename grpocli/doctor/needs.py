@@ -26,8 +26,8 @@ class Needs:
 
     vllm, cuda, hub, slurm, sandbox, shared_memory: the choice that needs it, such as "engine=vllm"; "" if none does.
     gpus: the number of GPUs on this machine. python: the interpreter of the sandbox; None: this one.
-    runs: the folder that the run's folder is in; None: runs/ in the working folder. disk: bytes that the run writes
-    there.
+    modules: the packages that choices of the config need. runs: the folder that the run's folder is in; None: runs/ in
+    the working folder.
     """
 
     vllm: str = ""

@@ -75,6 +75,11 @@ class Check:
         if count:
             self.why[why] = self.why.get(why, 0) + count
 
+    def excuse(self, why: str) -> None:
+        """Count the differences as values that cannot be checked."""
+        self.skip(why, self.differ)
+        self.differences = []
+
     def compare(self, difference: Difference, same: bool, exact: bool = True) -> None:
         """Count a value; the difference is kept unless it is the same."""
         if same:

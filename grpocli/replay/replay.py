@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.errors import GrpoError, RunError
+from grpocli.errors import GrpoError
 from grpocli.replay.checks import Check
 from grpocli.replay.record import RecordedStep
 from grpocli.replay.source import ReplaySession, Sources, sources_of
@@ -186,5 +185,4 @@ class Replay:
             check = checkpoint_check(report.step, differences, self.weights.dtype, exact)
         report.checks.append(check)
         if check.differ or check.rounded:
-            with suppress(RunError):
-                self._load(path)
+            self._load(path)

@@ -171,8 +171,9 @@ def _legend(figure: Figure, runs: Sequence[RunCurves], smoothing: float) -> None
     }
     if len(handles) > 1:
         figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=1)
-    seeds = {len(members) for members in _groups(runs).values()}
-    notes = [f"mean of {max(seeds)} seeds; band: minimum to maximum"] if max(seeds, default=1) > 1 else []
+    seeds = [len(members) for members in _groups(runs).values()]
+    count = f"{min(seeds)} to {max(seeds)}" if min(seeds) < max(seeds) else f"{max(seeds)}"
+    notes = [f"mean of {count} seeds; band: minimum to maximum"] if max(seeds) > 1 else []
     notes += [f"moving average, weight {smoothing:g}"] if smoothing else []
     if notes:
         figure.supxlabel("; ".join(notes), fontsize=6, color="0.35")

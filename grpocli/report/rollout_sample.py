@@ -172,7 +172,7 @@ class RolloutSample:
 
     def step_groups(self, step: int) -> list[GroupView]:
         """The first groups of a step that fit into the budget."""
-        groups = sorted(self._prompts_of([step]).get(step, {}), key=str)
+        groups = list(self._prompts_of([step]).get(step, {}))
         completions = self._counts([step]).get(step, 0)
         if not groups:
             return []

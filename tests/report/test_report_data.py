@@ -33,7 +33,7 @@ from grpocli.report.diagnosis import (
     warnings,
 )
 from grpocli.report.html import page_json
-from grpocli.report.rollout_sample import BUDGET, LONGEST, cut
+from grpocli.report.rollout_sample import BUDGET, LONGEST, Prompts, RolloutSample, cut
 from grpocli.report.several import labels, t_95
 from grpocli.tracking.runs import RESULTS, RunRow, flatten
 from grpocli.training.accuracy import interval, pass_at_k
@@ -193,6 +193,12 @@ def lines_of(tmp_path: Path, **series: list[float]) -> Curves:
 
 
 EXACT = {"reward.exact_match.right": 1.0, "reward.exact_match.weight": 2.0, "reward.overlong.buffer_tokens": None}
+
+
+def test_a_step_that_does_not_fit_shows_its_first_groups(tmp_path: Path) -> None:
+    run = write_large_run(tmp_path / "large", steps=1, groups=12)
+    sample = RolloutSample(run, Prompts(), None, most=30)
+    assert [group.group for group in sample.step_groups(1)] == [0, 1, 2]
 
 
 def test_a_solved_task_is_no_alarm(tmp_path: Path) -> None:
