@@ -19,7 +19,7 @@ KEYS = """\
 # Keys
 
 `make docs` writes this page from the code. `grpocli explain KEY` prints the same for one key, with its type, its
-choices and the functions that read it. A key with several defaults has another one in each of the named choices.
+choices and the functions that read it. A key with several defaults has one for each of the named choices.
 """
 FROM_TRL = """\
 # From TRL and NeMo RL
@@ -41,9 +41,9 @@ A = gradient_accumulation_steps, N processes, S = steps_per_generation (A if it 
 
 | here | from TRL's values | example: P=8, A=4, N=2, G=8, max_steps=500 |
 | --- | --- | --- |
-| `rollout.prompts_per_step` | P x N x S / G | 8 x 2 x 4 / 8 = 8 prompts, 64 completions |
+| `rollout.prompts_per_step` | P x N x max(S, A) / G | 8 x 2 x 4 / 8 = 8 prompts, 64 completions |
 | `rollout.group_size` | G | 8 |
-| `train.minibatches` | S / A | 1 |
+| `train.minibatches` | S / A, at least 1 | 1 |
 | `train.epochs` | num_iterations | 1 |
 | `train.steps` | max_steps / (train.minibatches x train.epochs) | 500 |
 | `checkpoint.every`, `eval.every` | save_steps, eval_steps / (train.minibatches x train.epochs) | 500 |

@@ -21,7 +21,7 @@ class Equivalent:
 
     overrides: `{}` is replaced by the value; empty if there is nothing to set. note: a remark after the overrides.
     values: {value in lower case: overrides for it}. default: the default of the other trainer.
-    why: why the default here is another one; empty if both are the same. lacks: whether grpocli lacks the function.
+    why: why the default here differs; empty if it does not. lacks: whether grpocli lacks the function.
     """
 
     overrides: str = ""

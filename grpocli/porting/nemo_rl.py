@@ -1,4 +1,4 @@
-"""NeMo RL's settings as overrides, by its table of names; values of grpo_math_1B.yaml stand for what a file lacks."""
+"""NeMo RL's settings as overrides, by its table of names; a missing setting has the value of grpo_math_1B.yaml."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ class NemoRl:
         try:
             return float(self.get(name))
         except (TypeError, ValueError):
-            self.port.check(
-                name, self.get(name), "it is not a number, and the value of grpo_math_1B.yaml stands for it"
-            )
+            self.port.check(name, self.get(name), "it is not a number; the value of grpo_math_1B.yaml is used")
             return float(self._resolved(NEMO_RL[name].default))
 
     def whole(self, name: str) -> int:
@@ -214,7 +212,9 @@ class NemoRl:
             port.set("train.steps", steps, f"grpo.max_num_steps, grpo.max_num_epochs x {self.prompts} prompts")
             return
         port.set("train.steps", steps, "grpo.max_num_steps")
-        advice = f"train.steps is at most {epochs} x prompts / {prompts}; give the dataset's number with --prompts N"
+        advice = (
+            f"train.steps is at most {epochs} x prompts / {prompts}; give the number of its prompts with --prompts N"
+        )
         port.check("grpo.max_num_epochs", epochs, advice)
 
     def _lengths(self) -> None:
@@ -254,7 +254,7 @@ class NemoRl:
         names = "policy.generation.backend, policy.generation.colocated.enabled"
         self.port.set("engine", engine, names)
         if backend not in ("vllm", "hf"):
-            self.port.lack("policy.generation.backend", backend, f"engine={engine} stands for it")
+            self.port.lack("policy.generation.backend", backend, f"engine={engine} is used instead")
         if engine == "transformers":
             for name in [one for one in self.settings if one.startswith("policy.generation.vllm_")]:
                 self.port.skip(name, self.settings[name], f"it has no effect with {backend}")
@@ -308,7 +308,7 @@ class NemoRl:
     def _report(self) -> None:
         """Carry over, or name, every setting that nothing has named so far."""
         if "defaults" in self.settings:
-            advice = "the values of grpo_math_1B.yaml stand for what this file does not set"
+            advice = "settings that this file lacks have the values of grpo_math_1B.yaml"
             self.port.check("defaults", self.settings["defaults"], advice)
         for name, value in self.settings.items():
             beginning = next((row for row in NEMO_RL if name.startswith(f"{row}.")), None)

@@ -84,7 +84,7 @@ class Port:
         if name in self.remarked or (name in self.named and not isinstance(value, Unread)):
             return
         if here is None:
-            self.check(name, value, "the name is in no table; set its equivalent yourself, or leave it out")
+            self.check(name, value, "grpocli does not know this setting; set its equivalent yourself, or leave it out")
         elif isinstance(value, Unread) and not here.lacks and not here.note.startswith("nothing to set: "):
             keys = here.overrides.replace("{}", "VALUE")
             self.check(name, value, f"it is not a literal; {f'set {keys} yourself' if keys else here.note}")

@@ -14,7 +14,7 @@ from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 
 FROM_COMMAND_LINE = (
-    "the script reads GRPOConfig from its command line, so TRL's defaults stand for it; give the arguments after `--`"
+    "the script reads GRPOConfig from its command line, so TRL's defaults are used; give the arguments after `--`"
 )
 MAX_BYTES = 2_000_000
 """Largest file that is read."""

@@ -80,7 +80,7 @@ class Translation:
         try:
             value = float(self.get(name))
         except (TypeError, ValueError):
-            self.port.check(name, self.get(name), "it is not a number, and TRL's default stands for it")
+            self.port.check(name, self.get(name), "it is not a number; TRL's default is used")
             value = float(DEFAULTS[name] or 0)
         return value
 
@@ -209,7 +209,7 @@ class Translation:
         elif loss != "sapo":
             if loss not in CLIPPED or loss == "vespo":
                 self.port.lack(
-                    "loss_type", loss, f"GRPO's clipped objective, with epsilon_high={high:g}, stands for it"
+                    "loss_type", loss, f"GRPO's clipped objective, with epsilon_high={high:g}, is used instead"
                 )
             for key, value in (("low", low), ("high", high)):
                 if value != 0.2:
@@ -309,7 +309,7 @@ class Translation:
             if value != 1:
                 port.set(f"train.{key}", value, name)
         port.notes.append(
-            f"TRL ran in {self.processes} process(es), as assumed here: --processes N says another number"
+            f"this assumes that TRL ran in {self.processes} process(es); --processes N sets another number"
         )
 
     def _length(self) -> None:
@@ -358,7 +358,9 @@ class Translation:
             self.port.set("train.steps", max(1, steps), f"num_train_epochs x {self.prompts} prompts")
         else:
             sums = f"train.steps={epochs:g} x prompts / {prompts}"
-            self.port.check("num_train_epochs", f"{epochs:g}", f"{sums}; give the dataset's number with --prompts N")
+            self.port.check(
+                "num_train_epochs", f"{epochs:g}", f"{sums}; give the number of its prompts with --prompts N"
+            )
         if "max_steps" in self.source.settings:
             self.port.skip("max_steps", most, "num_train_epochs says how long TRL trains")
 
@@ -376,12 +378,12 @@ class Translation:
         if betas != [0.9, 0.999]:
             port.set("optim.betas", betas, "adam_beta1, adam_beta2")
         if not str(self.get("optim")).startswith("adamw_torch"):
-            port.lack("optim", self.get("optim"), "optim=adamw in float32 stands for it")
+            port.lack("optim", self.get("optim"), "optim=adamw in float32 is used instead")
 
     def _schedule(self) -> None:
         port, schedule = self.port, str(self.get("lr_scheduler_type"))
         if schedule not in SCHEDULES:
-            port.lack("lr_scheduler_type", schedule, "cosine stands for it")
+            port.lack("lr_scheduler_type", schedule, "cosine is used instead")
         port.set("optim.schedule", SCHEDULES.get(schedule, "cosine"), "lr_scheduler_type")
         ratio = self.optional("warmup_ratio") or (self.number("warmup_steps") if self.number("warmup_steps") < 1 else 0)
         steps = port.value("train.steps")

@@ -86,7 +86,7 @@ def _set_evaluation(port: Port, source: ScriptSource, data: Data) -> None:
     elif given.path and path_of(given) == path_of(data):
         port.check("eval_dataset", path_of(given), "it is the training data; task.eval_size=N prompts are held out")
     if given.name != data.name and given.path:
-        port.check("eval_dataset", given.name, "its configuration is another one than the training data's")
+        port.check("eval_dataset", given.name, "its configuration differs from the training data's")
     port.named.add("eval_dataset")
     same = [(step.method, step.function) for step in data.steps]
     for step in given.steps:

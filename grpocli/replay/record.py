@@ -122,7 +122,7 @@ class RecordedStep:
         if len(rows) % group_size:
             raise ConfigError(
                 f"{path}: step {step} holds {len(rows)} completions, which are not whole groups of {group_size}: rows "
-                "are missing, or rollout.group_size was another one"
+                "are missing, or rollout.group_size was different"
             )
         groups = [RecordedGroup(i, rows[i * group_size : (i + 1) * group_size]) for i in range(len(rows) // group_size)]
         return cls(step, path, groups, metrics)

@@ -1,4 +1,4 @@
-"""The charts of a page: which metrics of metrics.jsonl stand in one chart, and what they mean."""
+"""The charts of a page: which metrics of metrics.jsonl share a chart, and what they mean."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ SPECS = (
         "Tasks",
         "task_accuracy",
         "Accuracy of each task in training",
-        "The share right by the task's accuracy reward.",
+        "The share of right answers, by the task's accuracy reward.",
         ("task/*/accuracy", "*"),
     ),
     _spec(
@@ -158,7 +158,7 @@ SPECS = (
         "Policy",
         "clip",
         "Clip fractions",
-        "The share of tokens that the objective clips below, above or either.",
+        "The share of tokens that the objective clips: below, above, or on either side.",
         ("clip_ratio/region_mean", "either"),
         ("clip_ratio/low_mean", "below"),
         ("clip_ratio/high_mean", "above"),

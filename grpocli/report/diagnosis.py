@@ -22,7 +22,7 @@ WINDOW = 10
 """Steps that a warning's numbers are averaged over, because single steps are noisy."""
 
 EARLY = 3
-"""Steps that the numbers of an unmistakable warning are averaged over: one that more steps would not change."""
+"""Steps in the mean of an unmistakable warning, which more steps would not change."""
 FULL = 0.95
 """The share of its maximum from which a mean reward counts as solved."""
 
@@ -39,7 +39,7 @@ STALE = 0.1
 class Rule:
     """A warning: the mean of `metric` over WINDOW steps passes the limit.
 
-    limit: (start mean, config) -> limit. sure: a limit that the mean over EARLY steps passes if it is unmistakable.
+    limit: (start mean, config) -> limit. sure: a stricter limit for the mean over EARLY steps.
     """
 
     kind: str
@@ -231,7 +231,7 @@ def _mismatch_expected(curves: Curves, flat: Mapping[str, Any]) -> bool:
 
 
 def _is_harmless(curves: Curves, flat: Mapping[str, Any], step: int) -> bool:
-    """Whether a low entropy at a step is: the groups still differ, or there is nothing left to learn."""
+    """Whether a low entropy at a step is harmless: the groups still differ, or there is nothing left to learn."""
     spread = [value for at, value in curves.series("frac_reward_zero_std") if at <= step][-WINDOW:]
     return bool(spread) and (statistics.fmean(spread) <= SAME or _solved(curves, flat, step))
 

@@ -21,7 +21,7 @@ NAMES = {"grpo": "GRPO", "dapo": "DAPO", "drgrpo": "Dr. GRPO", "dgpo": "DGPO", "
 DTYPES = ("float32", "bfloat16")
 
 FROM_DATA = ("hub", "jsonl")
-"""Tasks that only their data tell apart."""
+"""Tasks that only their data distinguish."""
 
 Flat = Mapping[str, Any]
 """A config by dotted key."""
