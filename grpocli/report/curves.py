@@ -117,7 +117,8 @@ def _is_lost(value: Any) -> bool:
 def with_evaluations(curves: Curves, summary: Mapping[str, Any], problems: int | None, samples: int) -> Curves:
     """The curves with the evaluations before the first and after the last step, and the intervals of accuracies.
 
-    summary: of the run; empty if it is of an earlier session. problems: for each task; None if unknown.
+    summary: of the run; empty if it is of an earlier session. problems: for each task, of runs that did not record
+    `eval/problems`; None: no intervals.
     """
     curves = _with_outer(curves, summary)
     metrics = dict(curves.metrics)
@@ -125,12 +126,13 @@ def with_evaluations(curves: Curves, summary: Mapping[str, Any], problems: int |
         prefix, _, last = name.rpartition("/")
         if not problems or last not in ACCURACIES or not prefix.startswith("eval"):
             continue
-        n = problems * (_tasks(curves.metrics) if prefix == "eval" else 1)
-        pairs = (
-            curves.metrics.get(f"{prefix}/pass@2", [None] * len(values)) if last == "accuracy" else [None] * len(values)
-        )
+        asked = problems * (_tasks(curves.metrics) if prefix == "eval" else 1)
+        unknown: Series = [None] * len(values)
+        counts = curves.metrics.get(f"{prefix}/problems", unknown)
+        pairs = curves.metrics.get(f"{prefix}/pass@2", unknown) if last == "accuracy" else unknown
         limits = [
-            None if v is None else accuracy_interval(v, n, samples, p) for v, p in zip(values, pairs, strict=True)
+            None if v is None else accuracy_interval(v, int(n or asked), samples, p)
+            for v, n, p in zip(values, counts, pairs, strict=True)
         ]
         metrics[name + LOW] = [None if pair is None else pair[0] for pair in limits]
         metrics[name + HIGH] = [None if pair is None else pair[1] for pair in limits]

@@ -217,7 +217,8 @@ class Evaluator:
         result = task_result(name, self.accuracy_rewards, greedy, sampled, self.sampling.max_tokens)
         known = {"greedy": "accuracy_greedy", f"mean@{self.samples}": "accuracy"}
         scores = {f"{name}/{known.get(score, score)}": estimate.value for score, estimate in result.scores.items()}
-        return {**scores, f"{name}/mean_length": result.mean_length, f"{name}/truncated": result.truncated}
+        lengths = {f"{name}/mean_length": result.mean_length, f"{name}/truncated": result.truncated}
+        return {**scores, **lengths, f"{name}/problems": len(sampled)}
 
     def _groups(self, sampling: Sampling, n: int, before: int) -> list[Group]:
         """Groups of n completions of each problem. before: completions of each problem so far, for the progress."""

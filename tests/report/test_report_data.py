@@ -16,7 +16,7 @@ from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
 from grpocli.report.build import Builder
 from grpocli.report.charts import charts
-from grpocli.report.curves import Curves, accuracy_interval, read_curves, thinned
+from grpocli.report.curves import Curves, accuracy_interval, read_curves, thinned, with_evaluations
 from grpocli.report.diagnosis import (
     EARLY,
     ENDS,
@@ -98,6 +98,14 @@ def test_the_interval_is_that_of_grpocli_eval() -> None:
     accuracy = sum(right) / 40
     pass_2 = sum(pass_at_k(count, 4, 2) for count in right) / 10
     assert accuracy_interval(accuracy, 10, 4, pass_2) == pytest.approx(interval([count / 4 for count in right]))
+
+
+def test_the_interval_is_that_of_the_problems_that_were_evaluated(tmp_path: Path) -> None:
+    """The data may have fewer than eval.problems."""
+    lines = [row(1, **{"eval/accuracy": 0.4, "eval/problems": 5}), row(2, **{"eval/accuracy": 0.4})]
+    curves = with_evaluations(read_curves(run_folder(tmp_path / "run", lines)), {}, 256, 1)
+    limits = list(zip(curves.metrics["eval/accuracy (low)"], curves.metrics["eval/accuracy (high)"], strict=True))
+    assert limits == [accuracy_interval(0.4, 5, 1), accuracy_interval(0.4, 256, 1)]
 
 
 def test_texts_say_how_much_is_missing() -> None:

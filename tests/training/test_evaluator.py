@@ -61,6 +61,7 @@ def test_evaluations_keep_penalties_and_stop_strings_but_not_the_temperature() -
         "eval/maj@4": pytest.approx(1 / 3),  # all give the same answer, and one of them is right
         "eval/mean_length": 2.0,
         "eval/truncated": 0.0,
+        "eval/problems": 1,
     }
 
 
