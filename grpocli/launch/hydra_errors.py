@@ -60,6 +60,10 @@ def known_keys(overrides: list[str], config_name: str) -> list[str]:
     return _CommandLine(overrides, config_name).known_keys()
 
 
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+"""Keys of Hydra's own that users set."""
+
+
 @dataclass(frozen=True, slots=True)
 class _CommandLine:
     """The overrides of a config that could not be composed."""
@@ -160,7 +164,7 @@ class _CommandLine:
         if reward and reward[1] in stored("reward") and not any(known.startswith(reward[0]) for known in keys):
             hint = f"add it: reward=[...,{reward[1]}]"
             return ConfigError(f"{problem}, since {reward[1]} is not one of the rewards", hint=hint)
-        return ConfigError(f"{problem}{nearest(key, keys) or _same_last_word(key, keys)}")
+        return ConfigError(f"{problem}{nearest(key, [*keys, *FOLDERS]) or _same_last_word(key, keys)}")
 
     def _key_of_another_choice(self, key: str) -> ConfigError | None:
         """The error for `algorithm.tokens.quantile` if the chosen `algorithm/tokens` has no such key."""

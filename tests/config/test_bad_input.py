@@ -14,6 +14,7 @@ from grpocli.cli import main
 BAD = [
     ("train.setps=3", 'there is no key train.setps; did you mean "train.steps"?'),
     ("lr=3", 'there is no key lr; did you mean "optim.lr"?'),
+    ("run.dir=runs/mine", 'there is no key run.dir; did you mean "hydra.run.dir"?'),
     ("algoritm=grpo", 'there is no key algoritm; did you mean "algorithm"?'),
     ("+nonsense=1", "there is no key nonsense"),
     ("+train.nonsense=1", "there is no key train.nonsense"),

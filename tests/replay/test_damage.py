@@ -12,6 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from replay.test_replay import STEP, Grpocli
 
+from grpocli.errors import ConfigError
+from grpocli.replay.record import RecordedStep
+
 pytestmark = pytest.mark.processes
 
 
@@ -69,24 +72,35 @@ DAMAGES: list[tuple[str, Callable[[pa.Table], pa.Table], str]] = [
 
 @pytest.mark.parametrize(("damage", "said"), [pair[1:] for pair in DAMAGES], ids=[name for name, *_ in DAMAGES])
 def test_a_damaged_file_is_located(
-    damage: Callable[[pa.Table], pa.Table], said: str, grpocli: Grpocli, dapo: Path, tmp_path: Path
+    damage: Callable[[pa.Table], pa.Table], said: str, dapo: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / STEP
+    pq.write_table(damage(pq.read_table(dapo / "rollouts" / STEP)), path)
+    with pytest.raises(ConfigError) as caught:
+        RecordedStep.read(path, 2, 4, None).check_tokens(100)
+    assert f"{path}: step 2" in str(caught.value)
+    assert said in str(caught.value)
+
+
+DAMAGED_FILES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: path.write_bytes(path.read_bytes()[:-100]), "is broken or no parquet file"),
+    (
+        lambda path: pq.write_table(
+            at_row_5("completion_ids", lambda ids: [10**6, *ids[1:]])(pq.read_table(path)), path
+        ),
+        "step 2, row 5: the column completion_ids has the token 1000000, and the model has ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGED_FILES, ids=["torn", "another model's token"])
+def test_the_command_says_one_sentence(
+    damage: Callable[[Path], object], said: str, grpocli: Grpocli, dapo: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(dapo, run)
     path = run / "rollouts" / STEP
-    pq.write_table(damage(pq.read_table(path)), path)
+    damage(path)
     code, _, err = grpocli("replay", str(run), "--step", "2")
     assert code == 2
-    last = err.splitlines()[-1]
-    assert f"{path}: step 2" in last
-    assert said in last
-
-
-def test_a_torn_file_is_one_sentence(grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(dapo, run)
-    path = run / "rollouts" / STEP
-    path.write_bytes(path.read_bytes()[:-100])
-    code, _, err = grpocli("replay", str(run), "--step", "2")
-    assert code == 2
-    assert f"{path}: is broken or no parquet file" in err.splitlines()[-1]
+    assert f"{path}: {said}" in err.splitlines()[-1]

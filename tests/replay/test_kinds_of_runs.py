@@ -108,7 +108,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "change", [[], ["optim.lr=1e-3", "algorithm.objective.high=0.3"]], ids=["as it was", "changed"]
+    "change",
+    [
+        pytest.param([], id="as it was", marks=pytest.mark.survival),
+        pytest.param(["optim.lr=1e-3", "algorithm.objective.high=0.3"], id="changed"),
+    ],
 )
 def test_a_run_that_was_killed_and_resumed_agrees(
     change: list[str], finished: Path, grpocli: Grpocli, tmp_path: Path
