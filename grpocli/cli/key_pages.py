@@ -32,7 +32,12 @@ setting is an override, or is named with the reason. Importing a script would st
 
     grpocli from-trl gspo.py --rewards rewards.py --processes 8 -- --model_name_or_path Qwen/Qwen3-0.6B --beta 0.0
 
-Defaults of TRL are those of version 1.16; a test compares them with an installed TRL.
+A config that the script gets with `--config`, as TrlParser reads it, and that of `accelerate launch` are read, too:
+
+    grpocli from-trl dapo.py --rewards rewards.py --accelerate zero3.yaml -- --config dapo.yaml
+
+The last line of the output is a command that scores two steps of scripted completions with the ported rewards, without
+the model. Defaults of TRL are those of version 1.16; a test compares them with an installed TRL.
 
 ## Batches and steps
 
@@ -55,6 +60,21 @@ same signature in both: keyword arguments for the prompts, completions and colum
 TRL's default loss is `loss_type=dapo` without a KL term, which is
 `algorithm=grpo algorithm/aggregate=token_mean algorithm/kl=none` here. `algorithm=dapo` is the whole of the paper: also
 dynamic sampling, clip-higher and the punishment of long completions.
+"""
+DIFFERENT = """\
+## What stays different
+
+- **The first update.** TRL's warm-up begins with the rate 0, and grpocli's with 1 / (warmup_steps + 1) of `optim.lr`.
+- **Truncated sampling.** With `rollout.top_p`, `top_k`, `min_p` or `repetition_penalty`, the loss has the log-probs of
+  the distribution that was sampled from. TRL's loss has those of the whole distribution.
+- **KL.** A token's KL estimate is at most 10 here.
+- **Long prompts.** Prompts over `rollout.max_prompt_tokens` are dropped. `rollout.long_prompts=truncate` cuts them from
+  the left, as TRL's former `max_prompt_length` did.
+- **Evaluation** measures accuracy: the share of completions whose first reward (or `eval.reward`) is 1 or more. TRL
+  averages rewards and losses over `eval_dataset`. Training problems are refused as evaluation problems.
+- **Arguments of rewards.** `trainer_state`, `log_metric`, `log_extra` and `environments` are not passed.
+- **The end.** The model is in RUN/model, and a run never overwrites another: `resume=RUN` replaces
+  `trainer.train(resume_from_checkpoint=...)`.
 """
 PORTED = """\
 ## A script, line by line
@@ -85,6 +105,7 @@ SECTIONS = {
     "ModelConfig and ScriptArguments": ("TRL", foreign_names.MODEL_CONFIG),
     "GRPOTrainer": ("TRL", foreign_names.TRAINER),
     "LoraConfig": ("PEFT", foreign_names.LORA_CONFIG),
+    "Earlier names and other calls": ("other names", foreign_names.EARLIER),
     "NeMo RL": ("NeMo RL", foreign_names.NEMO_RL),
 }
 
@@ -122,7 +143,7 @@ def _key_table(keys: list[KeyReference]) -> Iterator[str]:
 
 def from_trl_page(reference: ReferenceIndex) -> str:
     """docs/from-trl.md: every foreign name with its equivalent and both defaults."""
-    pieces = [FROM_TRL, PORTED]
+    pieces = [FROM_TRL, PORTED, DIFFERENT]
     for title, (trainer, names) in SECTIONS.items():
         pieces.append(f"## {title}\n\n" + "\n".join(_foreign_table(trainer, names, reference)))
     contents = [piece.split("\n")[0].removeprefix("## ") for piece in pieces[1:]]

@@ -94,6 +94,18 @@ ALGORITHMS = {
     "reinforce_plus_plus": "algorithm=grpo algorithm/advantage=batch_std",
     "sapo": "algorithm=grpo algorithm/objective=sapo",
 }
+LOSSES = ALGORITHMS | {
+    "dapo": "algorithm=grpo algorithm/aggregate=token_mean",
+    "dr_grpo": "algorithm=grpo algorithm/aggregate=constant",
+    "cispo": "algorithm=grpo algorithm/objective=cispo algorithm/aggregate=token_mean",
+    "luspo": "algorithm=grpo algorithm.objective.level=sequence algorithm/aggregate=constant "
+    "algorithm.aggregate.length=1",
+}
+"""TRL's `loss_type`, which is a part of the algorithm."""
+LOSS = (
+    "loss_type is the loss alone; the whole methods of the papers are algorithm=dapo, algorithm=drgrpo; "
+    "add algorithm/kl=none for beta=0, TRL's default"
+)
 ADVANTAGES = {
     "true": "algorithm/advantage=std",
     "group": "algorithm/advantage=std",
@@ -109,6 +121,7 @@ NO_CRITIC = Equivalent(
 VESPO = missing(UNSTATED, "VESPO's loss (loss_type=vespo) is not an objective here; take grpo, cispo or sapo")
 ADAPTIVE = missing(UNSTATED, "the entropy bonus has a constant coefficient, algorithm.entropy.coefficient")
 SHOWN = "every completion is in RUN/rollouts, and `grpocli rollouts RUN` shows them"
+CUT = "the loss has the log-probs of the cut distribution here, those of the whole one in TRL"
 OWN_BATCHES = "engine=transformers batches completions itself; engine=vllm is the fast way"
 
 GRPO_CONFIG = {
@@ -137,14 +150,16 @@ GRPO_CONFIG = {
         "train.minibatches={}", "divided by gradient_accumulation_steps, since TRL counts micro-batches", default=None
     ),
     "temperature": default(1.0, "rollout.temperature={}"),
-    "top_p": default(1.0, "rollout.top_p={}"),
-    "top_k": default(0, "rollout.top_k={}"),
-    "min_p": default(None, Equivalent("rollout.min_p={}", values={"none": "rollout.min_p=0.0"})),
+    "top_p": default(1.0, "rollout.top_p={}", note=CUT),
+    "top_k": default(0, "rollout.top_k={}", note=CUT),
+    "min_p": default(None, Equivalent("rollout.min_p={}", CUT, {"none": "rollout.min_p=0.0"})),
     "generation_kwargs": Equivalent(
         "", "its entries are keys of rollout, such as rollout.stop; others have no counterpart", default=None
     ),
     "chat_template_kwargs": Equivalent("", "each entry is model.chat_template_arguments.NAME=VALUE", default=None),
-    "repetition_penalty": default(1.0, "rollout.repetition_penalty={}"),
+    "repetition_penalty": default(
+        1.0, "rollout.repetition_penalty={}", note="the loss has log-probs with the penalty here, without it in TRL"
+    ),
     "cache_implementation": nothing(None, "engine=transformers has its own cache of keys and values"),
     "use_vllm": default(
         False,
@@ -206,7 +221,7 @@ GRPO_CONFIG = {
     "scale_rewards": default("group", Equivalent("algorithm/advantage=std", values=ADVANTAGES)),
     "loss_type": default(
         "dapo",
-        Equivalent("algorithm={}", "TRL's dapo is the token mean alone: algorithm/aggregate=token_mean", ALGORITHMS),
+        Equivalent("algorithm={}", LOSS, LOSSES),
         "algorithm=grpo averages each completion first, as the GRPO paper does",
     ),
     "mask_truncated_completions": default(False, "algorithm.keep.mask_truncated={}"),
@@ -445,7 +460,46 @@ LORA_CONFIG = {
 
 TRL = GRPO_CONFIG | TRAINING_ARGUMENTS | MODEL_CONFIG
 
-ALIASES = {
+SAVED = "the final model is RUN/model, a Hugging Face folder with merged LoRA weights"
+PAGE = "the run's folder has everything that is logged"
+EARLIER = {
+    "max_prompt_length": Equivalent(
+        "rollout.max_prompt_tokens={}",
+        "TRL cut longer prompts from the left, as rollout.long_prompts=truncate does; they are dropped by default here",
+        default=512,
+    ),
+    "vllm_device": nothing("auto", "hardware.rollout_devices says which GPUs sample"),
+    "vllm_dtype": nothing("auto", "vLLM has the dtype of the policy, model.dtype"),
+    "vllm_max_model_len": Equivalent("engine=vllm engine.max_model_len={}", default=None),
+    "vllm_guided_decoding_regex": Equivalent("rollout.regex={}", default=None),
+    "use_liger_loss": nothing(False, "log-probs are computed in chunks, without a table of all logits"),
+    "evaluation_strategy": Equivalent("", "eval.every=N evaluates every N steps", default="no"),
+    "overwrite_output_dir": nothing(False, "a run never overwrites another; resume=RUN continues one"),
+    "do_train": nothing(False, "`grpocli train` trains"),
+    "do_eval": nothing(
+        False, "eval.problems above 0 evaluates before and after the run; `grpocli eval --run RUN` later"
+    ),
+    "save_safetensors": nothing(True, "models are Hugging Face folders with safetensors"),
+    "group_by_length": nothing(False, "rows are packed end to end (train.packed)"),
+    "log_level": nothing("passive", PAGE),
+    "log_on_each_node": nothing(True, PAGE),
+    "logging_nan_inf_filter": nothing(True, "metrics are logged as they are"),
+    "dataloader_pin_memory": nothing(True, "prompts are read in the trainer"),
+    "dataloader_prefetch_factor": nothing(None, "prompts are read in the trainer"),
+    "dataloader_persistent_workers": nothing(False, "prompts are read in the trainer"),
+    "ddp_find_unused_parameters": nothing(None, "every parameter that trains has a gradient"),
+    "eval_accumulation_steps": nothing(None, "train.micro_batch_tokens bounds the memory"),
+    "greater_is_better": missing(None, "the final model is the last one"),
+    "hub_token": HUB,
+    "hub_private_repo": HUB,
+    "tokenizer": nothing(None, "the tokenizer is the model's; model.chat_template=FILE replaces its template"),
+    "save_model": nothing(None, SAVED),
+    "save_pretrained_merged": nothing(None, SAVED),
+    "save_lora": nothing(None, "the adapter is in RUN/checkpoints; RUN/model has the merged weights"),
+}
+"""Fields of earlier versions of TRL and transformers, others without a counterpart, and calls at the end of scripts."""
+
+ALIASES = EARLIER | {
     "batch_size": BATCH,
     "chat_template_path": Equivalent("model=hf model.chat_template={}"),
     "dataset": TRL["dataset_name"],
@@ -454,7 +508,6 @@ ALIASES = {
     "group_size": Equivalent("rollout.group_size={}"),
     "lora_rank": Equivalent("model.lora.rank={}"),
     "max_new_tokens": LENGTH,
-    "max_prompt_length": Equivalent("rollout.max_prompt_tokens={}"),
     "max_tokens": LENGTH,
     "model_id": MODEL,
     "model_name": MODEL,

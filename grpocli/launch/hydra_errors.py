@@ -236,7 +236,7 @@ def _key_of_wrong_part(text: str) -> ConfigError | None:
     config, _, cls, key = found.groups()
     part = key.rpartition(".")[0].replace(".", "/")
     problem = f"{config} sets {key}, which the choice of {part} ({cls}) does not have"
-    return ConfigError(problem, hint="keep the choice that it makes, or start from another config")
+    return ConfigError(problem, hint=f"keep the choice that it makes, or copy the YAML without {key}")
 
 
 def _first_paragraph(text: str) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpocli.config.foreign_names import UNSTATED
+from grpocli.porting.command_line import CommandLine, argument_names, is_parsing
 from grpocli.porting.source import Unread
 from grpocli.porting.syntax import Scope, Syntax
 
@@ -32,9 +34,11 @@ OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 class Folder(Syntax):
     """Computes values of expressions, within a budget of expressions for a file."""
 
-    def __init__(self, file: Path, tree: ast.Module) -> None:
+    def __init__(self, file: Path, tree: ast.Module, command_line: CommandLine | None = None) -> None:
         super().__init__(file, tree)
         self.budget = BUDGET
+        self.command_line = command_line or CommandLine()
+        self.argument_names = argument_names(tree)
 
     def fold(self, node: ast.expr, scope: Scope, line: int | None = None) -> Any:
         """The value of an expression, or Unread."""
@@ -54,12 +58,16 @@ class Folder(Syntax):
             case ast.UnaryOp(op=ast.USub()):
                 value = self.fold(node.operand, scope, line)
                 return -value if isinstance(value, int | float) else self._unread(node)
+            case ast.UnaryOp(op=ast.Not()) | ast.Compare() | ast.BoolOp() | ast.IfExp():
+                return self._fold_choice(node, scope, line)
             case ast.BinOp():
                 return self._fold_operation(node, scope, line)
             case ast.JoinedStr():
                 return self._fold_text(node, scope, line)
             case ast.Attribute(value=ast.Name(id="torch")):
                 return node.attr
+            case ast.Attribute(value=ast.Name() as holder):
+                return self._fold_attribute(node, holder, scope, line)
             case ast.Call(func=ast.Name(id="dict")) if not node.args and all(one.arg for one in node.keywords):
                 values = {str(one.arg): self.fold(one.value, scope, line) for one in node.keywords}
                 return self._whole(node, values)
@@ -83,6 +91,45 @@ class Folder(Syntax):
         if binding.index is None or isinstance(value, Unread):
             return value
         return value[binding.index] if isinstance(value, list) and binding.index < len(value) else self._unread(node)
+
+    def _fold_attribute(self, node: ast.Attribute, holder: ast.Name, scope: Scope, line: int) -> Any:
+        """An argument of the script's command line, or a setting of its GRPOConfig."""
+        found = scope.bound(holder.id, line)
+        if holder.id in self.argument_names and (found is None or is_parsing(found[0].value, self.argument_names)):
+            value = self.command_line.value(node.attr)
+            if isinstance(value, ast.expr):
+                return self.fold(value, self.module, 10**9)
+            return self._unread(node) if value is UNSTATED else value
+        if found and isinstance(call := found[0].value, ast.Call) and self._callee(call, found[1]) == "GRPOConfig":
+            value = self._arguments(call, found[1]).get(node.attr)
+            return self._unread(node) if value is None else self.fold(value, found[1])
+        return self._unread(node)
+
+    def _fold_choice(self, node: ast.expr, scope: Scope, line: int) -> Any:
+        """A comparison of two values, `not`, `and`, `or`, and `A if B else C`."""
+        match node:
+            case ast.IfExp():
+                test = self.fold(node.test, scope, line)
+                branch = node.body if test else node.orelse
+                return self._unread(node) if isinstance(test, Unread) else self.fold(branch, scope, line)
+            case ast.UnaryOp():
+                value = self.fold(node.operand, scope, line)
+                return self._unread(node) if isinstance(value, Unread) else not value
+            case ast.BoolOp():
+                last: Any = None
+                for one in node.values:
+                    last = self.fold(one, scope, line)
+                    if isinstance(last, Unread):
+                        return self._unread(node)
+                    if bool(last) is isinstance(node.op, ast.Or):
+                        break
+                return last
+            case ast.Compare(ops=[ast.Eq() | ast.Is() | ast.NotEq() | ast.IsNot() as operation], comparators=[right]):
+                values = [self.fold(one, scope, line) for one in (node.left, right)]
+                if any(isinstance(one, Unread) for one in values):
+                    return self._unread(node)
+                return (values[0] == values[1]) is isinstance(operation, ast.Eq | ast.Is)
+        return self._unread(node)
 
     def _fold_dict(self, node: ast.Dict, scope: Scope, line: int) -> Any:
         values: dict[Any, Any] = {}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import builtins
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from grpocli.porting.source import Data, DatasetStep, RewardCall, ScriptSource, Unread
 from grpocli.porting.syntax import Function, parsed
@@ -49,7 +50,7 @@ def functions_file(source: ScriptSource) -> Functions:
     steps = carried_steps(source.data)
     if not local and not steps:
         return Functions()
-    mover = Mover(parsed(source.file), source.file.read_text(encoding="utf-8-sig"))
+    mover = Mover(parsed(source.file), source.file.read_text(encoding="utf-8-sig"), source.namespaces)
     tail = [f"{one.name} = {one.code}" for one in local if one.code]
     for one in local:
         mover.need(names_of(one.code) if one.code else {one.name}, one.line)
@@ -58,7 +59,7 @@ def functions_file(source: ScriptSource) -> Functions:
     if steps:
         tail.append(processor(steps))
     head = f'"""The reward and dataset functions of {source.file.name}, moved by grpocli from-trl."""'
-    return Functions("\n\n\n".join([head, *mover.texts(), *tail]) + "\n", mover.left)
+    return Functions("\n\n\n".join([head, *mover.texts(tail), *tail]) + "\n", mover.left)
 
 
 def carried_steps(data: Data | Unread | None) -> list[DatasetStep]:
@@ -118,7 +119,8 @@ def free_names(node: ast.AST) -> set[str]:
 class Mover:
     """Finds the statements that names need."""
 
-    def __init__(self, tree: ast.Module, text: str) -> None:
+    def __init__(self, tree: ast.Module, text: str, namespaces: Mapping[str, Mapping[str, Any]]) -> None:
+        self.namespaces, self.held = namespaces, set[str]()
         self.lines = text.splitlines()
         self.units = list(_units(tree.body, ()))
         self.functions = [(unit.statement, unit.chain) for unit in self.units if isinstance(unit.statement, Function)]
@@ -139,6 +141,9 @@ class Mover:
             self._need(name, chain)
 
     def _need(self, name: str, chain: Chain) -> None:
+        if name in self.namespaces:
+            self.held.add(name)
+            return
         for depth in range(len(chain), -1, -1):
             found = [unit for unit in self.units if name in unit.names and unit.chain == chain[:depth]]
             if found:
@@ -169,11 +174,11 @@ class Mover:
         if text not in self.left:
             self.left.append(text)
 
-    def texts(self) -> Iterator[str]:
-        """The chosen statements in the script's order, imports first."""
+    def texts(self, tail: Iterable[str]) -> Iterator[str]:
+        """The chosen statements in the script's order, imports first. tail: the code that follows them."""
         units = sorted(self.chosen.values(), key=lambda unit: unit.statement.lineno)
         imports = [unit for unit in units if isinstance(unit.statement, ast.Import | ast.ImportFrom)]
-        block = [*self.future, *(self._text(unit.statement) for unit in imports)]
+        block = [*self.future, *(self._text(unit.statement) for unit in imports), *self._arguments(tail)]
         for unit in [one for one in units if one not in imports]:
             text = self._text(unit.statement)
             if not isinstance(unit.statement, Function | ast.ClassDef):
@@ -185,6 +190,22 @@ class Mover:
             yield text
         if block:
             yield "\n".join(block)
+
+    def _arguments(self, tail: Iterable[str]) -> Iterator[str]:
+        """The objects with the arguments of the script's command line that the moved code reads."""
+        code = [*(unit.statement for unit in self.chosen.values()), *map(ast.parse, tail)]
+        read = [one for tree in code for one in ast.walk(tree) if isinstance(one, ast.Attribute)]
+        if self.held:
+            yield "from types import SimpleNamespace"
+        for name in sorted(self.held):
+            known: dict[str, Any] = {}
+            for attribute in [one.attr for one in read if isinstance(one.value, ast.Name) and one.value.id == name]:
+                value = self.namespaces[name].get(attribute, Unread("", 0))
+                if isinstance(value, Unread):
+                    self._leave(f"{name}.{attribute} is not known; set it there")
+                else:
+                    known[attribute] = value
+            yield f"{name} = SimpleNamespace({', '.join(f'{key}={one!r}' for key, one in known.items())})"
 
     def _text(self, statement: ast.stmt) -> str:
         """The script's own text, dedented where that changes nothing but the place."""

@@ -117,7 +117,7 @@ class Port:
         if "reward=[model]" in templates and self.value("reward") is not None:
             self.check(name, value, f"add model to reward=[...], and {here.overrides.split()[1].format(value)}")
             return
-        comment = f"{name}: {here.note}" if here.note else name
+        comment = f"{name}: {here.note}" if here.note and value != here.default else name
         added = 0
         for template in templates:
             key, _, text = template.partition("=")
@@ -150,7 +150,7 @@ def hydra_value(value: Any) -> str:
         return f"{{{','.join(f'{hydra_value(key)}:{hydra_value(one)}' for key, one in value.items())}}}"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    text = str(value)
+    text = str(value).replace("\n", "\\n")  # read as a line break by keys for text
     if isinstance(value, int | float) or PLAIN.fullmatch(text):
         return text
     return str(QuotedString(text, Quote.double).with_quotes())

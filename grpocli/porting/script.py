@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grpocli.errors import ConfigError
+from grpocli.porting.command_line import given_arguments
 from grpocli.porting.script_data import DataReader
-from grpocli.porting.source import FROM_COMMAND_LINE, RewardCall, ScriptSource, Unread
-from grpocli.porting.syntax import Scope, parsed
+from grpocli.porting.source import FROM_COMMAND_LINE, RewardCall, ScriptSource, Unread, add_arguments
+from grpocli.porting.syntax import Function, Scope, parsed
 
 POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
 """Arguments of GRPOTrainer that are given by position."""
 
 
-def of_script(file: Path) -> ScriptSource:
-    """The source of a script. Raises ConfigError if it cannot be read or has neither GRPOConfig nor GRPOTrainer."""
+UNPASSED = ("trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments that only TRL passes to a reward function."""
+
+
+def of_script(file: Path, words: Sequence[str] = ()) -> ScriptSource:
+    """The source of a script. words: the arguments of its command line.
+
+    Raises ConfigError if it cannot be read or has neither GRPOConfig nor GRPOTrainer.
+    """
     tree = parsed(file)
     try:
-        return Reader(file, tree).source()
+        line = given_arguments(words, file, tree)
+        source = Reader(file, tree, line).source()
+        add_arguments(source, line.given, line.defined)
+        return source
     except RecursionError as error:
         raise ConfigError("has expressions nested too deep to be read", key=str(file)) from error
 
@@ -40,6 +51,8 @@ class Reader(DataReader):
         scope = trainers[-1][1] if trainers else self.module
         self._read_config(source, arguments, configs, scope)
         self._read_trainer(source, arguments, scope)
+        self._read_ends(source)
+        self._read_namespaces(source)
         if not source.settings and not configs:
             source.notes.append(FROM_COMMAND_LINE)
         return source
@@ -55,13 +68,14 @@ class Reader(DataReader):
         """Read the GRPOConfig that the trainer gets, else the last one."""
         args = arguments.pop("args", None)
         made = self._definition(args, scope) if args is not None else None
+        for name, value in self.command_line.base.items():
+            source.settings[name] = self.fold(value, self.module, 10**9)
         chosen = next(((call, place) for call, place in configs if call is made), configs[-1] if configs else None)
-        if chosen is None:
-            return
-        if len(configs) > 1 and chosen[0] is not made:
-            source.notes.append(f"the script has {len(configs)} GRPOConfig calls, and this reads the last")
-        for name, value in self._arguments(*chosen, ("output_dir",)).items():
-            source.settings[name] = self.fold(value, chosen[1])
+        if chosen is not None:
+            if len(configs) > 1 and chosen[0] is not made:
+                source.notes.append(f"the script has {len(configs)} GRPOConfig calls, and this reads the last")
+            for name, value in self._arguments(*chosen, ("output_dir",)).items():
+                source.settings[name] = self.fold(value, chosen[1])
         for target, value, place in self.changes:  # training_args.learning_rate = 1e-6
             if isinstance(args, ast.Name) and isinstance(target.value, ast.Name) and target.value.id == args.id:
                 source.settings[target.attr] = self.fold(value, place)
@@ -81,6 +95,28 @@ class Reader(DataReader):
                     self._read_lora(source, node, scope)
                 case _:
                     source.ignored[name] = self.fold(node, scope)
+
+    def _read_ends(self, source: ScriptSource) -> None:
+        """Calls that resume, and that save the result."""
+        for call, scope in self.calls:
+            name = self._callee(call, scope)
+            if name == "train" and (given := self._arguments(call, scope).get("resume_from_checkpoint")):
+                source.ignored.setdefault("resume_from_checkpoint", self.fold(given, scope))
+            elif name in ("save_model", "save_lora", "save_pretrained_merged", "push_to_hub_merged"):
+                source.ignored.setdefault(name, self.fold(call.args[0], scope) if call.args else None)
+
+    def _read_namespaces(self, source: ScriptSource) -> None:
+        """The arguments that the script reads, by the name of the object that holds them."""
+        for node in ast.walk(self.tree):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+                continue
+            name, defined = node.value.id, self.command_line.defined.get(node.attr)
+            if name not in self.argument_names or not self.command_line.has(node.attr):
+                continue
+            source.namespaces.setdefault(name, {})[node.attr] = self.fold(node, Scope())
+            note = f"the script's --{node.attr} has no default: give it after `--`"
+            if defined and defined.required and node.attr not in self.command_line.given and note not in source.notes:
+                source.notes.append(note)
 
     def _read_model(self, source: ScriptSource, node: ast.expr, scope: Scope, depth: int = 0) -> None:
         value = self.fold(node, scope)
@@ -130,8 +166,8 @@ class Reader(DataReader):
             for one in node.elts:
                 yield from self._rewards(one, scope)
             return
-        if isinstance(node, ast.Name) and scope.function(node.id):
-            yield RewardCall(node.id, line=node.lineno)
+        if isinstance(node, ast.Name) and (local := scope.function(node.id)):
+            yield RewardCall(node.id, line=node.lineno, unpassed=unpassed(local[0]))
         elif isinstance(node, ast.Name) and (imported := scope.imported(node.id)):
             yield RewardCall(imported[1], imported[0])
         elif isinstance(node, ast.Name) and (found := scope.bound(node.id, node.lineno)):
@@ -152,4 +188,21 @@ class Reader(DataReader):
         values = {key: self.fold(one, scope) for key, one in self._arguments(call, scope).items()}
         if module.startswith("trl"):
             return RewardCall(there, module, values)
-        return RewardCall(f"{name}_{call.lineno}", arguments=values, code=ast.unparse(call), line=call.lineno)
+        made = made_function(scope.function(name))
+        chosen = made if made and not scope.function(made) else f"{name}_{call.lineno}"
+        return RewardCall(chosen, arguments=values, code=ast.unparse(call), line=call.lineno)
+
+
+def unpassed(function: Function) -> tuple[str, ...]:
+    """The arguments of a reward function that only TRL passes."""
+    names = [one.arg for one in (*function.args.args, *function.args.kwonlyargs)]
+    return tuple(one for one in names if one in UNPASSED)
+
+
+def made_function(found: tuple[Function, Scope] | None) -> str:
+    """The name of the inner function that a local function returns; "" without one."""
+    if found is None:
+        return ""
+    inner = {one.name for one in ast.walk(found[0]) if isinstance(one, Function) and one is not found[0]}
+    returns = [one.value for one in ast.walk(found[0]) if isinstance(one, ast.Return)]
+    return next((one.id for one in returns if isinstance(one, ast.Name) and one.id in inner), "")

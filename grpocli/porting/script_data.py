@@ -20,6 +20,10 @@ class DataReader(Folder):
         match node:
             case ast.Constant(value=None):
                 return None
+            case ast.IfExp():
+                test = self.fold(node.test, scope, line)
+                branch = node.orelse if not test else node.body  # unread: as if it were true
+                return self.data(branch, scope, line, depth + 1)
             case ast.Name():
                 return self._named_data(node, scope, line, depth)
             case ast.Subscript():
@@ -85,6 +89,7 @@ class DataReader(Folder):
         reader = type(self).__new__(type(self))
         reader.source_file, reader.tree, reader.budget, reader.module = self.source_file, self.tree, self.budget, inner
         reader.calls, reader.changes = [], []
+        reader.command_line, reader.argument_names = self.command_line, self.argument_names
         reader._visit(function.body, inner, certain=True)
         returns = [one for one in ast.walk(function) if isinstance(one, ast.Return) and one.value is not None]
         if not returns or returns[-1].value is None:

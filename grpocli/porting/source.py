@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class RewardCall:
     """A reward: name of a function. module: where it is imported from; "" for a function of the script.
 
     arguments: those of a call that makes the function, and code: that call. path: a reward model instead of a function.
-    line: where it is used.
+    line: where it is used. unpassed: its arguments that only TRL passes.
     """
 
     name: str
@@ -45,6 +45,7 @@ class RewardCall:
     path: str = ""
     code: str = ""
     line: int = 0
+    unpassed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,9 @@ class ScriptSource:
     """What a file sets. settings: {field: value or Unread}, of GRPOConfig and what `trl grpo` reads beside it.
 
     lora: arguments of LoraConfig; None without one. starts_training: whether importing the file would train.
-    ignored: arguments of GRPOTrainer and others that are not settings. notes: what a reader must know.
+    ignored: arguments of GRPOTrainer and others that are not settings. own: arguments that the script defines itself.
+    namespaces: {name: {attribute: value}} of the objects that hold the script's arguments.
+    notes: what a reader must know.
     """
 
     file: Path
@@ -90,6 +93,8 @@ class ScriptSource:
     eval_data: Data | Unread | None = None
     lora: dict[str, Any] | None = None
     ignored: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    namespaces: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     starts_training: bool = False
     is_script: bool = False
@@ -144,25 +149,14 @@ def of_mapping(file: Path, values: Mapping[str, Any]) -> ScriptSource:
     return source
 
 
-def add_arguments(source: ScriptSource, words: Sequence[str]) -> None:
-    """Add the arguments of a script's own command line, `--name value ...`; a name alone is true.
-
-    Raises ConfigError for a value without a name.
-    """
-    found: dict[str, list[Any]] = {}
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            found[name] = [yaml_text.load(value)] if equals else []
-        elif not name:
-            raise ConfigError("must be --NAME", key="--", value=word, hint="write -- --learning_rate 1e-5 ...")
-        else:
-            found[name].append(yaml_text.load(word.rstrip(",")))
-    for name, values in found.items():
-        _put(source, name, True if not values else values[0] if len(values) == 1 else values)
-    if found:
+def add_arguments(source: ScriptSource, values: Mapping[str, Any], own: Container[str]) -> None:
+    """Add the arguments that a script got. own: those that the script defines, and uses where it reads them."""
+    for name, value in values.items():
+        if name in own or (name.startswith("dataset_") and isinstance(source.data, Data) and source.data.path):
+            source.own[name] = value
+        elif name != "reward_model_name_or_path" or RewardCall("model", path=str(value)) not in source.rewards:
+            _put(source, name, value)
+    if values:
         source.notes = [note for note in source.notes if note != FROM_COMMAND_LINE]
 
 

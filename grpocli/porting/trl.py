@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from grpocli.config.foreign_names import (
@@ -15,9 +16,9 @@ from grpocli.config.foreign_names import (
     TRL,
     UNSTATED,
 )
-from grpocli.porting.overrides import Port
-from grpocli.porting.source import ScriptSource, Unread
-from grpocli.porting.trl_data import set_data, set_rewards
+from grpocli.porting.overrides import NAME, Port
+from grpocli.porting.source import Data, RewardCall, ScriptSource, Unread
+from grpocli.porting.trl_data import path_of, rows_of, set_data, set_rewards
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
@@ -40,6 +41,7 @@ NEEDS: tuple[tuple[tuple[str, ...], str, tuple[Any, ...]], ...] = (
     (("lora_", "use_rslora", "use_dora"), "use_peft", (True,)),
     (("bnb_4bit_", "use_bnb_"), "load_in_4bit", (True,)),
     (("save_steps",), "save_strategy", ("steps",)),
+    (("hub_",), "push_to_hub", (True,)),
 )
 """(beginnings of names, another setting, values of it with which they have an effect)."""
 MODEL_KEYS = {
@@ -52,15 +54,16 @@ MODEL_KEYS = {
 
 
 class Translation:
-    """Translates one source. processes: TRL's number of processes; prompts: those of the dataset, if known.
+    """Translates one source. processes: TRL's number of processes; prompts: those of the dataset; None if unknown.
 
     functions: the file that the script's functions are written to; "" for a config.
     """
 
     def __init__(
-        self, source: ScriptSource, processes: int = 1, prompts: int | None = None, functions: str = ""
+        self, source: ScriptSource, processes: int | None = None, prompts: int | None = None, functions: str = ""
     ) -> None:
-        self.source, self.processes, self.prompts, self.functions = source, processes, prompts, functions
+        self.source, self.prompts, self.functions = source, prompts, functions
+        self.processes, self.assumed = processes or 1, processes is None
         self.port = Port(notes=list(source.notes))
         self.updates = 1
         self.pieces = self.accumulate = 1
@@ -308,9 +311,8 @@ class Translation:
         ):
             if value != 1:
                 port.set(f"train.{key}", value, name)
-        port.notes.append(
-            f"this assumes that TRL ran in {self.processes} process(es); --processes N sets another number"
-        )
+        if self.assumed:
+            port.notes.append("this assumes that TRL ran in 1 process; --processes N sets another number")
 
     def _length(self) -> None:
         completion = int(self.number("max_completion_length"))
@@ -321,17 +323,21 @@ class Translation:
         if prompt != 512 or {"max_prompt_length", "max_seq_length"} & set(self.source.settings):
             name = "max_prompt_length" if self.given("max_prompt_length") else "max_seq_length"
             self.port.set("rollout.max_prompt_tokens", prompt, name)
+            if name == "max_prompt_length":
+                self.port.set("rollout.long_prompts", "truncate", "max_prompt_length: TRL cuts prompts from the left")
             if name == "max_prompt_length" and total is not None:
                 self.port.skip("max_seq_length", total, "a completion has room after every prompt")
+        else:
+            self.port.notes.append("prompts over rollout.max_prompt_tokens=512 are dropped; TRL has no limit")
         if prompt + completion > 8192:
             self.port.set("train.micro_batch_tokens", prompt + completion, "a micro-batch holds whole completions")
         for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("repetition_penalty", 1.0)):
             if self.number(name) != default:
-                self.port.set(
-                    f"rollout.{name}", max(0, int(self.number(name))) if name == "top_k" else self.get(name), name
-                )
+                value = max(0, int(self.number(name))) if name == "top_k" else self.get(name)
+                note = TRL[name].note
+                self.port.set(f"rollout.{name}", value, f"{name}: {note}" if note else name)
         if self.get("min_p"):
-            self.port.set("rollout.min_p", self.get("min_p"), "min_p")
+            self.port.set("rollout.min_p", self.get("min_p"), f"min_p: {TRL['min_p'].note}")
         self._mapping("generation_kwargs", self._generation)
 
     def _generation(self, key: str, value: Any, name: str) -> None:
@@ -353,9 +359,10 @@ class Translation:
             return
         self.port.named.add("max_steps")
         epochs = self.number("num_train_epochs")
+        counted = self._count()
         if self.prompts:
             steps = math.ceil(epochs * (self.prompts // prompts))
-            self.port.set("train.steps", max(1, steps), f"num_train_epochs x {self.prompts} prompts")
+            self.port.set("train.steps", max(1, steps), f"num_train_epochs x {self.prompts} prompts{counted}")
         else:
             sums = f"train.steps={epochs:g} x prompts / {prompts}"
             self.port.check(
@@ -363,6 +370,14 @@ class Translation:
             )
         if "max_steps" in self.source.settings:
             self.port.skip("max_steps", most, "num_train_epochs says how long TRL trains")
+
+    def _count(self) -> str:
+        """Count the prompts of a local file, unless their number is given. Returns where they are."""
+        data = self.source.data
+        if self.prompts is not None or not isinstance(data, Data):
+            return ""
+        self.prompts = rows_of(data, self.source.file.parent)
+        return f" in {path_of(data)}" if self.prompts else ""
 
     def _optimizer(self) -> None:
         port = self.port
@@ -408,7 +423,11 @@ class Translation:
             port.set("engine.base_url", self.given("vllm_server_base_url"), "vllm_server_base_url")
         elif server and (host or number):
             address = f"http://{host or '127.0.0.1'}:{number or 8000}"
-            port.set("engine.base_url", address, "vllm_server_host, vllm_server_port: of grpocli vllm-serve")
+            port.set("engine.base_url", address, "vllm_server_host, vllm_server_port")
+        if server and port.value("engine.base_url"):
+            model = self.source.model if isinstance(self.source.model, str) else "MODEL"
+            start = f"grpocli vllm-serve model={model} port={str(port.value('engine.base_url')).rpartition(':')[2]}"
+            port.check("engine.base_url", port.value("engine.base_url"), f"start the server first: {start}")
 
     def _checkpoints(self) -> None:
         strategy = str(self.get("save_strategy"))
@@ -430,6 +449,10 @@ class Translation:
         elif self.given("eval_steps"):
             every = max(1, int(self.number("eval_steps")) // self.updates)
             self.port.set("eval.every", every, "eval_strategy, eval_steps")
+        first = self.source.rewards[0] if self.source.rewards else None
+        if strategy != "no" and isinstance(first, RewardCall) and first.path and len(self.source.rewards) > 1:
+            advice = "evaluations count a score of 1 or more of this one as right; eval.reward=NAME takes another"
+            self.port.check("reward", "model", advice)
 
     def _rest(self) -> None:
         port = self.port
@@ -457,8 +480,20 @@ class Translation:
                     self.port.skip(name, value, reason)
                 continue
             self.port.carry(name, value, TRL.get(name) or ALIASES.get(name))
+        for name, value in self.source.own.items():
+            if name not in self.port.named | self.port.remarked:
+                self.port.skip(name, value, "an argument of the script's own, used where the script reads it")
         for name, value in self.source.ignored.items():
-            self.port.carry(name, value, TRAINER.get(name) or TRL.get(name))
+            self.port.carry(name, value, TRAINER.get(name) or TRL.get(name) or ALIASES.get(name))
+        self._mark_defaults()
+
+    def _mark_defaults(self) -> None:
+        """Say in the comments where TRL's default stands for a setting that is not read."""
+        unread = {name for name, value in self.source.settings.items() if isinstance(value, Unread)}
+        for index, line in enumerate(self.port.lines):
+            if names := [name for name in NAME.findall(line.comment) if name in unread]:
+                comment = f"TRL's default, since {names[0]} is not read"
+                self.port.lines[index] = replace(line, comment=comment)
 
     def _without_effect(self, name: str) -> str:
         """Why a setting has no effect beside the others; "" if it has one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from grpocli.config.foreign_names import TRAINER
@@ -40,7 +41,7 @@ def set_data(port: Port, source: ScriptSource, functions: str) -> None:
     carried = carried_steps(data)
     if carried:
         lines = ", ".join(str(step.line) for step in carried)
-        port.set("task.processor", f"{functions}:{PROCESSOR}", f"the dataset's steps in lines {lines}")
+        port.set("task.processor", f"{functions}:{PROCESSOR}", f"the dataset's steps, line {lines}")
     else:
         _set_answer(port, source)
     for step in data.steps:
@@ -54,6 +55,18 @@ def path_of(data: Data) -> str:
     files = data.files.get(data.split or "train") if isinstance(data.files, dict) else data.files
     first = files[0] if isinstance(files, list) and files else files
     return str(first) if data.path in FILES and first else data.path
+
+
+def rows_of(data: Data, folder: Path) -> int | None:
+    """The rows of a local JSONL file that all become prompts; None for other data. folder: that of the script."""
+    path = Path(path_of(data))
+    file = path if path.is_file() else folder / path
+    if data.path != "json" or file.suffix != ".jsonl" or not file.is_file() or "[" in (data.split or ""):
+        return None
+    if any(step.method in ("filter", "select", "train_test_split") or not step.plain for step in data.steps):
+        return None
+    with file.open("rb") as lines:
+        return sum(1 for line in lines if line.strip()) or None
 
 
 def _set_answer(port: Port, source: ScriptSource) -> None:
@@ -108,6 +121,8 @@ def set_rewards(port: Port, source: ScriptSource, functions: str, weights: Any) 
         names.append("model" if reward.path else known or reward.name)
         if reward.path:
             port.set("reward.model.path", reward.path, "reward_model_name_or_path")
+        for name in reward.unpassed:
+            port.notes.append(f"{reward.name} gets no {name} here: it needs a default, which stands for it")
         for theirs, ours in (("max_completion_len", "max_tokens"), ("soft_punish_cache", "buffer_tokens")):
             if known == "overlong" and isinstance(reward.arguments.get(theirs), int):
                 port.set(f"reward.overlong.{ours}", reward.arguments[theirs], theirs)
