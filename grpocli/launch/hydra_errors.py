@@ -171,8 +171,8 @@ class _CommandLine:
         section, _, name = key.rpartition(".")
         group = section.replace(".", "/")
         having = sorted(choice for choice, node in stored(group).items() if name in node)
-        if not having:
-            return None
+        if not having:  # model.chat_template_arguments.NAME is part of model.chat_template_arguments
+            return self._key_of_another_choice(section) if "." in section else None
         config = self._composed_choices(hydra=True)
         now = config.hydra.runtime.choices.get(group) if config is not None else None
         choices = " or ".join(filter(None, [", ".join(having[:-1]), having[-1]]))

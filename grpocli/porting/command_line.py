@@ -13,7 +13,10 @@ from grpocli.config.foreign_names import TRL, UNSTATED
 from grpocli.errors import ConfigError
 from grpocli.porting.source import read_mapping
 
-PARSING = ("parse_args", "parse_known_args", "parse_args_and_config", "parse_args_into_dataclasses", "parse_dict")
+PARSING = (
+    *("parse_args", "parse_known_args", "parse_args_and_config", "parse_args_into_dataclasses"),
+    *("parse_yaml_file", "parse_json_file", "parse_dict"),
+)
 """Methods that return the arguments of a command line."""
 DATACLASS_PARSERS = ("TrlParser", "HfArgumentParser")
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -21,23 +24,25 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument that a script defines. default: None if it has none. kind: the name of its type."""
+    """An argument that a script defines. default: None if it has none. kind: the name of its type. many: a list."""
 
     default: ast.expr | None
     kind: str = ""
     required: bool = False
+    many: bool = False
 
 
 @dataclass(slots=True)
 class CommandLine:
     """The arguments that a script defines, and the values that were given.
 
-    base: fields of local subclasses of GRPOConfig, which replace TRL's defaults. fills: whether a parser fills
-    dataclasses, and so knows the fields of TRL's own classes.
+    own: the names that mean nothing to TRL. base: fields of local subclasses of GRPOConfig, which replace TRL's
+    defaults. fills: whether a parser fills dataclasses, and so knows the fields of TRL's own classes.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
     defined: dict[str, Argument] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
     base: dict[str, ast.expr] = field(default_factory=dict)
     fills: bool = False
 
@@ -48,10 +53,14 @@ class CommandLine:
     def value(self, name: str) -> Any:
         """A value that was given, or the default of TRL; an expression for a default of the script; UNSTATED."""
         if name in self.given:
-            return _converted(self.given[name], self.defined[name].kind if name in self.defined else "")
+            value, defined = self.given[name], self.defined.get(name)
+            value = _converted(value, defined.kind) if defined else value
+            return [value] if defined and defined.many and not isinstance(value, list) else value
         if name in self.defined:
             default = self.defined[name].default
             return UNSTATED if default is None else default
+        if name in self.base:
+            return self.base[name]
         return TRL[name].default if self.fills and name in TRL else UNSTATED
 
 
@@ -62,6 +71,7 @@ def given_arguments(words: Sequence[str], script: Path, tree: ast.Module) -> Com
     Raises ConfigError for a value without a name or an unreadable file.
     """
     line = CommandLine(defined=dict(_defined(tree)))
+    line.own = set(line.defined)
     calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call)]
     line.fills = any(_last_name(one.func) in DATACLASS_PARSERS for one in calls)
     for cls in _dataclasses(tree):
@@ -69,7 +79,9 @@ def given_arguments(words: Sequence[str], script: Path, tree: ast.Module) -> Com
         fields = dict(_fields(cls))
         if "GRPOConfig" in kinds:
             line.base |= {name: one.default for name, one in fields.items() if one.default is not None}
-        line.defined |= {name: one for name, one in fields.items() if name not in TRL}
+            fields = {name: one for name, one in fields.items() if name not in TRL}
+        line.defined |= fields
+        line.own |= {name for name in fields if name not in TRL or name == "reward_funcs"}
     values = _parsed(words)
     if isinstance(file := values.get("config"), str) and "config" not in line.defined:
         del values["config"]
@@ -159,7 +171,8 @@ def _defined(tree: ast.Module) -> Iterator[tuple[str, Argument]]:
             default = ast.Constant(
                 action.value == "store_false" if switch and isinstance(action, ast.Constant) else None
             )
-        yield name, Argument(default, _last_name(keywords.get("type")), required)
+        many = isinstance(one := keywords.get("nargs"), ast.Constant) and one.value in ("+", "*")
+        yield name, Argument(default, _last_name(keywords.get("type")), required, many)
 
 
 def _dataclasses(tree: ast.Module) -> Iterator[ast.ClassDef]:
@@ -179,8 +192,9 @@ def _fields(cls: ast.ClassDef) -> Iterator[tuple[str, Argument]]:
             keywords: Mapping[str | None, ast.expr] = {one.arg: one.value for one in value.keywords}
             made = keywords.get("default_factory")
             value = keywords.get("default", made.body if isinstance(made, ast.Lambda) else None)
-        kind = _last_name(statement.annotation)
-        yield statement.target.id, Argument(value, kind, required=value is None)
+        hint = statement.annotation
+        many = isinstance(hint, ast.Subscript) and _last_name(hint.value).lower() in ("list", "sequence")
+        yield statement.target.id, Argument(value, _last_name(hint), required=value is None, many=many)
 
 
 def _last_name(node: ast.expr | None) -> str:

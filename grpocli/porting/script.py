@@ -29,7 +29,7 @@ def of_script(file: Path, words: Sequence[str] = ()) -> ScriptSource:
     try:
         line = given_arguments(words, file, tree)
         source = Reader(file, tree, line).source()
-        add_arguments(source, line.given, line.defined)
+        add_arguments(source, line.given, line.own)
         return source
     except RecursionError as error:
         raise ConfigError("has expressions nested too deep to be read", key=str(file)) from error
@@ -166,6 +166,9 @@ class Reader(DataReader):
             for one in node.elts:
                 yield from self._rewards(one, scope)
             return
+        if isinstance(node, ast.ListComp):
+            yield from self._chosen_rewards(node, scope)
+            return
         if isinstance(node, ast.Name) and (local := scope.function(node.id)):
             yield RewardCall(node.id, line=node.lineno, unpassed=unpassed(local[0]))
         elif isinstance(node, ast.Name) and (imported := scope.imported(node.id)):
@@ -181,6 +184,23 @@ class Reader(DataReader):
             yield RewardCall("model", path=value)
         else:
             yield self._unread(node)
+
+    def _chosen_rewards(self, node: ast.ListComp, scope: Scope) -> Iterator[RewardCall | Unread]:
+        """The rewards of `[REGISTRY[name] for name in NAMES]`."""
+        match node:
+            case ast.ListComp(
+                elt=ast.Subscript(value=table, slice=ast.Name(id=key)),
+                generators=[ast.comprehension(target=ast.Name(id=target), iter=names, ifs=[])],
+            ) if key == target:
+                made, place = self._made(table, scope)
+                chosen = self.fold(names, scope)
+                if isinstance(made, ast.Dict) and isinstance(chosen, list):
+                    functions = {self.fold(k, place): v for k, v in zip(made.keys, made.values, strict=True) if k}
+                    if all(isinstance(one, str) and one in functions for one in chosen):
+                        for one in chosen:
+                            yield from self._rewards(functions[one], place)
+                        return
+        yield self._unread(node)
 
     def _made_reward(self, call: ast.Call, name: str, scope: Scope) -> RewardCall:
         """A reward that a call makes, such as `partial(f, weight=2)`."""

@@ -28,6 +28,10 @@ BAD = [
     ("reward=[number", "reward=[number: cannot be read; write KEY=VALUE or GROUP=[A,B], with every bracket"),
     ("task.nope=1,2", "there is no key task.nope"),
     ("task.system_prompt=Be_nice,_please", "task.system_prompt belongs to task="),
+    (
+        "model.chat_template_arguments.enable_thinking=false",
+        "chat_template_arguments belongs to model=hf; now it is tiny",
+    ),
     ("reward.format.weight=0.2", "since format is not one of the rewards; add it: reward=[...,format]"),
     ("reward.exact_match.wieght=2", 'did you mean "reward.exact_match.weight"?'),
     ("algorithm/kl=k4", "algorithm/kl=k4: choose one of k1, k2, k3, none"),

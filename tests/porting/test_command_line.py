@@ -217,3 +217,18 @@ def test_arguments_that_only_trl_passes_are_named(folder: Path, grpocli: Command
     _, text, _ = grpocli("from-trl", "plain.py")
     assert "# check: f gets no trainer_state here" in text
     assert {"rollout.max_prompt_tokens=99", "rollout.long_prompts=truncate"} <= set(overrides(text))
+
+
+def test_rewards_are_chosen_from_a_registry(folder: Path, grpocli: Command) -> None:
+    (folder / "plain.py").write_text(
+        "@dataclass\nclass Own:\n    reward_funcs: list[str] = field(default_factory=lambda: ['one', 'two'])\n"
+        "def first(completions, **kw): return [1.0]\ndef second(completions, **kw): return [2.0]\n"
+        "REWARDS = {'one': first, 'two': second}\n"
+        "own, settings = HfArgumentParser((Own, GRPOConfig)).parse_args_into_dataclasses()\n"
+        "GRPOTrainer('a/b', [REWARDS[name] for name in own.reward_funcs], settings, load_dataset('c/d'))\n"
+    )
+    (folder / "one.yaml").write_text("beta: 0.1\n")
+    _, text, _ = grpocli("from-trl", "plain.py")
+    assert "reward=[plain_rewards.py:first,plain_rewards.py:second]" in overrides(text)
+    _, text, _ = grpocli("from-trl", "plain.py", "--", "one.yaml", "--reward_funcs", "two")
+    assert {"reward=[plain_rewards.py:second]", "algorithm.kl.beta=0.1"} <= set(overrides(text))
