@@ -170,7 +170,8 @@ class _CommandLine:
         """The error for `algorithm.tokens.quantile` if the chosen `algorithm/tokens` has no such key."""
         section, _, name = key.rpartition(".")
         group = section.replace(".", "/")
-        having = sorted(choice for choice, node in stored(group).items() if name in node)
+        nodes = stored(group).items()
+        having = sorted(choice for choice, node in nodes if name in set(node.keys()))  # `in` misses required keys
         if not having:  # model.chat_template_arguments.NAME is part of model.chat_template_arguments
             return self._key_of_another_choice(section) if "." in section else None
         config = self._composed_choices(hydra=True)

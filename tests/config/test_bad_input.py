@@ -28,6 +28,7 @@ BAD = [
     ("reward=[number", "reward=[number: cannot be read; write KEY=VALUE or GROUP=[A,B], with every bracket"),
     ("task.nope=1,2", "there is no key task.nope"),
     ("task.system_prompt=Be_nice,_please", "task.system_prompt belongs to task="),
+    ("model=tiny model.path=a/b", "model.path belongs to model=hf"),
     (
         "model.chat_template_arguments.enable_thinking=false",
         "chat_template_arguments belongs to model=hf; now it is tiny",
