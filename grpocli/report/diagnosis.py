@@ -87,6 +87,7 @@ RULES = (
         "{value:.0%} of the groups have equal rewards",
         "Groups with equal rewards have no training signal: the problems are too hard or too easy.",
         "Choose problems of another difficulty, raise rollout.group_size, or use algorithm/keep=dynamic.",
+        sure=0.99,
     ),
     Rule(
         "truncation",

@@ -226,7 +226,11 @@ def test_a_low_entropy_is_harmless_while_groups_differ(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("metric", "value", "kind"),
-    [("completions/clipped_ratio", 1.0, "truncation"), ("token_mult_prob_error", 3.0, "mismatch")],
+    [
+        ("completions/clipped_ratio", 1.0, "truncation"),
+        ("token_mult_prob_error", 3.0, "mismatch"),
+        ("frac_reward_zero_std", 1.0, "no spread"),
+    ],
 )
 def test_unmistakable_warnings_come_early(tmp_path: Path, metric: str, value: float, kind: str) -> None:
     (found,) = warnings(lines_of(tmp_path, **{metric: [value] * EARLY}), {})
@@ -268,7 +272,7 @@ def test_the_documented_rules_have_the_values_of_the_code() -> None:
     assert f"more than {NOISE:g} standard errors" in text
     assert f"means over {WINDOW} steps; the start is the mean of the first {ENDS}" in text
     assert f"from the mean of {EARLY} steps on" in text.replace("\n", " ")
-    assert {f"{rule.sure:g}" for rule in RULES if rule.sure} == {"0.95", "1.5"}
+    assert {f"{rule.sure:g}" for rule in RULES if rule.sure} == {"0.95", "0.99", "1.5"}
 
 
 def test_quantiles_of_student_t() -> None:
