@@ -40,7 +40,7 @@ def facts(
         ("recipe", choices.get("recipe", "")),
         ("sampling", _sampling(flat)),
         ("update", _update(choices, flat)),
-        ("evaluation", _evaluation(flat)),
+        ("evaluation", _evaluation(flat, summary)),
         ("engine", _engine(run, choices, flat)),
         ("hardware", _hardware(run, flat)),
         ("seed", format_value(flat["seed"]) if "seed" in flat else ""),
@@ -180,13 +180,14 @@ def _update(choices: Mapping[str, str], flat: Flat) -> str:
     return ", ".join(parts)
 
 
-def _evaluation(flat: Flat) -> str:
-    problems, every = flat.get("eval.problems"), flat.get("eval.every")
+def _evaluation(flat: Flat, summary: Mapping[str, Any]) -> str:
+    """The problems are those that were evaluated, if the run has recorded their number."""
+    problems, every = summary.get("eval/problems", flat.get("eval.problems")), flat.get("eval.every")
     if problems == 0:
         return "none"
     if "eval.samples" not in flat:
         return ""
-    count = "held-out problems" if problems is None else f"{problems} held-out problems"
+    count = "held-out problems" if problems is None else f"{problems} held-out problem{'s' if problems != 1 else ''}"
     when = f", every {every} steps" if every else ", before and after"
     samples = flat["eval.samples"]
     return f"{count} × {samples} sample{'s' if samples != 1 else ''}{when}"

@@ -58,13 +58,14 @@ class TaskPrompts:
     """The prompts of one task, with its columns, rewards and environment.
 
     key: prefix of the task's config keys. columns: columns that rewards get. rewards: names of the rewards that score
-    its completions.
+    its completions. wanted: problems to evaluate on, where the task has so many.
     """
 
     name: str
     key: str
     train: TrainingPrompts
     held_out: PromptSet | None
+    wanted: int
     columns: list[str]
     rewards: list[str]
     environment: EnvironmentConfig | None
@@ -93,6 +94,7 @@ class TaskPrompts:
             key_of(run.task, name),
             train,
             held_out,
+            wanted,
             columns,
             rewards_for(task, run.reward),
             environment_of(task),
@@ -152,9 +154,14 @@ class PromptSource:
 
     @property
     def reports(self) -> list[str]:
-        """Sentences about excluded prompts."""
+        """Sentences about excluded prompts, and about tasks with few problems to evaluate on."""
         sets = [part for task in self.tasks for part in (task.train, task.held_out) if part]
-        return [part.report for part in sets if part.report]
+        few = [task for task in self.tasks if task.held_out and len(task.held_out) < task.wanted]
+        return [part.report for part in sets if part.report] + [
+            f"problems of {task.name} to evaluate on: {len(task.held_out or ()):,}, fewer than "
+            f"eval.problems={task.wanted:,}"
+            for task in few
+        ]
 
 
 def rewards_for(task: object, rewards: Mapping[str, object]) -> list[str]:

@@ -160,3 +160,12 @@ def test_errors_name_the_key_of_their_task(error: ConfigError, wanted: str) -> N
 def test_a_bad_task_of_a_mixture_names_its_key(given: str, said: str, tmp_path: Path, plain_tokenizer) -> None:
     with pytest.raises(ConfigError, match=said):
         PromptSource.of(two_tasks(tmp_path, given), plain_tokenizer)
+
+
+def test_a_task_with_few_problems_to_evaluate_on_is_reported(tmp_path: Path, plain_tokenizer) -> None:
+    data = PromptSource.of(two_tasks(tmp_path, "eval.problems=1000"), plain_tokenizer)
+    counts = {task.name: len(task.held_out or ()) for task in data.tasks}
+    assert data.reports == [
+        f"problems of {name} to evaluate on: {n}, fewer than eval.problems=1,000" for name, n in counts.items()
+    ]
+    assert PromptSource.of(two_tasks(tmp_path, "eval.problems=1"), plain_tokenizer).reports == []

@@ -257,6 +257,11 @@ function drawList() {
   );
 }
 
+/** A completion's text in one line; the turns of an episode are separated. */
+function lineOf(completion) {
+  return completion.episode?.map((turn) => turn.content).join(" · ") ?? completion.text;
+}
+
 function listRow(entry) {
   const { run, group, completion, prompt } = entry;
   const key = groupKey(run, group);
@@ -269,7 +274,7 @@ function listRow(entry) {
           "span",
           { class: "row-texts" },
           el("span", { class: "excerpt quiet" }, foreign(excerpt(lastUser(prompt), 90))),
-          el("span", { class: "excerpt" }, foreign(excerpt(completion.text, 140) || "(empty)")),
+          el("span", { class: "excerpt" }, foreign(excerpt(lineOf(completion), 140) || "(empty)")),
         ),
         el(
           "span",
