@@ -57,12 +57,13 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError("is not a .py file", key="--rewards", value=rewards, hint="choose another name")
         _check_absent("--rewards", rewards, args.overwrite)
     port, functions = ported(args.file, args.processes, args.prompts, rewards, given, args.accelerate)
+    text = shell_script(port)
+    _check_unicode(args.file, text)
     if rewards is not None and functions:
-        rewards.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(rewards, functions)
+        _write("--rewards" if args.rewards else "--out", rewards, functions)
     if args.out is not None:
         _write_recipe(port, args.file, args.out)
-    print(shell_script(port), end="")
+    print(text, end="")
     return 0
 
 
@@ -111,6 +112,24 @@ def ported(
     return port, functions.text
 
 
+def _check_unicode(file: Path, text: str) -> None:
+    """Raise ConfigError for half of a surrogate pair, which JSON and Python can escape and no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        escaped = f"\\u{ord(text[error.start]):04x}"
+        hint = "replace it by the character that is meant"
+        raise ConfigError(f"has {escaped}, which is not a character", key=str(file), hint=hint) from error
+
+
+def _write(key: str, file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, text)
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", key=key, value=file) from error
+
+
 def _check_absent(key: str, file: Path, overwrite: bool) -> None:
     """Raise ConfigError if a file exists, unless it may be replaced and from-trl wrote it."""
     if not file.exists():
@@ -132,8 +151,7 @@ def _write_recipe(port: Port, file: Path, out: Path) -> None:
     """Write the overrides as a recipe, and print how it is used."""
     from grpocli.porting.overrides import recipe
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, recipe(port, file.name))
+    _write("--out", out, recipe(port, file.name))
     print(f"# grpocli train --config-dir {out.parent.parent} recipe={out.stem}")
 
 

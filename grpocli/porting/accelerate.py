@@ -35,14 +35,14 @@ class Accelerate:
     def add(self, port: Port) -> None:
         """Add the overrides to those of the script."""
         if self.processes and self.processes > 1:
-            port.set("hardware.processes", self.processes, f"num_processes of {self.name}")
+            port.set("hardware.processes", self.processes, "num_processes", note=self.name)
         machines = self.values.get("num_machines")
         if isinstance(machines, int) and machines > 1:
             port.check("num_machines", machines, f"set hardware=multinode hardware.train_nodes={machines}")
         self._shard(port)
         precision = self.values.get("mixed_precision")
         if precision in ("bf16", "fp16") and port.value("model.dtype") is None:
-            port.set("model.dtype", "bfloat16", f"mixed_precision={precision}")
+            port.set("model.dtype", "bfloat16", "mixed_precision", note=str(precision))
         elif precision == "fp8":
             port.lack("mixed_precision", precision, "training is in bfloat16 or float32")
         if self.values.get("use_cpu"):
@@ -53,10 +53,10 @@ class Accelerate:
         config = self.values.get("deepspeed_config" if kind == "DEEPSPEED" else "fsdp_config")
         config = config if isinstance(config, dict) else {}
         if kind == "FSDP":
-            port.set("hardware.parallel", "fsdp2", "distributed_type=FSDP")
+            port.set("hardware.parallel", "fsdp2", "distributed_type", note="FSDP")
         elif kind == "DEEPSPEED" and isinstance(stage := config.get("zero_stage"), int):
             if stage in (2, 3):
-                port.set("hardware.parallel", f"zero{stage}", f"zero_stage={stage}; fsdp2 needs no DeepSpeed")
+                port.set("hardware.parallel", f"zero{stage}", "zero_stage", note=f"{stage}; fsdp2 needs no DeepSpeed")
             elif stage == 1:
                 port.lack("zero_stage", 1, "hardware.parallel=zero2 is the nearest")
         elif kind == "DEEPSPEED":

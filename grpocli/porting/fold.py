@@ -13,11 +13,13 @@ from typing import Any
 
 from grpocli.config.foreign_names import UNSTATED
 from grpocli.porting.command_line import CommandLine, argument_names, is_parsing
-from grpocli.porting.source import Unread
+from grpocli.porting.source import MAX_DIGITS, TOO_LONG, Unread
 from grpocli.porting.syntax import Scope, Syntax
 
 BUDGET = 100_000
 """Expressions that are folded in a file; more are left unread, since names can multiply as YAML aliases do."""
+DEEPEST = 20
+"""Dictionaries within a dictionary that is unpacked."""
 LONGEST = 20_000
 """Characters of a folded text."""
 OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -48,7 +50,8 @@ class Folder(Syntax):
             return self._unread(node)
         match node:
             case ast.Constant():
-                return node.value
+                huge = isinstance(node.value, int) and abs(node.value) >= 10**MAX_DIGITS
+                return self._unread(node) if huge else node.value
             case ast.Name():
                 return self._fold_name(node, scope, line)
             case ast.List() | ast.Tuple() | ast.Set():
@@ -179,21 +182,39 @@ class Folder(Syntax):
             return self._unread(node)
 
     def _arguments(self, call: ast.Call, scope: Scope, names: tuple[str, ...] = ()) -> dict[str, ast.expr]:
-        """{name: expression} of a call; `**settings` of a dictionary are its entries."""
+        """{name: expression} of a call; `**settings` of a known dictionary are its entries."""
         found = dict(zip(names, (one for one in call.args if not isinstance(one, ast.Starred)), strict=False))
         for keyword in call.keywords:
             if keyword.arg is not None:
                 found[keyword.arg] = keyword.value
                 continue
-            value = self._definition(keyword.value, scope)
-            if isinstance(value, ast.Dict):
-                found |= {
-                    key.value: one
-                    for key, one in zip(value.keys, value.values, strict=True)
-                    if isinstance(key, ast.Constant) and isinstance(key.value, str)
-                }
-            else:
-                found[f"**{ast.unparse(keyword.value)}"] = keyword.value
+            entries = self._entries(keyword.value, scope)
+            found |= {f"**{ast.unparse(keyword.value)}": keyword.value} if entries is None else entries
+        return found
+
+    def _entries(self, node: ast.expr, scope: Scope, depth: int = 0) -> dict[str, ast.expr] | None:
+        """{key: expression} of a dictionary: `{...}`, `dict(...)`, `a | b` and `**a` within; None for another one."""
+        node = self._definition(node, scope)
+        pairs: list[tuple[str, ast.expr] | ast.expr] = []  # an expression is a dictionary within
+        match node:
+            case ast.Dict():
+                for key, value in zip(node.keys, node.values, strict=True):
+                    if key is not None and not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
+                        return None
+                    pairs.append((str(key.value), value) if isinstance(key, ast.Constant) else value)
+            case ast.Call(func=ast.Name(id="dict")):
+                pairs = [*node.args, *((one.arg, one.value) if one.arg else one.value for one in node.keywords)]
+            case ast.BinOp(op=ast.BitOr()):
+                pairs = [node.left, node.right]
+            case _:
+                return None
+        found: dict[str, ast.expr] = {}
+        for one in pairs:
+            inner = {one[0]: one[1]} if isinstance(one, tuple) else self._entries(one, scope, depth + 1)
+            self.budget -= 1
+            if inner is None or depth > DEEPEST or self.budget < 0:
+                return None
+            found |= inner
         return found
 
     def _definition(self, node: ast.expr, scope: Scope) -> ast.expr:
@@ -206,5 +227,8 @@ class Folder(Syntax):
         return node
 
     def _unread(self, node: ast.AST) -> Unread:
-        text = " ".join(ast.unparse(node).split())
+        try:
+            text = " ".join(ast.unparse(node).split())
+        except ValueError:  # a whole number that is too long to print
+            text = TOO_LONG
         return Unread(text if len(text) <= 80 else f"{text[:77]}...", getattr(node, "lineno", 0))

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpocli.config.foreign_names import NEMO_RL, UNSTATED
 from grpocli.porting.overrides import Port
-from grpocli.porting.source import Unread
+from grpocli.porting.source import Unread, number_of
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 PRODUCT = re.compile(r"\$\{mul:\s*(.+?),\s*(.+?)\s*\}")
@@ -57,7 +57,7 @@ class NemoRl:
             return self._resolved(self._raw(one[1]), depth + 1)
         if depth < 10 and (two := PRODUCT.fullmatch(value)):
             factors = [self._resolved(text, depth + 1) for text in two.groups()]
-            numbers = [int(one) if str(one).isdecimal() else one for one in factors]
+            numbers = [int(one) if str(one).isdecimal() and len(str(one)) < 16 else one for one in factors]
             if all(isinstance(one, int) for one in numbers):
                 return math.prod(numbers)
         return Unread(value, 0)
@@ -74,14 +74,21 @@ class NemoRl:
         return self._resolved(NEMO_RL[name].default) if isinstance(value, Unread) else value
 
     def number(self, name: str) -> float:
-        try:
-            return float(self.get(name))
-        except (TypeError, ValueError):
-            self.port.check(name, self.get(name), "it is not a number; the value of grpo_math_1B.yaml is used")
-            return float(self._resolved(NEMO_RL[name].default))
+        """A setting as a number; the value of grpo_math_1B.yaml for anything else."""
+        value = number_of(self.get(name))
+        return self._default(name, "not a finite number") if value is None else value
 
     def whole(self, name: str) -> int:
-        return max(1, int(self.number(name)))
+        """A setting as a whole number from 1 on; the value of grpo_math_1B.yaml for anything else."""
+        value = self.number(name)
+        return int(value if value >= 1 else self._default(name, "less than 1"))
+
+    def _default(self, name: str, problem: str) -> float:
+        """The value of grpo_math_1B.yaml, with a remark on the value that it replaces."""
+        default = float(self._resolved(NEMO_RL[name].default))
+        if name not in self.port.remarked:
+            self.port.check(name, self.get(name), f"it is {problem}; {default:g} of grpo_math_1B.yaml is used")
+        return default
 
     def translate(self) -> Port:
         self._model()
@@ -142,7 +149,7 @@ class NemoRl:
         chosen = ["math"]
         if self.get("grpo.reward_shaping.enabled"):
             chosen.append("overlong")
-        self.port.set("reward", chosen, "env.math.math_verify_impl, grpo.reward_shaping.enabled")
+        self.port.set("reward", chosen, "env.math.math_verify_impl", "grpo.reward_shaping.enabled")
         self.port.set("reward.math.workers", self.whole("env.math.num_workers"), "env.math.num_workers")
 
     def _objective(self) -> None:
@@ -154,7 +161,7 @@ class NemoRl:
             port.set("algorithm.kl.on_policy", bool(self.get(name)), name)
         else:
             port.set(
-                "algorithm/kl", "none", "loss_fn.reference_policy_kl_penalty, loss_fn.use_on_policy_kl_approximation"
+                "algorithm/kl", "none", "loss_fn.reference_policy_kl_penalty", "loss_fn.use_on_policy_kl_approximation"
             )
         tokens = bool(self.get("loss_fn.token_level_loss"))
         port.set("algorithm/aggregate", "token_mean" if tokens else "sequence_mean", "loss_fn.token_level_loss")
@@ -165,8 +172,8 @@ class NemoRl:
                 reason = "leave_one_out does not divide by the deviation of the others; algorithm/advantage=std does"
                 port.lack("grpo.normalize_rewards", scaled, reason)
         else:
-            names = "grpo.normalize_rewards, grpo.use_leave_one_out_baseline"
-            port.set("algorithm/advantage", "std" if scaled else "center", names)
+            names = ("grpo.normalize_rewards", "grpo.use_leave_one_out_baseline")
+            port.set("algorithm/advantage", "std" if scaled else "center", *names)
 
     def _clip(self) -> None:
         port = self.port
@@ -178,10 +185,10 @@ class NemoRl:
         if self.get(name):
             bound = self.get("loss_fn.truncated_importance_sampling_ratio")
             port.set("algorithm/correction", "token_truncate", name)
-            names = "loss_fn.truncated_importance_sampling_ratio"
-            port.set("algorithm.correction.max", 1e9 if bound is None else bound, names)
+            capped = "loss_fn.truncated_importance_sampling_ratio"
+            port.set("algorithm.correction.max", 1e9 if bound is None else bound, capped)
         else:
-            port.set("algorithm/correction", "none", f"{name}, loss_fn.truncated_importance_sampling_ratio")
+            port.set("algorithm/correction", "none", name, "loss_fn.truncated_importance_sampling_ratio")
 
     def _sampling_parts(self) -> None:
         port = self.port
@@ -192,7 +199,7 @@ class NemoRl:
             port.skip(name, self.get(name), "it has no effect without grpo.use_dynamic_sampling")
         age = "grpo.async_grpo.max_trajectory_age_steps"
         if self.get("grpo.async_grpo.enabled"):
-            port.set("rollout.max_staleness", self.whole(age), f"grpo.async_grpo.enabled, {age}")
+            port.set("rollout.max_staleness", self.whole(age), "grpo.async_grpo.enabled", age)
         elif age in self.settings:
             port.skip(age, self.get(age), "it has no effect without grpo.async_grpo.enabled")
         turns = self.whole("grpo.max_rollout_turns")
@@ -205,11 +212,11 @@ class NemoRl:
         port.set("rollout.prompts_per_step", prompts, "grpo.num_prompts_per_step")
         port.set("rollout.group_size", group, "grpo.num_generations_per_prompt")
         updates = min(prompts, max(1, prompts * group // batch))
-        port.set("train.minibatches", updates, f"{prompts} x {group} / policy.train_global_batch_size={batch}")
+        port.set("train.minibatches", updates, "policy.train_global_batch_size", note=f"{prompts} x {group} / {batch}")
         steps, epochs = self.whole("grpo.max_num_steps"), self.whole("grpo.max_num_epochs")
         if self.prompts:
             steps = max(1, min(steps, epochs * (self.prompts // prompts)))
-            port.set("train.steps", steps, f"grpo.max_num_steps, grpo.max_num_epochs x {self.prompts} prompts")
+            port.set("train.steps", steps, "grpo.max_num_steps", "grpo.max_num_epochs", note=f"{self.prompts} prompts")
             return
         port.set("train.steps", steps, "grpo.max_num_steps")
         advice = (
@@ -225,8 +232,8 @@ class NemoRl:
         port.set("rollout.max_prompt_tokens", prompt, "data.max_input_seq_length")
         packed = self.get("policy.sequence_packing.train_mb_tokens")
         tokens = max(packed if isinstance(packed, int) else 0, prompt + completion)
-        names = "policy.sequence_packing.train_mb_tokens, or a whole completion with its prompt"
-        port.set("train.micro_batch_tokens", tokens, names)
+        name = "policy.sequence_packing.train_mb_tokens"
+        port.set("train.micro_batch_tokens", tokens, name, note="at least a completion with its prompt")
         if "policy.max_total_sequence_length" in self.settings:
             reason = "rollout.max_prompt_tokens and rollout.max_completion_tokens bound the two parts"
             port.skip("policy.max_total_sequence_length", total, reason)
@@ -246,13 +253,13 @@ class NemoRl:
             else:
                 self.port.lack("policy.scheduler", kind, "optim.schedule is constant, linear or cosine")
         self.port.set("optim.schedule", schedule, "policy.scheduler")
-        self.port.set("optim.warmup_steps", warmup, "policy.scheduler: from 0 instead of start_factor")
+        self.port.set("optim.warmup_steps", warmup, "policy.scheduler", note="from 0 instead of start_factor")
 
     def _engine(self) -> None:
         backend, together = self.get("policy.generation.backend"), self.get("policy.generation.colocated.enabled")
         engine = ("vllm_colocate" if together else "vllm") if backend in ("vllm", "sglang") else "transformers"
-        names = "policy.generation.backend, policy.generation.colocated.enabled"
-        self.port.set("engine", engine, names)
+        names = ("policy.generation.backend", "policy.generation.colocated.enabled")
+        self.port.set("engine", engine, *names)
         if backend not in ("vllm", "hf"):
             self.port.lack("policy.generation.backend", backend, f"engine={engine} is used instead")
         if engine == "transformers":
@@ -282,7 +289,7 @@ class NemoRl:
     def _evaluation(self) -> None:
         period = int(self.number("grpo.val_period"))
         if period <= 0:
-            self.port.set("eval.problems", 0, "grpo.val_period, grpo.max_val_samples")
+            self.port.set("eval.problems", 0, "grpo.val_period", "grpo.max_val_samples")
         else:
             self.port.set("eval.every", period, "grpo.val_period")
             self.port.set("eval.problems", self.get("grpo.max_val_samples"), "grpo.max_val_samples")
@@ -291,13 +298,15 @@ class NemoRl:
         if self.get("checkpointing.enabled"):
             self.port.set("checkpoint.every", self.whole("checkpointing.save_period"), "checkpointing.save_period")
             keep = self.get("checkpointing.keep_top_k")
-            self.port.set("checkpoint.keep", keep or 0, "checkpointing.keep_top_k: the newest, not the best")
+            self.port.set("checkpoint.keep", keep or 0, "checkpointing.keep_top_k", note="the newest, not the best")
         else:
-            self.port.set("checkpoint.every", 0, "checkpointing.enabled, checkpointing.save_period: only at the end")
+            self.port.set(
+                "checkpoint.every", 0, "checkpointing.enabled", "checkpointing.save_period", note="only at the end"
+            )
 
     def _trackers(self) -> None:
         chosen = [name for name in TRACKERS if self.get(f"logger.{name}_enabled")]
-        self.port.set("tracker", chosen[0] if chosen else "none", ", ".join(f"logger.{n}_enabled" for n in TRACKERS))
+        self.port.set("tracker", chosen[0] if chosen else "none", *(f"logger.{n}_enabled" for n in TRACKERS))
         if len(chosen) > 1:
             self.port.lack("logger", chosen[1:], "a run has one tracker, and metrics.jsonl")
         for name, value in self.settings.items():

@@ -25,16 +25,21 @@ COLOCATED = (
 )
 """Keys of engine=vllm_colocate."""
 PLAIN = re.compile(r"[\w/.:+-]+")
-NAME = re.compile(r"[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, slots=True)
 class OverrideLine:
-    """An override, and where it comes from."""
+    """An override. names: the settings it is from. note: a remark on it."""
 
     key: str
     value: Any
-    comment: str = ""
+    names: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def comment(self) -> str:
+        """Where it comes from, and the remark."""
+        return ": ".join(filter(None, [", ".join(self.names), self.note]))
 
     @property
     def override(self) -> str:
@@ -56,11 +61,11 @@ class Port:
     named: set[str] = field(default_factory=set)
     remarked: set[str] = field(default_factory=set)
 
-    def set(self, key: str, value: Any, comment: str = "") -> None:
-        """Add an override; one of the same key is replaced. The words of the comment are the settings it is from."""
-        self.named |= set(NAME.findall(comment))
+    def set(self, key: str, value: Any, *names: str, note: str = "") -> None:
+        """Add an override; one of the same key is replaced. names: the settings it is from. note: a remark on it."""
+        self.named |= set(names)
         self.lines = [line for line in self.lines if line.key != key]
-        self.lines.append(OverrideLine(key, value, comment))
+        self.lines.append(OverrideLine(key, value, names, note))
 
     def value(self, key: str) -> Any:
         """The value of a key; None without an override."""
@@ -117,7 +122,7 @@ class Port:
         if "reward=[model]" in templates and self.value("reward") is not None:
             self.check(name, value, f"add model to reward=[...], and {here.overrides.split()[1].format(value)}")
             return
-        comment = f"{name}: {here.note}" if here.note and value != here.default else name
+        note = here.note if value != here.default else ""
         added = 0
         for template in templates:
             key, _, text = template.partition("=")
@@ -125,7 +130,7 @@ class Port:
                 self._without_engine_key(name, value, key, here)
                 return
             if self.value(key) is None:
-                self.set(key, value if text == "{}" else yaml.safe_load(text.format(value)), comment)
+                self.set(key, value if text == "{}" else yaml.safe_load(text.format(value)), name, note=note)
                 added += 1
         if not added:
             chosen = ", ".join(f"{key}={shortened(self.value(key))}" for key in dict.fromkeys(_keys(templates)))

@@ -10,7 +10,7 @@ from grpocli.errors import ConfigError
 from grpocli.porting.command_line import given_arguments
 from grpocli.porting.script_data import DataReader
 from grpocli.porting.source import FROM_COMMAND_LINE, RewardCall, ScriptSource, Unread, add_arguments
-from grpocli.porting.syntax import Function, Scope, parsed
+from grpocli.porting.syntax import TOO_DEEP, Function, Scope, parsed
 
 POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
 """Arguments of GRPOTrainer that are given by position."""
@@ -32,7 +32,7 @@ def of_script(file: Path, words: Sequence[str] = ()) -> ScriptSource:
         add_arguments(source, line.given, line.own)
         return source
     except RecursionError as error:
-        raise ConfigError("has expressions nested too deep to be read", key=str(file)) from error
+        raise ConfigError(TOO_DEEP, key=str(file)) from error
 
 
 class Reader(DataReader):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpocli.errors import ConfigError
-from grpocli.porting.source import read_text
+from grpocli.porting.source import TOO_LONG, read_text
 
+TOO_DEEP = "an expression is nested too deep, or has too many terms, to be read"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -56,11 +57,10 @@ def parsed(file: Path) -> ast.Module:
         return ast.parse(text)
     except SyntaxError as error:
         hint = "a notebook is exported as a script first" if file.suffix == ".ipynb" else ""
-        raise ConfigError(f"line {error.lineno}: {error.msg}", key=str(file), hint=hint) from error
+        problem = TOO_LONG if "set_int_max_str_digits" in error.msg else error.msg
+        raise ConfigError(f"line {error.lineno}: {problem}", key=str(file), hint=hint) from error
     except (RecursionError, MemoryError) as error:
-        raise ConfigError("is nested too deep to be read", key=str(file)) from error
-    except ValueError as error:  # a null byte
-        raise ConfigError(f"cannot be read: {error}", key=str(file)) from error
+        raise ConfigError(TOO_DEEP, key=str(file)) from error
 
 
 class Syntax:

@@ -16,8 +16,8 @@ from grpocli.config.foreign_names import (
     TRL,
     UNSTATED,
 )
-from grpocli.porting.overrides import NAME, Port
-from grpocli.porting.source import Data, RewardCall, ScriptSource, Unread
+from grpocli.porting.overrides import Port
+from grpocli.porting.source import Data, RewardCall, ScriptSource, Unread, number_of
 from grpocli.porting.trl_data import path_of, rows_of, set_data, set_rewards
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}
@@ -44,6 +44,8 @@ NEEDS: tuple[tuple[tuple[str, ...], str, tuple[Any, ...]], ...] = (
     (("hub_",), "push_to_hub", (True,)),
 )
 """(beginnings of names, another setting, values of it with which they have an effect)."""
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+"""The settings that prompts of a step follow from."""
 MODEL_KEYS = {
     "dtype": "dtype",
     "torch_dtype": "dtype",
@@ -65,6 +67,10 @@ class Translation:
         self.source, self.prompts, self.functions = source, prompts, functions
         self.processes, self.assumed = processes or 1, processes is None
         self.port = Port(notes=list(source.notes))
+        for name, value in list(source.settings.items()):
+            if isinstance(value, float) and number_of(value) is None:
+                self.port.check(name, value, "it is not a finite number, and is left out")
+                del source.settings[name]
         self.updates = 1
         self.pieces = self.accumulate = 1
 
@@ -80,25 +86,27 @@ class Translation:
 
     def number(self, name: str) -> float:
         """A setting as a number, also from text such as YAML's `1e-6`; TRL's default for anything else."""
-        try:
-            value = float(self.get(name))
-        except (TypeError, ValueError):
-            self.port.check(name, self.get(name), "it is not a number; TRL's default is used")
-            value = float(DEFAULTS[name] or 0)
-        return value
+        value = number_of(self.get(name))
+        return self._default(name, "not a finite number") if value is None else value
 
     def optional(self, name: str) -> float | None:
-        """A setting as a number; None if it is not set or no number."""
-        if self.given(name) is None:
-            return None
-        try:
-            return float(self.given(name))
-        except (TypeError, ValueError):
-            self.port.check(name, self.given(name), "it is not a number")
-            return None
+        """A setting as a number; None if it is not set or not a number."""
+        value = None if self.given(name) is None else number_of(self.given(name))
+        if value is None and self.given(name) is not None:
+            self.port.check(name, self.given(name), "it is not a finite number, and is left out")
+        return value
 
     def whole(self, name: str) -> int:
-        return max(1, int(self.number(name)))
+        """A setting as a whole number from 1 on; TRL's default for anything else."""
+        value = self.number(name)
+        return int(value if value >= 1 else self._default(name, "less than 1"))
+
+    def _default(self, name: str, problem: str) -> float:
+        """TRL's default, with a remark on the value that it replaces."""
+        default = float(DEFAULTS[name] or 0)
+        if name not in self.port.remarked:
+            self.port.check(name, self.get(name), f"it is {problem}; TRL's default, {default:g}, is used")
+        return default
 
     def translate(self) -> Port:
         self._model()
@@ -126,14 +134,15 @@ class Translation:
         model = self.source.model
         if isinstance(model, str):
             self.port.set("model", "hf")
-            self.port.set("model.path", model, "model, model_name_or_path")
+            self.port.set("model.path", model, "model", "model_name_or_path")
         else:
             self.port.check("model", model, "it is not read; set model=OWNER/NAME yourself")
         for name, key in MODEL_KEYS.items():
             if self.given(name) is not None:
                 self._model_key(key, self.given(name), name)
-        if self.given("bf16") or self.given("fp16"):
-            self.port.set("model.dtype", "bfloat16", "bf16" if self.given("bf16") else "fp16: no training in float16")
+        half = next((name for name in ("bf16", "fp16") if self.given(name)), "")
+        if half:
+            self.port.set("model.dtype", "bfloat16", half, note="" if half == "bf16" else "no training in float16")
         self._mapping("model_init_kwargs", self._model_key_of)
         self._mapping("chat_template_kwargs", self._template_argument)
 
@@ -158,7 +167,7 @@ class Translation:
 
     def _model_key(self, key: str, value: Any, name: str) -> None:
         if key == "dtype" and value not in ("auto", "bfloat16", "float32"):
-            self.port.set("model.dtype", "bfloat16", f"{name}: training has no {value}")
+            self.port.set("model.dtype", "bfloat16", name, note=f"training has no {value}")
         elif key != "revision" or value != "main":
             self.port.set(f"model.{key}", value, name)
 
@@ -186,13 +195,13 @@ class Translation:
 
     def _objective(self) -> None:
         port, loss = self.port, str(self.get("loss_type"))
-        port.set("algorithm", "grpo", f"loss_type={loss}")
+        port.set("algorithm", "grpo", "loss_type", note=loss)
         if loss in ("dapo", "bnpo", "cispo"):
-            port.set("algorithm/aggregate", "token_mean", f"loss_type={loss}")
+            port.set("algorithm/aggregate", "token_mean", "loss_type", note=loss)
         if loss == "bnpo":
             port.set("algorithm.aggregate.scope", "micro_batch")
         if loss in ("dr_grpo", "luspo"):
-            port.set("algorithm/aggregate", "constant", f"loss_type={loss}")
+            port.set("algorithm/aggregate", "constant", "loss_type", note=loss)
         if loss == "luspo":
             port.set("algorithm.aggregate.length", 1)
         if loss == "sapo":
@@ -205,7 +214,7 @@ class Translation:
         loss, low = str(self.get("loss_type")), self.number("epsilon")
         high = self.optional("epsilon_high") or low
         if loss == "cispo" and high >= 1:
-            self.port.set("algorithm/objective", "cispo", "TRL's bound is 1 + high")
+            self.port.set("algorithm/objective", "cispo", note="TRL's bound is 1 + high")
             self.port.set("algorithm.objective.high", high - 1, "epsilon_high")
             if "epsilon" in self.source.settings:
                 self.port.skip("epsilon", low, "cispo has an upper bound alone")
@@ -227,7 +236,7 @@ class Translation:
     def _kl(self) -> None:
         port, beta = self.port, self.number("beta")
         if not beta:
-            port.set("algorithm/kl", "none", "beta=0.0")
+            port.set("algorithm/kl", "none", "beta", note="0")
             for name in ("use_bias_correction_kl", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"):
                 if name in self.source.settings and not isinstance(self.source.settings[name], Unread):
                     port.skip(name, self.get(name), "it has no effect without beta")
@@ -238,7 +247,7 @@ class Translation:
     def _sync_reference(self) -> None:
         if self.number("beta") and self.given("sync_ref_model"):
             every = max(1, int(self.number("ref_model_sync_steps")) // self.updates)
-            self.port.set("algorithm.kl.sync_every", every, "sync_ref_model, ref_model_sync_steps")
+            self.port.set("algorithm.kl.sync_every", every, "sync_ref_model", "ref_model_sync_steps")
             self.port.set("algorithm.kl.sync_alpha", self.number("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
         elif "sync_ref_model" in self.source.settings and self.given("sync_ref_model") is False:
             self.port.skip("sync_ref_model", False, "the reference stays, as it does here")
@@ -265,15 +274,15 @@ class Translation:
         if not self.get("use_vllm"):
             return
         if not self.get("vllm_importance_sampling_correction"):
-            port.set("algorithm/correction", "none", "vllm_importance_sampling_correction=False")
+            port.set("algorithm/correction", "none", "vllm_importance_sampling_correction", note="false")
             return
         mode = str(self.get("vllm_importance_sampling_mode"))
         name = "vllm_importance_sampling_mode"
         token = mode if mode.startswith("token_") else "token_truncate"
-        port.set("algorithm/correction", token, f"vllm_importance_sampling_correction, {name}={mode}")
+        port.set("algorithm/correction", token, "vllm_importance_sampling_correction", name, note=mode)
         bound = self.given("vllm_importance_sampling_cap") or self.get("vllm_importance_sampling_clip_max")
-        names = "vllm_importance_sampling_clip_max, vllm_importance_sampling_cap"
-        port.set("algorithm.correction.max", 1e9 if bound is None else bound, names)
+        names = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
+        port.set("algorithm.correction.max", 1e9 if bound is None else bound, *names)
         if token != mode:
             reason = f"its ratio is a product over tokens; {token} is the nearest"
             port.lack("vllm_importance_sampling_mode", mode, reason)
@@ -293,16 +302,14 @@ class Translation:
             port.notes.append(
                 f"{completions} completions are not a multiple of num_generations={group}; TRL refuses them"
             )
-        prompts = math.ceil(completions / group)
+        prompts = -(-completions // group)
         updates = min(max(1, pieces // accumulate), prompts)
         epochs = self.whole("num_iterations")
         self.updates = updates * epochs
         sums = f"{micro} x {max(pieces, accumulate)} / {group}, with {self.processes} process(es)"
-        names = "per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation, generation_batch_size"
-        port.set("rollout.prompts_per_step", prompts, sums)
-        port.named |= set(names.split(", "))
+        port.set("rollout.prompts_per_step", prompts, *BATCH, note=sums)
         port.set("rollout.group_size", group, "num_generations")
-        given = [f"{name}={self.given(name)}" for name in names.split(", ") if name in self.source.settings]
+        given = [f"{name}={self.given(name)}" for name in BATCH if self.given(name) is not None]
         if given:
             port.nothing.append(f"{', '.join(given)}: rollout.prompts_per_step and train.minibatches follow from them")
         for key, value, name in (
@@ -324,20 +331,21 @@ class Translation:
             name = "max_prompt_length" if self.given("max_prompt_length") else "max_seq_length"
             self.port.set("rollout.max_prompt_tokens", prompt, name)
             if name == "max_prompt_length":
-                self.port.set("rollout.long_prompts", "truncate", "max_prompt_length: TRL cuts prompts from the left")
+                self.port.set(
+                    "rollout.long_prompts", "truncate", "max_prompt_length", note="TRL cuts prompts from the left"
+                )
             if name == "max_prompt_length" and total is not None:
                 self.port.skip("max_seq_length", total, "a completion has room after every prompt")
         else:
             self.port.notes.append("prompts over rollout.max_prompt_tokens=512 are dropped; TRL has no limit")
         if prompt + completion > 8192:
-            self.port.set("train.micro_batch_tokens", prompt + completion, "a micro-batch holds whole completions")
+            self.port.set("train.micro_batch_tokens", prompt + completion, note="a micro-batch holds whole completions")
         for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("repetition_penalty", 1.0)):
             if self.number(name) != default:
                 value = max(0, int(self.number(name))) if name == "top_k" else self.get(name)
-                note = TRL[name].note
-                self.port.set(f"rollout.{name}", value, f"{name}: {note}" if note else name)
+                self.port.set(f"rollout.{name}", value, name, note=TRL[name].note)
         if self.get("min_p"):
-            self.port.set("rollout.min_p", self.get("min_p"), f"min_p: {TRL['min_p'].note}")
+            self.port.set("rollout.min_p", self.get("min_p"), "min_p", note=TRL["min_p"].note)
         self._mapping("generation_kwargs", self._generation)
 
     def _generation(self, key: str, value: Any, name: str) -> None:
@@ -353,23 +361,28 @@ class Translation:
     def _steps(self) -> None:
         most, prompts = int(self.number("max_steps")), int(self.port.value("rollout.prompts_per_step"))
         if most > 0:
-            self.port.set("train.steps", math.ceil(most / self.updates), f"max_steps={most} updates")
-            if "num_train_epochs" in self.source.settings:
+            self.port.set("train.steps", math.ceil(most / self.updates), "max_steps", note=f"{most} updates")
+            if self.given("num_train_epochs") is not None:
                 self.port.skip("num_train_epochs", self.given("num_train_epochs"), "max_steps replaces it")
             return
-        self.port.named.add("max_steps")
+        if self.given("max_steps") is not None:
+            self.port.skip("max_steps", most, "num_train_epochs says how long TRL trains")
+        if isinstance(unread := self.source.settings.get("num_train_epochs"), Unread):
+            advice = f"it is not a literal; train.steps is its value x prompts / {prompts}"
+            self.port.check("num_train_epochs", unread, advice)
+            return
         epochs = self.number("num_train_epochs")
         counted = self._count()
         if self.prompts:
             steps = math.ceil(epochs * (self.prompts // prompts))
-            self.port.set("train.steps", max(1, steps), f"num_train_epochs x {self.prompts} prompts{counted}")
+            self.port.set(
+                "train.steps", max(1, steps), "num_train_epochs", note=f"{epochs:g} x {self.prompts} prompts{counted}"
+            )
         else:
             sums = f"train.steps={epochs:g} x prompts / {prompts}"
             self.port.check(
                 "num_train_epochs", f"{epochs:g}", f"{sums}; give the number of its prompts with --prompts N"
             )
-        if "max_steps" in self.source.settings:
-            self.port.skip("max_steps", most, "num_train_epochs says how long TRL trains")
 
     def _count(self) -> str:
         """Count the prompts of a local file, unless their number is given. Returns where they are."""
@@ -391,7 +404,7 @@ class Translation:
                 port.set(f"optim.{key}", self.number(name), name)
         betas = [self.number("adam_beta1"), self.number("adam_beta2")]
         if betas != [0.9, 0.999]:
-            port.set("optim.betas", betas, "adam_beta1, adam_beta2")
+            port.set("optim.betas", betas, "adam_beta1", "adam_beta2")
         if not str(self.get("optim")).startswith("adamw_torch"):
             port.lack("optim", self.get("optim"), "optim=adamw in float32 is used instead")
 
@@ -403,7 +416,12 @@ class Translation:
         ratio = self.optional("warmup_ratio") or (self.number("warmup_steps") if self.number("warmup_steps") < 1 else 0)
         steps = port.value("train.steps")
         if ratio and steps:
-            port.set("optim.warmup_steps", math.ceil(ratio * steps * self.updates), f"warmup_ratio={ratio}")
+            port.set(
+                "optim.warmup_steps",
+                math.ceil(ratio * steps * self.updates),
+                "warmup_ratio",
+                note=f"{ratio} of the updates",
+            )
         elif ratio:
             sums = f"optim.warmup_steps={ratio} x train.steps x {self.updates}"
             port.check("warmup_ratio", ratio, f"{sums}; set it with train.steps")
@@ -417,13 +435,15 @@ class Translation:
         if not self.get("use_vllm"):
             return
         server = self.get("vllm_mode") == "server"
-        port.set("engine", "vllm" if server else "vllm_colocate", f"use_vllm, vllm_mode={self.get('vllm_mode')}")
+        port.set(
+            "engine", "vllm" if server else "vllm_colocate", "use_vllm", "vllm_mode", note=str(self.get("vllm_mode"))
+        )
         host, number = self.given("vllm_server_host"), self.given("vllm_server_port")
         if server and self.given("vllm_server_base_url"):
             port.set("engine.base_url", self.given("vllm_server_base_url"), "vllm_server_base_url")
         elif server and (host or number):
             address = f"http://{host or '127.0.0.1'}:{number or 8000}"
-            port.set("engine.base_url", address, "vllm_server_host, vllm_server_port")
+            port.set("engine.base_url", address, "vllm_server_host", "vllm_server_port")
         if server and port.value("engine.base_url"):
             model = self.source.model if isinstance(self.source.model, str) else "MODEL"
             start = f"grpocli vllm-serve model={model} port={str(port.value('engine.base_url')).rpartition(':')[2]}"
@@ -432,23 +452,23 @@ class Translation:
     def _checkpoints(self) -> None:
         strategy = str(self.get("save_strategy"))
         if strategy == "no":
-            self.port.set("checkpoint.every", 0, "save_strategy=no; the end is always saved")
+            self.port.set("checkpoint.every", 0, "save_strategy", note="no; the end is always saved")
         elif strategy == "steps" and {"save_steps", "save_strategy"} & set(self.source.settings):
             every = max(1, int(self.number("save_steps")) // self.updates)
-            self.port.set("checkpoint.every", every, "save_strategy, save_steps")
+            self.port.set("checkpoint.every", every, "save_strategy", "save_steps")
         elif strategy != "steps":
             self.port.check("save_strategy", strategy, "set checkpoint.every=N, which counts steps")
 
     def _evaluation(self) -> None:
         strategy = str(self.get("eval_strategy"))
         if strategy == "no":
-            self.port.set("eval.problems", 0, "eval_strategy=no")
+            self.port.set("eval.problems", 0, "eval_strategy", note="no")
             for name in ("eval_steps", "num_generations_eval"):
                 if self.given(name) is not None:
                     self.port.skip(name, self.given(name), "it has no effect without eval_strategy")
         elif self.given("eval_steps"):
             every = max(1, int(self.number("eval_steps")) // self.updates)
-            self.port.set("eval.every", every, "eval_strategy, eval_steps")
+            self.port.set("eval.every", every, "eval_strategy", "eval_steps")
         first = self.source.rewards[0] if self.source.rewards else None
         if strategy != "no" and isinstance(first, RewardCall) and first.path and len(self.source.rewards) > 1:
             advice = "evaluations count a score of 1 or more of this one as right; eval.reward=NAME takes another"
@@ -466,7 +486,7 @@ class Translation:
         if chosen:
             port.set("tracker", chosen[0], "report_to")
         elif trackers:
-            port.set("tracker", "none", f"report_to={trackers[0]}")
+            port.set("tracker", "none", "report_to", note=trackers[0])
         if len(chosen) > 1:
             port.lack("report_to", chosen[1:], "a run has one tracker, and metrics.jsonl")
         if self.given("output_dir"):
@@ -491,9 +511,9 @@ class Translation:
         """Say in the comments where TRL's default stands for a setting that is not read."""
         unread = {name for name, value in self.source.settings.items() if isinstance(value, Unread)}
         for index, line in enumerate(self.port.lines):
-            if names := [name for name in NAME.findall(line.comment) if name in unread]:
-                comment = f"TRL's default, since {names[0]} is not read"
-                self.port.lines[index] = replace(line, comment=comment)
+            if names := [name for name in line.names if name in unread]:
+                note = f"TRL's default, since {names[0]} is not read"
+                self.port.lines[index] = replace(line, names=(), note=note)
 
     def _without_effect(self, name: str) -> str:
         """Why a setting has no effect beside the others; "" if it has one."""

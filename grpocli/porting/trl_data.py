@@ -35,13 +35,13 @@ def set_data(port: Port, source: ScriptSource, functions: str) -> None:
     if data.split:
         port.set("task.split", data.split, "dataset_train_split")
     if data.streaming:
-        port.set("task.streaming", True, "streaming, dataset_streaming")
+        port.set("task.streaming", True, "streaming", "dataset_streaming")
     for name, value in data.others.items():
         port.lack(f"load_dataset({name})", value, "task has no such key")
     carried = carried_steps(data)
     if carried:
-        lines = ", ".join(str(step.line) for step in carried)
-        port.set("task.processor", f"{functions}:{PROCESSOR}", f"the dataset's steps, line {lines}")
+        lines = f"{'line' if len(carried) == 1 else 'lines'} {', '.join(str(step.line) for step in carried)}"
+        port.set("task.processor", f"{functions}:{PROCESSOR}", note=f"the dataset's steps in {lines}")
     else:
         _set_answer(port, source)
     for step in data.steps:
@@ -72,9 +72,9 @@ def rows_of(data: Data, folder: Path) -> int | None:
 def _set_answer(port: Port, source: ScriptSource) -> None:
     built_in = any(one.name in BUILT_IN for one in source.rewards if isinstance(one, RewardCall))
     if built_in:
-        port.set("task.answer_column", "solution", "the column of TRL's accuracy_reward")
+        port.set("task.answer_column", "solution", note="the column of TRL's accuracy_reward")
     else:
-        port.set("task.answer_column", None, "rewards get columns by name")
+        port.set("task.answer_column", None, note="rewards get columns by name")
 
 
 def _remark(port: Port, step: DatasetStep, name: str) -> None:
@@ -95,7 +95,7 @@ def _set_evaluation(port: Port, source: ScriptSource, data: Data) -> None:
     if given.path and path_of(given) != path_of(data):
         port.set("task.eval_path", path_of(given), "eval_dataset")
     if given.split:
-        port.set("task.eval_split", given.split, "eval_dataset, dataset_test_split")
+        port.set("task.eval_split", given.split, "eval_dataset", "dataset_test_split")
     elif given.path and path_of(given) == path_of(data):
         port.check("eval_dataset", path_of(given), "it is the training data; task.eval_size=N prompts are held out")
     if given.name != data.name and given.path:

@@ -10,6 +10,7 @@ import pytest
 
 from grpocli.cli.from_trl import ported, shell_script
 from grpocli.launch.compose import build_run, compose
+from grpocli.porting.overrides import Port
 
 Command = Callable[..., tuple[int, str, str]]
 SCRIPT = """
@@ -108,7 +109,15 @@ def test_a_recipe_composes(tmp_path: Path, grpocli: Command) -> None:
         ("a.yaml", b"- 1\n", "has a list, not a mapping"),
         ("a.yaml", b"a: [" * 200, "nested more than 100 deep"),
         ("a.json", b"[" * 100_000, "nested too deep"),
+        ("a.py", b"x = " + b"+".join([b"1"] * 30_000), "nested too deep, or has too many terms"),
+        ("a.py", b"x = " + b"9" * 6000, "a whole number has more digits than Python reads"),
+        ("a.py", b"a\0b", "a.py: has null bytes"),
         ("a.yaml", b"a: 1\n", "has no key of TRL"),
+        ("a.yaml", b"beta: 1\nseed: 2\nbeta: 3\n", "line 3: beta is set twice; keep one of the two"),
+        ("a.json", b'{"beta": 1, "beta": 2}', "beta is set twice"),
+        ("a.json", b'{"model_name_or_path": "\\ud800"}', r"has \ud800, which is not a character"),
+        ("a.yaml", b"max_steps: 0x" + b"f" * 6000, "a whole number has more digits than Python reads"),
+        ("a.yaml", b"max_steps: " + b"9" * 6000, "a whole number has more digits than Python reads"),
         (
             "a.yaml",
             b"a: &a [1,1,1,1,1,1,1,1,1]\n"
@@ -126,3 +135,52 @@ def test_a_hostile_file_is_one_sentence(name: str, content: bytes, said: str, tm
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_folder_is_named_as_such(tmp_path: Path, grpocli: Command) -> None:
+    assert f"{tmp_path}: is a folder; give a file in it" in grpocli("from-trl", str(tmp_path))[2]
+
+
+@pytest.mark.parametrize(
+    ("setting", "check"),
+    [
+        ("max_steps: .inf", "max_steps=inf: it is not a finite number"),
+        ("max_steps: 1e400", "max_steps=1e400: it is not a finite number; TRL's default, -1, is used"),
+        ("per_device_train_batch_size: .inf", "per_device_train_batch_size=inf: it is not a finite number"),
+        ("max_steps: 10\nwarmup_ratio: .nan", "warmup_ratio=nan: it is not a finite number"),
+        ("num_generations: -3", "num_generations=-3: it is less than 1; TRL's default, 8, is used"),
+        ("num_generations: 0", "num_generations=0: it is less than 1; TRL's default, 8, is used"),
+        ("grpo: {num_prompts_per_step: .nan}", "grpo.num_prompts_per_step=nan: it is not a finite number; 32 of"),
+        ("grpo: {num_prompts_per_step: 0}", "grpo.num_prompts_per_step=0: it is less than 1; 32 of"),
+    ],
+)
+def test_a_number_that_trains_nothing_is_a_remark_and_the_default(setting: str, check: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"{setting}\n")
+    text = shell_script(ported(tmp_path / "a.yaml")[0])
+    assert f"# check: {check}" in text
+    assert "nan" not in "".join(overrides(text))
+
+
+def test_durations_that_are_no_literals_are_not_said_to_be_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("from trl import GRPOConfig\nGRPOConfig(max_steps=N, num_train_epochs=E)\n")
+    text = shell_script(ported(tmp_path / "a.py")[0])
+    assert "# check: max_steps=N (line 2): it is not a literal; set train.steps=VALUE yourself" in text
+    assert "# check: num_train_epochs=E (line 2): it is not a literal; train.steps is its value x prompts" in text
+    assert "max_steps=-1" not in text
+
+
+def test_a_dictionary_that_the_script_builds_is_expanded(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "from trl import GRPOConfig\nbase = {'beta': 0.5}\nmore = dict(base, max_steps=7, **{'seed': 3})\n"
+        "GRPOConfig(**more | {'num_generations': 4, **base})\n"
+    )
+    chosen = overrides(shell_script(ported(tmp_path / "a.py")[0]))
+    assert {"algorithm.kl.beta=0.5", "train.steps=7", "seed=3", "rollout.group_size=4"} <= set(chosen)
+    (tmp_path / "a.py").write_text("from trl import GRPOConfig\nGRPOConfig(**dict(made(), seed=3))\n")
+    assert "# check: **dict(made(), seed=3)=" in shell_script(ported(tmp_path / "a.py")[0])
+
+
+def test_words_of_a_note_are_not_settings() -> None:
+    port = Port()
+    port.set("optim.lr", 1e-5, "learning_rate", note="of seed and beta")
+    assert (port.named, port.lines[0].comment) == ({"learning_rate"}, "learning_rate: of seed and beta")
