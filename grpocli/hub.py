@@ -14,6 +14,7 @@ from grpocli.errors import ConfigError
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+CREDENTIALS = re.compile(r"//[^/@\s]*@")
 CONNECT_SECONDS = 3.0
 READ_SECONDS = 0.5
 """Seconds to wait for an answer. None is needed: the connection shows that the hub is reachable."""
@@ -50,8 +51,10 @@ def ask(url: str) -> str:
         httpx.head(url, timeout=httpx.Timeout(CONNECT_SECONDS, read=READ_SECONDS))
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
         return str(error) or type(error).__name__
-    except (httpx.HTTPError, httpx.InvalidURL):
-        pass  # the libraries report this problem
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL, ValueError) as error:  # of the server or of a proxy
+        return f"not a valid address: {CREDENTIALS.sub('//', str(error))}"
+    except httpx.HTTPError:
+        pass  # the server is there; the libraries report this problem
     return ""
 
 

@@ -62,14 +62,14 @@ def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) 
     quiet_libraries()
     load_libraries()
     plan = make_plan(run, asked, view.stage)
-    if plan.fits:
+    if plan.fits or args.no_advice:
         return plan, []
     view.stage("trying changes that may fit")
     return plan, list(advice(plan, again))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("plan", "[--memory GIB] [--devices N] [--json]", __doc__, EXAMPLES)
+    parser = parser_of("plan", "[--memory GIB] [--devices N] [--no-advice] [--json]", __doc__, EXAMPLES)
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of one GPU, or of this machine on a CPU")
     parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs, with hardware=single")
     parser.add_argument(
@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bandwidth", type=float, metavar="T", help="memory bandwidth of one device, in 10^12 bytes per second"
     )
+    parser.add_argument("--no-advice", action="store_true", help="do not try changes with which it may fit")
     parser.add_argument("--json", action="store_true", help="print all figures, in bytes, operations and seconds")
     return parser
 

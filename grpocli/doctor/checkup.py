@@ -75,8 +75,11 @@ def examine(checks: Sequence[MachineCheck], machine: Machine, needs: Needs, prog
     found: dict[int, list[Finding]] = {}
     while len(found) < len(checks):
         waiting = [number for number in range(len(checks)) if number not in found]
-        progress(len(found), len(checks), "checks", ", ".join(checks[number].name for number in waiting[:3]))
         now = time.monotonic() - began
+        # without a share: the last check may take longer than all others together
+        most = max(checks[number].seconds for number in waiting) - now
+        names = ", ".join(checks[number].name for number in waiting[:3])
+        progress(0, 0, f"{len(found)} of {len(checks)} checks", f"{names}: at most {max(most, 0):.0f} s more")
         for number in waiting:
             if now >= checks[number].seconds:
                 found[number] = [_hung(checks[number])]
@@ -85,7 +88,6 @@ def examine(checks: Sequence[MachineCheck], machine: Machine, needs: Needs, prog
         except queue.Empty:
             continue
         found.setdefault(number, findings)
-    progress(len(checks), len(checks), "checks")
     return grouped(checks, found)
 
 

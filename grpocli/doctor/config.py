@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.doctor.checkup import Finding, MachineCheck, ok, problem
-from grpocli.doctor.devices import torch_report
+from grpocli.doctor.checkup import Finding, MachineCheck, ok, problem, warning
+from grpocli.doctor.devices import TORCH_SECONDS, torch_report
 from grpocli.doctor.needs import Module, Needs
 from grpocli.doctor.resources import room, runs_folder
 from grpocli.doctor.surroundings import in_cache
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.doctor.machine import Machine
 
-PLAN_SECONDS = 120.0
+PLAN_SECONDS = 45.0
+LONG_STEP = 3600.0
+"""Seconds of a step from which a run on a CPU is worth a warning."""
 FIXES = {
     "tracker": "tracker=none",
     "data and rewards": "task.path=FILE, or another task=NAME or reward=[NAME]",
@@ -72,8 +74,8 @@ class Judged:
         """The checks of this config."""
         return [
             MachineCheck("config", "ready", lambda machine, needs: self._ready(), 30.0),
-            MachineCheck("config", "devices", self._devices, 120.0),
-            MachineCheck("config", "sync", self._sync, 120.0),
+            MachineCheck("config", "devices", self._devices, PLAN_SECONDS + 5),
+            MachineCheck("config", "sync", self._sync, TORCH_SECONDS + 5),
             MachineCheck("config", "plan", self._plan, PLAN_SECONDS + 5),
         ]
 
@@ -93,16 +95,37 @@ class Judged:
             return
         count = 0 if hardware.device == "cpu" else len(torch_report(machine, needs).gpus)
         if not count:
-            wanted = hardware.device == "cuda"
-            detail = (
-                "no GPU; the run computes on the CPU" if not wanted else "hardware.device=cuda, and there is no GPU"
-            )
-            yield problem("devices", detail, "run on a machine with a GPU, or hardware.device=cpu", wanted, "ok")
+            yield self._without_gpu(machine)
             return
         try:
             yield ok("devices", str(split(hardware, self.run.engine, [str(number) for number in range(count)])))
         except ConfigError as error:
             yield Finding("devices", "error", str(replaced(error)), error.hint or "hardware.processes=1")
+
+    def _without_gpu(self, machine: Machine) -> Finding:
+        """Whether the run can compute on the CPU: it fits, and a step ends within an hour."""
+        if self.run.hardware.device == "cuda":
+            advice = "run on a machine with a GPU, or hardware.device=cpu"
+            return Finding("devices", "error", "hardware.device=cuda, and there is no GPU", advice)
+        plan, _ = self._planned(machine)
+        advice = "run on a machine with GPUs, or choose a smaller model and shorter completions"
+        if plan is None:
+            small = getattr(self.run.model, "path", None) is None
+            detail = "no GPU; the run computes on the CPU"
+            return (
+                ok("devices", detail)
+                if small
+                else warning("devices", f"{detail}, for which there is no estimate", advice)
+            )
+        if not plan["fits"]:
+            return Finding("devices", "error", "no GPU, and the CPU's memory does not hold the run", advice)
+        seconds = sum(plan["step"]["seconds"].values())
+        if seconds > LONG_STEP:
+            detail = (
+                f"no GPU, and a step with completions of full length takes the CPU about {seconds / 3600:,.0f} hours"
+            )
+            return warning("devices", detail, advice)
+        return ok("devices", "no GPU; the run computes on the CPU")
 
     def _sync(self, machine: Machine, needs: Needs) -> Iterator[Finding]:
         """Whether weights can reach vLLM without GPUs."""
@@ -119,20 +142,34 @@ class Judged:
 
     def _plan(self, machine: Machine, needs: Needs) -> Iterator[Finding]:
         """Memory and disk, from `grpocli plan` in another process."""
-        words = [word for word in self.words if not word.startswith("hydra")]
-        ended = machine.run([machine.python, "-P", "-m", "grpocli", "plan", "--json", *words], PLAN_SECONDS)
-        try:
-            plan: dict[str, Any] = json.loads(ended.out)
-        except ValueError:
-            reason = f"grpocli plan did not end within {PLAN_SECONDS:g} s" if ended.code is None else ended.last_error
-            detail = f"no estimate: {reason.removeprefix('grpocli: error: ')}"
-            yield Finding("plan", "warning", detail, " ".join(["grpocli plan", *words]))
+        plan, reason = self._planned(machine)
+        words = self._plan_words()
+        if plan is None:
+            yield Finding("plan", "warning", f"no estimate: {reason}", " ".join(["grpocli plan", *words]))
             return
         worst = max(plan["devices"], key=lambda device: device["peak"] / device["memory"])
         used = f"{worst['peak'] / 2**30:,.1f} of {worst['memory'] / 2**30:,.1f} GiB on {worst['name']}"
         advice = f"{' '.join(['grpocli plan', *words])} lists the keys to change"
         yield problem("plan", f"needs {used}", advice, not plan["fits"], "ok")
         yield self._disk(machine, needs, plan["model"])
+
+    def _plan_words(self) -> list[str]:
+        return [word for word in self.words if not word.startswith("hydra")]
+
+    def _planned(self, machine: Machine) -> tuple[dict[str, Any] | None, str]:
+        """The plan, and why there is none."""
+
+        def planned() -> tuple[dict[str, Any] | None, str]:
+            options = ["plan", "--json", "--no-advice"]
+            command = [machine.python, "-P", "-m", "grpocli", *options, *self._plan_words()]
+            ended = machine.run(command, PLAN_SECONDS)
+            try:
+                return json.loads(ended.out), ""
+            except ValueError:
+                late = f"grpocli plan did not end within {PLAN_SECONDS:g} s"
+                return None, late if ended.code is None else ended.last_error.removeprefix("grpocli: error: ")
+
+        return machine.once("plan", planned)
 
     def _disk(self, machine: Machine, needs: Needs, model: Mapping[str, Any]) -> Finding:
         checkpoint = self.run.checkpoint

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from grpocli.doctor.needs import Needs
 
 HUB = "https://huggingface.co"
+FORMS = {
+    "OMP_NUM_THREADS": (r"[1-9]\d*(,[1-9]\d*)*", "a number of threads"),
+    "PYTORCH_CUDA_ALLOC_CONF": (r"(\w+:.+)?", "NAME:VALUE,..., such as expandable_segments:True"),
+    "PYTORCH_ALLOC_CONF": (r"(\w+:.+)?", "NAME:VALUE,..., such as expandable_segments:True"),
+    "MASTER_PORT": (r"[1-9]\d{0,4}", "the number of a port"),
+}
+"""{variable: (pattern of its values, what they are)}."""
 DAY = 86400.0
 SLURM_SECONDS = 10.0
 ENCODINGS = "import json,locale,sys; print(json.dumps({'e': [locale.getpreferredencoding(), sys.stdout.encoding]}))"
@@ -35,6 +43,9 @@ def hub(machine: Machine, needs: Needs) -> Iterator[Finding]:
         advice = f"unset {offline[0]} to download"
         missing = f", which lacks {needs.hub}" if needs.hub else ""
         yield problem("hub", f"{offline[0]} is set: only what is in the cache{missing}", advice, needs.hub)
+    elif not endpoint.startswith(("http://", "https://")):
+        detail = f"HF_ENDPOINT={endpoint!r} is not a URL, so nothing can be downloaded"
+        yield problem("hub", detail, "unset HF_ENDPOINT", needs.hub)
     elif reason := machine.reach(endpoint):
         advice = (
             "export HTTPS_PROXY=URL of a proxy or HF_ENDPOINT=URL of a mirror, or work without the hub: "
@@ -169,8 +180,16 @@ def _variables(machine: Machine) -> Iterator[Finding]:
     if threads.isdigit() and cores and int(threads) > cores:
         detail = f"is {threads}, and this process may use {cores:g} cores"
         yield warning("OMP_NUM_THREADS", detail, "unset OMP_NUM_THREADS")
-    if environ.get("CUDA_VISIBLE_DEVICES") == "" and nvidia_gpus(machine)[0]:
+    yield from _unreadable(environ)
+    shown, present = environ.get("CUDA_VISIBLE_DEVICES"), len(nvidia_gpus(machine)[0])
+    if shown == "" and present:
         yield warning("CUDA_VISIBLE_DEVICES", "is empty, which hides all GPUs", "unset CUDA_VISIBLE_DEVICES")
+    absent = [word for word in (shown or "").split(",") if word.strip().isdecimal() and int(word[-9:]) >= present]
+    if present and absent:
+        detail = f"names GPU {absent[0].strip()}, and this machine has 0 to {present - 1}"
+        yield warning(
+            "CUDA_VISIBLE_DEVICES", f"{detail}; CUDA hides it and those after it", "unset CUDA_VISIBLE_DEVICES"
+        )
     if _proxied(machine):
         detail = "set without NO_PROXY: a judge or vLLM server on this machine may be asked through the proxy"
         yield warning("proxy", detail, "export NO_PROXY=localhost,127.0.0.1")
@@ -183,6 +202,14 @@ def _variables(machine: Machine) -> Iterator[Finding]:
     if environ.get("PYTHONDONTWRITEBYTECODE"):
         detail = "is set: each process compiles torch, transformers and vLLM again unless they are compiled"
         yield warning("PYTHONDONTWRITEBYTECODE", detail, "unset PYTHONDONTWRITEBYTECODE")
+
+
+def _unreadable(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables whose value their readers cannot read."""
+    for name, (pattern, wanted) in FORMS.items():
+        value = environ.get(name)
+        if value is not None and not re.fullmatch(pattern, value.strip()):
+            yield warning(name, f"is {value!r}, and must be {wanted}", f"unset {name}")
 
 
 def _proxied(machine: Machine) -> bool:

@@ -150,8 +150,11 @@ def micro_batch_bytes(
         with AllocationTracker(ignored) as allocated:
             plain = dtype == torch.float32 or shares_weights(run)
             computing: Any = nullcontext() if plain else torch.autocast("cpu", dtype=dtype)
+            gradient = run.algorithm.needs_entropy_gradient
+            # A CPU has smaller pieces in the forward pass: a multiple of the time to trace them, and no other peak,
+            # which is the backward pass's.
             logp, entropy = completion_logp(
-                model, batch, run.rollout.sampling, computing, run.algorithm.needs_entropy_gradient, at_head
+                model, batch, run.rollout.sampling, computing, gradient, at_head, on_cpu=False
             )
             kept, forward = allocated.live, allocated.peak
             if shape == TWO_TOKENS:

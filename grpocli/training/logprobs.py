@@ -39,6 +39,7 @@ class Targets:
 
     predictor_N: the index of the hidden state that predicts each token; None: token n is predicted from hidden state n.
     seen: the earlier tokens, for a repetition penalty. entropy_gradient: whether entropies have a gradient.
+    on_cpu: whether the pieces are those of a CPU; None: as the device.
     """
 
     ids_N: Tensor
@@ -46,6 +47,7 @@ class Targets:
     sampling: Sampling
     seen: TokenHistory | None = None
     entropy_gradient: bool = False
+    on_cpu: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
         if plain and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
             temperature = sampling.temperature or 1.0
             logp_N, entropy_N = _Scores.apply(  # type: ignore[no-untyped-call]
-                hidden_NH, head.weight, targets.ids_N, temperature
+                hidden_NH, head.weight, targets.ids_N, temperature, targets.on_cpu
             )
         else:
             logp_N, entropy_N = _any_scores(head, hidden_NH, targets)
@@ -155,12 +157,13 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, temperature: float
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, temperature: float, on_cpu: bool | None
     ) -> tuple[Tensor, Tensor]:
         device = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
         cast_NH, cast_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
-        rows = max(1, (IN_CACHE if device == "cpu" else LOGITS_AT_ONCE) // COLUMNS)
+        in_cache = device == "cpu" if on_cpu is None else on_cpu
+        rows = max(1, (IN_CACHE if in_cache else LOGITS_AT_ONCE) // COLUMNS)
         found = [_row_scores(cast_NH[piece], cast_VH, ids_N[piece], temperature) for piece in _pieces(len(ids_N), rows)]
         logp_N, entropy_N, normalizer_N = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(cast_NH, cast_VH, ids_N, normalizer_N)
@@ -189,7 +192,7 @@ class _Scores(torch.autograd.Function):
                 hidden_NH += cast_Nv @ cast_VH[piece]
             if weight_VH is not None:
                 weight_VH[piece] = cast_Nv.T @ cast_NH
-        return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None
+        return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None, None
 
 
 def _row_scores(
@@ -277,10 +280,12 @@ def completion_logp(
     context: AbstractContextManager[Any],
     entropy_gradient: bool = False,
     at_head: bool = True,
+    on_cpu: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, T] of a micro-batch's completions under any causal model of transformers, in nats.
 
     Values at padding are undefined. at_head: whether the model's logits are exactly the output of its output head.
+    on_cpu: as in `Targets`.
     """
     head, layout, ids_BT = output_head(model), batch.layout, batch.completion_ids
     seen = None
@@ -289,7 +294,7 @@ def completion_logp(
             raise ValueError("a repetition penalty needs padded rows")
         n = ids_BT.shape[1]
         seen = TokenHistory(first_occurrence(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
-    targets = Targets(layout.targets(ids_BT), layout.predictor_N, sampling, seen, entropy_gradient)
+    targets = Targets(layout.targets(ids_BT), layout.predictor_N, sampling, seen, entropy_gradient, on_cpu)
     with context, scoring(head, targets) if at_head and head is not None else repeating(head, layout.predictor_N):
         output = layout.forward(model)
     logp_N, entropy_N = output.unbind(-1) if at_head else of_logits(output, targets)

@@ -21,7 +21,7 @@ from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run
 from grpocli.progress import unreported
 
-SMALL = {"fits": True, "model": {"trained": 10**6, "parameters": 10**6}}
+SMALL = {"fits": True, "model": {"trained": 10**6, "parameters": 10**6}, "step": {"seconds": {"generation": 3.0}}}
 PLAN = {"grpocli plan": Ended(0, json.dumps({**SMALL, "devices": [{"peak": GIB, "memory": 8 * GIB, "name": "GPU"}]}))}
 OWN = Package("grpocli", "0.1.0")
 
@@ -42,6 +42,14 @@ def test_a_config_that_fits_is_ok(tmp_path: Path) -> None:
     assert {name: (one.status, one.advice) for name, one in found.items()} == {
         name: ("ok", "") for name in ("tracker", "devices", "plan", "checkpoints")
     }
+
+
+def test_progress_names_what_is_waited_for_without_a_share_of_the_time(tmp_path: Path) -> None:
+    said: list[tuple[float, str]] = []
+    config, here = judged("train.steps=3"), machine(tmp_path, answers=PLAN)
+    examine(config.checks(), here, config.needs(here), lambda done, total, unit, detail="": said.append((total, unit)))
+    assert said[0] == (0, "0 of 4 checks")
+    assert {total for total, _ in said} == {0}
 
 
 def test_an_error_of_the_config_is_a_line_with_its_hint_or_a_key_to_type(tmp_path: Path) -> None:
@@ -68,7 +76,7 @@ def test_a_config_that_does_not_fit_names_the_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ended", "reason"),
     [
-        (Ended(None), "no estimate: grpocli plan did not end within 120 s"),
+        (Ended(None), "no estimate: grpocli plan did not end within 45 s"),
         (Ended(1, "", "ImportError: libtorch.so"), "no estimate: ImportError: libtorch.so"),
         (Ended(2, "", "grpocli: error: model.path=x: no config"), "no estimate: model.path=x: no config"),
     ],
@@ -76,6 +84,29 @@ def test_a_config_that_does_not_fit_names_the_plan(tmp_path: Path) -> None:
 def test_a_plan_that_fails_is_one_line(tmp_path: Path, ended: Ended, reason: str) -> None:
     found = findings(judged("train.steps=3"), machine(tmp_path, answers={"grpocli plan": ended}))["plan"]
     assert found == Finding("plan", "warning", reason, "grpocli plan train.steps=3")
+
+
+@pytest.mark.parametrize(
+    ("plan", "status", "detail"),
+    [
+        ({"step": {"seconds": {"generation": 7000.0, "update": 3800.0}}}, "warning", "takes the CPU about 3 hours"),
+        ({"fits": False}, "error", "the CPU's memory does not hold the run"),
+        ({}, "ok", "no GPU; the run computes on the CPU"),
+    ],
+)
+def test_a_cpu_is_ready_only_for_runs_that_it_can_compute(
+    plan: dict[str, Any], status: str, detail: str, tmp_path: Path
+) -> None:
+    answer = {**SMALL, "devices": [{"peak": 1, "memory": 2, "name": ""}], **plan}
+    here = machine(tmp_path, answers={"grpocli plan": Ended(0, json.dumps(answer))})
+    found = findings(judged("train.steps=3"), here)["devices"]
+    assert (found.status, detail in found.detail) == (status, True)
+    assert bool(found.advice) == (status != "ok")
+
+
+def test_a_cpu_without_an_estimate_is_not_called_ready_for_a_model_of_the_hub(tmp_path: Path) -> None:
+    here = machine(tmp_path, answers={"grpocli plan": Ended(None)})
+    assert findings(judged("model=qwen2.5-1.5b"), here)["devices"].status == "warning"
 
 
 def test_checkpoints_need_room_in_the_runs_folder(tmp_path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from doctor.machines import TORCH, by_name, machine, said
+from rich.console import Console
 
 from grpocli.doctor import devices, engines, resources, software, surroundings
-from grpocli.doctor.checkup import Finding, MachineCheck, examine, ok
-from grpocli.doctor.machine import Ended, Machine, Package, end_commands, installed_packages
+from grpocli.doctor.checkup import Finding, FindingGroup, MachineCheck, examine, ok
+from grpocli.doctor.machine import Ended, Machine, Package, end_commands, installed_packages, reach
 from grpocli.doctor.needs import GIB, MIB, Module, Needs
+from grpocli.doctor.report import print_report
 from grpocli.progress import unreported
 
 GPU = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 9.0, GPU-1"
@@ -384,3 +387,50 @@ def test_commands_that_still_run_end_with_the_doctor(tmp_path: Path) -> None:
     end_commands()
     running.join()
     assert ended[0].last_error == "it was ended by SIGKILL"
+
+
+@pytest.mark.parametrize("endpoint", ["not a url", "", "huggingface.co"])
+def test_an_endpoint_that_is_no_url_does_not_answer(endpoint: str, tmp_path: Path) -> None:
+    here = machine(tmp_path, environ={"HF_ENDPOINT": endpoint})
+    found = by_name(surroundings.hub(here, Needs()))["hub"]
+    detail = f"HF_ENDPOINT={endpoint!r} is not a URL, so nothing can be downloaded"
+    assert found == Finding("hub", "warning", detail, "unset HF_ENDPOINT")
+
+
+def test_a_proxy_that_is_no_url_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    for proxy in ("http://user:secret@[::bad", "foo://user:secret@host"):
+        monkeypatch.setenv("HTTPS_PROXY", proxy)
+        reason = reach("https://huggingface.co")
+        assert reason.startswith("not a valid address: ")
+        assert "secret" not in reason
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [
+        ("OMP_NUM_THREADS", ("abc", "0", ""), ("1", "1,2")),
+        ("PYTORCH_CUDA_ALLOC_CONF", ("zzz",), ("", "expandable_segments:True")),
+        ("MASTER_PORT", ("x", "-1"), ("29500",)),
+    ],
+)
+def test_variables_that_cannot_be_read(name: str, bad: tuple[str, ...], good: tuple[str, ...], tmp_path: Path) -> None:
+    for value in (*bad, *good):
+        found = by_name(surroundings.variables(machine(tmp_path, environ={name: value}), Needs()))
+        assert (name in found) == (value in bad), value
+        assert all(one.advice == f"unset {name}" for one in found.values() if one.status == "warning")
+
+
+def test_a_hidden_gpu_that_is_absent_is_named(tmp_path: Path) -> None:
+    line = "0, H100, 580.1, 81559, 10, 9.0, GPU-1\n"
+    answers = {"query-gpu": Ended(0, line), "query-compute-apps": Ended(0)}
+    here = machine(tmp_path, answers=answers, environ={"CUDA_VISIBLE_DEVICES": "0,99"})
+    found = by_name(surroundings.variables(here, Needs()))["CUDA_VISIBLE_DEVICES"]
+    assert (found.status, found.detail.startswith("names GPU 99, and this machine has 0 to 0")) == ("warning", True)
+
+
+def test_a_narrow_terminal_shows_details_and_advice() -> None:
+    console = Console(width=20, file=io.StringIO())
+    groups = [FindingGroup("disk", (Finding("hub cache", "error", "nothing is free", "export HF_HOME=FOLDER"),))]
+    print_report(console, groups, "x")
+    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "error hub cache nothing is free -> export HF_HOME=FOLDER" in text
