@@ -17,6 +17,7 @@ from grpocli.config.build import TARGET, flat_keys, with_names
 from grpocli.config.environment import raw_value, unresolved
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
+from grpocli.files import regular
 from grpocli.launch.hydra_errors import known_keys
 from grpocli.launch.overrides import expand_task_lists
 from grpocli.tracking.runs import check_run
@@ -220,7 +221,7 @@ def _load(path: Path) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        text = path.read_text()
+        text = regular(path).read_text()
         yaml_text.check(text)
         return OmegaConf.create(with_names(OmegaConf.to_container(OmegaConf.create(text))))
     except (*yaml_text.BROKEN, OSError, OmegaConfBaseException) as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import one_of, section
 from grpocli.errors import ConfigError
+from grpocli.files import check_regular
 from grpocli.models import lora
 from grpocli.models.lora import Lora
 
@@ -144,6 +145,8 @@ def _options(part: Any, path: str) -> dict[str, Any]:
 def _explained(path: str, what: str) -> Iterator[None]:
     """Turn errors of transformers and the hub into a ConfigError with their first line."""
     try:
+        if Path(path).is_dir():
+            check_regular(Path(path))
         yield
     except Exception as error:
         cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

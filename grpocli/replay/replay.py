@@ -68,17 +68,18 @@ class Replay:
         asked = set(wanted)
         first = self._begin(wanted[0])
         for step in range(first, wanted[-1] + 1):
-            if not self.run_dir.rollouts(step).is_file():
+            if not self.run_dir.rollouts(step).exists():
                 self._lose(f"the rollout file of step {step} is missing")
                 continue
             self._adapt(step)
             if step in asked or self.weights:
+                self.sources_of(self.session_of(step))
                 self.stage(f"step {step}" + ("" if step in asked else f", towards step {wanted[0]}"))
                 yield self._report(step, step in asked)
 
     def weights_before(self, step: int) -> Weights:
         """The weights before a step, trained over the record. Raises GrpoError if there are none."""
-        if step > 1 and self.run_dir.rollouts(step - 1).is_file():
+        if step > 1 and self.run_dir.rollouts(step - 1).exists():
             for _ in self.reports([step - 1]):
                 pass
         if self.weights is None or self.weights.step != step - 1:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from grpocli.files import regular
 from grpocli.report.page_data import MaybeNumber, Series
 from grpocli.tracking.metrics import number
 from grpocli.tracking.run_dir import RunDir
@@ -62,7 +63,7 @@ def read_curves(run: Path) -> Curves:
     """
     path = RunDir(run).metrics
     try:
-        lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
+        lines = regular(path).read_text(errors="replace").split("\n") if path.is_file() else []
     except OSError as error:
         return Curves(notes=[f"metrics.jsonl cannot be read: {error.strerror}"])
     rows, broken = [], []

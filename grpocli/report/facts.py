@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpocli.files import regular
 from grpocli.report.curves import Curves
 from grpocli.tracking.metrics import number
 from grpocli.tracking.run_dir import RunDir
@@ -55,7 +56,7 @@ def compute_dtype(run: Path, flat: Flat) -> str:
     if wanted in DTYPES:
         return wanted
     try:
-        saved = json.loads((RunDir(run).model / "config.json").read_text()).get("dtype")
+        saved = json.loads(regular(RunDir(run).model / "config.json").read_text()).get("dtype")
     except (OSError, ValueError, AttributeError, RecursionError):
         return "auto"
     return saved if saved in DTYPES else "auto"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import RunError
+from grpocli.files import regular
 from grpocli.progress import Progress, unreported
 from grpocli.report.page_data import CompletionView, GroupView, PromptText, RolloutSelection, Series
 from grpocli.report.token_texts import TokenTexts
@@ -197,7 +198,7 @@ class RolloutSample:
 
         path = self.files[step]
         try:
-            with pq.ParquetFile(path) as file:
+            with pq.ParquetFile(regular(path)) as file:
                 return use(file)
         except (OSError, ValueError, KeyError, TypeError):  # the errors of Arrow, and columns of other types
             note = f"rollouts/{path.name} is broken or not a rollout file, and is left out"

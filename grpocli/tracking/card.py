@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from grpocli.files import regular
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import SessionSteps, format_value, read_sessions, steps_by_session
@@ -51,7 +52,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
 
     The card may be published, so it has the names of environment variables, never their values.
     """
-    config = yaml.safe_load(run_dir.config.read_text()) or {}
+    config = yaml.safe_load(regular(run_dir.config).read_text()) or {}
     named = str((config.get("model") or {}).get("path"))
     base = named if "${" in named else base
     choices = saved_choices(run_dir.path, config)
@@ -75,7 +76,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
         greedy_before=_share(summary, "eval/accuracy_greedy_before"),
         greedy_after=_share(summary, "eval/accuracy_greedy"),
         incomparable=f"\n{why[0].upper()}{why[1:]}.\n" if why else "",
-        config=run_dir.config.read_text().strip(),
+        config=regular(run_dir.config).read_text().strip(),
     )
 
 

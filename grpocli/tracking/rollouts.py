@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-from grpocli.files import write_atomic
+from grpocli.files import regular, write_atomic
 from grpocli.tracking.text import prompt_text
 from grpocli.types import Group, Message, Prompt, Rollout, Row, Status
 
@@ -81,7 +81,7 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
     """The rows of a rollout file. Raises ConfigError if it is broken."""
     import pyarrow.parquet as pq
 
-    with _readable(path), pq.ParquetFile(path) as file:  # `read_table` loads pandas
+    with _readable(path), pq.ParquetFile(regular(path)) as file:  # `read_table` loads pandas
         rows: list[dict[str, Any]] = file.read().to_pylist()
     return rows
 
@@ -91,7 +91,7 @@ def read_schema(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     with _readable(path):
-        return pq.read_schema(path)
+        return pq.read_schema(regular(path))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from grpocli.errors import ConfigError, GrpoError, RunError
-from grpocli.files import FULL, clear_leftovers
+from grpocli.files import FULL, IRREGULAR, clear_leftovers, regular
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class RunDir:
     def is_running(self) -> bool:
         """Whether a process has locked the folder."""
         try:
-            with (self.path / ".lock").open() as file:
+            with regular(self.path / ".lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -176,7 +176,10 @@ class RunDir:
     def _holding(self, name: str, timeout: float, problem: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / name).open("a")  # not "w", which would empty the file before it is locked
+            lock = self.path / name
+            file = (regular(lock) if lock.exists() else lock).open(
+                "a"
+            )  # not "w", which would empty the file before it is locked
         except OSError as error:
             raise ConfigError(f"cannot be written: {self._why(error)}", key=self.key, value=self.path) from error
         with file, _closed_after_fork(file):
@@ -199,6 +202,8 @@ class RunDir:
 
     def _why(self, error: OSError) -> str:
         where = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""
+        if error.errno == IRREGULAR:
+            return f"{error.strerror}{where}; remove it"
         advice = ["free some space"] if error.errno in FULL else []
         advice += ["choose another folder"] if self.key != "resume" else []
         return f"{error.strerror or error}{where}; {', or '.join(advice) or 'make it writable'}"

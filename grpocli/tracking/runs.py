@@ -15,6 +15,7 @@ from typing import Any
 from grpocli.config import yaml_text
 from grpocli.config.former_targets import FORMER
 from grpocli.errors import ConfigError, GrpoError
+from grpocli.files import regular
 from grpocli.tracking.metrics import number, read_metrics, read_summary
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import why_incomparable
@@ -179,7 +180,7 @@ RESULTS = ("steps", "before", "accuracy", "change", "final reward", "seconds", "
 def load_yaml(path: Path) -> Any:
     """A YAML file as plain values, interpolations as text. Raises ValueError, naming the file, if it is broken."""
     try:
-        return yaml_text.load(path.read_text())
+        return yaml_text.load(regular(path).read_text())
     except ValueError as error:
         raise ValueError(f"{path.name} is broken") from error
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from grpocli.files import write_atomic
+from grpocli.files import regular, write_atomic
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.text import one_line
 from grpocli.version import __version__
@@ -65,7 +65,7 @@ class SessionSteps:
 
 def add_session(run_dir: RunDir, session: Session) -> None:
     """Append a session to the run's file atomically."""
-    before = run_dir.sessions.read_bytes().splitlines() if run_dir.sessions.is_file() else []
+    before = regular(run_dir.sessions).read_bytes().splitlines() if run_dir.sessions.is_file() else []
     line = json.dumps(asdict(session), default=str).encode()
     write_atomic(run_dir.sessions, b"".join(text + b"\n" for text in [*before, line]))
 
@@ -82,7 +82,7 @@ def intact_sessions(run_dir: RunDir) -> tuple[list[Session], list[int]]:
     """The sessions in order, and the numbers of broken lines."""
     if not run_dir.sessions.is_file():
         return [], []
-    sessions = [_session(line) for line in run_dir.sessions.read_text(errors="replace").splitlines()]
+    sessions = [_session(line) for line in regular(run_dir.sessions).read_text(errors="replace").splitlines()]
     damaged = [number for number, session in enumerate(sessions, start=1) if session is None]
     return [session for session in sessions if session], damaged
 

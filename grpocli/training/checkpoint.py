@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.distributed import sharded_safetensors as shards
-from grpocli.files import atomic_folder, full_disk_as_oserror
+from grpocli.files import atomic_folder, full_disk_as_oserror, regular
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
 from grpocli.training import checksums, saved_rollouts
@@ -198,7 +198,7 @@ def load_state(path: Path) -> State:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    state = json.loads((path / STATE).read_text())
+    state = json.loads(regular(path / STATE).read_text())
     if not isinstance(state, dict):
         raise ValueError(f"{STATE} holds no JSON object")
     return state

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.files import remove
+from grpocli.files import IRREGULAR, remove
 from grpocli.progress import Progress, unreported
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import run_id
@@ -20,7 +20,7 @@ from grpocli.training.checkpoint import CHECKSUMS, NAME, STATE, load_state, read
 
 UNREADABLE = (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 """The errors of reading a file with unexpected content."""
-LOST = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)
+LOST = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO, IRREGULAR)
 """Error numbers of a damaged file. With any other, such as a missing permission, the file may be whole."""
 
 
