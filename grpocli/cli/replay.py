@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,12 +54,20 @@ def main(argv: Sequence[str]) -> int:
                 steps = [last]
                 for note in left_out:
                     view.note(note)
+            chosen = _Others.of(replay, args, steps[-1])
             reports = list(replay.reports(steps))
-            others = list(_what_if(replay, args, steps, view))
+            others: list[dict[str, object]] = []
+            failure: GrpoError | None = None
+            try:
+                others += _what_if(replay, args, steps[-1], chosen, view)
+            except GrpoError as error:  # the report is complete without it
+                failure = error
     finally:
         view.stop()
     text = as_text(run_folder, reports, others)
     print(json.dumps(as_dict(run_folder, reports, others), indent=2) if args.json else text)
+    if failure:
+        raise failure
     return 0 if all(report.agrees for report in reports) else 1
 
 
@@ -138,31 +146,57 @@ def _session(
     return ReplaySession(first, last, run, job, problem)
 
 
-def _what_if(replay: Replay, args: argparse.Namespace, steps: Sequence[int], view: View) -> Iterator[dict[str, object]]:
-    """What another reward or algorithm would have given, in the last of the steps."""
-    if not (args.reward or args.algorithm):
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """What to compare with: the rewards of --reward, and a run with the algorithm of --algorithm; None without."""
+
+    rewards: dict[str, Any] | None
+    run: Run | None
+
+    @classmethod
+    def of(cls, replay: Replay, args: argparse.Namespace, step: int) -> _Others:
+        """Raises GrpoError for a reward or an algorithm that cannot be had."""
+        from grpocli.launch.compose import build_run
+        from grpocli.replay.what_if import check_rewards
+
+        rewards, run = None, None
+        if args.reward:
+            rewards = build_run(composed([f"reward=[{args.reward}]"], args.config_dir)).reward
+            check_rewards(rewards, replay.recorded(step).groups)
+        if args.algorithm:
+            words = _algorithm_words(args)
+            run = build_run(composed([f"resume={replay.run_dir.path}", *args.overrides, *words], args.config_dir))
+            run = replace(run, reward=run.reward | _added_rewards(words, run, args.config_dir))
+        return cls(rewards, run)
+
+
+def _algorithm_words(args: argparse.Namespace) -> list[str]:
+    """The overrides of --algorithm."""
+    return [word if "=" in word else f"algorithm={word}" for word in args.algorithm]
+
+
+def _what_if(
+    replay: Replay, args: argparse.Namespace, step: int, chosen: _Others, view: View
+) -> Iterator[dict[str, object]]:
+    """What another reward or algorithm would have given in a step."""
+    if chosen.rewards is None and chosen.run is None:
         return
-    from grpocli.launch.compose import build_run
     from grpocli.replay.what_if import other_algorithm, other_reward, recorded_groups
 
-    step = steps[-1]
     groups = recorded_groups(replay, step)
-    if args.reward:
-        rewards = build_run(composed([f"reward=[{args.reward}]"], args.config_dir)).reward
+    if chosen.rewards is not None:
         view.stage(f"scoring with {args.reward}")
-        found = other_reward(groups, replay, step, rewards)
-        for reward in rewards.values():
+        found = other_reward(groups, replay, step, chosen.rewards)
+        for reward in chosen.rewards.values():
             reward.close()
         yield {"step": step, "other reward": args.reward, **found}
-    if args.algorithm:
-        words = [word if "=" in word else f"algorithm={word}" for word in args.algorithm]
-        other = build_run(composed([f"resume={replay.run_dir.path}", *args.overrides, *words], args.config_dir))
-        other = replace(other, reward=other.reward | _added_rewards(words, other, args.config_dir))
+    if chosen.run is not None:
+        words = " ".join(_algorithm_words(args))
         weights = replay.weights_before(step)
-        view.stage(f"computing {' '.join(words)}")
-        found = other_algorithm(groups, replay, step, weights, other)
-        _close_rewards(other)
-        yield {"step": step, "other algorithm": " ".join(words), **found}
+        view.stage(f"computing {words}")
+        found = other_algorithm(groups, replay, step, weights, chosen.run)
+        _close_rewards(chosen.run)
+        yield {"step": step, "other algorithm": words, **found}
 
 
 def _added_rewards(words: Sequence[str], run: Run, config_dir: str | None) -> dict[str, Any]:

@@ -123,6 +123,19 @@ class Columns:
     absolute: float = 0.0
     per_token: bool = False
 
+    @property
+    def unit(self) -> str:
+        """The unit of the check's counts."""
+        if self.per_token:
+            return "tokens"
+        return "completions" if len(self.columns) == 1 else f"values, {len(self.columns)} a completion"
+
+    def skipped(self, why: str, completions: int) -> Check:
+        """A check of this many completions that cannot be made."""
+        check = Check(self.name, self.unit)
+        check.skip(why, completions * len(self.columns))
+        return check
+
 
 def compare_rows(
     step: int,
@@ -133,7 +146,7 @@ def compare_rows(
     token_text: Callable[[int], str],
 ) -> Check:
     """Compare columns of a step's rows, cell by cell, and token by token in lists of one value per token."""
-    check = Check(spec.name, "tokens" if spec.per_token else "completions")
+    check = Check(spec.name, spec.unit)
     for number, (old, new) in enumerate(zip(recorded, recomputed, strict=True)):
         place = number // group_size, number % group_size
         for column in spec.columns:

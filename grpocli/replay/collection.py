@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -210,10 +211,30 @@ def tokens_of(group: RecordedGroup, recorded: RecordedStep, run: Run) -> list[Re
     """The recorded tokens of a group's completions."""
     return [
         RecordedTokens(
-            row["completion_ids"], row["logprobs"], _versions(row, group, recorded, run), row["finish_reason"]
+            row["completion_ids"],
+            row["logprobs"],
+            _versions(row, group, recorded, run),
+            row["finish_reason"],
+            written_by_model(row),
         )
         for row in group.rows
     ]
+
+
+def written_by_model(row: FileRow) -> list[int]:
+    """1 for the model's tokens of a completion, 0 for its environment's."""
+    n, gaps = len(row["completion_ids"]), (row.get("turns") or 1) - 1
+    if gaps < 1 or any(row["loss_mask"]):
+        return list(row["loss_mask"]) if gaps > 0 else [1] * n
+    # Rows outside of the update have no mask. Environments' tokens have log-prob 0, and so may some of the model's.
+    runs, start = [], 0
+    for is_zero, values in groupby(row["logprobs"], lambda value: value == 0):
+        end = start + len(list(values))
+        if is_zero and start > 0 and end < n:
+            runs.append(range(start, end))
+        start = end
+    outside = {t for run in sorted(runs, key=len, reverse=True)[:gaps] for t in run}
+    return [int(t not in outside) for t in range(n)]
 
 
 def _versions(row: FileRow, group: RecordedGroup, recorded: RecordedStep, run: Run) -> list[int]:

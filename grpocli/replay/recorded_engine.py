@@ -19,13 +19,15 @@ UNFINISHED = "unfinished"
 class RecordedTokens:
     """The recorded tokens of one completion, those of its environment included.
 
-    versions: the weight version of each token. finish_reason: the recorded one.
+    versions: the weight version of each token. finish_reason: the recorded one. mask: 1 for tokens of the model, 0 for
+    those of an environment.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
+    mask: list[int]
 
 
 @dataclass(slots=True)
@@ -35,8 +37,9 @@ class RecordedEngine:
     Turns end as in sampling: at an end token, a stop string or the limit. So the number of turns, their tokens and
     their finish reasons are computed again rather than read.
 
-    recorded: the completions of each prompt, by uid. end_ids: tokens that end a completion; empty: unknown, then the
-    recorded finish reasons hold. The first turn of an episode registers its `ReusableKV`, by which later turns find it.
+    recorded: the completions of each prompt, by uid. end_ids: tokens that end a completion; empty: unknown, then turns
+    end where an environment's tokens begin, and the recorded finish reasons hold. The first turn of an episode
+    registers its `ReusableKV`, by which later turns find it.
     """
 
     recorded: Mapping[str, Sequence[RecordedTokens]]
@@ -82,7 +85,8 @@ class RecordedEngine:
         """The number of tokens of the turn that begins at `start`, and its finish reason."""
         ids = one.token_ids[start : start + sampling.max_tokens]
         if not self.end_ids:
-            return len(ids), one.finish_reason
+            after = one.mask[start + 1 : start + len(ids)]
+            return 1 + after.index(0) if 0 in after else len(ids), one.finish_reason
         watched = StopStrings(self.tokenizer, sampling.stop, request.token_ids) if sampling.stop else None
         for n, token in enumerate(ids, 1):
             if token in self.end_ids or (watched and watched.completed_by(token)):

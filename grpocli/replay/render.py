@@ -48,9 +48,12 @@ def as_text(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str,
     """A table of the checks, then the differences and what cannot be checked."""
     checks = total(check for report in reports for check in report.checks)
     lines = [_heading(run, reports), _table(checks)]
-    for check in checks:
-        lines += [_sentence(one) for one in check.differences[:SHOWN]]
-        if (more := check.differ - SHOWN) > 0:
+    said: set[tuple[object, ...]] = set()
+    for check in checks:  # two checks may find the same difference
+        new = {_key(one): one for one in check.differences if _key(one) not in said}
+        said |= new.keys()
+        lines += [_sentence(one) for one in list(new.values())[:SHOWN]]
+        if (more := len(new) - SHOWN) > 0:
             lines.append(f"  ... and {more:,} more of {check.name}")
     lines += [f"cannot be checked: {c.name}: {n:,} {c.unit}: {why}" for c in checks for why, n in c.why.items()]
     lines += [note for report in reports for note in report.notes]
@@ -64,7 +67,8 @@ def _heading(run: Path, reports: Sequence[StepReport]) -> str:
     steps = f"step {asked[0]}" if len(asked) == 1 else f"steps {asked[0]} to {asked[-1]}"
     origin = reports[0].origin or "the record alone"
     leading = len(reports) - len(asked)
-    way = f", {leading} earlier steps checked too, except for rewards and the sampler's log-probs" if leading else ""
+    earlier = f"{leading} earlier step{'s' if leading > 1 else ''}"
+    way = f", {earlier} checked too, except for rewards and the sampler's log-probs" if leading else ""
     return f"{run}: {steps} replayed from {origin}{way}; {_exactness(reports)}"
 
 
@@ -97,6 +101,10 @@ def _table(checks: Sequence[Check]) -> str:
     out = StringIO()
     CleanConsole(file=out, width=100).print(table)
     return out.getvalue()
+
+
+def _key(one: Difference) -> tuple[object, ...]:
+    return one.step, one.what, one.group, one.completion, one.token, repr(one.recomputed)
 
 
 def _sentence(one: Difference) -> str:

@@ -168,15 +168,12 @@ class StepReplay:
         found = []
         for spec in COLUMNS:
             if spec.name == "prompts" and not collected.drawn:
-                check = Check(spec.name)
                 why = self.sources.no_prompts or "most prompts differ from the task's data, which has changed"
-                check.skip(f"not drawn again: {why}", len(expected))
+                found.append(spec.skipped(f"not drawn again: {why}", len(expected)))
                 spec = replace(spec, name="prompts in their group")
-                found.append(check)
             if spec.name == "finish reasons" and not self.sources.source.end_ids:
-                check = Check(spec.name)
-                check.skip("the tokens that end a completion of this engine are unknown", len(expected))
-                found.append(check)
+                why = "the tokens that end a completion of this engine are unknown"
+                found.append(spec.skipped(why, len(expected)))
                 continue
             found.append(self._compared(spec, expected))
         tolerance = limits.SUM_TOLERANCE

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.errors import GrpoError
+from grpocli.errors import GrpoError, RewardError
 from grpocli.replay.collection import collect_again
 from grpocli.replay.replay import Replay
 from grpocli.rewards.scorer import Scorer
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Run
+    from grpocli.replay.record import RecordedGroup
     from grpocli.replay.weights import Weights
     from grpocli.types import Row
 
@@ -40,10 +43,17 @@ def recorded_groups(replay: Replay, step: int) -> list[Group]:
 
 
 def other_reward(groups: Sequence[Group], replay: Replay, step: int, rewards: Mapping[str, Any]) -> dict[str, object]:
-    """What other rewards say about a step's completions, beside the run's weighted sum."""
+    """What other rewards say about a step's completions, beside the run's weighted sum.
+
+    Raises RewardError if they cannot score any of them.
+    """
     run = replay.session_of(step).run
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    scored, _ = Scorer(dict(rewards), 1.0).score(rollouts, run.rollout.max_completion_tokens)
+    with _unlogged_errors():
+        scored, stats = Scorer(dict(rewards), 1.0).score(rollouts, run.rollout.max_completion_tokens)
+    error = next((one.first_error for one in stats.rewards.values() if one.first_error), "")
+    if error and all(math.isnan(value) for rollout in scored for value in rollout.rewards.values()):
+        raise RewardError(f"step {step}: {', '.join(rewards)} cannot score any completion; the first error: {error}")
     size = run.rollout.group_size
     new_PG = torch.tensor([[r.rewards[name] for r in scored] for name in rewards], dtype=torch.float64)
     weights = torch.tensor([[reward.weight] for reward in rewards.values()], dtype=torch.float64)
@@ -60,6 +70,7 @@ def other_reward(groups: Sequence[Group], replay: Replay, step: int, rewards: Ma
             **{f"{name} (other)": float(values.nanmean()) for name, values in zip(rewards, new_PG, strict=True)},
         },
         "not scored": int(other_PG.isnan().sum()),
+        **({"first error": error} if error else {}),
         "equal": int((mine == other).sum()),
         "higher": int((other > mine).sum()),
         "lower": int((other < mine).sum()),
@@ -70,6 +81,31 @@ def other_reward(groups: Sequence[Group], replay: Replay, step: int, rewards: Ma
         "groups that become uninformative": int((~constant[0] & constant[1]).sum()),
         "largest disagreements": _largest(groups, mine_PG, other_PG),
     }
+
+
+@contextmanager
+def _unlogged_errors() -> Iterator[None]:
+    """A block in which errors of rewards are only counted."""
+    log = logging.getLogger(Scorer.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def check_rewards(rewards: Mapping[str, Any], groups: Sequence[RecordedGroup]) -> None:
+    """Raise ConfigError for a reward that can score none of these groups: its code or a column is missing."""
+    for reward in rewards.values():
+        errors: list[GrpoError] = []
+        columns = list(dict.fromkeys(tuple(group.prompt().columns) for group in groups))
+        for names in columns:
+            try:
+                reward.check(names)
+            except GrpoError as error:
+                errors.append(error)
+        if errors and len(errors) == len(columns):
+            raise errors[0]
 
 
 def _largest(groups: Sequence[Group], mine_PG: Tensor, other_PG: Tensor) -> list[dict[str, object]]:

@@ -240,8 +240,8 @@ class PlainView(View):
         quiet = min(LONGEST_QUIET, max(QUIET_SECONDS, (now - stage.since) / 5))
         if not self._stages or now - self._printed_at < quiet:
             return
-        so_far = stage.progress(now)
-        self._print(f"{stage.text} ... {so_far + ', ' if so_far else ''}{format_duration(now - stage.since)} so far")
+        took = f"{format_duration(now - stage.since)} so far" if now - stage.since >= 1 else ""
+        self._print(f"{stage.text} ... {', '.join(filter(None, (stage.progress(now), took)))}".rstrip())
 
     def keep_ticking(self) -> None:
         """Tick in a thread until `stop`."""

@@ -15,6 +15,7 @@ from cli.test_environment_run import TWO
 from replay.conftest import trained
 
 from grpocli.errors import ConfigError
+from grpocli.replay import source
 
 pytestmark = pytest.mark.processes
 
@@ -182,12 +183,35 @@ def test_without_weights_the_rest_is_checked(
     assert "everything that can be checked agrees" in out
 
 
-def test_an_environment_is_stepped_again(grpocli: Grpocli, tmp_path: Path) -> None:
+def test_an_environment_is_stepped_again(grpocli: Grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tokens that end a turn are unknown, as those of a user's engine."""
     run = trained(tmp_path, *TWO[1:], "train.steps=2")
     code, report = replayed(grpocli, run, "--step", ":")
     assert (code, differing(report)) == (0, {})
     turns = [row["turns"] for row in pq.read_table(run / "rollouts" / STEP).to_pylist()]
     assert max(turn or 0 for turn in turns) > 1
+    monkeypatch.setattr(source, "_end_ids", lambda *_: frozenset())
+    code, report = replayed(grpocli, run, "--step", ":")
+    assert (code, differing(report)) == (0, {})
+    checks = {check["name"]: check for check in report["steps"][1]["checks"]}
+    assert checks["finish reasons"]["unchecked"] == len(turns)
+
+
+def test_a_difference_that_two_checks_find_is_one_line(grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
+    row = first_row(dapo, "trained")
+    code, out, _ = grpocli("replay", str(changed(dapo, tmp_path, row, "advantage", moved(1e-3))), "--step", "2")
+    assert code == 1
+    assert sum("recorded advantage" in line for line in out.splitlines()) == 1
+
+
+def test_counts_are_in_units_that_multiply(grpocli: Grpocli, dapo: Path) -> None:
+    """Every column of a completion is one value."""
+    n = len(pq.read_table(dapo / "rollouts" / STEP))
+    code, out, _ = grpocli("replay", str(dapo), "--step", "2")
+    assert code == 0
+    table = {line[:32].strip(): line.split() for line in out.splitlines()}
+    assert table["prompts"][1:] == [f"{7 * n:,}", "0", "0", "values,", "7", "a", "completion"]
+    assert table["finish reasons"][2:] == [f"{n:,}", "0", "0", "completions"]
 
 
 def test_another_reward_and_algorithm_are_compared(grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
@@ -220,6 +244,38 @@ def test_wrong_usage_is_one_sentence(words: list[str], said: str, grpocli: Grpoc
     code, _, err = grpocli("replay", *[word.format(run=dapo) for word in words])
     assert code == 2
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--algorithm", "nonsense"], "nonsense"),
+        (["--reward", "{mine}:none"], "has no function or class none"),
+        (["--reward", "{mine}x:f"], "mine.pyx"),
+        (["--reward", "{mine}:level"], "needs 'level', but the task has no such column"),
+    ],
+)
+def test_a_reward_or_algorithm_that_is_wrong_is_refused_before_the_replay(
+    options: list[str], said: str, grpocli: Grpocli, dapo: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def level(completions, level):\n    return [0.0] * len(completions)\n")
+    code, out, err = grpocli("replay", str(dapo), "--step", "2", *[word.format(mine=mine) for word in options])
+    assert (code, said in err) == (2, True), err
+    assert "loading the model" not in out + err
+
+
+def test_a_reward_that_scores_nothing_ends_with_its_first_error_after_the_table(
+    grpocli: Grpocli, dapo: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def closed(completions, **_):\n    raise ValueError('the grader is closed')\n")
+    code, out, err = grpocli("replay", str(dapo), "--step", "2", "--reward", f"{mine}:closed")
+    assert code == 1
+    assert "everything that can be checked agrees" in out
+    assert "step 2: closed cannot score any completion; the first error: " in err
+    assert err.count("the grader is closed") - err.count("raise ValueError('the grader is closed')") == 1
+    assert "Traceback" not in err
 
 
 @pytest.mark.survival
