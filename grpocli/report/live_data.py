@@ -34,7 +34,7 @@ MOST_BYTES = 1 << 24
 """Bytes of new metrics read for one answer; the rest comes with the next."""
 BLOCK = 1 << 16
 SHARE = 300
-"""Work that took t seconds is not repeated for SHARE * t seconds, so it takes at most a third of a percent of a core."""
+"""Work that took t seconds is not repeated for SHARE * t seconds: it takes at most a third of a percent of a core."""
 MOST_WAIT = 60.0
 FACTS = ("verdict", "warnings", "facts", "total_steps", "sessions")
 """The fields of a run that a new build may change without a new page."""
