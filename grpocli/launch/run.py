@@ -136,6 +136,7 @@ def _run_locked(
         view.start(run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         if resuming:
             _report_checkpoint(point, view)
+            _report_steps(run, point, view)
         for key, (old, new) in changed.items():
             view.note(f"changed {key}: {format_value(old)} -> {format_value(new)}")
         if any(key.startswith(("reward", "algorithm")) for key in changed):
@@ -165,6 +166,15 @@ def _report_checkpoint(point: ResumePoint, view: View) -> None:
         view.note("the run ended before its first checkpoint and starts again")
     elif not point.has_checksums:
         view.note(f"{point.path.name} is from an earlier version, without checksums: damage would not be noticed")
+
+
+def _report_steps(run: Run, point: ResumePoint, view: View) -> None:
+    """Warn about a resume that has no step to train."""
+    from grpocli.training.checkpoint import load_state
+
+    done = load_state(point.path).step if point.path else 0
+    if done >= run.train.steps:
+        view.warn(f"train.steps={run.train.steps}: {done} steps are done, so none is left; raise it to train on")
 
 
 def _record_session(config: DictConfig, run_dir: RunDir, point: ResumePoint, resuming: bool) -> Changes:

@@ -117,7 +117,13 @@ def _summarise(run_dir: RunDir, cause: str) -> None:
     last = rows[-1] if rows else {}
     seconds = sum(row.get("time/step") or 0.0 for row in rows)
     summary = summary_of(
-        steps=last.get("step", 0), seconds=seconds, before={}, after={}, metrics=last, cause=masked(cause)
+        steps=last.get("step", 0),
+        seconds=seconds,
+        before={},
+        after={},
+        metrics=last,
+        cause=masked(cause),
+        kind="failed",
     )
     write_summary(run_dir.summary, summary)
 

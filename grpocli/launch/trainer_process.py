@@ -100,8 +100,9 @@ class TrainerProcess:
         if trainer is None and self.run_dir.summary.exists():
             return  # a resume that could not start keeps the summary of the run so far
         cause = masked(str(error) if isinstance(error, GrpoError) else raised(error))
+        kind = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
         try:
-            summarise(trainer, recorder, cause)
+            summarise(trainer, recorder, cause, kind)
         except OSError:
             logger.exception("the summary was not written")
 
@@ -163,7 +164,7 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
 
     main, recorder, card = trainer.world.is_main, trainer.recorder, ""
     if main:
-        summary = summary_content(trainer, recorder, "done", results)
+        summary = summary_content(trainer, recorder, "done", "done", results)
         card = model_card(recorder.run_dir, job.engine.model_path, summary)
     recorder.stage("model")
     dtype = load_config(trainer.run.model, job.engine.model_path).dtype or torch.float32
@@ -175,16 +176,16 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
     trainer.world.barrier()
 
 
-def summarise(trainer: Trainer | None, recorder: Recorder, cause: str) -> None:
-    """Write summary.json, in the main process only."""
+def summarise(trainer: Trainer | None, recorder: Recorder, cause: str, kind: str) -> None:
+    """Write summary.json of a run that ended early, in the main process only. kind: `stopped` or `failed`."""
     from grpocli.tracking.metrics import write_summary
 
     if recorder.metrics is not None:
-        write_summary(recorder.run_dir.summary, summary_content(trainer, recorder, cause, {}))
+        write_summary(recorder.run_dir.summary, summary_content(trainer, recorder, cause, kind, {}))
 
 
 def summary_content(
-    trainer: Trainer | None, recorder: Recorder, cause: str, results: dict[str, float]
+    trainer: Trainer | None, recorder: Recorder, cause: str, kind: str, results: dict[str, float]
 ) -> dict[str, object]:
     """The content of summary.json."""
     from grpocli.tracking.metrics import summary_of
@@ -198,6 +199,7 @@ def summary_content(
         after=results,
         metrics=recorder.last,
         cause=cause,
+        kind=kind,
         incomparable=why_incomparable(recorder.run_dir),
     )
 

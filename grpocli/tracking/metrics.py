@@ -143,13 +143,15 @@ def summary_of(
     after: Mapping[str, float],
     metrics: Mapping[str, Any],
     cause: str,
+    kind: str,
     incomparable: str = "",
 ) -> dict[str, Any]:
     """The content of summary.json.
 
-    cause: "done", or why the run ended early. incomparable: why `before` and `after` cannot be compared.
+    cause: "done", or why the run ended early. kind: `done`, `stopped` or `failed`. incomparable: why `before` and
+    `after` cannot be compared.
     """
-    summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1), "exit": cause}
+    summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1), "exit": cause, "exit_kind": kind}
     summary |= {f"{name}_before": value for name, value in before.items()}
     summary |= after
     if incomparable and before and after:

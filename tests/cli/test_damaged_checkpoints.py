@@ -181,6 +181,7 @@ def test_a_checkpoint_of_an_earlier_version_is_used_and_missing_metrics_are_repo
     assert code == 0, err
     assert "step_000003 is from an earlier version, without checksums" in out
     assert f"{run}/metrics.jsonl lacks 3 of the 3 steps done" in out + err
+    assert "train.steps=3: 3 steps are done, so none is left; raise it to train on" in out + err
 
 
 def _forgetful(text: bytes) -> bytes:

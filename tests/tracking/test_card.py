@@ -49,6 +49,7 @@ def summary(run: RunDir, **changes: Any) -> dict[str, Any]:
         "after": {"eval/accuracy": 0.75, "eval/accuracy_greedy": 0.875},
         "metrics": {"reward": 0.7, "kl": math.nan},
         "cause": "done",
+        "kind": "done",
     }
     made = summary_of(**(values | changes))
     write_summary(run.summary, made)
@@ -61,6 +62,7 @@ def test_the_summary_has_accuracies_and_last_metrics(run: RunDir) -> None:
         "steps": 60,
         "seconds": 61.2,
         "exit": "done",
+        "exit_kind": "done",
         "eval/accuracy_before": 0.25,
         "eval/accuracy_greedy_before": 0.5,
         "eval/accuracy": 0.75,
