@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         _open(announcement.address(sessions.token))
     with suppress(KeyboardInterrupt):  # before the server handles it
         serve(app, server)
-    print("the page has ended; the runs go on", flush=True)
+    print("the server has stopped; the runs continue", flush=True)
     if threading.active_count() > 1:
         os._exit(0)  # a thread that still builds the page only reads
     return 0

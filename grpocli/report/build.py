@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +14,10 @@ from typing import Any
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.progress import Progress, unreported
 from grpocli.report.charts import charts
-from grpocli.report.curves import Curves, curves_of, read_curves, thinned, with_evaluations
+from grpocli.report.curves import Curves, current_summary, curves_of, read_curves, thinned, with_evaluations
 from grpocli.report.diagnosis import verdict, warnings
-from grpocli.report.facts import compute_dtype, facts, sessions
+from grpocli.report.facts import compute_dtype, facts, session_starts, sessions
+from grpocli.report.own_files import leads_out, left_out
 from grpocli.report.page_data import PageData, RolloutSelection, RunView, Series
 from grpocli.report.rollout_sample import BUDGET, Prompts, RolloutSample
 from grpocli.report.several import differences, labels, natural, results
@@ -23,6 +25,7 @@ from grpocli.report.token_texts import TokenTexts
 from grpocli.tracking.metrics import read_summary
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import RunRow, find_runs, flatten, load_yaml
+from grpocli.tracking.text import one_line
 from grpocli.version import __version__
 
 ROWS = 6_000
@@ -31,13 +34,18 @@ ROWS_OF_RUN, FEWEST_ROWS = 1_000, 60
 PROBLEMS = 32
 """Held-out problems if the config leaves them to the hardware: the smaller of its two defaults."""
 
+KINDS = ("done", "stopped", "failed")
+"""The values of `exit_kind` in a summary."""
+LONGEST_CAUSE = 2_000
+"""Characters shown of the error that ended a run."""
+
 STOPPED = re.compile(
     r"KeyboardInterrupt"
     r"|(SIG\w+|asked to stop) after step \d+; resume with: .*"
     r"|.*; stopped after step \d+, which is saved; when the service is back, resume with: .*",
     re.DOTALL,
 )
-"""The `exit` of a summary whose run was asked to stop, or lost a service (`Trainer.checkpoint_and_stop`)."""
+"""The `exit`, in a summary without `exit_kind`, of a run that was asked to stop or lost a service."""
 
 FORMULA_KEYS = ("algorithm", "reward", "rollout", "train", "optim")
 """The sections of a config that the formula of its objective shows."""
@@ -62,20 +70,21 @@ class Builder:
 
     def page(self, folders: Sequence[Path]) -> PageData:
         """The page of the runs below some folders. Raises ConfigError if there are none."""
-        found = [row for folder in folders for row in sorted(find_runs(folder), key=lambda row: natural(row.path))]
-        rows = list({row.path.resolve(): row for row in found}.values())
+        rows, notes = _own_rows(folders)
         if not rows:
-            raise ConfigError(
-                f"there is no run below {', '.join(map(str, folders))}; give the folder of a run or sweep"
-            )
-        prompts, notes = Prompts(), list[str]()
+            where = ", ".join(map(str, folders))
+            hint = "; ".join(notes) or "give the folder of a run or sweep"
+            raise ConfigError(f"there is no run below {where}; {hint}")
+        prompts = Prompts()
         runs = self._runs(rows, prompts, notes)
         several = len(runs) > 1
         return PageData(
             title=_title(folders, runs),
             made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             version=__version__,
-            charts=charts({name for run in runs for name in run.metrics}, {} if self.live else _constants(runs)),
+            charts=charts(
+                {name for run in runs for name in run.metrics}, {} if self.live else _constants(runs), _copies(runs)
+            ),
             runs=runs,
             prompts=prompts.found,
             results=results(rows, runs) if several else None,
@@ -106,7 +115,8 @@ class Builder:
         curves = with_evaluations(raw, summary, *_evaluation(flat))
         flat |= {"model.dtype": compute_dtype(row.path, flat)}
         found = warnings(curves, flat)
-        state = state_of(row.path, summary, _int(flat.get("train.steps")))
+        steps = _int(flat.get("train.steps"))
+        state = state_of(row.path, summary, steps)
         view = RunView(
             id=f"r{place}",
             name=names[0],
@@ -114,12 +124,15 @@ class Builder:
             label=names[1],
             group=names[2],
             state=state,
-            total_steps=_int(flat.get("train.steps")),
+            total_steps=steps,
             verdict=verdict(curves, state, found),
             facts=facts(row.path, config, flat, summary, raw),
             formula=self._formula(row.path, config, problems),
             overrides=[str(text) for text in config.get("overrides") or []],
             sessions=sessions(row.path),
+            starts=session_starts(row.path),
+            notice=_notice(row.path, state, curves.steps[-1] if curves.steps else 0, steps, summary),
+            resume="" if state in ("running", "done") else f"grpocli train {shlex.quote(f'resume={row.path}')}",
             warnings=found,
             steps=curves.steps,
             metrics=curves.metrics,
@@ -163,6 +176,22 @@ def _with_fewer_steps(group: Sequence[RunView], most: int) -> list[RunView]:
     ]
 
 
+def _own_rows(folders: Sequence[Path]) -> tuple[list[RunRow], list[str]]:
+    """The runs below some folders, each once, and a note for each that has files outside of its folder."""
+    found: dict[Path, RunRow] = {}
+    notes: list[str] = []
+
+    def is_own(run: Path) -> bool:
+        if leads := leads_out(run):
+            notes.append(left_out(run))
+        return not leads
+
+    for folder in folders:
+        rows = sorted(find_runs(folder, is_own), key=lambda row: natural(row.path))
+        found |= {row.path.resolve(): row for row in rows if row.path.resolve() not in found}
+    return list(found.values()), list(dict.fromkeys(notes))
+
+
 def new_values(run: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, Series]]:
     """The steps and values of new rows of a run's metrics, in order, with the intervals of accuracies."""
     curves = curves_of(rows)
@@ -192,12 +221,10 @@ def _config(run: Path, problems: list[str]) -> dict[str, Any]:
 
 def _recorded(run: Path, problems: list[str]) -> tuple[Curves, dict[str, Any]]:
     """The metrics and the summary of a run; of a summary of an earlier session only the evaluation before training."""
-    curves, summary = read_curves(run), _summary(run, problems)
+    curves = read_curves(run)
     problems += curves.notes
-    last = curves.steps[-1] if curves.steps else 0
-    if summary and summary.get("steps") != last:
-        problems.append(f"summary.json is of an earlier session, which ended at step {summary.get('steps')}")
-        summary = {name: value for name, value in summary.items() if name.endswith("_before")}
+    summary, note = current_summary(_summary(run, problems), curves)
+    problems += [note] if note else []
     return curves, summary
 
 
@@ -213,10 +240,36 @@ def state_of(run: Path, summary: Mapping[str, Any], steps: int) -> str:
     """The state of a run that was asked for some steps, by its lock and the `exit` of its summary."""
     if RunDir(run).is_running():
         return "running"
-    cause = summary.get("exit")
+    cause, kind = summary.get("exit"), summary.get("exit_kind")
     if cause is None or (cause == "done" and _int(summary.get("steps")) < steps):
         return "unfinished"  # killed: the first time, or after a resume that asked for more steps
+    if kind in KINDS:
+        return str(kind)
     return "done" if cause == "done" else "stopped" if STOPPED.fullmatch(str(cause)) else "failed"
+
+
+def _notice(run: Path, state: str, done: int, asked: int, summary: Mapping[str, Any]) -> str:
+    """Why a run ended early, or that it has more steps than it was asked for."""
+    if state == "running" or (state == "done" and not 0 < asked < done):
+        return ""
+    if state == "done":
+        return f"The run has {done:,} steps, more than train.steps={asked}."
+    steps = f"after step {done:,}" + (f" of {asked:,}" if asked >= done else "")
+    saved = [int(name[5:]) for path in RunDir(run).checkpoints.glob("step_*") if (name := path.name)[5:].isdecimal()]
+    newest = f"The newest checkpoint is of step {max(saved):,}." if saved else "Without a checkpoint it starts again."
+    if state == "unfinished":
+        return f"The run was killed {steps}: it has written no summary. {newest}"
+    why = one_line(str(summary.get("exit"))[:LONGEST_CAUSE])
+    for end in ("; resume with: ", "; when the service is back, "):
+        why = why.partition(end)[0]
+    return f"The run {'was stopped' if state == 'stopped' else 'failed'} {steps}: {why.rstrip('.')}. {newest}"
+
+
+def _copies(runs: Sequence[RunView]) -> frozenset[str]:
+    """The metric of the only reward, if it is the reward of every run."""
+    names = {name for run in runs for name in run.metrics if name.startswith("rewards/") and name.endswith("/mean")}
+    same = all(run.metrics.get(name) == run.metrics.get("reward") for run in runs for name in names)
+    return frozenset(names) if len(names) == 1 and same else frozenset()
 
 
 def _constants(runs: Sequence[RunView]) -> dict[str, float]:
@@ -232,7 +285,8 @@ def _evaluation(flat: Mapping[str, Any]) -> tuple[int, int]:
     """The numbers of problems of a task, and of samples of a problem."""
     problems = flat.get("eval.problems")
     wanted = PROBLEMS if problems is None else _int(problems)
-    size = _int(flat.get("task.eval_size"))
+    other = flat.get("task.eval_path") is not None or flat.get("task.eval_split") is not None
+    size = 0 if other else _int(flat.get("task.eval_size"))  # which then holds nothing out
     return min(wanted, size) if size else wanted, max(1, _int(flat.get("eval.samples")))
 
 

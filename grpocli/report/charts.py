@@ -267,10 +267,13 @@ SPECS = (
 )
 
 
-def charts(metrics: Iterable[str], constants: Mapping[str, float] | None = None) -> list[Chart]:
+def charts(
+    metrics: Iterable[str], constants: Mapping[str, float] | None = None, copies: frozenset[str] = frozenset()
+) -> list[Chart]:
     """The charts that have data, then one for each metric in none of them, so that every metric can be seen.
 
-    constants: the metrics with one value in all steps. Charts that say nothing with it are left out.
+    constants: the metrics with one value in all steps. Charts that say nothing with it are left out. copies: metrics
+    that another one repeats; a chart of nothing else is left out.
     """
     constants = constants or {}
     names = {name for name in metrics if not name.endswith((LOW, HIGH))}
@@ -280,7 +283,9 @@ def charts(metrics: Iterable[str], constants: Mapping[str, float] | None = None)
     for spec in SPECS:
         lines = [line for pattern, label in spec.lines for line in _lines(pattern, label, names, limits)]
         used |= {line.metric for line in lines}
-        if lines and not (spec.idle is not None and all(constants.get(line.metric) == spec.idle for line in lines)):
+        if all(line.metric in copies for line in lines):
+            continue  # also without a line
+        if not (spec.idle is not None and all(constants.get(line.metric) == spec.idle for line in lines)):
             found.append(replace(spec.chart, lines=lines))
     rest = [Chart(f"other_{i}", name, OTHER, [ChartLine(name, name)]) for i, name in enumerate(sorted(names - used))]
     return [*found, *rest]

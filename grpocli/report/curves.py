@@ -20,6 +20,8 @@ ACCURACIES = ("accuracy", "accuracy_greedy")
 LOW, HIGH = " (low)", " (high)"
 """The ends of the names of an interval's limits, which are not in metrics.jsonl."""
 
+FEWEST_TO_SMOOTH = 20
+
 WATCHED = (
     ("reward", max),
     ("reward", min),
@@ -73,6 +75,30 @@ def read_curves(run: Path) -> Curves:
         elif text.strip():
             broken.append(line)
     return curves_of(rows, _notes(broken, len(lines)))
+
+
+def current_summary(summary: Mapping[str, Any], curves: Curves) -> tuple[dict[str, Any], str]:
+    """What a summary says about the curves, and a note: of an earlier session only the evaluation before training."""
+    last = curves.steps[-1] if curves.steps else 0
+    if not summary or summary.get("steps") == last:
+        return dict(summary), ""
+    note = f"summary.json is of an earlier session, which ended at step {summary.get('steps')}"
+    return {name: value for name, value in summary.items() if name.endswith("_before")}, note
+
+
+def smoothed(series: Sequence[tuple[int, float]], weight: float) -> list[tuple[int, float]]:
+    """An exponential moving average of (step, value), corrected for its start as in Adam.
+
+    Fewer than FEWEST_TO_SMOOTH values, such as evaluations, stay as they are. `page/series.js` has the same rules.
+    """
+    if len(series) < FEWEST_TO_SMOOTH:
+        return list(series)
+    total = norm = 0.0
+    points = []
+    for step, value in series:
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        points.append((step, total / norm))
+    return points
 
 
 def curves_of(rows: Iterable[Mapping[str, Any]], notes: Sequence[str] = ()) -> Curves:

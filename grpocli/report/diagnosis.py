@@ -16,8 +16,11 @@ FEW_STEPS = 20
 """Steps below which rewards alone allow no verdict: a tenth would be less than two steps."""
 ENDS = 5
 """The least number of steps whose rewards are compared at the start and at the end."""
-NOISE = 3.0
-"""Standard errors by which two means must differ to count as different; a run has many numbers to look at."""
+BLOCKS = 5
+"""The parts of the first and of the last steps whose means are compared: neighbouring steps are not independent."""
+NOISE = 4.604
+"""Standard errors by which two means must differ to count as different: the 99.5 % quantile of Student's t with
+BLOCKS - 1 degrees of freedom, the fewest that Welch's test can have."""
 WINDOW = 10
 """Steps that a warning's numbers are averaged over, because single steps are noisy."""
 
@@ -285,12 +288,15 @@ def verdict(curves: Curves, state: str, found: Sequence[RunWarning]) -> Verdict:
     alarms = [warning for warning in found if warning.kind != "solved"]
     look = f"{alarms[0].kind}, from step {alarms[0].step}." if alarms else "the completions of the last step."
     if not curves.steps:
-        return Verdict("unclear", "The run has no step yet.", "")
-    judged = _by_accuracy(curves) or _by_reward(curves)
-    return Verdict("unclear" if state == "failed" and judged[0] == "good" else judged[0], judged[1], look)
+        return Verdict("unclear", "unclear", "The run has no step yet.")
+    level, word, text = _by_accuracy(curves) or _by_reward(curves)
+    if state == "failed" and level == "good":
+        level, word = "unclear", "unclear"
+    return Verdict(level, word, text, look)
 
 
-def _by_accuracy(curves: Curves) -> tuple[str, str] | None:
+def _by_accuracy(curves: Curves) -> tuple[str, str, str] | None:
+    """The level, word and text of a verdict; None without two accuracies."""
     name = "eval/accuracy"
     points, lows, highs = curves.series(name), dict(curves.series(name + LOW)), dict(curves.series(name + HIGH))
     known = [(step, value) for step, value in points if step in lows and step in highs]
@@ -300,22 +306,22 @@ def _by_accuracy(curves: Curves) -> tuple[str, str] | None:
     spans = [f"{value:.3f} [{lows[step]:.3f}, {highs[step]:.3f}]" for step, value in (known[0], known[-1])]
     numbers = f"from {spans[0]} at step {first} to {spans[1]} at step {last} (95 % Wilson intervals over problems)"
     if lows[last] > highs[first]:
-        return "good", f"It learned: held-out accuracy rose {numbers}."
+        return "good", "learned", f"It learned: held-out accuracy rose {numbers}."
     if highs[last] < lows[first]:
-        return "bad", f"It got worse: held-out accuracy fell {numbers}."
-    return "unclear", f"No clear change: held-out accuracy went {numbers}, and the intervals overlap."
+        return "bad", "got worse", f"It got worse: held-out accuracy fell {numbers}."
+    return "unclear", "unclear", f"No clear change: held-out accuracy went {numbers}, and the intervals overlap."
 
 
-def _by_reward(curves: Curves) -> tuple[str, str]:
+def _by_reward(curves: Curves) -> tuple[str, str, str]:
     change = _reward_change(curves)
     if change is None:
-        return "unclear", f"{len(curves.series('reward'))} steps are too few to judge the reward."
+        return "unclear", "unclear", f"{len(curves.series('reward'))} steps are too few to judge the reward."
     level, numbers = change
     if level == "unclear":
-        return level, f"No clear change: the reward went {numbers}."
+        return level, "unclear", f"No clear change: the reward went {numbers}."
     if level == "good":
-        return level, f"The reward rose {numbers}; there is no held-out accuracy."
-    return level, f"The reward fell {numbers}."
+        return level, "reward rose", f"The reward rose {numbers}; there are no held-out accuracies to compare."
+    return level, "reward fell", f"The reward fell {numbers}."
 
 
 def _reward_change(curves: Curves) -> tuple[str, str] | None:
@@ -323,18 +329,21 @@ def _reward_change(curves: Curves) -> tuple[str, str] | None:
     rewards = [value for _, value in curves.series("reward")]
     if len(rewards) < FEW_STEPS:
         return None
-    n = max(ENDS, len(rewards) // 10)
+    n = max(ENDS, len(rewards) // 10 // BLOCKS * BLOCKS)
     (before, first), (after, last) = (_mean_and_error(part) for part in (rewards[:n], rewards[-n:]))
     numbers = (
         f"from {before:.3f} ± {first:.3f} in the first {n} steps to {after:.3f} ± {last:.3f} in the last {n} "
-        "(± standard error)"
+        f"(± standard error of {BLOCKS} block means)"
     )
     clear = abs(after - before) > NOISE * math.hypot(first, last)
     return ("unclear" if not clear else "good" if after > before else "bad"), numbers
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    """The mean and its standard error, from the means of BLOCKS equal parts in order."""
+    size = len(values) // BLOCKS
+    means = [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]
+    return statistics.fmean(means), statistics.stdev(means) / math.sqrt(BLOCKS)
 
 
 def _learning(curves: Curves) -> list[RunWarning]:
@@ -344,7 +353,7 @@ def _learning(curves: Curves) -> list[RunWarning]:
     if change and change[0] == "bad":
         return [_special(last, "reward falls", f"the reward went {change[1]}", "reward")]
     if change and change[0] == "good" and accuracy and accuracy[0] == "bad":
-        return [_special(last, "reward hacking", f"{accuracy[1]} The reward rose {change[1]}", "accuracy")]
+        return [_special(last, "reward hacking", f"{accuracy[2]} The reward rose {change[1]}", "accuracy")]
     return []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def facts(
         ("hardware", _hardware(run, flat)),
         ("seed", format_value(flat["seed"]) if "seed" in flat else ""),
         *_progress(flat, summary, curves),
+        ("sessions", _started(session_starts(run))),
     ]
     return [(label, value) for label, value in rows if value]
 
@@ -60,6 +61,16 @@ def compute_dtype(run: Path, flat: Flat) -> str:
     except (OSError, ValueError, AttributeError, RecursionError):
         return "auto"
     return saved if saved in DTYPES else "auto"
+
+
+def steps_text(done: int, asked: Any) -> str:
+    """`30 of 60`; `70, train.steps=30` of a run that was resumed with fewer steps than it had."""
+    return f"{done:,}, train.steps={asked}" if isinstance(asked, int) and done > asked else f"{done:,} of {asked}"
+
+
+def session_starts(run: Path) -> list[int]:
+    """The steps done before each session but the first."""
+    return [session.step for session in _sessions(run)[1:]]
 
 
 def sessions(run: Path) -> list[tuple[str, str, str]]:
@@ -219,12 +230,17 @@ def _on_cpu(run: Path, flat: Flat) -> bool:
     return flat.get("hardware.device") == "cpu" or bool(found and str(found[-1].versions.get("torch")).endswith("+cpu"))
 
 
+def _started(starts: Sequence[int]) -> str:
+    """`2, resumed after step 30`; "" for a run that was never resumed."""
+    return f"{len(starts) + 1}, resumed after step {', '.join(f'{step:,}' for step in starts)}" if starts else ""
+
+
 def _progress(flat: Flat, summary: Mapping[str, Any], curves: Curves) -> list[tuple[str, str]]:
     done = curves.steps[-1] if curves.steps else 0
     seconds = number(summary.get("seconds")) or math.fsum(value for _, value in curves.series("time/step"))
     tokens = curves.series("num_tokens")
     return [
-        ("steps", f"{done:,} of {flat.get('train.steps', 'unknown')}"),
+        ("steps", steps_text(done, flat.get("train.steps", "unknown"))),
         ("time", format_duration(float(seconds))),
         ("tokens", f"{tokens[-1][1]:,}" if tokens else ""),
     ]

@@ -19,6 +19,7 @@ from typing import Any
 from grpocli.errors import GrpoError
 from grpocli.files import regular
 from grpocli.report.curves import metrics_row
+from grpocli.report.own_files import is_own, leads_out, left_out
 from grpocli.report.page_data import PageData, RunView, Series
 from grpocli.tracking.rollout_query import NAME
 from grpocli.tracking.run_dir import RunDir
@@ -36,10 +37,8 @@ BLOCK = 1 << 16
 SHARE = 300
 """Work that took t seconds is not repeated for SHARE * t seconds: it takes at most a third of a percent of a core."""
 MOST_WAIT = 60.0
-FACTS = ("verdict", "warnings", "facts", "total_steps", "sessions")
+FACTS = ("verdict", "warnings", "facts", "total_steps", "sessions", "starts", "notice", "resume")
 """The fields of a run that a new build may change without a new page."""
-OWN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "sessions.jsonl", ".hydra", "rollouts")
-HYDRA_FILES = ("config.yaml", "hydra.yaml", "overrides.yaml")
 
 
 class Budget:
@@ -194,10 +193,10 @@ class LiveData:
         """The prompts and groups of a step; None if the page has no such run or step."""
         with self.lock:
             found = self.runs.get(run)
-            if found is None or step not in found.view.rollouts.steps or _leads_out(found.path):
+            if found is None or step not in found.view.rollouts.steps or leads_out(found.path):
                 return None
             path = found.path
-        if not _is_own(RunDir(path).rollouts(step), path):
+        if not is_own(RunDir(path).rollouts(step), path):
             return None
         return self.load_step(path, step)
 
@@ -273,10 +272,8 @@ class LiveData:
         paths = {
             path.resolve(): path for folder in self.folders if folder.is_dir() for path in sorted(run_folders(folder))
         }
-        linked = [path for path in paths.values() if _leads_out(path)]
-        self.linked = [
-            f"{path.name} is not shown: one of its files is a link out of its folder, or a pipe" for path in linked
-        ]
+        linked = [path for path in paths.values() if leads_out(path)]
+        self.linked = [left_out(path) for path in linked]
         return [path for path in paths.values() if path not in linked]
 
     def _build(self) -> None:
@@ -357,22 +354,6 @@ def _signature(run: Path) -> tuple[Any, ...]:
         except OSError:
             times.append((0, 0))
     return (*times, RunDir(run).is_running())
-
-
-def _leads_out(run: Path) -> bool:
-    """Whether a file of a run is a link to a place outside of its folder, or a pipe or device."""
-    files = [run / name for name in OWN_FILES] + [run / ".hydra" / name for name in HYDRA_FILES]
-    return not all(_is_own(file, run) for file in files)
-
-
-def _is_own(file: Path, run: Path) -> bool:
-    """Whether a file of a run is inside its folder, and is a plain file, a folder or missing. Opening a pipe hangs."""
-    try:
-        found = file.resolve()
-        plain = found.is_file() or found.is_dir() or not found.exists()
-        return plain and found.is_relative_to(run.resolve())
-    except (OSError, RuntimeError):  # links in a circle
-        return False
 
 
 def _with_copies(view: RunView) -> RunView:

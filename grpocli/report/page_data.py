@@ -54,9 +54,14 @@ class RunWarning:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a run learned. level: `good`, `unclear` or `bad`. text: one sentence. look: what to look at first."""
+    """Whether a run learned.
+
+    level: `good`, `unclear` or `bad`. word: the change in a word or two, such as `learned`. text: one sentence. look:
+    what to look at first.
+    """
 
     level: str
+    word: str
     text: str
     look: str = ""
 
@@ -134,9 +139,10 @@ class RunView:
     id: short and unique on the page. name: its folder, as short as is unambiguous. label: how it differs from the other
     runs; the name if it does not. group: runs of one group differ only in the seed. state: `running`, `done`,
     `stopped`, `failed` or `unfinished`. facts: (label, value) rows of what ran. formula: lines of its objective.
-    overrides: its command line. sessions: (steps, start, versions and changes) of each. total_steps: that it was
-    asked for. steps: those of `metrics`, which has a number or None for each; with many steps only some are there, and
-    `thinning` says which.
+    overrides: its command line. sessions: (steps, start, versions and changes) of each. starts: the steps done before
+    each session but the first. notice: why it ended early, or has more steps than it was asked for; "" if neither.
+    resume: the command that continues it; "" if it is done. total_steps: that it was asked for. steps: those of
+    `metrics`, which has a number or None for each; with many steps only some are there, and `thinning` says which.
     """
 
     id: str
@@ -154,6 +160,9 @@ class RunView:
     warnings: list[RunWarning]
     steps: list[int]
     metrics: dict[str, Series]
+    starts: list[int] = field(default_factory=list)
+    notice: str = ""
+    resume: str = ""
     thinning: str = ""
     rollouts: RolloutSelection = field(default_factory=RolloutSelection)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
-from grpocli.report.curves import Curves, read_curves, with_evaluations
+from grpocli.report.curves import Curves, current_summary, read_curves, smoothed, with_evaluations
 from grpocli.report.several import labels
 from grpocli.tracking.metrics import read_summary
 from grpocli.tracking.run_dir import RunDir
@@ -79,8 +79,7 @@ def _curves(run: Path) -> Curves:
     except (OSError, ValueError):
         summary = {}
     curves = read_curves(run)
-    ended = curves.steps[-1:] == [summary.get("steps")]
-    return with_evaluations(curves, summary if ended else {}, None, 1)
+    return with_evaluations(curves, current_summary(summary, curves)[0], None, 1)
 
 
 def chosen_metrics(runs: Sequence[RunCurves], names: Sequence[str]) -> list[str]:
@@ -151,7 +150,7 @@ def _draw(axes: Axes, runs: Sequence[RunCurves], metric: str, smoothing: float) 
 
     for number, (group, members) in enumerate(_groups(runs).items()):
         series = [smoothed(one.curves.series(metric), smoothing) for one in members]
-        points = _mean_and_range([one for one in series if one])
+        points = mean_and_range([one for one in series if one])
         if not points:
             continue
         steps, means, lows, highs = zip(*points, strict=True)
@@ -200,17 +199,7 @@ def _groups(runs: Sequence[RunCurves]) -> dict[str, list[RunCurves]]:
     return groups
 
 
-def smoothed(series: Sequence[tuple[int, float]], weight: float) -> list[tuple[int, float]]:
-    """An exponential moving average of (step, value), corrected for its start as in Adam."""
-    total = norm = 0.0
-    points = []
-    for step, value in series:
-        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
-        points.append((step, total / norm))
-    return points
-
-
-def _mean_and_range(series: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float, float, float]]:
+def mean_and_range(series: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float, float, float]]:
     """(step, mean, minimum, maximum) over the series that have the step."""
     values: dict[int, list[float]] = {}
     for one in series:

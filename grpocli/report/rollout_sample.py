@@ -15,6 +15,7 @@ from typing import Any
 from grpocli.errors import RunError
 from grpocli.files import regular
 from grpocli.progress import Progress, unreported
+from grpocli.report.own_files import is_own
 from grpocli.report.page_data import CompletionView, GroupView, PromptText, RolloutSelection, Series
 from grpocli.report.token_texts import TokenTexts
 from grpocli.tracking.metrics import number
@@ -96,10 +97,16 @@ class RolloutSample:
 
     @cached_property
     def files(self) -> dict[int, Path]:
-        """{step: rollout file}."""
+        """{step: rollout file}. Links out of the run's folder and pipes are left out, with a note."""
         folder = self.run / "rollouts"
-        found = folder.iterdir() if folder.is_dir() else ()
-        return {int(match[1]): path for path in found if (match := NAME.fullmatch(path.name))}
+        named = sorted(folder.iterdir()) if folder.is_dir() else []
+        found = {int(match[1]): path for path in named if (match := NAME.fullmatch(path.name))}
+        foreign = [step for step, path in found.items() if not is_own(path, self.run)]
+        self.notes.extend(
+            f"rollouts/{found.pop(step).name} is a link out of the run's folder, or a pipe, and is left out"
+            for step in foreign
+        )
+        return found
 
     def _counts(self, steps: Sequence[int]) -> dict[int, int]:
         """The number of completions of each step, from the files' footers; unreadable files are left out."""

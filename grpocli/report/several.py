@@ -98,7 +98,8 @@ def _mean(rows: Sequence[RunRow], name: str) -> Any:
     if len(values) < 2:
         return values[0] if values else None
     half = t_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{statistics.fmean(values):.3f} ± {half:.3f}"
+    digits = 1 if name == "seconds" else 3
+    return f"{statistics.fmean(values):.{digits}f} ± {half:.{digits}f}"
 
 
 def t_95(freedom: int) -> float:

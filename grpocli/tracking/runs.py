@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,11 +52,14 @@ class RunRow:
         return "seed" in self.settings
 
 
-def find_runs(folder: Path) -> list[RunRow]:
-    """The runs in and below a folder, unfinished and broken ones included. Raises ConfigError if it does not exist."""
+def find_runs(folder: Path, wanted: Callable[[Path], bool] = lambda path: True) -> list[RunRow]:
+    """The wanted runs in and below a folder, unfinished and broken ones included.
+
+    Raises ConfigError if the folder does not exist.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder{suggest_run(folder)}")
-    return [read_run(path) for path in sorted(run_folders(folder))]
+    return [read_run(path) for path in sorted(run_folders(folder)) if wanted(path)]
 
 
 def check_run(folder: Path, typed: str) -> None:

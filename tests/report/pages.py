@@ -117,7 +117,7 @@ def run(name: str = "default", steps: int = 60, **changes: Any) -> RunView:
         group=name,
         state="done",
         total_steps=steps,
-        verdict=Verdict("good", "The reward rose from 0.02 to 0.97.", "the curve of the accuracy"),
+        verdict=Verdict("good", "learned", "The reward rose from 0.02 to 0.97.", "the curve of the accuracy"),
         facts=[("model", "tiny"), ("task", "arithmetic"), ("algorithm", "grpo"), ("engine", "transformers")],
         formula=["J(θ) = E[ 1/G Σ_i 1/|o_i| Σ_t min(r A, clip(r, 1-ε, 1+ε) A) ]", "A_i = (R_i - mean R) / std R"],
         overrides=["algorithm=dapo", "train.steps=60"],

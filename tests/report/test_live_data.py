@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from grpocli.errors import ConfigError
 from grpocli.report.build import Builder, new_values
 from grpocli.report.html import page_json
 from grpocli.report.live_data import SHARE, Budget, LiveData, MetricsTail
@@ -205,6 +206,10 @@ def test_a_run_whose_data_is_a_link_out_of_its_folder_is_not_shown(
     whole = answer(live(tmp_path / "runs").whole())
     assert [run["name"] for run in whole["runs"]] == ["b"]
     assert whole["notes"] == ["a is not shown: one of its files is a link out of its folder, or a pipe"]
+    page = Builder(no_formula).page([tmp_path / "runs"])
+    assert ([run.name for run in page.runs], page.notes) == (["b"], whole["notes"])
+    with pytest.raises(ConfigError, match=r"there is no run below .*; a is not shown: one of its files is a link"):
+        Builder(no_formula).page([run])
 
 
 def test_a_rollout_file_that_is_a_link_out_of_its_folder_is_not_read(
@@ -217,6 +222,9 @@ def test_a_rollout_file_that_is_a_link_out_of_its_folder_is_not_read(
     data = live(tmp_path / "runs")
     assert answer(data.whole())["runs"][0]["rollouts"]["steps"] == [1]
     assert data.rollouts("r0", 1) is None
+    page = Builder(no_formula).page([run])
+    assert page.notes[0].startswith("a: rollouts/step_000001.parquet is a link out of the run's folder")
+    assert page.runs[0].rollouts.groups == []
 
 
 def test_runs_are_in_the_order_of_the_report(live: Callable[..., LiveData], tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPResponse
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from cli.running import finish, start
+from report.conftest import wait_until
 from report.test_live_data import add, make_run, row
 
 from grpocli.cli.watch import main
@@ -135,16 +135,12 @@ def test_watch_shows_new_steps_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     assert page.status == 200
     cursor = re.search(rb'"cursor":"([^"]+)"', page.body)[1].decode()  # type: ignore[attr-defined,index]
     add(run, row(4))
-    until = time.monotonic() + 60
-    while (news := watch.get(f"/data?since={cursor}", Cookie=cookie)).status == 204:
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    assert b'"steps":[4]' in news.body  # type: ignore[attr-defined]
+    wait_until(lambda: b'"steps":[4]' in watch.get(f"/data?since={cursor}", Cookie=cookie).body)  # type: ignore[attr-defined]
     idle = socket.create_connection(("127.0.0.1", watch.port))
     watch.process.send_signal(signal.SIGINT)
     code, rest = finish(watch.process)
     idle.close()
-    assert (code, rest) == (0, "the page has ended; the runs go on\n")
+    assert (code, rest) == (0, "the server has stopped; the runs continue\n")
     assert sum(token in line for line in watch.lines) == 1
 
 

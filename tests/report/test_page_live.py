@@ -127,6 +127,12 @@ def test_without_a_range_the_step_of_the_cursor_is_loaded(opened: Callable[[str]
     assert "Loaded: step 7, of 40 steps" in browser.find_element("id", "loaded").text
 
 
+def shown_reward(browser: Any) -> tuple[str, str]:
+    """The reward beside its chart, and in full."""
+    value = browser.find_element("css selector", '[data-metric="reward"]')
+    return value.text, value.get_attribute("title")
+
+
 def test_new_steps_reach_the_curves(opened: Callable[[str], Any], server: Server) -> None:
     browser = opened("#tab=curves")
     area = browser.find_element("css selector", "#chart-reward .plot")
@@ -134,5 +140,5 @@ def test_new_steps_reach_the_curves(opened: Callable[[str], Any], server: Server
     view = server.data.runs[0]
     update = {"steps": [STEPS + 1], "metrics": {"reward": [0.123456789]}}
     server.updates.append({"cursor": "1", "runs": {view.id: update}})
-    wait_until(lambda: browser.find_element("css selector", '[data-metric="reward"]').text == "0.123456789")
+    wait_until(lambda: shown_reward(browser) == ("0.12346", "0.123456789"))
     assert area.get_attribute("aria-valuenow") == str(STEPS + 1)

@@ -40,12 +40,15 @@ def logged(run: Path) -> dict[int, dict[str, float]]:
     return {row["step"]: row for row in rows}
 
 
-def shown_values(browser: Any) -> dict[str, str]:
-    """{metric: text} of all charts that show a metric of the run."""
-    found = browser.execute_script(
-        "return [...document.querySelectorAll('dd[data-metric]')].map((one) => [one.dataset.metric, one.textContent])"
+def shown_values(browser: Any, chart: str = "") -> dict[str, str]:
+    """{metric: number} of the charts: the text of the one in use, which has every digit; of all others the title."""
+    number = "textContent" if chart else "title"
+    return dict(
+        browser.execute_script(
+            f"return [...document.querySelectorAll('{chart} dd[data-metric]')]"
+            f".map((one) => [one.dataset.metric, one.{number}])"
+        )
     )
-    return dict(found)
 
 
 def frame(browser: Any) -> None:
@@ -66,6 +69,7 @@ def test_the_arrow_keys_show_each_metric_of_each_step_to_the_last_digit(show: Sh
         assert len(of_the_step) >= 20
         assert {name: float(text) for name, text in of_the_step.items()} == {name: row[name] for name in of_the_step}
         assert [name for name, text in shown.items() if text == "–" and name in row] == []
+        assert float(shown_values(browser, "#chart-reward")["reward"]) == row["reward"]
 
 
 def test_the_mouse_shows_the_reward_of_each_step_to_the_last_digit(show: Show, trained: Data) -> None:
@@ -82,7 +86,7 @@ def test_the_mouse_shows_the_reward_of_each_step_to_the_last_digit(show: Show, t
         frame(browser)
         step = int(area.get_attribute("aria-valuenow"))
         if "reward" in rows.get(step, {}):
-            assert float(shown_values(browser)["reward"]) == rows[step]["reward"]
+            assert float(shown_values(browser, "#chart-reward")["reward"]) == rows[step]["reward"]
             seen.add(step)
     assert seen == {step for step in steps if step > 0}
 

@@ -12,7 +12,7 @@ import pytest
 from report.conftest import wait_until
 from report.pages import completion, page, run, sweep
 
-from grpocli.report.page_data import Chart, ChartLine, GroupView, PageData, RolloutSelection
+from grpocli.report.page_data import Chart, ChartLine, GroupView, PageData, PageTable, RolloutSelection, Verdict
 
 pytestmark = pytest.mark.browser
 
@@ -92,7 +92,7 @@ def test_plus_minus_and_escape_zoom_with_the_keyboard(show: Show) -> None:
         ("entropy", ("≥ 2: undecided", "0: certain"), 6),
         ("ratio", ("≤ 0.74: less likely now", "≥ 1.35: more likely now"), 6),
         ("mismatch", ("≤ −0.2", "≥ 0.2"), 5),
-        ("advantage", ("≤ −2: made rarer", "≥ 2: made likelier"), 7),
+        ("advantage", ("≤ −2: made less likely", "≥ 2: made more likely"), 7),
     ],
 )
 def test_each_measure_colors_the_tokens_and_has_a_legend(
@@ -248,3 +248,39 @@ def test_runs_with_one_rule_of_sampling_share_its_sentence(show: Show) -> None:
     browser = show(replace(data, runs=runs), "#tab=rollouts")
     shown = [one.text for one in browser.find_elements("css selector", ".rule")]
     assert shown == ["1,150 of 2,060 completions: the first", "all of step 1"]
+
+
+def test_a_killed_run_says_so_with_a_command_as_text(show: Show) -> None:
+    command = "grpocli train 'resume=/runs/<b>x</b>'"
+    view = run(state="unfinished", notice="The run was <i>killed</i>.", resume=command)
+    notice = show(page(view)).find_element("css selector", "#header .notice")
+    assert notice.find_element("css selector", "p").text == "The run was <i>killed</i>."
+    assert notice.find_element("css selector", "code").text == command
+    assert notice.find_elements("css selector", "b, i") == []
+    assert show(page()).find_elements("css selector", ".notice") == []
+
+
+def test_the_start_of_a_session_is_marked_in_the_curves(show: Show) -> None:
+    def drawn(*starts: int) -> tuple[str, list[str]]:
+        browser = show(page(run(starts=list(starts))), "#tab=curves&step=5")
+        picture = "return document.querySelector('#chart-reward canvas').toDataURL()"
+        wait_until(lambda: browser.find_elements("css selector", "#chart-reward canvas"))
+        return browser.execute_script(picture), [one.text for one in browser.find_elements("css selector", ".starts")]
+
+    (plain, none), (marked, note), (outside, nothing) = drawn(), drawn(30), drawn(60)
+    assert (note, none, nothing) == (["Dashed line: the run was resumed after step 30."], [], [])
+    assert marked != plain == outside
+
+
+def test_verdicts_of_several_runs_are_counted_by_their_words(show: Show) -> None:
+    words = [("good", "reward rose"), ("bad", "got worse"), ("good", "learned"), ("good", "learned")]
+    runs = [run(str(at), verdict=Verdict(level, word, "")) for at, (level, word) in enumerate(words)]
+    counted = show(page(*runs)).find_element("css selector", "#header .verdict").text
+    assert counted == "4 runs: 1 reward rose, 2 learned, 1 got worse"
+
+
+def test_the_numbers_of_a_column_have_at_most_four_digits_of_its_largest(show: Show) -> None:
+    table = PageTable(["run", "a", "b"], [["x", 0.4140625, 0.01234567], ["y", 0.01953125, 0.05]])
+    browser = show(replace(page(run("x"), run("y")), results=table), "#tab=results")
+    cells = browser.find_elements("css selector", "#panel-results table:first-of-type tbody td")
+    assert [cell.text for cell in cells[:4]] == ["0.4141", "0.01235", "0.0195", "0.05000"]

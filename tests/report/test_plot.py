@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import xml.etree.ElementTree as ET
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from grpocli.cli.compare import main
 from grpocli.errors import ConfigError
-from grpocli.report.plot import smoothed
+from grpocli.report.plot import mean_and_range, smoothed
 
 SUFFIXES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
@@ -105,9 +108,27 @@ def test_the_environment_of_a_notebook_and_the_users_style_change_nothing(
 
 
 def test_smoothing_has_no_bias_at_the_start() -> None:
-    assert smoothed([(1, 2.0), (2, 2.0), (5, 2.0)], 0.9) == [
-        (1, pytest.approx(2)),
-        (2, pytest.approx(2)),
-        (5, pytest.approx(2)),
-    ]
-    assert smoothed([(1, 1.0), (2, 3.0)], 0.5) == [(1, 1.0), (2, pytest.approx((0.25 * 1 + 0.5 * 3) / 0.75))]
+    constant = [(step, 2.0) for step in range(1, 21)]
+    assert smoothed(constant, 0.9) == [(step, pytest.approx(2)) for step, _ in constant]
+    rising = [(step, float(step)) for step in range(1, 21)]
+    assert smoothed(rising, 0.5)[:2] == [(1, 1.0), (2, pytest.approx((0.25 * 1 + 0.5 * 2) / 0.75))]
+
+
+@pytest.mark.browser
+def test_the_page_smooths_and_averages_as_the_picture(chromium: Any) -> None:
+    """Two seeds, the second of which ends early and has a gap; and too few values to smooth."""
+    page = files("grpocli.report").joinpath("page")
+    is_number = next(line for line in (page / "dom.js").read_text().splitlines() if line.startswith("const isNumber"))
+    code = (
+        f"{is_number}\n{(page / 'series.js').read_text()}\nconst lines = arguments[0].map((one) => smooth(one, 0.6));"
+    )
+    for steps in (40, 19):
+        seeds = [
+            [math.sin(step) for step in range(steps)],
+            [None if step == 7 or step > steps - 5 else math.cos(step) for step in range(steps)],
+        ]
+        found = chromium.execute_script(f"{code}\nreturn meanAndBand(lines, 'range')", seeds)
+        pairs = [[(step, value) for step, value in enumerate(seed) if value is not None] for seed in seeds]
+        expected = mean_and_range([smoothed(pair, 0.6) for pair in pairs])
+        shown = [(step, *(found[name][step] for name in ("mean", "low", "high"))) for step in range(steps)]
+        assert shown == [pytest.approx(point) for point in expected]

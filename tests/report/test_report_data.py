@@ -18,6 +18,7 @@ from grpocli.report.build import Builder
 from grpocli.report.charts import charts
 from grpocli.report.curves import Curves, accuracy_interval, read_curves, thinned, with_evaluations
 from grpocli.report.diagnosis import (
+    BLOCKS,
     EARLY,
     ENDS,
     FEW_STEPS,
@@ -153,6 +154,43 @@ def test_numbers_that_look_wrong_are_warned_of(tmp_path: Path, metric: str, valu
     assert [warning.kind for warning in warnings(read_curves(run_folder(tmp_path / "run", lines)), {})] == [kind]
 
 
+JUST_INSIDE = [
+    ({"entropy": [1.0] * 10 + [0.0201] * 20}, {}),
+    ({"entropy": [0.1] * 10 + [0.0101] * 20}, {}),
+    ({"entropy": [1.0] * 10 + [2.99] * 20}, {}),
+    ({"entropy": [0.1] * 10 + [0.599] * 20}, {}),
+    ({"frac_reward_zero_std": [0.9] * 20}, {}),
+    ({"frac_reward_zero_std": [0.5] * 6 + [0.99] * 3}, {}),
+    ({"completions/clipped_ratio": [0.5] * 20}, {}),
+    ({"completions/clipped_ratio": [0.3] * 6 + [0.95] * 3}, {}),
+    ({"token_mult_prob_error": [1.1] * 20}, {}),
+    ({"token_mult_prob_error": [1.02] * 20}, {"model.dtype": "float32"}),
+    ({"token_mult_prob_error": [1.0] * 6 + [1.5] * 3}, {}),
+    ({"kl": [1.0] * 20}, {}),
+    ({"kl": [4.0] * (WINDOW - 1)}, {}),
+    ({"clip_ratio/region_mean": [0.3] * 20}, {}),
+    ({"completions/mean_length": [100.0] * 10 + [300.0] * 20}, {}),
+    ({"completions/mean_length": [10.0] * 10 + [74.0] * 20}, {}),
+    ({"completions/mean_length": [30.0] * 10 + [10.01] * 20}, {}),
+    ({"completions/mean_length": [15.9] * 10 + [1.0] * 20}, {}),
+    ({"sampling/acceptance": [0.2] * 20}, {}),
+    ({"grad_norm": [1.0] * 20 + [20.0]}, {}),
+    ({"grad_norm": [1.0] * 18 + [90.0]}, {}),
+    ({"rewards/math/errors": [0.0] * 20}, {}),
+    ({"sampling/stale": [2.0] * 2 + [0.0] * 18}, {}),
+    ({"time/step": [2.0] * 10, "time/eval": [1.0] * 10}, {}),
+    ({"time/step": [2.0] * 9, "time/eval": [2.0] * 9}, {}),
+    ({"reward": [1.0] * 19}, {}),
+]
+
+
+@pytest.mark.parametrize(("series", "config"), JUST_INSIDE)
+def test_numbers_just_inside_a_limit_are_not_warned_of(
+    tmp_path: Path, series: dict[str, list[float]], config: dict[str, str]
+) -> None:
+    assert warnings(lines_of(tmp_path, **series), config) == []
+
+
 def test_the_verdict_needs_a_change_beyond_the_noise(tmp_path: Path) -> None:
     def level(name: str, rewards: list[float]) -> str:
         lines = [row(step, reward=value) for step, value in enumerate(rewards, start=1)]
@@ -163,6 +201,34 @@ def test_the_verdict_needs_a_change_beyond_the_noise(tmp_path: Path) -> None:
     assert level("up", [value + step / 60 for step, value in enumerate(noise)]) == "good"
     assert level("down", [value - step / 60 for step, value in enumerate(noise)]) == "bad"
     assert level("short", [0.0, 1.0, 2.0]) == "unclear"
+
+
+@pytest.mark.parametrize(("last", "word"), [(NOISE * 1.01, "reward rose"), (NOISE * 0.99, "unclear")])
+def test_the_reward_must_change_by_the_quantile_of_students_t(tmp_path: Path, last: float, word: str) -> None:
+    """Blocks of two steps have the means -1, -0.5, 0, 0.5, 1, whose standard error is the square root of 0.125."""
+    block = [value for mean in (-1.0, -0.5, 0.0, 0.5, 1.0) for value in (mean - 9, mean + 9)]
+    error = math.sqrt(0.625 / BLOCKS)
+    rewards = block + [0.0] * 80 + [last * error * math.sqrt(2) + value for value in block]
+    found = verdict(lines_of(tmp_path, reward=rewards), "done", [])
+    assert found.word == word
+    assert f"± {error:.3f} in the first 10 steps" in found.text
+
+
+def test_noise_that_lasts_for_several_steps_is_no_change(tmp_path: Path) -> None:
+    """Each value of an uneven series stands for four steps; single steps would count as four times the evidence."""
+    first, last = [0.0, 0.3, 0.1, 0.2, 0.4], [0.5, 0.8, 0.6, 0.7, 0.9]
+    slow = [value for value in first for _ in range(4)] + [0.3] * 160 + [value for value in last for _ in range(4)]
+    assert verdict(lines_of(tmp_path, reward=slow), "done", []).word == "reward rose"
+    small = [value - 0.05 if at >= 180 else value for at, value in enumerate(slow)]
+    assert verdict(lines_of(tmp_path / "small", reward=small), "done", []).word == "unclear"
+
+
+def test_the_word_of_a_verdict_says_what_is_known(tmp_path: Path) -> None:
+    accuracies = {"eval/accuracy": [0.1, 0.9], "eval/accuracy (low)": [0.0, 0.8], "eval/accuracy (high)": [0.2, 1.0]}
+    learned = Curves([1, 2], accuracies)
+    fell = Curves([1, 2], {name: values[::-1] for name, values in accuracies.items()})
+    assert [verdict(one, "done", []).word for one in (learned, fell)] == ["learned", "got worse"]
+    assert verdict(learned, "failed", []).word == "unclear"
 
 
 def test_advice_names_keys_and_choices_that_exist() -> None:
@@ -270,6 +336,8 @@ def test_the_documented_rules_have_the_values_of_the_code() -> None:
     assert f"above {SPIKE:g} times its median, in a run of {FEW_STEPS} steps" in table["gradient spike"]
     assert f"more than {STALE} of the steps" in table["staleness"]
     assert f"more than {NOISE:g} standard errors" in text
+    assert f"in {BLOCKS} blocks" in text
+    assert f"Student's t with {BLOCKS - 1} degrees of freedom" in text.replace("\n", " ")
     assert f"means over {WINDOW} steps; the start is the mean of the first {ENDS}" in text
     assert f"from the mean of {EARLY} steps on" in text.replace("\n", " ")
     assert {f"{rule.sure:g}" for rule in RULES if rule.sure} == {"0.95", "0.99", "1.5"}
@@ -330,6 +398,30 @@ def test_a_linked_run_is_on_the_page_once(tmp_path: Path) -> None:
     (run / "loop").symlink_to(tmp_path)
     page = builder().page([tmp_path / "link", run, tmp_path])
     assert [Path(view.path).resolve() for view in page.runs] == [run]
+
+
+def test_the_chart_of_the_only_reward_is_left_out(tmp_path: Path) -> None:
+    def ids(name: str, **rewards: float) -> set[str]:
+        run_folder(tmp_path / name, [row(1, reward=0.5, **{f"rewards/{n}/mean": v for n, v in rewards.items()})])
+        return {chart.id for chart in builder().page([tmp_path / name]).charts}
+
+    assert ids("one", math=0.5) == {"reward"}
+    assert ids("weighted", math=0.25) == {"reward", "rewards"}
+    assert ids("two", math=0.5, format=0.5) == {"reward", "rewards"}
+
+
+def test_held_out_prompts_count_only_where_they_are_held_out(tmp_path: Path) -> None:
+    """Of runs without `eval/problems`."""
+
+    def interval_of(name: str, task: str) -> tuple[float, ...]:
+        config = f"eval:\n  problems: 200\ntask:\n  eval_size: 20\n  {task}\n"
+        run_folder(tmp_path / name, [row(1, **{"eval/accuracy": 0.4})], config)
+        metrics = builder().page([tmp_path / name]).runs[0].metrics
+        return tuple(metrics[f"eval/accuracy ({end})"][0] for end in ("low", "high"))
+
+    assert interval_of("held", "eval_path: null") == accuracy_interval(0.4, 20, 1)
+    assert interval_of("path", "eval_path: test.jsonl") == accuracy_interval(0.4, 200, 1)
+    assert interval_of("split", "eval_split: test") == accuracy_interval(0.4, 200, 1)
 
 
 def test_charts_that_say_nothing_are_left_out(tmp_path: Path) -> None:

@@ -48,12 +48,16 @@ def test_a_stopped_and_then_resumed_run_has_its_sessions_and_changed_keys(
     stopped = view(run)
     assert (stopped.state, stopped.steps[-1], stopped.total_steps) == ("stopped", 1, 3)
     assert len(stopped.sessions) == 1
+    assert stopped.notice.startswith("The run was stopped after step 1 of 3: SIGTERM after step 1.")
+    assert json.loads((run / "summary.json").read_text())["exit_kind"] == "stopped"
     assert stopped.formula
 
     assert run_here("train", f"resume={run}", "optim.lr=0.001") == 0
     resumed = view(run)
     assert (resumed.state, resumed.steps[-1]) == ("done", 3)
     assert [steps for steps, _, _ in resumed.sessions] == ["from step 1", "from step 2"]
+    assert (resumed.starts, dict(resumed.facts)["sessions"]) == ([1], "2, resumed after step 1")
+    assert json.loads((run / "summary.json").read_text())["exit_kind"] == "done"
     assert "optim.lr 0.0005 → 0.001" in resumed.sessions[1][2]
     assert "optim.lr" not in resumed.sessions[0][2]
     assert dict(resumed.facts)["update"].startswith("AdamW, learning rate 0.001")
@@ -102,8 +106,50 @@ def test_a_mixture_and_an_environment(tmp_path: Path, shared_cache: Path, monkey
         (None, "unfinished"),
     ],
 )
-def test_the_state_follows_from_exact_words(tmp_path: Path, cause: str | None, state: str) -> None:
+def test_the_state_of_a_summary_without_a_kind_follows_from_exact_words(
+    tmp_path: Path, cause: str | None, state: str
+) -> None:
     assert state_of(tmp_path, {"steps": 7} | ({} if cause is None else {"exit": cause}), 7) == state
+
+
+@pytest.mark.parametrize("kind", ["done", "stopped", "failed"])
+def test_the_state_is_the_kind_of_the_summary(tmp_path: Path, kind: str) -> None:
+    assert state_of(tmp_path, {"steps": 7, "exit": "SIGNAL 3 came", "exit_kind": kind}, 7) == kind
+    assert state_of(tmp_path, {"steps": 7, "exit": "SIGNAL 3 came", "exit_kind": "?"}, 7) == "failed"
+
+
+NOTICES = [
+    (None, 9, "The run was killed after step 3 of 9: it has written no summary. Without a checkpoint it starts again."),
+    ("SIGINT after step 3; resume with: grpocli train resume=/x", 9, "The run was stopped after step 3 of 9: SIGINT"),
+    ("ValueError: <b>x</b>.", 9, "The run failed after step 3 of 9: ValueError: <b>x</b>. Without"),
+    ("done", 3, ""),
+    ("done", 2, "The run has 3 steps, more than train.steps=2."),
+]
+
+
+@pytest.mark.parametrize(("cause", "asked", "notice"), NOTICES)
+def test_a_run_that_ended_early_says_so_with_the_command_that_continues_it(
+    tmp_path: Path, cause: str | None, asked: int, notice: str
+) -> None:
+    run = tmp_path / "a run"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"seed: 0\ntrain:\n  steps: {asked}\n")
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "reward": 0.5}) + "\n" for step in (1, 2, 3)))
+    if cause:
+        (run / "summary.json").write_text(json.dumps({"steps": 3, "exit": cause}))
+    found = view(run)
+    assert found.notice.startswith(notice)
+    assert bool(found.notice) == bool(notice)
+    assert found.resume == ("" if cause == "done" else f"grpocli train 'resume={run}'")
+    assert dict(found.facts)["steps"] == ("3 of 9" if asked == 9 else "3 of 3" if asked == 3 else "3, train.steps=2")
+
+
+def test_a_notice_names_the_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\ntrain:\n  steps: 9\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for name in ("step_000020", "step_000100", "step_000200.damaged"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert "The newest checkpoint is of step 100." in view(tmp_path).notice
 
 
 def test_a_finished_run_that_was_resumed_for_more_steps_and_killed_is_unfinished(tmp_path: Path) -> None:

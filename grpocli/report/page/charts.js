@@ -34,6 +34,10 @@ class CurveChart {
       "aria-valuemax": "0",
       "aria-valuenow": "0",
       onkeydown: (event) => chartKey(event, this),
+      onmouseenter: () => this.showValues(),
+      onmouseleave: () => this.showValues(),
+      onfocus: () => this.showValues(),
+      onblur: () => this.showValues(),
     });
     this.values = el("dl", { class: "values" });
     this.body = el("tbody");
@@ -196,9 +200,14 @@ class CurveChart {
     });
   }
 
+  // Every digit while the reader points at the chart or its cursor has the focus.
+  get exact() {
+    return this.area.matches(":hover, :focus");
+  }
+
   lineRows() {
     const run = page.runs[0];
-    return this.lines.map((line, number) => valueRow(line.metric, line.label, run, number, []));
+    return this.lines.map((line, number) => valueRow(line.metric, line.label, run, number, [], this.exact));
   }
 
   groupRows() {
@@ -206,11 +215,11 @@ class CurveChart {
     for (const group of page.groups) {
       const runs = group.runs.filter((run) => !page.hidden.has(run.id));
       if (runs.length === 0) continue;
-      if (runs.length === 1) rows.push(valueRow(this.line.metric, runLabel(runs[0]), runs[0], group.color, group.dash));
+      if (runs.length === 1) rows.push(valueRow(this.line.metric, runLabel(runs[0]), runs[0], group.color, group.dash, this.exact));
       else {
         rows.push(meanRow(this.line.metric, group, runs, this.view.band));
         if (this.view.single)
-          for (const run of runs) rows.push(valueRow(this.line.metric, seedLabel(run), run, null, []));
+          for (const run of runs) rows.push(valueRow(this.line.metric, seedLabel(run), run, null, [], this.exact));
       }
     }
     return rows;
@@ -226,7 +235,7 @@ class CurveChart {
     const runs = visibleRuns();
     const columns = several() ? [this.line.metric] : this.lines.map((line) => line.metric);
     const steps = unionOfSteps(runs);
-    const kept = thinned(steps.length, 50).map((number) => steps[number]);
+    const kept = evenlySpaced(steps.length, 50).map((number) => steps[number]);
     const rows = kept.map((step) =>
       el(
         "tr",
@@ -308,14 +317,20 @@ function swatch(number, dash) {
   );
 }
 
-function valueRow(metric, label, run, color, dash) {
+function valueRow(metric, label, run, color, dash, exact) {
   const value = run ? valueAt(run, metric, page.step) : null;
   return [
     el("dt", { title: clean(label) }, swatch(color, dash), foreign(label)),
     el(
       "dd",
-      { "data-metric": metric, "data-run": run?.id ?? "", "data-label": clean(label), "data-value": value },
-      full(value),
+      {
+        "data-metric": metric,
+        "data-run": run?.id ?? "",
+        "data-label": clean(label),
+        "data-value": value,
+        title: full(value),
+      },
+      exact ? full(value) : short(value, 5),
     ),
   ];
 }
@@ -389,8 +404,29 @@ function chartOptions(chart, plan) {
     axes: chartAxes(chart),
     series: [{}, ...lineOptions(plan)],
     bands: plan.bands,
-    hooks: { setSelect: [(u) => zoomBySelection(u)], setCursor: [(u) => cursorMoved(u, chart)] },
+    hooks: { drawAxes: [drawStarts], setSelect: [(u) => zoomBySelection(u)], setCursor: [(u) => cursorMoved(u, chart)] },
   };
+}
+
+// A dashed line where a session of the run begins, between its first step and the one before.
+function drawStarts(u) {
+  if (several()) return;
+  const { left, top, width, height } = u.bbox;
+  u.ctx.save();
+  u.ctx.beginPath();
+  u.ctx.rect(left, top, width, height);
+  u.ctx.clip();
+  u.ctx.beginPath();
+  u.ctx.strokeStyle = cssColor("--control");
+  u.ctx.lineWidth = devicePixelRatio;
+  u.ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+  for (const step of page.runs[0]?.starts ?? []) {
+    const x = Math.round(u.valToPos(step + 0.5, "x", true));
+    u.ctx.moveTo(x, top);
+    u.ctx.lineTo(x, top + height);
+  }
+  u.ctx.stroke();
+  u.ctx.restore();
 }
 
 // Lines of few points show the points.

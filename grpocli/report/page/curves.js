@@ -25,6 +25,7 @@ function buildCurves(panel) {
     curvesBar(),
     several() ? runSwitches() : "",
     thinningNote(),
+    startsNote(),
     ...chartSections(),
     constantCharts(),
     curves.charts.length === 0 ? el("p", { class: "quiet" }, "No metrics yet: the first step has not ended.") : "",
@@ -88,6 +89,15 @@ const foldedCharts = () =>
     .filter(isConstant)
     .map((one) => one.chart.id)
     .join();
+
+// Where sessions begin, which the charts of a run mark.
+function startsNote() {
+  const last = page.steps[page.steps.length - 1] ?? 0;
+  const starts = several() ? [] : (page.runs[0]?.starts ?? []).filter((step) => step < last);
+  if (starts.length === 0) return "";
+  const shown = starts.map(count).join(", ");
+  return el("p", { class: "quiet starts" }, `Dashed line: the run was resumed after step ${shown}.`);
+}
 
 function thinningNote() {
   const notes = [...new Set(page.runs.map((run) => run.thinning).filter(Boolean))];

@@ -223,7 +223,9 @@ const NUMERIC = /^[-–]?[\d.,e]*( ± .*)?$/;
 // Texts for the values of a column: its numbers have the same decimals.
 function columnTexts(values) {
   const numbers = values.filter(isNumber);
-  const decimals = Math.max(0, ...numbers.map((value) => (short(value).split(".")[1] ?? "").length));
+  const largest = Math.max(1e-9, ...numbers.map(Math.abs));
+  const most = Math.max(4, 3 - Math.floor(Math.log10(largest))); // four digits of the largest
+  const decimals = Math.min(most, Math.max(0, ...numbers.map((value) => (short(value).split(".")[1] ?? "").length)));
   const tiny = numbers.some((value) => value !== 0 && Math.abs(value) < 1e-3) || decimals > 6;
   const fixed = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
   const text = (value) => (tiny ? short(value) : value.toLocaleString("en-US", fixed));

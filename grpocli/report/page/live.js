@@ -74,7 +74,7 @@ const knownCharts = () =>
     .length;
 
 function extendRun(run, update) {
-  for (const key of ["state", "verdict", "warnings", "facts", "total_steps", "sessions"])
+  for (const key of ["state", "verdict", "warnings", "facts", "total_steps", "sessions", "starts", "notice", "resume"])
     if (update[key] !== undefined) run[key] = update[key];
   if (update.rollouts?.steps) run.rollouts.steps = update.rollouts.steps;
   const before = run.steps.length;

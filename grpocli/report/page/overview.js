@@ -1,11 +1,11 @@
 // The head of the page: what ran, whether it learned, what to look at first, and the warnings.
 
 const STATES = { running: "running", done: "done", stopped: "stopped", failed: "failed", unfinished: "unfinished" };
-const VERDICTS = { good: "learned", unclear: "unclear", bad: "did not learn" };
+const LEVELS = ["good", "unclear", "bad"];
 
 const stateWord = (name) => el("span", { class: `word state-${STATES[name] ? name : "unfinished"}` }, foreign(name));
-const verdictWord = (level) =>
-  el("span", { class: `word verdict-${VERDICTS[level] ? level : "unclear"}` }, VERDICTS[level] ?? "unclear");
+const verdictWord = ({ level, word }) =>
+  el("span", { class: `word verdict-${LEVELS.includes(level) ? level : "unclear"}` }, foreign(word));
 
 function buildHeader() {
   const { data } = page;
@@ -37,14 +37,26 @@ function buildHeader() {
 }
 
 function runHeader(run) {
-  return [verdictLine(run), progressLine(run), ...warningList([run]), facts(run), setup(run)].filter(Boolean);
+  return [noticeLine(run), verdictLine(run), progressLine(run), ...warningList([run]), facts(run), setup(run)].filter(Boolean);
+}
+
+// Why a run ended early, and the command that continues it.
+function noticeLine(run) {
+  if (!run.notice) return null;
+  const command = el("code", {}, foreign(run.resume));
+  return el(
+    "div",
+    { class: "notice" },
+    el("p", {}, foreign(run.notice)),
+    run.resume ? el("p", {}, "To continue it: ", command, " ", copyButton(run.resume, command)) : null,
+  );
 }
 
 function verdictLine(run) {
   return el(
     "div",
     { class: "verdict" },
-    el("p", {}, verdictWord(run.verdict.level), " ", foreign(run.verdict.text)),
+    el("p", {}, verdictWord(run.verdict), " ", foreign(run.verdict.text)),
     run.verdict.look ? el("p", { class: "look" }, lookFirst(run)) : null,
   );
 }
@@ -66,16 +78,21 @@ function progressLine(run) {
 }
 
 function severalHeader() {
-  const levels = ["good", "unclear", "bad"]
-    .map((level) => [level, page.runs.filter((run) => run.verdict.level === level).length])
-    .filter(([, number]) => number > 0);
+  const verdicts = page.runs.map((run) => run.verdict);
+  const words = [...new Map(verdicts.map((one) => [one.word, one])).values()].sort(
+    (a, b) => LEVELS.indexOf(a.level) - LEVELS.indexOf(b.level),
+  );
   return [
     el(
       "p",
       { class: "verdict" },
       plural(page.runs.length, "run"),
       ": ",
-      levels.map(([level, number], at) => [at ? ", " : "", `${number} `, verdictWord(level)]),
+      words.map((one, at) => [
+        at ? ", " : "",
+        `${verdicts.filter(({ word }) => word === one.word).length} `,
+        verdictWord(one),
+      ]),
     ),
     ...warningList(page.runs),
   ];
@@ -182,7 +199,7 @@ function sessionsTable(run) {
 const shellWord = (text) => (/^[A-Za-z0-9_.\/=:,+@%-]+$/.test(text) ? text : "'" + text.replaceAll("'", "'\\''") + "'");
 
 function runBody(run) {
-  return [run.verdict.look ? el("p", {}, lookFirst(run)) : null, facts(run), setup(run)];
+  return [noticeLine(run), run.verdict.look ? el("p", {}, lookFirst(run)) : null, facts(run), setup(run)];
 }
 
 function themeField() {

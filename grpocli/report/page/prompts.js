@@ -1,7 +1,7 @@
 // A group to read: the prompt and its reference answer beside the completions; the same prompt in other steps and
 // runs.
 
-const reading = { measure: null, marks: false }; // how completions are shown; measure: null for the choice by default
+const reading = { measure: "none", marks: false }; // how completions are shown
 
 function turnsView(turns) {
   return el(
@@ -70,12 +70,12 @@ function scores({ reward, rewards, advantage }) {
 function madeBy(completion) {
   const status = completion.status === "trained" ? [] : [" · ", foreign(completion.status)];
   const finish = [" · finish ", foreign(completion.finish)];
-  return [plural(completion.length, "token"), finish, status, ` · version ${completion.version}`];
+  const weights = completion.version > 0 ? ` · weights before step ${count(completion.version)}` : "";
+  return [plural(completion.length, "token"), finish, status, weights];
 }
 
 function completionBody(completion) {
-  const chosen = reading.measure ?? (completion.episode ? "none" : "logp");
-  const measure = measuresOf(completion).includes(chosen) ? chosen : "none";
+  const measure = measuresOf(completion).includes(reading.measure) ? reading.measure : "none";
   if (completion.tokens && (measure !== "none" || reading.marks)) return tokenView(completion, measure, reading.marks);
   if (completion.episode) return turnsView(completion.episode);
   return longText(completion.text);
@@ -85,9 +85,7 @@ function readingBar(group, redraw) {
   const names = Object.keys(MEASURES).filter((name) =>
     group.completions.some((completion) => measuresOf(completion).includes(name)),
   );
-  const fallback =
-    group.completions.some((completion) => completion.episode) || !names.includes("logp") ? "none" : "logp";
-  const current = names.includes(reading.measure) ? reading.measure : fallback;
+  const current = names.includes(reading.measure) ? reading.measure : "none";
   const select = choices(
     names.map((name) => [name, MEASURES[name].label]),
     current,

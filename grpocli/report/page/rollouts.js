@@ -44,7 +44,7 @@ function buildRollouts(panel) {
     return document.addEventListener("DOMContentLoaded", () => buildPanel("rollouts"));
   rollouts.panel = panel;
   loadRollouts();
-  reading.measure = state.color ?? null;
+  reading.measure = state.color ?? "none";
   reading.marks = state.marks === "1";
   const status = el("p", { id: "found", role: "status" });
   fill(

@@ -32,7 +32,7 @@ function runDetails(run) {
       " ",
       stateWord(run.state),
       " ",
-      verdictWord(run.verdict.level),
+      verdictWord(run.verdict),
       " ",
       el("span", {}, foreign(run.verdict.text)),
     ),

@@ -119,7 +119,7 @@ function nearest(steps, step) {
 }
 
 // At most `limit` numbers of 0 ... length - 1, the first and the last included.
-function thinned(length, limit) {
+function evenlySpaced(length, limit) {
   if (length <= limit) return Array.from({ length }, (_, number) => number);
   return Array.from({ length: limit }, (_, number) => Math.round((number * (length - 1)) / (limit - 1)));
 }
