@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +18,7 @@ from grpocli.replay import checks as limits
 from grpocli.replay.checks import Check, Columns, Difference, close, compare_rows
 from grpocli.replay.collection import FEW, CollectedStep, collect_again
 from grpocli.replay.record import RecordedStep
+from grpocli.replay.sampler_check import SamplerCheck
 from grpocli.replay.source import Sources
 from grpocli.replay.weights import Weights
 from grpocli.rewards.reward import answer_columns
@@ -27,7 +27,7 @@ from grpocli.tracking.rollouts import rollout_table
 from grpocli.training.build import make_collector
 from grpocli.training.collector import RolloutBatch, records_of
 from grpocli.training.micro_batch import group_spans, rows_of
-from grpocli.types import Completion, Group, Row, Status
+from grpocli.types import Group, Row, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,13 +88,14 @@ class StepReplay:
         trained = [old[group.number] for group in recorded.trained]
         advantages = self._advantages(collected, trained)
         rows = rows_of(trained, advantages, run.algorithm, recorded.step)
-        logp = self._sampler_logp(rows, old) if thorough else {}
+        sampler = SamplerCheck(recorded, source, self.weights, self.no_weights, self.progress)
+        logp = sampler.logp_before_update(rows, old) if thorough else {}
         metrics = self.weights.train(rows, len(trained)) if self.weights else {}
         expected = self._expected_rows(collected, old, rows)
         found = [*self._column_checks(expected, collected, thorough), *self._advantage_checks(collected, thorough)]
         found += [self._selection(collected), *reward_checks, *self._update_checks(expected)]
         if thorough:
-            found.append(self._sampler_check(rows, old, logp))
+            found.append(sampler.check(rows, old, logp))
         found += [self._record_metrics(rows), *self._metric_checks(collected, metrics, thorough)]
         return [check for check in found if check.agree or check.differ or check.why]
 
@@ -267,81 +268,6 @@ class StepReplay:
         check.skip(self.no_weights, sum(len(row[column]) for row in self.recorded.rows if row.get(column)))
         return check
 
-    # The sampler's log-probs
-
-    @property
-    def _trained_places(self) -> list[int]:
-        """The places in the file of the update's rows."""
-        size = self.sources.source.run.rollout.group_size
-        return [group.number * size + k for group in self.recorded.trained for k in range(size)]
-
-    def _sampler_logp(self, rows: Sequence[Row], old: Sequence[Group]) -> dict[int, Tensor]:
-        """Log-probs, by place in the file, under the weights that sampled the completion, before the update.
-
-        Those that the update computes are left out.
-        """
-        if self.weights is None or self._no_sampler_check():
-            return {}
-        size = self.sources.source.run.rollout.group_size
-        found: dict[int, Tensor] = {}
-        every = dict(zip(self._trained_places, rows, strict=True))
-        computed = {i for i, row in every.items() if self.weights.updater.is_computed(row)}
-        for group in self.recorded.groups:
-            if not group.in_update:
-                zeros = torch.zeros(1, size, dtype=torch.float64)
-                own = rows_of([old[group.number]], zeros, self.sources.source.run.algorithm, self.recorded.step)
-                every |= {group.number * size + k: row for k, row in enumerate(own)}
-        versions = [_first_version(r.completion) for group in old for r in group.rollouts]
-        for version in filter(self.weights.has_version, sorted(set(versions))):
-            skipped = computed if version == self.recorded.step else set()
-            places = [i for i in every if versions[i] == version and i not in skipped]
-            with self.weights.at_version(version):
-                found |= dict(zip(places, self.weights.score([every[i] for i in places], self.progress), strict=True))
-        return found
-
-    def _sampler_check(self, rows: Sequence[Row], old: Sequence[Group], scored: Mapping[int, Tensor]) -> Check:
-        """Each sampled token's log-prob against that of the weights that sampled it."""
-        check = Check("sampler log-probs", "tokens")
-        if why := self._no_sampler_check():
-            check.skip(why, sum(row["length"] or 0 for row in self.recorded.rows))
-            return check
-        now = {i: row.logp for i, row in zip(self._trained_places, rows, strict=True) if row.logp is not None}
-        pairs: list[tuple[int, int, float, float]] = []
-        for place, done in enumerate(r.completion for group in old for r in group.rollouts):
-            version, unchanged = _first_version(done), done.spans[0][1] if done.spans else len(done.token_ids)
-            logp = scored.get(place, now.get(place) if version == self.recorded.step else None)
-            for t, inside in enumerate(done.mask or [1] * len(done.token_ids)):
-                if not inside:
-                    continue
-                if t >= unchanged:
-                    check.skip("weights changed while the completion was sampled")
-                elif logp is None or math.isnan(logp[t]):
-                    check.skip(f"the weights of version {version} are not available")
-                else:
-                    pairs.append((place, t, self.recorded.rows[place]["logprobs"][t], float(logp[t])))
-        self._compare_sampler(check, pairs)
-        return check
-
-    def _no_sampler_check(self) -> str:
-        run = self.sources.source.run
-        if self.weights is None:
-            return self.no_weights
-        if run.rollout.sampling.structure:
-            return f"rollout.{run.rollout.sampling.structure} masks tokens in the sampler only"
-        return "the engine rounds the weights" if run.engine.quantizes else ""
-
-    def _compare_sampler(self, check: Check, pairs: Sequence[tuple[int, int, float, float]]) -> None:
-        assert self.weights is not None
-        limit = limits.SAMPLER_TOLERANCE[self.weights.dtype]
-        if pairs and self.weights.dtype == "float32":
-            usual = statistics.median(abs(old - new) for *_, old, new in pairs)
-            limit = min(limit, max(limits.SAMPLER_ROUNDING, limits.SAMPLER_OUTLIER * usual))
-        size = self.sources.source.run.rollout.group_size
-        for place, t, old, new in pairs:
-            text = self._token_text(self.recorded.rows[place]["completion_ids"][t]) if abs(old - new) > limit else ""
-            difference = Difference(self.recorded.step, "logprobs", old, new, place // size, place % size, t, text)
-            check.compare(difference, abs(old - new) <= limit, old == new)
-
     # Metrics
 
     def _metric_checks(self, collected: CollectedStep, metrics: Mapping[str, float], thorough: bool) -> list[Check]:
@@ -439,11 +365,6 @@ def checkpoint_check(step: int, differences: Mapping[str, float], dtype: str, ex
         difference = Difference(step, f"largest difference of {name}", 0.0, largest)
         check.compare(difference, largest <= limit, largest == 0)
     return check
-
-
-def _first_version(completion: Completion) -> int:
-    """The weight version of a completion's first token."""
-    return completion.spans[0][0] if completion.spans else completion.version
 
 
 def _alike(one: Tensor, other: Tensor) -> Tensor:
