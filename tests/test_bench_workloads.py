@@ -59,7 +59,7 @@ def test_prepared_completions_have_the_lengths_and_rewards_of_the_workload(workl
     assert rewards[1] == {0.0, 1.0}
 
 
-@pytest.mark.slow
+@pytest.mark.survival
 def test_peak_memory_covers_this_process(workloads: ModuleType) -> None:
     before = workloads.peak()
     held = bytearray(b"x" * int(2**29 + max(0.0, before * 2**30)))
