@@ -8,8 +8,9 @@ from pathlib import Path
 
 from grpocli.config import foreign_names
 from grpocli.config.foreign_names import UNSTATED, Equivalent
+from grpocli.explain.choice_files import spelled
 from grpocli.explain.foreign import TABLES, of
-from grpocli.explain.keys import KeyReference, ReferenceIndex, spelled
+from grpocli.explain.keys import KeyReference, ReferenceIndex
 from grpocli.explain.render import table
 from grpocli.files import write_atomic
 from grpocli.launch.compose import register_parts

@@ -11,7 +11,8 @@ from grpocli.config import foreign_names
 from grpocli.config.foreign_names import UNSTATED, Equivalent
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
-from grpocli.explain.keys import ReferenceIndex, spelled
+from grpocli.explain.choice_files import spelled
+from grpocli.explain.keys import ReferenceIndex, keys_of
 from grpocli.explain.render import table
 
 TABLES = {
@@ -49,6 +50,8 @@ class ForeignName:
 def find(word: str, reference: ReferenceIndex) -> list[ForeignName]:
     """The names that are a word, or end in it. A word may be NAME=VALUE. Raises ConfigError for an unknown name."""
     name, equals, value = word.strip().lstrip("-+").partition("=")
+    if not name:
+        raise ConfigError("the name is empty", key="--from-trl", hint="grpocli explain --from-trl num_generations")
     plain = name.replace("-", "_")
     every = [(trainer, known) for trainer, names in TABLES.items() for known in names]
     exact = [(trainer, known) for trainer, known in every if plain in (known, _argument(known))]
@@ -69,11 +72,7 @@ def _argument(name: str) -> str:
 def of(trainer: str, name: str, reference: ReferenceIndex, value: str | None = None) -> ForeignName:
     """A name of a trainer's table."""
     equivalent = TABLES[trainer][name]
-    written = [one.partition("=")[0] for one in equivalent.overrides.split() if "{}" in one]
-    chosen = [one.partition("=")[0] for text in equivalent.examples() for one in text.split()]
-    ours = [
-        (key, here) for key in dict.fromkeys(written or chosen) if (here := default_here(key, reference)) is not None
-    ]
+    ours = [(key, here) for key in keys_of(equivalent) if (here := default_here(key, reference)) is not None]
     return ForeignName(trainer, name, value, equivalent, tuple(ours))
 
 
@@ -81,7 +80,7 @@ def default_here(name: str, reference: ReferenceIndex) -> str | None:
     """The default of a key or group in a run with a model of one's own; None for an unknown key."""
     if name in reference.keys:
         return reference.keys[name].variants[0].default
-    return reference.yamls.defaults.get(name)
+    return reference.files.defaults.get(name)
 
 
 def rows(shown: ForeignName) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpocli.config.foreign_names import TRAINERS, UNSTATED
-from grpocli.explain.keys import GroupReference, KeyReference, Variant, Yamls, spelled
+from grpocli.explain.choice_files import ChoiceFiles, spelled
+from grpocli.explain.keys import GroupReference, KeyReference, Variant
 from grpocli.explain.render import table
 
 WIDTH = 100
@@ -29,7 +30,9 @@ def _key_rows(key: KeyReference, readers: Sequence[str]) -> Rows:
     for variant in key.variants:
         found += _variant_rows(variant, several=len(key.variants) > 1)
     found += [("set by", text) for text in _set_by(key.set_by)]
-    found += [("class", text) for text in dict.fromkeys(one.reader for one in key.variants if one.owner is not Yamls)]
+    found += [
+        ("class", text) for text in dict.fromkeys(one.reader for one in key.variants if one.owner is not ChoiceFiles)
+    ]
     found += [("read by", text) for text in readers]
     found += [("related", ", ".join(key.related))] if key.related else []
     return [*found, *_foreign_rows(key.foreign), ("example", key.example)]

@@ -13,26 +13,18 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import MISSING
 
-from grpocli.config import yaml_text
-from grpocli.config.build import flat_keys
 from grpocli.config.field_docs import field_docs, summary
 from grpocli.config.foreign_names import TRAINERS, Equivalent
 from grpocli.config.parts import BASES, CLASSES, nearest
 from grpocli.errors import ConfigError
+from grpocli.explain.choice_files import HYDRA, ChoiceFiles, spelled
+from grpocli.explain.examples import example_override
 
-HYDRA = {
-    "hydra.run.dir": "Folder of the run.",
-    "hydra.sweep.dir": "Folder of a sweep, with `-m`.",
-    "hydra.sweep.subdir": "Folder of each run in the folder of a sweep.",
-}
-"""The keys of Hydra that belong to a run; conf/train.yaml has their defaults."""
 WITHOUT_LABEL = ("run", "algorithm/parts")
 UNITS = (
     *("seconds", "tokens", "prompts", "completions", "steps", "updates", "passes", "GiB", "MB", "megabytes", "nats"),
@@ -84,12 +76,13 @@ class KeyReference:
     def example(self) -> str:
         """A command that sets the key."""
         first = self.variants[0]
+        override = example_override(self.name, first.owner, first.field, first.default, first.allowed)
         label = first.choices[0] if first.choices and not self.usual else ""
         if label.startswith("grpocli "):
-            return f"{label} {_override(self.name, first)}"
+            return f"{label} {override}"
         group, _, choice = label.partition("=")
         chosen = {"": "", "reward": f"reward=[{choice}] ", "hydra/launcher": f"-m {label} "}.get(group, f"{label} ")
-        return f"grpocli train {chosen}{_override(self.name, first)}"
+        return f"grpocli train {chosen}{override}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +118,23 @@ class ReferenceIndex:
     """All keys and groups. folder: conf/, with the YAML files of choices and recipes."""
 
     def __init__(self, folder: Path) -> None:
-        self.yamls = Yamls(folder)
+        self.files = ChoiceFiles(folder)
         found: dict[str, list[Variant]] = {}
         for label, prefix, cls in _owners():
             for name, variant in _walk(cls, prefix, label):
                 found.setdefault(name, []).append(variant)
-        usual = {f"{group}={choice.strip('[]')}" for group, choice in self.yamls.defaults.items()}
+        usual = {f"{group}={choice.strip('[]')}" for group, choice in self.files.defaults.items()}
         merged = {name: _merged(_usual_first(variants, usual)) for name, variants in found.items()}
         self.usual = usual
         merged |= {name: (self._hydra(name, doc),) for name, doc in HYDRA.items()}
-        self.groups = self.yamls.groups
+        self.groups = self.files.groups
         foreign = foreign_names([*merged, *self.groups])
         mentions = {name: _mentioned(name, variants, merged) for name, variants in merged.items()}
         self.keys = {
             name: KeyReference(
                 name,
                 variants,
-                tuple(self.yamls.values.get(name, ())),
+                tuple(self.files.values.get(name, ())),
                 foreign.get(name, {}),
                 tuple(dict.fromkeys([*mentions[name], *(other for other in mentions if name in mentions[other])]))[:6],
                 bool(usual & set(variants[0].choices)),
@@ -151,7 +144,7 @@ class ReferenceIndex:
         self.foreign = foreign
 
     def _hydra(self, name: str, doc: str) -> Variant:
-        return Variant((), Yamls, name, doc, "text", self.yamls.hydra[name], ())
+        return Variant((), ChoiceFiles, name, doc, "text", self.files.hydra[name], ())
 
     def group(self, name: str) -> GroupReference:
         """A config group or a section of keys. Raises KeyError if there is none."""
@@ -164,8 +157,8 @@ class ReferenceIndex:
             name,
             _group_doc(name, dotted),
             tuple(choices.items()),
-            self.yamls.defaults.get(name, ""),
-            tuple(self.yamls.values.get(name, ())),
+            self.files.defaults.get(name, ""),
+            tuple(self.files.values.get(name, ())),
             self.foreign.get(name, {}),
             keys,
         )
@@ -180,6 +173,8 @@ class ReferenceIndex:
         Raises ConfigError for a word that names nothing or several.
         """
         word = word.strip().lstrip("+").rstrip("./")
+        if not word:
+            raise ConfigError("the key is empty", hint="grpocli explain train.minibatches")
         for name in (word, word.replace(".", "/"), word.replace("/", ".")):
             if name in self.keys or name in self.groups:
                 return self.keys.get(name) or self.group(name)
@@ -259,15 +254,6 @@ def _default(f: dataclasses.Field[Any], value: Any) -> str:
     if value is dataclasses.MISSING or (isinstance(value, str) and value == MISSING):
         return ""
     return spelled(value)
-
-
-def spelled(value: Any) -> str:
-    """A value as users type it: YAML on one line, with numbers as `1e-06`."""
-    if isinstance(value, float):
-        return repr(value)
-    plain = list(value) if isinstance(value, tuple) else value
-    text: str = yaml.safe_dump([plain], default_flow_style=True, allow_unicode=True, width=10_000)
-    return text.strip()[1:-1]
 
 
 NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "any value"}
@@ -373,138 +359,24 @@ def _group_doc(name: str, dotted: str) -> str:
     return field_docs(CLASSES[owner]).get(field) or (summary(own) if own else "")
 
 
-class Yamls:
-    """What the YAML files of conf/ choose and set, read as data.
-
-    values: {key or group: [(choice, value)]}. defaults: {group: choice of the default run}.
-    groups: {group: {choice: summary}}.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.values: dict[str, list[tuple[str, str]]] = {}
-        self.defaults: dict[str, str] = {}
-        self.groups: dict[str, dict[str, str]] = {}
-        self.hydra: dict[str, str] = {}
-        self._train()
-        for file in sorted(folder.rglob("*.yaml"), key=_recipes_last):
-            group = str(file.parent.relative_to(folder))
-            if group != "." and not group.startswith("hydra"):
-                self._choice(group, file)
-        for name, cls in sorted(CLASSES.items()):
-            group, slash, choice = name.rpartition("/")
-            if slash and name != "algorithm/parts":
-                self.groups.setdefault(group, {}).setdefault(choice, summary(cls))
-        self.groups.setdefault("hydra/launcher", {"basic": "One run after the other."})["slurm"] = "SLURM jobs."
-
-    def _train(self) -> None:
-        config = self._read(self.folder / "train.yaml")
-        for group, choice in _chosen(config):
-            self.defaults[group] = choice
-        for group, choice in _chosen(self._read(self.folder / "algorithm" / f"{self.defaults['algorithm']}.yaml")):
-            self.defaults[f"algorithm/{group}"] = choice
-        plain = config["hydra"]
-        for key in HYDRA:
-            value: Any = plain
-            for word in key.split(".")[1:]:
-                value = value[word]
-            self.hydra[key] = str(value)
-
-    def _choice(self, group: str, file: Path) -> None:
-        text = file.read_text(encoding="utf-8")
-        generated = "# Written by `make conf`" in text
-        config = self._read(file)
-        label = f"model={file.stem}" if group == "model_defaults" else f"{group}={file.stem}"
-        if group not in ("model_defaults",) and file.stem != "parts":
-            self.groups.setdefault(group, {})[file.stem] = _comment(text)
-        if generated or not isinstance(config, dict):
-            return
-        package = re.match(r"# @package (\S+)", text)
-        prefix = group.replace("/", ".") if package is None else "" if package[1] == "_global_" else package[1]
-        self._chooses(label, config, group)
-        for key, value in _flat(config, prefix):
-            self._add(key, label, spelled(value))
-
-    def _chooses(self, label: str, config: Mapping[str, Any], group: str) -> None:
-        """Record the choices of a defaults list, and what the chosen files set."""
-        for name, choice in _chosen(config):
-            if "@" in name:
-                name = name.partition("@")[0].lstrip("/")
-                target, listed = name, name
-            else:
-                listed = name.removeprefix("override ").strip().lstrip("/")
-                target = f"{group}/{listed}" if group == "algorithm" and "override" not in name else listed
-            if target not in ("reward",) or group == "recipe":
-                self._add(target, label, choice)
-            for key, value in self._set_by(target, choice):
-                self._add(key, label, value)
-
-    def _set_by(self, group: str, choice: str) -> Iterator[tuple[str, str]]:
-        file = self.folder / group / f"{choice}.yaml"
-        if not file.is_file() or "# Written by" in file.read_text(encoding="utf-8"):
-            return
-        text = file.read_text(encoding="utf-8")
-        package = re.match(r"# @package (\S+)", text)
-        prefix = package[1] if package else group.replace("/", ".")
-        for key, value in _flat(self._read(file), "" if prefix == "_global_" else prefix):
-            yield key, spelled(value)
-
-    def _add(self, key: str, label: str, value: str) -> None:
-        entries = self.values.setdefault(key, [])
-        if (label, value) not in entries:
-            entries.append((label, value))
-
-    def _read(self, file: Path) -> dict[str, Any]:
-        return dict(yaml_text.load(file.read_text(encoding="utf-8")) or {})
-
-
-def _recipes_last(path: Path) -> tuple[bool, str]:
-    return "recipe" in path.parts, str(path)
-
-
-def _chosen(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(group as written, choice) of a defaults list."""
-    for entry in config.get("defaults", ()):
-        for name, choice in entry.items() if isinstance(entry, dict) else ():
-            name = str(name).removeprefix("optional ")
-            if choice is not None and "$" not in str(choice):
-                yield name, f"[{', '.join(map(str, choice))}]" if isinstance(choice, list) else str(choice)
-
-
-def _flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """(key, value) of the values of a YAML that are not mappings."""
-    nested = {key: value for key, value in config.items() if key != "defaults"}
-    for key in flat_keys(nested):
-        value: Any = nested
-        for word in key.split("."):
-            value = value[word]
-        if not isinstance(value, dict):
-            yield f"{prefix}.{key}".lstrip("."), value
-
-
-def _comment(text: str) -> str:
-    """The first sentence of a YAML's comment."""
-    lines = [line for line in text.splitlines() if not line.startswith("# @package")]
-    comment = takewhile(lambda line: line.startswith("# "), lines)
-    return re.split(r"(?<=[.:;]) ", " ".join(line.removeprefix("# ") for line in comment))[0].rstrip(":;")
-
-
 def foreign_names(keys: Sequence[str]) -> dict[str, dict[str, tuple[str, ...]]]:
     """{key or group: {trainer: names}} of the names that set it there."""
     known = set(keys)
     found: dict[str, dict[str, list[str]]] = {}
     for trainer, table in TRAINERS.items():
         for name, equivalent in table.items():
-            for key in _keys_of(equivalent, known):
+            for key in keys_of(equivalent) or _noted(equivalent, known):
+                if key not in known:
+                    continue
                 found.setdefault(key, {}).setdefault(trainer, []).append(name)
     return {key: {trainer: tuple(names) for trainer, names in by.items()} for key, by in found.items()}
 
 
-def _keys_of(equivalent: Equivalent, known: set[str]) -> list[str]:
-    """The keys that a foreign name sets: those that get its value, else all that it sets, else that of its note."""
+def keys_of(equivalent: Equivalent) -> list[str]:
+    """The keys that a foreign name sets: those that get its value, else all that it sets."""
     given = [one.partition("=")[0] for one in equivalent.overrides.split() if "{}" in one]
     chosen = [one.partition("=")[0] for text in equivalent.examples() for one in text.split()]
-    return [key for key in dict.fromkeys(given or chosen or _noted(equivalent, known)) if key in known]
+    return list(dict.fromkeys(given or chosen))
 
 
 def _noted(equivalent: Equivalent, known: set[str]) -> list[str]:
@@ -519,36 +391,3 @@ def _noted(equivalent: Equivalent, known: set[str]) -> list[str]:
 
 def _matching(pattern: str, known: set[str]) -> list[str]:
     return [key for key in sorted(known) if re.fullmatch(re.escape(pattern).replace("NAME", r"\w+"), key)]
-
-
-def _override(name: str, variant: Variant) -> str:
-    """`KEY=VALUE` with a value that the class accepts, another than the default where one is easily found."""
-    return f"{name}={_example_value(variant)}"
-
-
-def _example_value(variant: Variant) -> str:
-    others = [one for one in variant.allowed if one != variant.default]
-    if others:
-        return others[0]
-    for candidate in _numbers(variant.default):
-        if _accepts(variant, candidate):
-            return spelled(candidate)
-    return f"'{variant.default}'" if "$" in variant.default else variant.default.replace("null", "") or "VALUE"
-
-
-def _numbers(default: str) -> Iterator[float]:
-    try:
-        value = yaml.safe_load(default) if default else None
-    except yaml.YAMLError:
-        return
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        others = (value * 2, value / 2 if isinstance(value, float) else value // 2, value + 1)
-        yield from (other for other in others if other != value)
-
-
-def _accepts(variant: Variant, value: Any) -> bool:
-    try:
-        variant.owner(**{variant.field: value})
-    except (ConfigError, TypeError):
-        return False
-    return True

@@ -24,12 +24,14 @@ from hydra.errors import (
 from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
+from grpocli.config import yaml_text
 from grpocli.config.build import flat_keys
 from grpocli.config.foreign_names import choice_advice, key_advice
 from grpocli.config.parts import nearest, stored
 from grpocli.config.user_code import names_in
 from grpocli.errors import ConfigError
 from grpocli.launch.hydra_sources import cleared_hydra, conf_dir
+from grpocli.porting.overrides import hydra_value
 
 NEEDS_QUOTES = "text with commas, braces or other special characters needs quotes inside the shell's"
 SYNTAX = "write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed"
@@ -87,7 +89,7 @@ class _CommandLine:
             unknown = unknown or re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", text)
             if unknown:
                 return self._unknown_key(unknown[1])
-        return _key_of_wrong_part(text) or ConfigError(_first_paragraph(text))
+        return self._key_of_wrong_part(text) or ConfigError(_first_paragraph(text))
 
     def known_keys(self, hydra: bool = False) -> list[str]:
         """Every key and group of the config, or the keys of Hydra's own."""
@@ -179,6 +181,42 @@ class _CommandLine:
         choices = " or ".join(filter(None, [", ".join(having[:-1]), having[-1]]))
         return ConfigError(f"{key} belongs to {group}={choices}", hint=f"now it is {now}" if now else "")
 
+    def _key_of_wrong_part(self, text: str) -> ConfigError | None:
+        """The error for a YAML that sets a key which the chosen part does not have."""
+        found = WRONG_PART.search(text)
+        if not found:
+            return None
+        config, _, cls, key = found.groups()
+        part = key.rpartition(".")[0].replace(".", "/")
+        problem = f"{config} sets {key}, which the choice of {part} ({cls}) does not have"
+        if words := self._without_recipe(config, key):
+            return ConfigError(problem, hint=f"write its other keys instead of {config.replace('/', '=')}: {words}")
+        return ConfigError(problem, hint=f"keep the choice that it makes, or copy the YAML without {key}")
+
+    def _without_recipe(self, config: str, wrong: str) -> str:
+        """The overrides with the recipe's choices and keys in its place, except for wrong ones; "" if none compose."""
+        from hydra import compose, initialize_config_dir
+
+        file = Path(conf_dir()) / f"{config}.yaml"
+        if not config.startswith("recipe/") or not file.is_file():
+            return ""
+        own = {word.partition("=")[0] for word in self.overrides}
+        words = {key: word for key, word in _words_of(file) if key not in own}
+        others = [word for word in self.overrides if word != config.replace("/", "=")]
+        for _ in range(len(words)):
+            words.pop(wrong, None)
+            try:
+                with cleared_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):
+                    compose(self.config_name, [*words.values(), *others])
+            except (HydraException, OmegaConfBaseException) as error:
+                unknown = re.match(r"Could not override '([^'@]+)", str(error))
+                if unknown is None or unknown[1] not in words:
+                    return ""
+                wrong = unknown[1]
+            else:
+                return shlex.join([*words.values(), *others])
+        return ""
+
     def _as_text(self, override: str) -> str:
         """The override quoted for Hydra and the shell; "" unless its key takes a text or a list of texts."""
         key, _, value = override.lstrip("+").partition("=")
@@ -229,15 +267,22 @@ def _unknown_choice(text: str) -> ConfigError:
     return ConfigError(f"choose one of {', '.join(names)}{more}{nearest(choice, names)}", key=group, value=choice)
 
 
-def _key_of_wrong_part(text: str) -> ConfigError | None:
-    """The error for a YAML that sets a key which the chosen part does not have."""
-    found = re.search(r"^In '([^']+)'.*Key '(\w+)' not in '(\w+)'\s*full_key: (\S+)", text, re.DOTALL)
-    if not found:
-        return None
-    config, _, cls, key = found.groups()
-    part = key.rpartition(".")[0].replace(".", "/")
-    problem = f"{config} sets {key}, which the choice of {part} ({cls}) does not have"
-    return ConfigError(problem, hint=f"keep the choice that it makes, or copy the YAML without {key}")
+WRONG_PART = re.compile(r"^In '([^']+)'.*Key '(\w+)' not in '(\w+)'\s*full_key: (\S+)", re.DOTALL)
+"""The message for a YAML that sets a key which the chosen part does not have: file, key, class and whole key."""
+
+
+def _words_of(file: Path) -> Iterator[tuple[str, str]]:
+    """(group or key, override) of a recipe."""
+    config = yaml_text.load(file.read_text(encoding="utf-8"))
+    for entry in config.pop("defaults", ()):
+        for name, choice in entry.items() if isinstance(entry, dict) else ():
+            group = name.removeprefix("override ").lstrip("/")
+            yield group, f"{group}={hydra_value(choice)}"
+    for key in flat_keys(config):
+        value = OmegaConf.select(OmegaConf.create(config), key)
+        if not isinstance(value, DictConfig):
+            plain = OmegaConf.to_container(value) if isinstance(value, ListConfig) else value
+            yield key, f"{key}={hydra_value(plain)}"
 
 
 def _first_paragraph(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from tables import table
 
 from grpocli.cli import main
+from grpocli.errors import ConfigError
+from grpocli.launch.compose import compose
 
 BAD = [
     ("train.setps=3", 'there is no key train.setps; did you mean "train.steps"?'),
@@ -102,6 +105,10 @@ BAD = [
     ("algorithm=dapo algorithm.kl.beta=0.1", "algorithm.kl.beta belongs to algorithm/kl=k1, k2 or k3; now it is none"),
     ("algorithm=dapo algorithm.keep.reward=style", "algorithm.keep.reward=style: choose one of this run's rewards"),
     ("recipe=dapo-small algorithm/keep=all", "dapo-qwen2.5-32b sets algorithm.keep.reward, which the choice of"),
+    (
+        "recipe=gsm8k-qwen2.5-1.5b engine=fake",
+        "keys instead of recipe=gsm8k-qwen2.5-1.5b: algorithm=dapo model=qwen2.5-1.5b",
+    ),
     ("algorithm=dgpo reward.exact_match.wrong=-1", "leave reward.exact_match.right=1 and reward.exact_match.wrong=0"),
     (
         "algorithm=dgpo task=[arithmetic,gsm8k] reward=[format,math] task.gsm8k.rewards=[math] reward.math.wrong=-1",
@@ -209,3 +216,19 @@ def test_quick_commands_import_nothing_heavy(argv: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe=gsm8k-qwen2.5-1.5b", "engine=fake"],
+        pytest.param(["recipe=gsm8k-qwen2.5-1.5b", "engine=fake", "model=tiny"], marks=pytest.mark.survival),
+        pytest.param(["recipe=qwen2.5-72b-slurm", "engine=fake", "hardware=single"], marks=pytest.mark.survival),
+    ],
+)
+def test_the_overrides_offered_in_place_of_a_recipe_compose(words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(words)
+    offered = shlex.split(caught.value.hint.partition(": ")[2])
+    config = compose(offered)
+    assert (config.rollout.group_size, words[0] in offered) == (8, False)

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from grpocli.config.build import flat_keys
 from grpocli.errors import ConfigError
+from grpocli.explain.foreign import find
 from grpocli.explain.keys import GroupReference, KeyReference, ReferenceIndex
 from grpocli.explain.readers import places
 from grpocli.launch.compose import build_run, compose, register_parts
@@ -144,3 +145,10 @@ def test_a_foreign_name_gets_its_equivalent(grpocli: Command) -> None:
     code, _, err = grpocli("explain", "--from-trl", "num_generation")
     assert code == 2
     assert 'did you mean "num_generations"?' in err
+
+
+def test_an_empty_word_is_refused(reference: ReferenceIndex) -> None:
+    with pytest.raises(ConfigError, match="the key is empty"):
+        reference.find("")
+    with pytest.raises(ConfigError, match="--from-trl: the name is empty"):
+        find("--", reference)
