@@ -197,11 +197,12 @@ class _CommandLine:
         """The overrides with the recipe's choices and keys in its place, except for wrong ones; "" if none compose."""
         from hydra import compose, initialize_config_dir
 
-        file = Path(conf_dir()) / f"{config}.yaml"
-        if not config.startswith("recipe/") or not file.is_file():
+        folders = [conf_dir(), *re.findall(r"file://([^],]+)", " ".join(self.overrides))]  # of --config-dir
+        files = [file for folder in folders if (file := Path(folder) / f"{config}.yaml").is_file()]
+        if not config.startswith("recipe/") or not files:
             return ""
         own = {word.partition("=")[0] for word in self.overrides}
-        words = {key: word for key, word in _words_of(file) if key not in own}
+        words = {key: word for key, word in _words_of(files[-1]) if key not in own}
         others = [word for word in self.overrides if word != config.replace("/", "=")]
         for _ in range(len(words)):
             words.pop(wrong, None)
@@ -214,7 +215,8 @@ class _CommandLine:
                     return ""
                 wrong = unknown[1]
             else:
-                return shlex.join([*words.values(), *others])
+                shown = [word for word in others if not word.startswith("hydra.searchpath=")]
+                return shlex.join([*words.values(), *shown])
         return ""
 
     def _as_text(self, override: str) -> str:

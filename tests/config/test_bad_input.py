@@ -232,3 +232,11 @@ def test_the_overrides_offered_in_place_of_a_recipe_compose(words: list[str]) ->
     offered = shlex.split(caught.value.hint.partition(": ")[2])
     config = compose(offered)
     assert (config.rollout.group_size, words[0] in offered) == (8, False)
+
+
+def test_the_overrides_offered_for_a_recipe_of_a_config_folder_leave_the_folder_out(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /engine: vllm\nengine:\n  tensor_parallel: 2\nseed: 7\n"
+    (tmp_path / "recipe" / "own.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"instead of recipe=own: seed=7 engine=fake$"):
+        compose([f"hydra.searchpath=[file://{tmp_path}]", "recipe=own", "engine=fake"])
