@@ -27,7 +27,7 @@ from grpocli.tracking.view import ShownCompletion
 HERE = Path(__file__).parent
 STEP = 42
 """The step of the pictures: most is learned, and groups still differ."""
-COLORS = 64
+COLORS = 128
 """Of a picture: few keep it small, and the anti-aliasing of text needs no more."""
 
 
@@ -41,7 +41,8 @@ def main() -> None:
         (work / "live.svg").write_text(live_view(run))
         photograph(work / "live.svg", HERE / "live_view.png", 1180, 640)
         photograph(page, HERE / "report.png", 1280, 1250, step=str(STEP))
-        photograph(page, HERE / "rollouts.png", 1280, 1000, tab="rollouts", **{"from": str(STEP), "to": str(STEP)})
+        place = {"tab": "rollouts", "from": str(STEP), "to": str(STEP), "color": "logp"}
+        photograph(page, HERE / "rollouts.png", 1280, 1000, **place)
 
 
 def grpocli(*words: str) -> None:
@@ -79,7 +80,8 @@ def photograph(page: Path, picture: Path, width: int, height: int, **place: str)
         image = Image.open(shot).convert("RGB")
         if page.suffix == ".svg":  # centered in the window: without the white above and below
             image = image.crop(ImageOps.invert(image).getbbox())
-        image.quantize(COLORS).save(picture, optimize=True)
+        # rare colors stay, such as those of a curve
+        image.quantize(COLORS, Image.Quantize.MAXCOVERAGE).save(picture, optimize=True)
 
 
 if __name__ == "__main__":
