@@ -1,4 +1,4 @@
-"""What `grpocli watch` costs a run: `python bench/watch_cost.py [--steps 3000] [--block 5]`, on a quiet machine.
+"""What `grpocli watch` costs a run: `python bench/watch_cost.py [--steps 3000] [--block 20]`, on a quiet machine.
 
 Trains the default run once beside a server. In every second block of seconds a page asks the server every two seconds,
 as the page's script does; in the others the server's process is stopped. The order is alone, watched, watched, alone,
@@ -96,7 +96,7 @@ def block_means(run: subprocess.Popen[bytes], server: Server, folder: Path, seco
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--block", type=float, default=5.0, help="seconds")
+    parser.add_argument("--block", type=float, default=20.0, help="seconds")
     parser.add_argument("overrides", nargs="*", help="of the run")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -37,6 +37,7 @@ BLOCK = 1 << 16
 SHARE = 300
 """Work that took t seconds is not repeated for SHARE * t seconds: it takes at most a third of a percent of a core."""
 MOST_WAIT = 60.0
+"""Seconds of rest after which urgent work is done: a run has begun or ended."""
 FACTS = ("verdict", "warnings", "facts", "total_steps", "sessions", "starts", "notice", "resume")
 """The fields of a run that a new build may change without a new page."""
 
@@ -46,17 +47,18 @@ class Budget:
 
     def __init__(self, least: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.least, self.clock = least, clock
-        self.next = float("-inf")
+        self.next = self.next_urgent = float("-inf")
 
     def __enter__(self) -> None:
         self.start = self.clock()
 
     def __exit__(self, *error: object) -> None:
         now = self.clock()
-        self.next = now + min(MOST_WAIT, max(self.least, SHARE * (now - self.start)))
+        rest = max(self.least, SHARE * (now - self.start))
+        self.next, self.next_urgent = now + rest, now + min(rest, MOST_WAIT)
 
-    def allows(self) -> bool:
-        return self.clock() >= self.next
+    def allows(self, urgent: bool = False) -> bool:
+        return self.clock() >= (self.next_urgent if urgent else self.next)
 
 
 class MetricsTail:
@@ -164,6 +166,7 @@ class LiveData:
         self.changes: list[Change] = []
         self.epoch = ""
         self.dirty = True
+        self.urgent = False
 
     def whole(self) -> dict[str, Any]:
         """The whole page with its cursor."""
@@ -222,19 +225,19 @@ class LiveData:
         elif self.scans.allows():
             with self.scans:
                 self._scan()
-            if self.dirty and self.builds.allows():
+            if self.dirty and self.builds.allows(self.urgent):
                 self._build()
 
     def _scan(self) -> None:
         if self._found() != [run.path for run in self.runs.values()]:
-            self.dirty = True
+            self.dirty = self.urgent = True
         for id, run in self.runs.items():
             if (signature := _signature(run.path)) != run.signature:
-                run.signature, self.dirty = signature, True
+                run.signature, self.dirty, self.urgent = signature, True, True
             self._read_rollout_steps(id, run)
             rows = run.tail.read()
             if rows is None:
-                self.dirty = True
+                self.dirty = self.urgent = True
             elif rows:
                 self._append(id, run, rows)
 
@@ -283,7 +286,7 @@ class LiveData:
             page = self._loaded(paths)
             if page is None:
                 return
-            self.dirty = False
+            self.dirty = self.urgent = False
             is_cut_back = any(run.tail.is_cut_back() for run in self.runs.values())
             if self.page is not None and _shape(page) == _shape(self.page) and not is_cut_back:
                 self._take_facts(page)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,11 @@ def make_run(path: Path, steps: int = 3) -> Path:
     return path
 
 
-@dataclass
-class Clock:
-    """A clock that a test moves."""
+class Rested(Budget):
+    """A budget that never rests."""
 
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        self.now += 100.0  # each look finds the budget rested
-        return self.now
+    def allows(self, urgent: bool = False) -> bool:
+        return True
 
 
 def no_formula(run: Path) -> list[str]:
@@ -53,9 +48,8 @@ def no_formula(run: Path) -> list[str]:
 @pytest.fixture
 def live(tmp_path: Path) -> Callable[..., LiveData]:
     def made(*folders: Path) -> LiveData:
-        clock = Clock()
         load = Builder(no_formula, live=True).page
-        return LiveData(folders or (tmp_path,), load, new_values, read_step, Budget(1, clock), Budget(1, clock))
+        return LiveData(folders or (tmp_path,), load, new_values, read_step, Rested(1), Rested(1))
 
     return made
 
@@ -90,7 +84,7 @@ def test_each_page_gets_every_step_once(live: Callable[..., LiveData], tmp_path:
 
 
 def test_steps_logged_while_the_page_is_built_again_are_not_lost(tmp_path: Path) -> None:
-    run, clock, build = make_run(tmp_path / "a"), Clock(), Builder(no_formula, live=True).page
+    run, build = make_run(tmp_path / "a"), Builder(no_formula, live=True).page
     meanwhile: list[str] = []
 
     def load(folders: Any) -> Any:
@@ -98,7 +92,7 @@ def test_steps_logged_while_the_page_is_built_again_are_not_lost(tmp_path: Path)
         add(run, *meanwhile)
         return page
 
-    data = LiveData([tmp_path], load, new_values, read_step, Budget(1, clock), Budget(1, clock))
+    data = LiveData([tmp_path], load, new_values, read_step, Rested(1), Rested(1))
     cursor = data.whole()["cursor"]
     add(run, row(4))
     meanwhile.append(row(5))
@@ -265,8 +259,8 @@ def test_the_files_are_not_read_again_while_the_budget_rests(tmp_path: Path) -> 
     assert reads == [1]
 
 
-def test_work_rests_for_many_times_its_duration_but_a_minute_at_most() -> None:
-    times = iter([0.0, 0.125, 37.5, 37.625, 100.0, 102.0])
+def test_work_rests_for_many_times_its_duration_and_urgent_work_a_minute_at_most() -> None:
+    times = iter([0.0, 0.125, 37.5, 37.625, 100.0, 102.0, 161.0, 162.0, 162.0])
     budget = Budget(1.0, lambda: next(times))
     with budget:
         pass
@@ -275,4 +269,6 @@ def test_work_rests_for_many_times_its_duration_but_a_minute_at_most() -> None:
     assert budget.allows()
     with budget:
         pass
-    assert budget.next == 162.0
+    assert not budget.allows(urgent=True)
+    assert budget.allows(urgent=True)
+    assert not budget.allows()
