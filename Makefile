@@ -9,8 +9,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # uv looks where pip is configured to look, and nowhere else.
 UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/uv pip install \
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
-# A file's tests share fixtures, so one worker runs them; tests/conftest.py puts long files first.
-TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A file's tests share fixtures, so one worker runs them; tests/conftest.py puts long files first. On two cores, a third
+# worker computes while another waits for a server.
+TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
 .PHONY: help train test-fast test test-survival test-slurm test-zero test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu clean
@@ -24,7 +25,7 @@ train: $(VENV)/.ready-to-train ## make the environment and run the default train
 test-fast: setup ## the tests without processes, vLLM, whole runs and slow ones: about two minutes on two cores
 	$(TESTS) -m "not (processes or vllm or browser or slow or survival or slurm or zero or parity)" $(ARGS)
 
-test: setup ## every test that runs anywhere, real vLLM included: about fifteen minutes on two cores
+test: setup ## every test that runs anywhere, real vLLM included: about ten minutes on two cores
 	$(TESTS) $(ARGS)
 
 test-survival: setup ## kills, faults, and the wide matrices of what `make test` tests once

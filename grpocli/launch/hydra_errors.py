@@ -174,9 +174,10 @@ class _CommandLine:
         group = section.replace(".", "/")
         nodes = stored(group).items()
         having = sorted(choice for choice, node in nodes if name in set(node.keys()))  # `in` misses required keys
-        if not having:  # model.chat_template_arguments.NAME is part of model.chat_template_arguments
-            return self._key_of_another_choice(section) if "." in section else None
         config = self._composed_choices(hydra=True)
+        if not having:  # model.chat_template_arguments.NAME is part of model.chat_template_arguments
+            exists = config is not None and OmegaConf.select(config, section) is not None
+            return self._key_of_another_choice(section) if "." in section and not exists else None
         now = config.hydra.runtime.choices.get(group) if config is not None else None
         choices = " or ".join(filter(None, [", ".join(having[:-1]), having[-1]]))
         return ConfigError(f"{key} belongs to {group}={choices}", hint=f"now it is {now}" if now else "")

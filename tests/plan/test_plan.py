@@ -104,7 +104,7 @@ def test_documented_commands_need_no_network(command: str, monkeypatch: pytest.M
     assert find_model_size(build_run(compose(args.overrides)).model).parameters > 0
 
 
-@pytest.mark.slow
+@pytest.mark.survival
 def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
     """vLLM 0.32's engine/arg_utils.py: more parallel sequences mean fewer rounds of decoding."""
     on_gpu = ("engine=vllm", "hardware.device=cuda", "rollout.prompts_per_step=64", "rollout.group_size=16")
@@ -228,7 +228,7 @@ def test_a_shared_gpu_holds_trainer_and_server(config_only: list[str]) -> None:
     assert update(apart, "vLLM") == 0
 
 
-@pytest.mark.processes
+@pytest.mark.survival
 def test_a_real_run_needs_the_planned_memory(tmp_path: Path) -> None:
     """Compares resident memory minus that of a small run, which has the libraries too."""
     from grpocli.models.tiny import make_tokenizer

@@ -102,7 +102,7 @@ def test_every_setting_of_trl_is_in_the_output(tmp_path: Path) -> None:
                 assert names(script(tmp_path, SETTINGS={**others, name: TRL[name].default}), name), name
 
 
-@pytest.mark.parametrize("name", table(SETTINGS, fast=20, other_tier=pytest.mark.survival))
+@pytest.mark.parametrize("name", table(SETTINGS, fast=10, other_tier=pytest.mark.survival))
 @pytest.mark.parametrize("others", [{}, WITHOUT_EFFECT], ids=["alone", "with vLLM, KL, LoRA"])
 def test_every_setting_of_trl_composes(name: str, others: dict[str, Any], tmp_path: Path) -> None:
     composes(script(tmp_path, SETTINGS={**others, name: sample(name, TRL[name].default)}))

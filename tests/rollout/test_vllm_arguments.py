@@ -120,7 +120,7 @@ def test_a_failure_to_list_the_options_is_an_error(monkeypatch: pytest.MonkeyPat
         known_options()
 
 
-@pytest.mark.processes
+@pytest.mark.survival
 @pytest.mark.vllm
 def test_the_installed_vllm_lists_its_options(cache_folder: Path) -> None:
     """They include every option that grpocli sets itself, or servers would not start."""
