@@ -70,7 +70,7 @@ def test_promises_of_a_run_hold(trial: Trial, shared: Shared, tmp_path: Path) ->
     hold(trial, shared, tmp_path)
 
 
-@pytest.mark.processes
+@pytest.mark.survival
 @pytest.mark.parametrize("trial", SHORT, ids=str)
 def test_promises_without_a_run_hold(trial: Trial, shared: Shared, tmp_path: Path) -> None:
     hold(trial, shared, tmp_path)

@@ -244,7 +244,7 @@ def test_advice_names_keys_and_choices_that_exist() -> None:
             compose([word])
 
 
-@pytest.mark.slow
+@pytest.mark.survival
 def test_a_large_run_stays_within_the_budget(tmp_path: Path) -> None:
     run = write_large_run(tmp_path / "large", steps=400)
     (view,) = builder().page([run]).runs
