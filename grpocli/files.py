@@ -72,7 +72,7 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
 def regular(path: Path) -> Path:
     """The path of a file of a run, to open it. Raises OSError unless it is a regular file, or a link to one.
 
-    A reader of a FIFO waits for a writer for ever, and a device may have no end.
+    A reader of a FIFO waits for a writer forever, and a device may have no end.
     """
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):

@@ -193,7 +193,10 @@ class Folder(Syntax):
         return found
 
     def _entries(self, node: ast.expr, scope: Scope, depth: int = 0) -> dict[str, ast.expr] | None:
-        """{key: expression} of a dictionary: `{...}`, `dict(...)`, `a | b` and `**a` within; None for another one."""
+        """{key: expression} of a dictionary: `{...}`, `dict(...)`, `a | b` and `**a` within; None for another one,
+        and for one that depends on a condition."""
+        if isinstance(node, ast.Name) and (bound := scope.bound(node.id, node.lineno)) and not bound[0].certain:
+            return None
         node = self._definition(node, scope)
         pairs: list[tuple[str, ast.expr] | ast.expr] = []  # an expression is a dictionary within
         match node:

@@ -137,6 +137,11 @@ class Syntax:
                     scope.bindings.setdefault(one.id, []).append(Binding(value, line, index, certain))
         elif isinstance(target, ast.Attribute):
             self.changes.append((target, value, scope))
+        elif isinstance(target, ast.Subscript) and isinstance(name := target.value, ast.Name):
+            found = scope.bound(name.id, name.lineno)
+            if found and is_dictionary(found[0].value):  # settings["beta"] = 0.1 is settings | {"beta": 0.1}
+                merged = ast.BinOp(name, ast.BitOr(), ast.Dict([target.slice], [value]))
+                scope.bindings.setdefault(name.id, []).append(Binding(merged, line, None, certain))
 
     def _calls_of(self, name: str) -> list[tuple[ast.Call, Scope]]:
         return [(call, scope) for call, scope in self.calls if self._callee(call, scope) == name]
@@ -166,6 +171,16 @@ class Syntax:
             binding, scope = found
             node = binding.value
         return node, scope
+
+
+def is_dictionary(node: ast.expr) -> bool:
+    """Whether an expression is a dictionary that is written out: `{...}`, `dict(...)`, or one joined with another."""
+    match node:
+        case ast.Dict() | ast.Call(func=ast.Name(id="dict")):
+            return True
+        case ast.BinOp(left=ast.Name(), op=ast.BitOr(), right=ast.Dict()):
+            return True
+    return False
 
 
 def _bodies(statement: ast.stmt) -> Iterator[list[ast.stmt]]:

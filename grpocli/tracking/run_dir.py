@@ -177,9 +177,8 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self.path / name
-            file = (regular(lock) if lock.exists() else lock).open(
-                "a"
-            )  # not "w", which would empty the file before it is locked
+            checked = regular(lock) if lock.exists() else lock
+            file = checked.open("a")  # not "w", which would empty the file before it is locked
         except OSError as error:
             raise ConfigError(f"cannot be written: {self._why(error)}", key=self.key, value=self.path) from error
         with file, _closed_after_fork(file):

@@ -180,6 +180,17 @@ def test_a_dictionary_that_the_script_builds_is_expanded(tmp_path: Path) -> None
     assert "# check: **dict(made(), seed=3)=" in shell_script(ported(tmp_path / "a.py")[0])
 
 
+@pytest.mark.parametrize(("indent", "lr"), [("", "optim.lr=2e-05"), ("if X: ", None)])
+def test_an_entry_that_is_set_later_replaces_the_first(indent: str, lr: str | None, tmp_path: Path) -> None:
+    """Under a condition, the dictionary is named as not read."""
+    (tmp_path / "a.py").write_text(
+        "from trl import GRPOConfig\nsettings = dict(learning_rate=1e-6, seed=3)\n"
+        f"{indent}settings['learning_rate'] = 2e-5\nGRPOConfig(**settings)\n"
+    )
+    text = shell_script(ported(tmp_path / "a.py")[0])
+    assert (lr in overrides(text)) if lr else ("# check: **settings=" in text)
+
+
 def test_words_of_a_note_are_not_settings() -> None:
     port = Port()
     port.set("optim.lr", 1e-5, "learning_rate", note="of seed and beta")
