@@ -93,7 +93,7 @@ def _agreements(
 
     checked = 0
     for name, task in tasks_of(run.task).items():
-        names = [reward for reward in rewards_for(task, run.reward) if run.reward[reward].checks_answers]
+        names = [reward for reward in rewards_for(task, run.reward) if _is_checked(run.reward[reward])]
         checked += len(names)
         for one in _splits(task, split) if names else ():
             with errors_below(key_of(run.task, name)):
@@ -107,6 +107,10 @@ def _agreements(
     if not checked:
         problem = "none of them decides whether an answer is right"
         raise ConfigError(problem, key="reward", value=f"[{', '.join(run.reward)}]", hint="choose one that does")
+
+
+def _is_checked(reward: BaseReward) -> bool:
+    return reward.checks_answers and not reward.sees_group
 
 
 def _splits(task: Any, chosen: str) -> Sequence[str]:

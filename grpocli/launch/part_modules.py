@@ -23,6 +23,7 @@ import grpocli.models.hf
 import grpocli.models.tiny
 import grpocli.rewards.code
 import grpocli.rewards.countdown
+import grpocli.rewards.group_length
 import grpocli.rewards.judge
 import grpocli.rewards.length
 import grpocli.rewards.math

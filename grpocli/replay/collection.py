@@ -51,6 +51,14 @@ class RolloutSource:
     end_ids: frozenset[int]
 
     @property
+    def for_samples(self) -> Scorer:
+        """The scorer for completions without recorded scores: rewards that see the group need the scores of all others."""
+        rewards = self.scorer.rewards
+        if len(rewards) < len(self.run.reward):
+            rewards = {name: reward for name, reward in rewards.items() if not reward.sees_group}
+        return replace(self.scorer, rewards=rewards)
+
+    @property
     def weights(self) -> dict[str, float]:
         """The weight of each reward."""
         return {name: reward.weight for name, reward in self.run.reward.items()}
@@ -80,11 +88,24 @@ class CollectedStep:
         ]
         return replace(self, groups=groups)
 
+    def with_scores(self, name: str, scores: Sequence[float]) -> CollectedStep:
+        """The step, with these scores of one reward, for each completion in order."""
+        each = iter(scores)
+        groups = [
+            Group(group.prompt, [replace(r, rewards=r.rewards | {name: next(each)}) for r in group.rollouts])
+            for group in self.groups
+        ]
+        return replace(self, groups=groups)
+
     def scored_again(self, source: RolloutSource, name: str) -> list[float]:
-        """The scores of one reward in another call, for each completion in order."""
+        """The scores of one reward in another call, for each completion in order.
+
+        A reward that sees the group gets the other scores of these groups.
+        """
         scorer = replace(source.scorer, rewards={name: source.scorer.rewards[name]})
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        scored, _ = scorer.score(rollouts, source.run.rollout.sampling.max_tokens)
+        known = [other for other, reward in source.run.reward.items() if other != name and not reward.sees_group]
+        scored, _ = scorer.score(rollouts, source.run.rollout.sampling.max_tokens, known=known)
         return [rollout.rewards[name] for rollout in scored]
 
     def with_recorded_rewards(self, names: Sequence[str]) -> list[Group]:
@@ -185,7 +206,7 @@ class _RecordedSampler:
         source, by_uid = self.source, {group.uid: group for group in self.recorded.groups}
         tokens = {prompt.uid: tokens_of(by_uid[prompt.uid], self.recorded, source.run) for prompt in prompts}
         engine = RecordedEngine(tokens, source.end_ids, source.tokenizer)
-        sampler = Sampler(source.world, engine, source.tokenizer, source.scorer, source.environments)
+        sampler = Sampler(source.world, engine, source.tokenizer, source.for_samples, source.environments)
         groups, stats = sampler.generate_and_score(prompts, seeds, n, sampling)
         names = list(self.rewards)
         place = {group.uid: p for p, group in enumerate(self.recorded.groups)}

@@ -181,13 +181,21 @@ class StepReplay:
         return [*found, self._compared(Columns("sum of rewards", ("reward",), tolerance, 1e-9), expected)]
 
     def _reward_checks(self, collected: CollectedStep) -> tuple[list[Check], CollectedStep]:
-        """The rewards computed again, by name; the step with the recorded values of those that cannot be repeated."""
-        found, varying = [], []
-        for name in self.sources.source.run.reward:
+        """The rewards computed again, by name; the step with the recorded values of those that cannot be repeated.
+
+        Rewards that see the group come last, since they get the scores of the others.
+        """
+        found: list[Check] = []
+        varying: list[str] = []
+        source = self.sources.source
+        for name in sorted(source.run.reward, key=source.scorer.sees_group):
             if why := self.sources.skipped.get(name):
                 check = Check(f"reward {name}")
                 check.skip(f"not called again: {why}", len(self.recorded.rows))
             else:
+                if source.scorer.sees_group(name):
+                    collected = collected.with_recorded(varying)
+                    collected = collected.with_scores(name, collected.scored_again(source, name))
                 check = self._reward_check(name, collected.groups)
                 if check.differ and self._varies(name, collected):
                     varying.append(name)

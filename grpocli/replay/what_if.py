@@ -15,7 +15,8 @@ from grpocli.errors import GrpoError, RewardError
 from grpocli.replay.collection import collect_again
 from grpocli.replay.replay import Replay
 from grpocli.rewards.scorer import Scorer
-from grpocli.tasks.prompt_source import accuracy_rewards_of
+from grpocli.tasks.mixture import tasks_of
+from grpocli.tasks.prompt_source import accuracy_rewards_of, rewards_for
 from grpocli.training.collector import rewards_of
 from grpocli.training.micro_batch import rows_of
 from grpocli.types import Group
@@ -177,7 +178,9 @@ def _with_added_rewards(groups: Sequence[Group], run: Run, other: Run) -> tuple[
             except GrpoError as error:
                 left_out[name] = str(error)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    scored, _ = Scorer(added, 1.0).score(rollouts, run.rollout.max_completion_tokens)
+    known = [name for name, reward in run.reward.items() if not reward.sees_group]
+    tasks = {name: [*rewards_for(task, run.reward), *added] for name, task in tasks_of(run.task).items()}
+    scored, _ = Scorer(added, 1.0, tasks).score(rollouts, run.rollout.max_completion_tokens, known=known)
     scores = iter(scored)
     return [
         Group(group.prompt, [replace(r, rewards=r.rewards | next(scores).rewards) for r in group.rollouts])

@@ -25,6 +25,8 @@ from grpocli.user_frames import raised
 
 TRL_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that TRL passes to a reward function and grpocli does not."""
+SCORES = "scores"
+"""The argument that a function gets with `per_group`. TRL does not pass it."""
 
 
 @part("reward", "python", package="reward.python")
@@ -34,6 +36,9 @@ class PythonReward(BaseReward):
     Its keyword arguments are those in its signature, of `prompts`, `completions` (strings, or lists of messages for
     conversational data), `completion_ids`, and every column of the dataset as a list. It returns a list of numbers,
     with None for a sample to which it does not apply.
+
+    With `per_group` it is called once for each group, after the other rewards, and may also take `scores`: their scores
+    of the group's samples, as {name: list}.
 
     `reward=[FILE.py:NAME,FILE.py:OTHER]` takes several, each under its own name.
     """
@@ -45,11 +50,17 @@ class PythonReward(BaseReward):
     """Seconds for a call."""
     process: bool = False
     """Run the function in a separate process, which is killed at the timeout; arguments are JSON values."""
+    per_group: bool = False
+    """Call the function once for each group, with the scores of the run's other rewards as `scores`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "function", ":" in self.function, "must be FILE.py:NAME or module:NAME")
         require(self, "timeout", 0 < self.timeout < math.inf, "must be above 0 seconds")
+
+    @property
+    def sees_group(self) -> bool:  # type: ignore[override]
+        return self.per_group
 
     @property
     def label(self) -> str:
@@ -70,6 +81,10 @@ class PythonReward(BaseReward):
             problem = f"is a class; one derived from BaseReward is chosen as reward=[{name}], others need a function"
             raise ConfigError(problem, key=self.key, value=self.function)
         given = {"prompts", "completions", "completion_ids", *columns}
+        if self.per_group and SCORES in given:
+            problem = f"passes the scores of the other rewards as {SCORES!r}, which is also a column of the task"
+            raise ConfigError(problem, key=f"{self.config_key}.per_group", value="true", hint="rename the column")
+        given |= {SCORES} if self.per_group else set()
         for name, parameter in inspect.signature(function).parameters.items():
             needed = parameter.default is inspect.Parameter.empty and parameter.kind in (
                 inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -81,6 +96,10 @@ class PythonReward(BaseReward):
             if needed and name in TRL_ONLY and name not in given:
                 problem = f"needs TRL's argument {name!r}, which grpocli does not pass: give it a default, {name}=None"
                 raise ConfigError(problem, key=self.key, value=self.function)
+            if name == SCORES and name not in given:
+                problem = f"takes {SCORES!r}, which only a call for each group passes"
+                hint = f"set {self.config_key}.per_group=true"
+                raise ConfigError(problem, key=self.key, value=self.function, hint=hint)
             if needed and name not in given:
                 raise ConfigError(
                     f"needs {name!r}, but the task has no such column{nearest(name, given)}",
@@ -97,7 +116,7 @@ class PythonReward(BaseReward):
 
     def _within_time(self, samples: Sequence[Sample]) -> list[Score] | Failure:
         """The scores of a call in this process. The timeout includes reading the result, which may be lazy."""
-        function, given = load(self.function, self.key), arguments(samples)
+        function, given = load(self.function, self.key), self._arguments(samples)
         late = f"no answer within {self.timeout:g} s ({self.config_key}.timeout)"
         remedy = f"{self.config_key}.process=true runs it in a process that can be killed"
         return within(self.timeout, late, lambda: _scores(_called(function, given), len(samples)), remedy)
@@ -105,7 +124,7 @@ class PythonReward(BaseReward):
     def _in_process(self, samples: Sequence[Sample]) -> list[Score] | Failure:
         from grpocli.rewards.isolate_state import seed_for
 
-        given = json.loads(json.dumps(arguments(samples), default=str))
+        given = json.loads(json.dumps(self._arguments(samples), default=str))
         (result,) = self._pool.map([[self.function, self.key, seed_for(samples), given]])
         if isinstance(result, Overrun) and result.late:
             return Failure(f"{result.reason} ({self.config_key}.timeout)")
@@ -113,12 +132,16 @@ class PythonReward(BaseReward):
             return result
         return _scores(result, len(samples))
 
+    def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        scores = {name: [sample.scores[name] for sample in samples] for name in samples[0].scores}
+        return arguments(samples) | ({SCORES: scores} if self.per_group else {})
+
     @cached_property
     def _pool(self) -> WorkerPool:
         return WorkerPool("grpocli.rewards.python:call_in_worker", 1, self.timeout, variables=os.environ)
 
 
-def call_in_worker(spec: str, key: str, seed: int, given: dict[str, list[Any]]) -> Any:
+def call_in_worker(spec: str, key: str, seed: int, given: dict[str, Any]) -> Any:
     """The function's result, as JSON values. Raises RuntimeError if it raises. Runs in a worker process."""
     try:
         function = load(spec, key)
@@ -144,7 +167,7 @@ def _scores(result: Any, count: int) -> list[Score] | Failure:
     return [as_score(value) for value in result]
 
 
-def _called(function: Callable[..., Any], given: dict[str, list[Any]]) -> Any:
+def _called(function: Callable[..., Any], given: dict[str, Any]) -> Any:
     result = function(**_accepted(function, given))
     return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
@@ -164,7 +187,7 @@ def arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     }
 
 
-def _accepted(function: Callable[..., Any], given: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return given

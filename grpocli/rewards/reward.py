@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from grpocli.config.field_docs import summary
@@ -24,6 +24,9 @@ class Sample:
     columns: the other columns of the example.
     max_tokens: the length limit of sampling. truncated: whether the completion was cut off at that limit.
     episode: the result of the task's environment; None for a task without an environment.
+    mask: 1 for tokens of the model, 0 for the environment's; None: all 1.
+    scores: for a reward that sees the group, the scores of the sample's other rewards by name, in the task's order;
+        None where a reward does not apply or failed. Empty for any other reward.
     """
 
     prompt: Text
@@ -34,6 +37,8 @@ class Sample:
     max_tokens: int
     truncated: bool
     episode: Episode | None = None
+    mask: list[int] | None = None
+    scores: Mapping[str, float | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rollout: Rollout, max_tokens: int) -> Self:
@@ -51,11 +56,17 @@ class Sample:
             max_tokens=max_tokens,
             truncated=done.truncated,
             episode=done.episode,
+            mask=done.mask,
         )
 
     @property
     def n_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def n_written(self) -> int:
+        """The number of tokens that the model wrote."""
+        return self.n_tokens if self.mask is None else sum(self.mask)
 
     @property
     def task(self) -> str:
@@ -112,6 +123,9 @@ class BaseReward:
     scores_independently: ClassVar[bool] = False
     """Whether the reward scores each sample independently, outside of this process. Then it is called group by group
     while other completions are still being sampled; any other reward is called once, with all samples."""
+    sees_group: ClassVar[bool] = False
+    """Whether the reward is called once for each group, after the run's other rewards, with all samples of the group
+    and their `scores`. It cannot measure accuracy."""
     repeatable: ClassVar[bool] = True
     """Whether another call scores the same samples alike, without a service outside of this machine."""
     checks_answers: ClassVar[bool] = False

@@ -2,7 +2,8 @@
 
 One route leads from a rollout to its scores: a `ScoredRollout` gets a score from each reward, which
 `Scorer.add_scores` adds where it is missing. `StreamingScorer` calls it for the groups that have arrived, with the
-rewards that score samples independently, and at the end for all rollouts, with all rewards.
+rewards that score samples independently, and at the end for all rollouts, with all rewards; those that see the group
+come last, since they get the scores of the others.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from types import TracebackType
 from typing import Any, Self
 
@@ -63,22 +65,26 @@ class Scorer:
         max_tokens: int,
         enter: Callable[[str], None] = lambda stage: None,
         progress: Progress = unreported,
+        known: Iterable[str] = (),
     ) -> tuple[list[Rollout], ScoreStats]:
         """The rollouts with their rewards, and counts of errors.
 
         max_tokens: length limit of sampling. enter: called with the name of each reward before its call.
-        progress: called with the number of samples scored.
+        progress: called with the number of samples scored. known: rewards whose scores the rollouts have already, for
+        rewards that see the group.
         """
-        return self.add_missing_scores(
-            [ScoredRollout(one, Sample.of(one, max_tokens)) for one in rollouts], enter, progress
-        )
+        scored = [
+            ScoredRollout(one, Sample.of(one, max_tokens), {name: _as_known(one.rewards[name]) for name in known})
+            for one in rollouts
+        ]
+        return self.add_missing_scores(scored, enter, progress)
 
     def add_missing_scores(
         self, rollouts: Sequence[ScoredRollout], enter: Callable[[str], None], progress: Progress
     ) -> tuple[list[Rollout], ScoreStats]:
         """Like `score`, for rollouts that may already have some of their scores."""
         start = time.perf_counter()
-        for name in self.rewards:
+        for name in sorted(self.rewards, key=self.sees_group):  # the others first, each kind in the config's order
             enter(f"reward.{name}")
             self.add_scores(name, rollouts, progress)
             _log_failures(name, rollouts)
@@ -87,7 +93,8 @@ class Scorer:
     def add_scores(self, name: str, rollouts: Iterable[ScoredRollout], progress: Progress = unreported) -> None:
         """Add the score of one reward to each rollout that lacks it.
 
-        The reward sees only samples of its tasks, and none whose episode failed.
+        The reward sees only samples of its tasks, and none whose episode failed. One that sees the group needs the
+        scores of the others.
         """
         missing = []
         for one in rollouts:
@@ -100,12 +107,22 @@ class Scorer:
             else:
                 missing.append(one)
         reward = self.rewards[name]
-        size = BATCH if reward.scores_independently else max(1, len(missing))
-        for begin in range(0, len(missing), size):
+        begin = 0
+        for batch in _batches(reward, missing):
             progress(begin, len(missing), f"scores of reward.{name}")
-            batch = missing[begin : begin + size]
-            for one, score in zip(batch, call(reward, [one.sample for one in batch]), strict=True):
+            begin += len(batch)
+            samples = [self._with_scores(one) if reward.sees_group else one.sample for one in batch]
+            for one, score in zip(batch, call(reward, samples), strict=True):
                 one.scores[name] = score
+
+    def sees_group(self, name: str) -> bool:
+        return name in self.rewards and self.rewards[name].sees_group
+
+    def _with_scores(self, one: ScoredRollout) -> Sample:
+        """The sample with the scores of the rewards that do not see the group."""
+        names = self.tasks.get(one.sample.task, one.scores)
+        seen = {name: _seen(one.scores[name]) for name in names if name in one.scores and not self.sees_group(name)}
+        return replace(one.sample, scores=seen)
 
     def _stats(self, rollouts: Sequence[ScoredRollout], seconds: float) -> ScoreStats:
         by_task: dict[str, list[ScoredRollout]] = {}
@@ -184,7 +201,7 @@ class StreamingScorer:
             if self._failed:  # the rewards are being closed
                 return
             for name, reward in self.scorer.rewards.items():
-                if reward.scores_independently:
+                if reward.scores_independently and not reward.sees_group:
                     self.scorer.add_scores(name, rollouts)
         self._groups |= groups
 
@@ -232,6 +249,24 @@ def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
         return [Failure(f"it raised {raised(error)}")] * len(samples)
 
 
+def _batches(reward: BaseReward, rollouts: Sequence[ScoredRollout]) -> Iterator[Sequence[ScoredRollout]]:
+    """The samples of each call of a reward. Samples of one prompt stand next to each other."""
+    if reward.sees_group:
+        yield from (list(group) for _, group in groupby(rollouts, key=lambda one: one.rollout.prompt.uid))
+        return
+    size = BATCH if reward.scores_independently else max(1, len(rollouts))
+    for begin in range(0, len(rollouts), size):
+        yield rollouts[begin : begin + size]
+
+
+def _as_known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _seen(score: Score) -> float | None:
+    return None if score is None or isinstance(score, Failure) else float(score)
+
+
 def _number(score: Score) -> float:
     return math.nan if score is None or isinstance(score, Failure) else float(score)
 
@@ -250,6 +285,8 @@ def _copy_of(sample: Sample) -> Sample:
         completion=_copied(sample.completion),
         columns=_copied(sample.columns),
         token_ids=list(sample.token_ids),
+        mask=None if sample.mask is None else list(sample.mask),
+        scores=dict(sample.scores),
     )
 
 

@@ -83,6 +83,19 @@ BAD = [
     ("engine=vllm engine.vllm_args.scheduling_policy=fcfs", "grpocli sets this itself"),
     ("train.minibatches=1000", "train.minibatches=1000: must be at most rollout.prompts_per_step"),
     ("train.micro_batch_tokens=8", "train.micro_batch_tokens=8: must be at least"),
+    (
+        "reward=[length_penalty]",
+        "reward=[length_penalty]: reward.length_penalty scores a group by its other rewards, so it cannot measure acc",
+    ),
+    ("reward=[kimi_length,exact_match]", "cannot measure accuracy; put one of exact_match first"),
+    (
+        "reward=[exact_match,length_penalty] eval.reward=length_penalty",
+        "eval.reward=length_penalty: reward.length_penalty scores a group",
+    ),
+    (
+        "reward=[exact_match,length_penalty] reward.length_penalty.reward=exact",
+        'reward.length_penalty.reward=exact: choose one of exact_match; did you mean "exact_match"?',
+    ),
     ("eval.reward=fluency", "eval.reward=fluency: choose one of this run's rewards: exact_match"),
     (
         "algorithm.question_weight.reward=style",

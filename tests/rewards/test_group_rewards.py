@@ -1,0 +1,265 @@
+"""Rewards that see the group: what they get, when they are called, and the two length rewards."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rewards.test_streaming_scorer import PROMPTS, Recording, Scripted, sampler
+
+from grpocli.errors import ConfigError
+from grpocli.rewards.group_length import GroupLength, KimiLength, LengthPenalty
+from grpocli.rewards.python import PythonReward
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
+from grpocli.rewards.scorer import Scorer
+from grpocli.types import Completion, Episode, Prompt, Rollout, Sampling
+
+Seen = list[tuple[list[str], list[Mapping[str, float | None]]]]
+
+
+class Whole(BaseReward):
+    """Scores a group by `script`; `seen` has the texts and scores of each call."""
+
+    sees_group = True
+
+    def __init__(self, script: Callable[[Sequence[Sample]], list[Score]] | None = None) -> None:
+        object.__setattr__(self, "script", script)
+        object.__setattr__(self, "seen", [])
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        self.seen.append(([s.text for s in samples], [dict(s.scores) for s in samples]))  # type: ignore[attr-defined]
+        script = self.script  # type: ignore[attr-defined]
+        return script(samples) if script else [float(len(samples))] * len(samples)
+
+
+class Each(BaseReward):
+    def __init__(self, script: Callable[[Sample], Score]) -> None:
+        object.__setattr__(self, "script", script)
+
+    def score_sample(self, sample: Sample) -> Score:
+        score: Score = self.script(sample)  # type: ignore[attr-defined]
+        return score
+
+
+def group(uid: str, *texts: str, task: str = "", tokens: int = 1) -> list[Rollout]:
+    prompt = Prompt(uid, [1], "?", {"task_name": task})
+    return [Rollout(prompt, Completion([5] * tokens, [0.0] * tokens, "stop", 0), text) for text in texts]
+
+
+def test_it_is_called_for_each_group_after_the_others_with_their_scores() -> None:
+    whole, second = Whole(), Whole()
+    silent = Each(lambda s: None if s.text == "b" else Failure("lost") if s.text == "c" else 2.0)
+    rewards = {"whole": whole, "size": Each(lambda s: len(s.text)), "second": second, "silent": silent}
+    entered: list[str] = []
+    results, stats = Scorer(rewards, 1.0).score([*group("0", "a", "b"), *group("1", "c")], 10, enter=entered.append)
+    expected: Seen = [
+        (["a", "b"], [{"size": 1.0, "silent": 2.0}, {"size": 1.0, "silent": None}]),
+        (["c"], [{"size": 1.0, "silent": None}]),
+    ]
+    assert (whole.seen, second.seen) == (expected, expected)  # type: ignore[attr-defined]
+    assert entered == ["reward.size", "reward.silent", "reward.whole", "reward.second"]
+    assert [one.rewards["whole"] for one in results] == [2.0, 2.0, 1.0]
+    assert list(results[0].rewards) == list(rewards)
+    assert stats.of("silent", "").errors == 1
+
+
+def test_it_gets_only_the_rewards_of_its_task_in_their_order_and_no_failed_episode() -> None:
+    whole = Whole()
+    rewards = {"a": Each(lambda s: 1.0), "b": Each(lambda s: 2.0), "whole": whole}
+    scorer = Scorer(rewards, 1.0, tasks={"x": ["b", "a", "whole"], "y": ["a"], "z": ["whole", "b"]})
+    broken = Completion(
+        [1], [0.0], "stop", 0, episode=Episode([{"role": "assistant", "content": "two"}], 1, {}, problem="it broke")
+    )
+    x, y, z = (group(name, "one", "two", task=name) for name in "xyz")
+    x[1] = Rollout(x[1].prompt, broken, "two")
+    results, stats = scorer.score([*x, *y, *z], 10)
+    seen: Seen = whole.seen  # type: ignore[attr-defined]
+    assert seen == [(["one"], [{"b": 2.0, "a": 1.0}]), (["one", "two"], [{"b": 2.0}] * 2)]
+    assert list(seen[0][1][0]) == ["b", "a"]
+    assert [one.rewards["whole"] for one in results if one.prompt.task == "y"] == [
+        pytest.approx(math.nan, nan_ok=True)
+    ] * 2
+    assert stats.of("whole", "x").errors == 1
+
+
+def test_an_error_in_one_group_fails_only_that_group() -> None:
+    def picky(samples: Sequence[Sample]) -> list[Score]:
+        if samples[0].text == "bad":
+            raise ValueError("no")
+        return [1.0] * len(samples)
+
+    results, stats = Scorer({"whole": Whole(picky)}, 1.0).score([*group("0", "bad", "x"), *group("1", "ok")], 10)
+    assert (stats.of("whole", "").errors, results[2].rewards["whole"]) == (2, 1.0)
+
+
+def test_groups_that_arrive_early_wait_for_the_scores_of_all_rewards() -> None:
+    """A reward that would score alone is also called at the end."""
+
+    class Alone(Whole):
+        scores_independently = True
+
+    found = []
+    for handed in ([], [2, 0]):
+        whole = Alone(lambda samples: [sum(v or 0.0 for v in s.scores.values()) for s in samples])
+        rewards = {"whole": whole, "early": Recording(True), "late": Recording(False)}
+        groups, _ = sampler(Scripted(handed), rewards).generate_and_score(PROMPTS, [0, 1, 2], 2, Sampling(4))
+        found.append([r.rewards["whole"] for g in groups for r in g.rollouts])
+        assert len(whole.seen) == 3  # type: ignore[attr-defined]
+    assert found[0] == found[1] == [20.0, 22.0, 24.0, 0.0, 28.0, 30.0]
+
+
+def test_its_random_numbers_depend_on_its_group_alone() -> None:
+    """So a resumed run repeats them, with any number of processes."""
+
+    def drawn(*groups: list[Rollout]) -> list[float]:
+        scorer = Scorer({"whole": Whole(lambda samples: [random.random() for _ in samples])}, 0.0)
+        return [one.rewards["whole"] for one in scorer.score([r for g in groups for r in g], 10)[0]]
+
+    first, second = group("0", "a", "b", tokens=2), group("1", "c", "d", tokens=3)
+    assert drawn(first, second) == [*drawn(first), *drawn(second)]
+
+
+def test_it_may_change_its_copies() -> None:
+    def spoil(samples: Sequence[Sample]) -> list[Score]:
+        for sample in samples:
+            sample.scores.clear()  # type: ignore[attr-defined]
+            sample.columns.clear()
+        return [0.0] * len(samples)
+
+    after = Whole()
+    Scorer({"size": Each(lambda s: 1.0), "spoil": Whole(spoil), "after": after}, 0.0).score(group("0", "a"), 10)
+    assert after.seen == [(["a"], [{"size": 1.0}])]  # type: ignore[attr-defined]
+
+
+# Length rewards
+
+
+def scored(reward: GroupLength, lengths: Sequence[int], right: Sequence[float | None], name: str = "right") -> Any:
+    samples = [
+        Sample("?", "", "", {}, [7] * length, 100, truncated=False, scores={name: one})
+        for length, one in zip(lengths, right, strict=True)
+    ]
+    return reward(samples)
+
+
+def test_length_penalty_is_prime_rls_term_of_output_tokens() -> None:
+    """prime-rl subtracts weight * mean reward * (tokens / the group's most tokens) from each reward of 0 or 1."""
+    random_ = random.Random(0)
+    for _ in range(50):
+        size = random_.randint(1, 9)
+        lengths = [random_.randint(0, 40) for _ in range(size)]
+        right = [float(random_.random() < 0.6) for _ in range(size)]
+        mean, most = sum(right) / size, max(1, *lengths, 1)
+        assert scored(LengthPenalty(), lengths, right) == pytest.approx([-mean * n / most for n in lengths], abs=1e-15)
+        gated = [-mean * n / most * one for n, one in zip(lengths, right, strict=True)]
+        assert scored(LengthPenalty(only_right=True), lengths, right) == pytest.approx(gated, abs=1e-15)
+    assert LengthPenalty().weight == 0.25
+    assert [math.copysign(1, score) for score in scored(LengthPenalty(), [3, 4], [0.0, 0.0])] == [1.0, 1.0]
+
+
+def test_kimi_length_is_the_papers_formula() -> None:
+    lengths, right = [10, 20, 30, 20], [1.0, 1.0, 0.0, 0.0]
+    assert scored(KimiLength(), lengths, right) == [0.5, 0.0, -0.5, 0.0]
+    assert scored(KimiLength(), [10, 30, 12], [0.0, 0.0, 1.0]) == [0.0, -0.5, pytest.approx(0.4)]
+    assert scored(KimiLength(), [5, 5, 5], right[:3]) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("reward", [LengthPenalty(), LengthPenalty(only_right=True), KimiLength()])
+def test_a_completion_without_a_known_accuracy_gets_no_score_and_changes_no_other(reward: GroupLength) -> None:
+    alone = scored(reward, [10, 20, 30], [1.0, 0.0, 1.0])
+    assert scored(reward, [10, 99, 20, 30], [1.0, None, 0.0, 1.0]) == [alone[0], None, *alone[1:]]
+    assert scored(reward, [10, 20], [None, None]) == [None, None]
+    assert len(scored(reward, [10], [1.0])) == 1, "a greedy answer is a group of one"
+
+
+def test_an_environments_tokens_do_not_count() -> None:
+    masked = Sample("?", "", "", {}, [7] * 4, 9, truncated=False, mask=[1, 0, 0, 1], scores={"right": 1.0})
+    plain = Sample("?", "", "", {}, [7] * 4, 9, truncated=False, scores={"right": 1.0})
+    assert LengthPenalty()([masked, plain]) == [-0.5, -1.0]
+
+
+def test_the_accuracy_is_that_of_evaluations() -> None:
+    """`eval.reward` if it scores the task, else the task's first reward; a score of 1 or more is right."""
+    scores = {"first": 0.5, "second": 2.0}
+    sample = Sample("?", "", "", {}, [7], 9, truncated=False, scores=scores)
+    assert LengthPenalty()([sample]) == [0.0]
+    assert LengthPenalty(reward="second")([sample]) == [-1.0]
+    assert LengthPenalty(reward="other_task")([sample]) == [0.0]
+
+
+# Functions of the user
+
+SOURCE = """
+def best(completions, scores, **columns):
+    assert columns["answer"] and len(completions) == 2
+    most = max(one or 0.0 for one in scores["size"])
+    return [most - (one or 0.0) for one in scores["size"]]
+
+def maybe(completions, scores=None):
+    return [0.0 if scores is None else 1.0 for one in completions]
+
+def plain(completions):
+    return [float(len(completions))] * len(completions)
+"""
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> Callable[..., PythonReward]:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    return lambda name, **fields: PythonReward(function=f"{tmp_path}/mine.py:{name}", **fields)
+
+
+def test_a_function_is_called_for_each_group_and_may_take_the_scores(function: Callable[..., PythonReward]) -> None:
+    rollouts = [
+        Rollout(Prompt(uid, [1], "?", {"answer": "1"}), Completion([5], [0.0], "stop", 0), text)
+        for uid, text in (("0", "a"), ("0", "bbb"), ("1", "cc"), ("1", "c"))
+    ]
+    size = Each(lambda s: len(s.text))
+    for options in ({}, {"process": True}):
+        best = function("best", per_group=True, **options)
+        plain = function("plain", per_group=True)
+        try:
+            results, stats = Scorer({"size": size, "best": best, "plain": plain}, 0.0).score(rollouts, 10)
+        finally:
+            best.close()
+        assert [one.rewards["best"] for one in results] == [2.0, 0.0, 0.0, 1.0], stats
+        assert [one.rewards["plain"] for one in results] == [2.0] * 4
+    assert function("plain").sees_group is False
+
+
+def test_a_function_that_takes_the_scores_needs_a_call_for_each_group(function: Callable[..., PythonReward]) -> None:
+    for name in ("best", "maybe"):
+        function(name, per_group=True).check(["answer"])
+        with pytest.raises(ConfigError, match="takes 'scores', which only a call for each group passes") as caught:
+            function(name).check(["answer"])
+        assert "set reward.python.per_group=true" in str(caught.value)
+        with pytest.raises(ConfigError, match=r"per_group=true: .*also a column of the task; rename the column"):
+            function(name, per_group=True).check(["answer", "scores"])
+        function(name).check(["answer", "scores"])  # a column, as in TRL
+
+
+def test_the_example_of_the_docs_runs_here_and_in_trl(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    begin = page.index("    from difflib import SequenceMatcher")
+    source = page[begin : page.index("<!-- -->", begin)]
+    path = tmp_path / "diversity.py"
+    path.write_text("\n".join(line[4:] for line in source.splitlines()))
+    reward = PythonReward(function=f"{path}:diversity", per_group=True)
+    reward.check(["answer"])
+    right = Each(lambda s: float("wrong" not in s.text))
+    texts = [*group("0", "2+2=4", "2+2=4", "four", "wrong"), *group("1", "alone", "wrong")]
+    results, _ = Scorer({"right": right, "diversity": reward}, 0.0).score(texts, 10)
+    found = [one.rewards["diversity"] for one in results]
+    assert found == [0.5, 0.5, 1.0, 0.0, 0.0, 0.0]
+    from grpocli.rewards.python import load
+
+    called = load(reward.function, "reward")
+    chat = [[{"role": "assistant", "content": one.text}] for one in texts]
+    prompts = [one.prompt.uid for one in texts]
+    in_trl = called(prompts=prompts, completions=chat, completion_ids=[], answer=[], trainer_state=None)
+    assert in_trl[:3] == [pytest.approx(value) for value in (in_trl[0], in_trl[0], in_trl[2])]
+    assert in_trl[2] > in_trl[0] > 0
