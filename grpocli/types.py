@@ -84,6 +84,11 @@ class Completion:
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 
+    def loss_mask(self, mask_truncated: bool) -> list[int]:
+        """1 for tokens in the loss. mask_truncated: whether a truncated completion has none."""
+        n = len(self.token_ids)
+        return [0] * n if mask_truncated and self.truncated else (self.mask or [1] * n)
+
     @property
     def written(self) -> int:
         """The number of tokens that the model wrote."""
@@ -142,7 +147,8 @@ class Row:
     rollout_logp: under the policy that sampled, computed by the sampler.
     old_logp: under the old policy; None until it is computed, at the latest in the first update.
     ref_logp: under the reference; None without a reference.
-    logp, entropy: under the policy at the start of the step; None until they are computed.
+    logp, entropy: under the policy at the start of the step; None until they are computed. With
+        `algorithm/correction=sampler`: under the policy at the start of the row's first update.
     ratio: π_θ / π_old in the last update; None while every update was the first after sampling, where it is 1.
     clipped: 1 for tokens that the objective clipped in an update; None as `ratio`.
     selected: 1 for tokens in the policy-gradient term; None: all.
@@ -168,20 +174,13 @@ class Row:
 
     @classmethod
     def of(
-        cls, rollout: Rollout, advantage: float, group: int, mask_truncated: bool, version: int, corrected: bool = False
+        cls, rollout: Rollout, advantage: float, group: int, mask_truncated: bool = False, old_is_sampler: bool = False
     ) -> Row:
-        """The row of a rollout in a step that trains weight version `version`.
-
-        A rollout of an older version is off-policy, and its old log-probs are the sampler's. With a correction
-        (`corrected`) the old policy is the one at the start of the step, as for other rollouts: the correction is the
-        ratio of it to the sampler.
-        """
+        """The row of a rollout. old_is_sampler: whether the policy that sampled is the old policy of the ratio."""
         import torch
 
         done = rollout.completion
-        n = len(done.token_ids)
-        mask = [0] * n if mask_truncated and done.truncated else (done.mask or [1] * n)
-        old_logp = torch.tensor(done.logprobs) if done.version < version and not corrected else None
+        mask, old_logp = done.loss_mask(mask_truncated), torch.tensor(done.logprobs) if old_is_sampler else None
         return cls(rollout.prompt.token_ids, done.token_ids, mask, advantage, group, done.logprobs, old_logp)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.aggregate import Totals
@@ -46,9 +47,16 @@ class Algorithm:
     """How rewards become one score. `sum`: weight x reward, over the rewards that apply. `normalize_then_sum`: each
     reward is normalised in its group first; then their weighted sum is normalised over the batch (GDPO, arXiv
     2601.05242)."""
+    advantage_min: float | None = None
+    """Lower bound of the advantages, at most 0; null: none (NeMo RL's GRPO guide: `advantage_clip_low`)."""
+    advantage_max: float | None = None
+    """Upper bound of the advantages, at least 0; null: none."""
 
     def __post_init__(self) -> None:
         one_of(self, "combine", ("sum", "normalize_then_sum"))
+        low, high = self.advantage_min, self.advantage_max
+        require(self, "advantage_min", low is None or -math.inf < low <= 0, "must be 0 or less, or null for no bound")
+        require(self, "advantage_max", high is None or 0 <= high < math.inf, "must be 0 or more, or null for no bound")
         for kind in PARTS:
             chosen = getattr(self, kind)
             given_a_value = isinstance(chosen, (str, int, float, list, dict)) or chosen is None
@@ -90,6 +98,25 @@ class Algorithm:
         """Whether tokens get importance weights from the sampler to the policy at the start of the step."""
         return bool(getattr(self.correction, "corrects", True))  # a user's part may lack it
 
+    @property
+    def takes_sampler_as_old(self) -> bool:
+        """Whether the old policy of every completion is the one that sampled it, so that no update needs its
+        log-probs computed beforehand."""
+        return bool(getattr(self.correction, "takes_sampler_as_old", False))
+
+    def old_is_sampler(self, stale: bool) -> bool:
+        """Whether the old policy of a completion is the policy that sampled it, by the sampler's own log-probs.
+
+        stale: whether older weights than those at the start of the step sampled it. Without a correction it is then
+        off-policy. With one, the correction is the ratio of the old policy, at the start of the step, to the sampler.
+        """
+        return self.takes_sampler_as_old or (stale and not self.has_correction)
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether `advantages` needs the lengths of completions."""
+        return bool(getattr(self.advantage, "needs_lengths", False))
+
     def scores(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
         """Sum of weight x reward [P, G]; NaN where no reward applies. Raises the errors of `advantages`."""
         import torch
@@ -104,27 +131,42 @@ class Algorithm:
         rewards: dict[str, Tensor],
         weights: dict[str, float] | None = None,
         accuracy: Sequence[str] | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Advantages [P, G] of rewards {name: [P, G]}, NaN where a reward does not apply.
 
         A completion to which no reward applies has the advantage 0.
         weights: by reward name; the default is 1. accuracy: for each of the P groups, the name of the reward that
-        measures accuracy (None: the first reward).
+        measures accuracy (None: the first reward). lengths [P, G]: the number of each completion's tokens in the loss.
         Raises TypeError or ValueError if rewards are not [P, G] tensors of finite numbers and NaN, if a weight is not
-        finite or its reward is missing, or if `accuracy` does not name a reward for each group.
+        finite or its reward is missing, if `accuracy` does not name a reward for each group, or if `lengths` has
+        another shape, or is missing and the advantage part needs it.
         Raises ConfigError if `algorithm.question_weight.reward` is not the name of a reward.
         """
         rewards = checked_rewards(rewards, weights)
         scores_PG = self.scores(rewards, weights)
+        if lengths is not None and lengths.shape != scores_PG.shape:
+            raise ValueError(f"lengths has the shape {list(lengths.shape)}, the rewards {list(scores_PG.shape)}")
         if self.combine == "sum":
-            advantages_PG = self.advantage(scores_PG)
+            advantages_PG = self._advantage(scores_PG, lengths)
         else:
-            advantages_PG = self._normalize_then_sum(rewards, weights, scores_PG)
+            advantages_PG = self._normalize_then_sum(rewards, weights, scores_PG, lengths)
         name = self.question_weight.reward
         accuracy_PG = rewards[_known("question_weight", name, rewards)] if name else _accuracy(rewards, accuracy)
         weight_P = self.question_weight(scores_PG, accuracy_PG)
         result: Tensor = advantages_PG * weight_P.unsqueeze(1)
-        return result
+        if self.advantage_min is None and self.advantage_max is None:
+            return result
+        return result.clamp(self.advantage_min, self.advantage_max)
+
+    def _advantage(self, scores_PG: Tensor, lengths_PG: Tensor | None) -> Tensor:
+        if not self.needs_lengths:
+            advantages_PG: Tensor = self.advantage(scores_PG)
+            return advantages_PG
+        if lengths_PG is None:
+            raise ValueError("the part algorithm/advantage of this algorithm needs advantages(lengths=...)")
+        weighted_PG: Tensor = self.advantage(scores_PG, lengths_PG)
+        return weighted_PG
 
     def kept(
         self,
@@ -152,11 +194,16 @@ class Algorithm:
         return found_PG
 
     def _normalize_then_sum(
-        self, rewards: dict[str, Tensor], weights: dict[str, float] | None, scores_PG: Tensor
+        self,
+        rewards: dict[str, Tensor],
+        weights: dict[str, float] | None,
+        scores_PG: Tensor,
+        lengths_PG: Tensor | None,
     ) -> Tensor:
         total_PG = scores_PG * 0
         for name, values in rewards.items():
-            total_PG = total_PG + self.advantage(values.to(total_PG.dtype)) * _weight(weights, name)
+            normalized_PG = self._advantage(values.to(total_PG.dtype), lengths_PG)
+            total_PG = total_PG + normalized_PG * _weight(weights, name)
         flat = total_PG.reshape(1, -1)
         normal_PG = (centred_PG(flat) / (std_P1(flat) + 1e-4)).reshape(total_PG.shape)
         # the mean is 0 up to rounding, which would give constant groups an advantage of about 1e-17
@@ -165,8 +212,8 @@ class Algorithm:
     def totals(
         self, advantages: Tensor, mask: Tensor, group_ids: Tensor | None = None, micro_batches: int = 1
     ) -> Totals:
-        """The counts of a whole optimizer window [B], [B, T], [B], for `loss` of each part of the window."""
-        return Totals.of(advantages, mask, _group_ids(advantages, group_ids), micro_batches)
+        """The counts of a whole optimizer window [B] or [B, T], [B, T], [B], for `loss` of each part of the window."""
+        return Totals.of(_by_row(advantages, mask), mask, _group_ids(advantages, group_ids), micro_batches)
 
     def loss(
         self,
@@ -186,9 +233,10 @@ class Algorithm:
 
         logp [B, T]: log-probs of the tokens under the policy, in nats, with gradient. old_logp [B, T]: under the
         policy at the start of the step. For completions of older weights, without a correction: under the policy that
-        sampled them. rollout_logp [B, T]: under the policy that sampled, computed by the sampler. ref_logp [B, T]:
-        under the reference.
-        advantages [B]. mask [B, T]: 1 for tokens in the loss. group_ids [B]: integers (None: one group per row).
+        sampled them. rollout_logp [B, T]: under the policy that sampled, computed by the sampler; with
+        `algorithm/correction=sampler` it is the old policy, too. ref_logp [B, T]: under the reference.
+        advantages [B], or [B, T] for an advantage of each token. mask [B, T]: 1 for tokens in the loss. group_ids [B]:
+        integers (None: one group per row).
         entropy [B, T]: of the policy at each token, in nats, with gradient if the entropy part is a bonus.
         selected [B, T]: tokens of the policy-gradient term (None: the tokens part selects them from these rows).
         totals: counts of the window (None: these rows are the whole window).
@@ -204,15 +252,20 @@ class Algorithm:
         check_rows(
             logp,
             {"old_logp": old_logp, "mask": mask, "ref_logp": ref_logp, "rollout_logp": rollout_logp}
-            | {"entropy": entropy, "selected": selected},
-            {"advantages": advantages, "group_ids": group_ids},
+            | {"entropy": entropy, "selected": selected}
+            | ({"advantages": advantages} if advantages.ndim == 2 else {}),
+            {"group_ids": group_ids} | ({"advantages": advantages} if advantages.ndim != 2 else {}),
         )
         whole = totals is None
         ids_B = self._ids(advantages, group_ids, whole)
-        totals = totals or Totals.of(advantages, mask, ids_B)
+        totals = totals or Totals.of(_by_row(advantages, mask), mask, ids_B)
         inside = mask.bool()
+        if advantages.ndim == 2:
+            advantages = advantages.where(inside, 0.0)
         logp, old_logp = logp.where(inside, 0.0), old_logp.where(inside, 0.0)
         sampler_logp = old_logp if rollout_logp is None else rollout_logp.where(inside, 0.0)
+        if self.takes_sampler_as_old:
+            old_logp = sampler_logp.detach()
 
         loss_BT, clipped = self.objective(logp, old_logp, advantages, mask)
         loss_BT = loss_BT * self.correction(old_logp, sampler_logp, mask)
@@ -229,23 +282,26 @@ class Algorithm:
         weight_B = self.aggregate(mask, ids_B, totals).to(loss_BT.dtype)
         loss = ((loss_BT * mask).sum(1) * weight_B).sum()
         rollout_logp = None if rollout_logp is None else sampler_logp
-        return loss, loss_metrics(logp, old_logp, rollout_logp, mask, totals, clipped, kl_BT, clamped_BT)
+        trainer_logp = logp.detach() if self.takes_sampler_as_old else old_logp
+        return loss, loss_metrics(logp, trainer_logp, rollout_logp, mask, totals, clipped, kl_BT, clamped_BT)
 
     def clipped(self, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Whether the objective clips each token [B, T] (bool), on either side. Arguments are those of `loss`."""
         inside = mask.bool()
+        if advantages.ndim == 2:
+            advantages = advantages.where(inside, 0.0)
         _, sides = self.objective(logp.detach().where(inside, 0.0), old_logp.where(inside, 0.0), advantages, mask)
         found_BT = inside.new_zeros(inside.shape)
         for flags in sides.values():  # [B] for a sequence ratio
             found_BT = found_BT | (flags if flags.shape == inside.shape else flags.unsqueeze(1))
         return found_BT & inside
 
-    def _ids(self, advantages_B: Tensor, group_ids: Tensor | None, whole: bool) -> Tensor:
+    def _ids(self, advantages: Tensor, group_ids: Tensor | None, whole: bool) -> Tensor:
         if group_ids is None and not whole:
             if getattr(self.aggregate, "needs_groups", True):  # a user's part may lack it
                 raise ValueError("loss(totals=...) needs loss(group_ids=...), as in totals(group_ids=...)")
-            return advantages_B.new_zeros(len(advantages_B)).long()
-        return _group_ids(advantages_B, group_ids)
+            return advantages.new_zeros(len(advantages)).long()
+        return _group_ids(advantages, group_ids)
 
     def _selected(self, selected: Tensor | None, entropy: Tensor | None, mask: Tensor, whole: bool) -> Tensor:
         if selected is not None or not whole:  # only the caller knows the threshold of a whole window
@@ -285,3 +341,10 @@ def _weight(weights: dict[str, float] | None, name: str) -> float:
 
 def _group_ids(advantages: Tensor, group_ids: Tensor | None) -> Tensor:
     return advantages.new_ones(len(advantages)).long().cumsum(0) if group_ids is None else group_ids
+
+
+def _by_row(advantages: Tensor, mask_BT: Tensor) -> Tensor:
+    """Advantages [B] that are 0 where all of a row's are, of advantages [B] or [B, T]."""
+    if advantages.ndim != 2:
+        return advantages
+    return ((advantages != 0) & mask_BT.bool()).any(1).to(advantages.dtype)

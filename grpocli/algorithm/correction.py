@@ -1,19 +1,20 @@
 """Importance weights of tokens, for the gap between the sampler's and the trainer's probabilities.
 
-rho = pi_old / mu. The trainer computes pi_old, the policy at the start of the step; the sampler computes mu, the policy
-that sampled. They differ by rounding and by staleness. The weight [B, T] multiplies the policy-gradient term and has no
-gradient. Sources: NeMo RL's GRPO guide; "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-(fengyao.notion.site, 2025).
+x = pi_old / mu. The trainer computes pi_old, the policy at the start of the step; the sampler computes mu, the policy
+that sampled. They differ by rounding and by staleness. A correction weighs tokens by x and drops those whose x is far
+from 1: its weight rho [B, T] multiplies the policy-gradient term and has no gradient. Sources: NeMo RL's GRPO guide;
+"Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (fengyao.notion.site, 2025).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.objective import log_ratio
 from grpocli.config.formula import Formula
-from grpocli.config.parts import interpolate, part, require, section
+from grpocli.config.parts import interpolate, one_of, part, require, section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +23,8 @@ SOURCES = (
     "NeMo RL's GRPO guide",
     '"Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (fengyao.notion.site, 2025)',
 )
+LEVELS = ("none", "token", "sequence")
+GEOMETRIC = "x_i is a geometric mean: TRL's and verl's sequence ratio is the product over the tokens."
 
 
 @part("algorithm/correction", "none")
@@ -37,52 +40,164 @@ class NoCorrection:
         return Formula(note="every token weighs 1")
 
 
-@section("algorithm.correction")
+@part("algorithm/correction", "sampler")
+class SamplerAsOld(NoCorrection):
+    """The old policy is the sampler, pi_old = mu for every token, so no correction is left to make.
+
+    The objective then bounds rounding and staleness together with the updates of a step, and no update scores its
+    completions beforehand. Default of prime-rl; `bypass_mode` of verl, `--use-rollout-logprobs` of slime.
+    """
+
+    takes_sampler_as_old = True
+
+    def formula(self) -> Formula:
+        return Formula(
+            ("π_old(o_it) = μ(o_it)",),
+            {},
+            ("default of prime-rl; verl: rollout_correction.bypass_mode",),
+            "μ: as the sampler computes it. Every token weighs 1.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A range of ratios x, of tokens or of sequences (their tokens' geometric mean); level `none`: of nothing."""
+
+    level: str
+    low: float
+    high: float
+
+    def ratio(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """x [B, T], or [B, 1] of sequences."""
+        return log_ratio(old_logp_BT, rollout_logp_BT, mask_BT, self.level).exp()
+
+    @property
+    def symbol(self) -> str:
+        return "x_i" if self.level == "sequence" else "x_it"
+
+
 class Correction:
-    """Base of the corrections, which bound rho."""
+    """Base of the corrections: a weight from one range of ratios, times whether a ratio is in another range."""
+
+    corrects = True
+
+    @property
+    def weighing(self) -> Range:
+        """Tokens weigh x, clamped to this range; level `none`: 1."""
+        raise NotImplementedError
+
+    @property
+    def dropping(self) -> Range:
+        """Tokens outside this range weigh 0; level `none`: no token is outside."""
+        raise NotImplementedError
+
+    def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        weigh, drop = self.weighing, self.dropping
+        weight = old_logp_BT.new_ones(())
+        if weigh.level != "none":
+            weight = weigh.ratio(old_logp_BT, rollout_logp_BT, mask_BT).clamp(weigh.low, weigh.high)
+        if drop.level != "none":
+            ratio = drop.ratio(old_logp_BT, rollout_logp_BT, mask_BT)
+            weight = weight.where((ratio >= drop.low) & (ratio <= drop.high), 0.0)
+        return weight.detach()
+
+    def formula(self) -> Formula:
+        weigh, drop = self.weighing, self.dropping
+        levels = {weigh.level, drop.level}
+        lines: list[str] = []
+        symbols: dict[str, str] = {}
+        weight = "1"
+        if "token" in levels:
+            lines.append("x_it = π_old(o_it) / μ(o_it)")
+        if "sequence" in levels:
+            lines.append("x_i = ( Π_t π_old(o_it) / μ(o_it) )^(1 / |o_i|)")
+        if weigh.level != "none":
+            weight = weigh.symbol
+            if (weigh.low, weigh.high) != (0, math.inf):
+                weight, symbols = f"clip({weigh.symbol}, ρ_min, ρ_max)", {"ρ_min": "min", "ρ_max": "max"}
+        if drop.level != "none":
+            if "clip" in weight:  # both do not fit in one line
+                lines.append(f"c_it = {weight}")
+                weight = "c_it"
+            low, high = self._drop_symbols()
+            weight = f"{weight} where {low} ≤ {drop.symbol} ≤ {high}, else 0"
+            symbols |= self._drop_symbols()
+        note = "μ: as the sampler computes it; π_old: as the trainer does. ρ has no gradient."
+        if "sequence" in levels:
+            note = f"{note} {GEOMETRIC}"
+        return Formula((*lines, f"ρ_it = {weight}"), symbols, SOURCES, note)
+
+    def _drop_symbols(self) -> dict[str, str]:
+        """The symbols of the range that `dropping` keeps, the lower bound first, with their keys."""
+        return {"x_low": "low", "x_high": "high"}
+
+
+@part("algorithm/correction", "importance")
+class Importance(Correction):
+    """A weight by x = pi_old / mu (trainer / sampler), and a filter by x, each of tokens or of sequences.
+
+    x of a sequence is the geometric mean of its tokens' x. TIS: weigh=token. MIS, IcePop with a clamp: weigh=token
+    drop=token. NeMo RL's seq-mask-tis: weigh=token drop=sequence. Only a filter: weigh=none.
+    """
+
+    weigh: str = "token"
+    """Whose x is the weight, clamped to `min` and `max`: that of the `token` or the `sequence`; `none`: the weight is
+    1."""
+    min: float = 0.0
+    """Lower bound of the weight, at least 0."""
+    max: float = 2.0
+    """Upper bound of the weight; inf: none."""
+    drop: str = "none"
+    """Whose x must be between `low` and `high`, so that the weight is not 0: that of the `token` or the `sequence`;
+    `none`: nothing is dropped."""
+    low: float = 0.5
+    """Lower bound of the filter, at least 0."""
+    high: float = 2.0
+    """Upper bound of the filter; inf: none."""
+
+    def __post_init__(self) -> None:
+        one_of(self, "weigh", LEVELS)
+        one_of(self, "drop", LEVELS)
+        require(self, "min", 0 <= self.min <= self.max, "must be between 0 and algorithm.correction.max")
+        require(self, "low", 0 <= self.low <= self.high, "must be between 0 and algorithm.correction.high")
+
+    @property
+    def weighing(self) -> Range:
+        return Range(self.weigh, self.min, self.max)
+
+    @property
+    def dropping(self) -> Range:
+        return Range(self.drop, self.low, self.high)
+
+
+@section("algorithm.correction")
+class Bounded(Correction):
+    """Base of the corrections with one range."""
 
     min: float = 0.0
     """Lower bound of rho, at least 0."""
     max: float = 2.0
     """Upper bound of rho."""
     level = "token"
-    corrects = True
 
     def __post_init__(self) -> None:
         require(self, "min", 0 <= self.min <= self.max, "must be between 0 and algorithm.correction.max")
 
-    def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        ratio = log_ratio(old_logp_BT, rollout_logp_BT, mask_BT, self.level).exp()
-        return self.bound(ratio).detach()
-
-    def bound(self, ratio: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def formula(self) -> Formula:
-        sequence = self.level == "sequence"
-        x = "x_i" if sequence else "x_it"
-        ratio = "x_i = ( Π_t π_old(o_it) / μ(o_it) )^(1 / |o_i|)" if sequence else "x_it = π_old(o_it) / μ(o_it)"
-        return Formula(
-            (ratio, f"ρ_it = {self.bounded(x)}"),
-            {"ρ_min": "min", "ρ_max": "max"},
-            SOURCES,
-            "μ: as the sampler computes it; π_old: as the trainer does. ρ has no gradient.",
-        )
-
-    def bounded(self, x: str) -> str:
-        """The formula of `bound`."""
-        raise NotImplementedError
-
 
 @part("algorithm/correction", "token_truncate")
-class TokenTruncate(Correction):
-    """A weight per token: clamp(rho, min, max), rho = pi_old / mu (trainer / sampler)."""
+class TokenTruncate(Bounded):
+    """A weight per token: clamp(rho, min, max), rho = pi_old / mu (trainer / sampler).
 
-    def bound(self, ratio: Tensor) -> Tensor:
-        return ratio.clamp(self.min, self.max)
+    `importance` with weigh=token drop=none. TRL's mode of the same name, verl's and slime's TIS.
+    """
 
-    def bounded(self, x: str) -> str:
-        return f"clip({x}, ρ_min, ρ_max)"
+    @property
+    def weighing(self) -> Range:
+        return Range(self.level, self.min, self.max)
+
+    @property
+    def dropping(self) -> Range:
+        return Range("none", 0, math.inf)
 
 
 @part("algorithm/correction", "auto")
@@ -117,25 +232,41 @@ class AutoCorrection:
 
 
 @part("algorithm/correction", "token_mask")
-class TokenMask(Correction):
-    """A weight per token: rho = pi_old / mu (trainer / sampler), set to 0 outside [min, max]."""
+class TokenMask(Bounded):
+    """A weight per token: rho = pi_old / mu (trainer / sampler), set to 0 outside [min, max].
 
-    def bound(self, ratio: Tensor) -> Tensor:
-        return ratio.masked_fill((ratio < self.min) | (ratio > self.max), 0.0)
+    `importance` with weigh=token max=inf and drop=token. NeMo RL's icepop, TRL's mode of the same name.
+    """
 
-    def bounded(self, x: str) -> str:
-        return f"{x} where ρ_min ≤ {x} ≤ ρ_max, else 0"
+    @property
+    def weighing(self) -> Range:
+        return Range(self.level, 0, math.inf)
+
+    @property
+    def dropping(self) -> Range:
+        return Range(self.level, self.min, self.max)
+
+    def _drop_symbols(self) -> dict[str, str]:
+        return {"ρ_min": "min", "ρ_max": "max"}
 
 
 @part("algorithm/correction", "sequence_truncate")
 class SequenceTruncate(TokenTruncate):
-    """Like token_truncate, with one rho per sequence: the geometric mean of its tokens' rho."""
+    """Like token_truncate, with one rho per sequence: the geometric mean of its tokens' rho.
+
+    TRL's mode of the same name, and verl's `rollout_is: sequence`, take the product, which is near 0 or at the bound
+    for a long completion.
+    """
 
     level = "sequence"
 
 
 @part("algorithm/correction", "sequence_mask")
 class SequenceMask(TokenMask):
-    """Like token_mask, with one rho per sequence: the geometric mean of its tokens' rho."""
+    """Like token_mask, with one rho per sequence: the geometric mean of its tokens' rho.
+
+    TRL's mode of the same name takes the product. NeMo RL's seq-mask-tis drops by the geometric mean, too, but weighs
+    each token by its own rho: `importance` with weigh=token drop=sequence.
+    """
 
     level = "sequence"

@@ -10,12 +10,17 @@ if TYPE_CHECKING:
 
     from grpocli.algorithm.aggregate import Totals
 
-MEANS_OVER_COMPUTED = (
+OF_THE_GAP = (
     "token_mult_prob_error",
     "sampling_importance_ratio",
     "gen_kl_error",
     "policy_kl_error",
     "js_divergence_error",
+)
+"""Metrics of the gap between the sampler's and the trainer's probabilities."""
+
+MEANS_OVER_COMPUTED = (
+    *OF_THE_GAP,
     "approx_entropy",
     "entropy",
     "kl_clamped_ratio",
@@ -35,7 +40,7 @@ def combined(name: str, one: Tensor, other: Tensor) -> Tensor:
 
 def loss_metrics(
     logp_BT: Tensor,
-    old_logp_BT: Tensor,
+    trainer_logp_BT: Tensor,
     rollout_logp_BT: Tensor | None,
     mask_BT: Tensor,
     totals: Totals,
@@ -46,6 +51,7 @@ def loss_metrics(
     """Metrics of the gap between sampler and trainer, of clipping, and of the KL estimate.
 
     Except those of clipping, they are means over the window's computed tokens (see `Totals.skipped`).
+    trainer_logp_BT: the trainer's log-probs that the sampler's are compared with.
     kl: the chosen estimator. kl_clamped_ratio: share of tokens (`clamped_BT`) whose estimate is at its bound.
     Without the sampler's log-probs the metrics of the gap are missing, and approx_entropy uses the trainer's.
     """
@@ -56,8 +62,8 @@ def loss_metrics(
     def token_mean(values_BT: Tensor) -> Tensor:
         return (values_BT * mask_BT).sum() / max(totals.tokens - totals.skipped, 1)
 
-    gaps = {} if rollout_logp_BT is None else gap_metrics(old_logp_BT, rollout_logp_BT)
-    sampler_BT = old_logp_BT if rollout_logp_BT is None else rollout_logp_BT
+    gaps = {} if rollout_logp_BT is None else gap_metrics(trainer_logp_BT, rollout_logp_BT)
+    sampler_BT = trainer_logp_BT if rollout_logp_BT is None else rollout_logp_BT
     gaps["approx_entropy"] = -(logp_BT - sampler_BT).exp() * logp_BT
     metrics = {name: token_mean(values_BT) for name, values_BT in gaps.items()}
     for side, flags in clipped.items():

@@ -26,6 +26,7 @@ ORDER = (
     "advantage",
     "combine",
     "question_weight",
+    "bounds",
     "objective",
     "tokens",
     "correction",
@@ -100,6 +101,7 @@ def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanati
         *_chosen(used, "advantage"),
         *_combine(algorithm),
         *(_named(section, run) for section in _chosen(used, "question_weight")),
+        *_bounds(algorithm),
         *_chosen(used, "objective", "tokens", "correction", "kl", "entropy", "aggregate"),
         Section("loss", "", (loss_line(used),), LOSS_NOTE),
         _update(run),
@@ -253,6 +255,25 @@ def _combine(algorithm: Algorithm) -> list[Section]:
     return [Section("combine", algorithm.combine, lines, note, settings=(key,), source=("GDPO (arXiv 2601.05242)",))]
 
 
+def _bounds(algorithm: Algorithm) -> list[Section]:
+    """The bounds of the advantages, if there are any."""
+    keys = {"A_min": ("advantage_min", "Lower bound"), "A_max": ("advantage_max", "Upper bound")}
+    keys = {name: key for name, key in keys.items() if getattr(algorithm, key[0]) is not None}
+    if not keys:
+        return []
+    low, high = ("A_min" if "A_min" in keys else "−∞"), ("A_max" if "A_max" in keys else "∞")
+    source = ("NeMo RL's GRPO guide, advantage clipping",)
+    return [
+        Section(
+            "bounds",
+            "",
+            (f"A_i ← clip(A_i, {low}, {high})",),
+            symbols=_symbols(algorithm, "algorithm", keys),
+            source=source,
+        )
+    ]
+
+
 def _named(section: Section, run: Run) -> Section:
     """The section with the accuracy reward of each task, if the config names none."""
     from grpocli.tasks.prompt_source import accuracy_rewards_of
@@ -269,15 +290,24 @@ def _update(run: Run) -> Section:
     train, rollout = run.train, run.rollout
     rows = rollout.prompts_per_step * rollout.group_size
     updates = train.updates_per_step
-    several, older = updates > 1, run.algorithm.keep.surplus == "carry" or rollout.max_staleness > 0
+    several = updates > 1
+    older = run.algorithm.keep.surplus == "carry" or rollout.max_staleness > 0
+    sampler_is_old = run.algorithm.takes_sampler_as_old
+    mixed = older and not (run.algorithm.has_correction or sampler_is_old)
     lines = (
         f"E M = {_count(updates, 'update')} per step, of N = P G / M {_share(rows, train.minibatches)} completions",
-        "π_old: π_θ before the step's first update" if several else "π_old = sg[π_θ]: with one update per step, r = 1",
+        *(() if sampler_is_old else (_old_policy(several),)),
         *((f"μ: π_θ of up to {_count(rollout.max_staleness, 'step')} earlier",) if rollout.max_staleness else ()),
-        *(("π_old = μ for completions of older weights",) if older and not run.algorithm.has_correction else ()),
+        *(("π_old = μ for completions of older weights",) if mixed else ()),
     )
     keys = {"E": ("epochs", "Passes over a step's completions"), "M": ("minibatches", "Updates per pass")}
     return Section("update", "", lines, symbols=_symbols(train, "train", keys))
+
+
+def _old_policy(several: bool) -> str:
+    return (
+        "π_old: π_θ before the step's first update" if several else "π_old = sg[π_θ]: with one update per step, r = 1"
+    )
 
 
 def _count(n: int, what: str) -> str:

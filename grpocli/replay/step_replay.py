@@ -330,12 +330,14 @@ class StepReplay:
         """The gap between sampler and trainer, from the recorded log-probs alone, against metrics.jsonl."""
         check, logged = Check("metrics of the recorded log-probs", "metrics"), self.recorded.metrics
         by_row = [row for group in self.recorded.trained for row in group.rows]
-        corrected = self.sources.source.run.algorithm.has_correction
+        algorithm = self.sources.source.run.algorithm
         terms = [
-            _gaps(row, old, not corrected and old["version"] < self.recorded.step)
+            _gaps(row, old, not algorithm.has_correction and old["version"] < self.recorded.step)
             for row, old in zip(rows, by_row, strict=True)
         ]
         spans = group_spans(len(self.recorded.trained), self.sources.source.run.train.minibatches)
+        if algorithm.takes_sampler_as_old:  # the gap is measured in the first update only, and for stale rows as well
+            terms, spans = [_gaps(row, old, False) for row, old in zip(rows, by_row, strict=True)], spans[:1]
         windows = [[t for row, t in zip(rows, terms, strict=True) if row.group in span and t] for span in spans]
         found = [_means(window) for window in windows if window]
         if not found or logged is None:

@@ -17,7 +17,7 @@ from grpocli.replay.replay import Replay
 from grpocli.rewards.scorer import Scorer
 from grpocli.tasks.mixture import tasks_of
 from grpocli.tasks.prompt_source import accuracy_rewards_of, rewards_for
-from grpocli.training.collector import rewards_of
+from grpocli.training.collector import advantages_of, rewards_of
 from grpocli.training.micro_batch import rows_of
 from grpocli.types import Group
 
@@ -146,7 +146,7 @@ def other_algorithm(
         one = config.algorithm
         own = {key: reward.weight for key, reward in config.reward.items() if key not in left_out}
         accuracy = [accuracy_rewards_of(config)[group.prompt.task] for group in trained]
-        advantages_PG = one.advantages(rewards_of(trained, list(own)), own, accuracy)
+        advantages_PG = advantages_of(trained, one, own, accuracy)
         kept_P = one.kept(rewards_of(trained, list(own)), own, accuracy)
         rows = rows_of(trained, advantages_PG, one, step)
         found[name], gradient = weights.gradient(config, rows, len(trained), step)

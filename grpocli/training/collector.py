@@ -42,6 +42,17 @@ def rewards_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Tenso
     }
 
 
+def advantages_of(
+    groups: Sequence[Group], algorithm: Algorithm, weights: dict[str, float], accuracy: Sequence[str] | None
+) -> Tensor:
+    """The advantages [P, G] of groups. weights: of the rewards; accuracy: each group's accuracy reward."""
+    lengths = None
+    if algorithm.needs_lengths:
+        masked = algorithm.keep.mask_truncated
+        lengths = torch.tensor([[sum(r.completion.loss_mask(masked)) for r in g.rollouts] for g in groups])
+    return algorithm.advantages(rewards_of(groups, list(weights)), weights, accuracy, lengths)
+
+
 @dataclass(slots=True)
 class Sampler:
     """Generates, decodes and scores completions, spread over the processes. Two threads may use it at once.
@@ -256,7 +267,7 @@ class Collector:
         if not groups:
             return torch.zeros(0, self.group_size, dtype=torch.float64)
         accuracy = self._accuracy([group.prompt.task for group in groups])
-        return self.algorithm.advantages(rewards_of(groups, list(self.reward_weights)), self.reward_weights, accuracy)
+        return advantages_of(groups, self.algorithm, self.reward_weights, accuracy)
 
     def _collect(self) -> RolloutBatch:
         leftover = self.leftover

@@ -25,8 +25,7 @@ def rows_of(groups: Sequence[Group], advantages_PG: Tensor, algorithm: Algorithm
             advantage * group.prompt.loss_multiplier,
             number,
             algorithm.keep.mask_truncated,
-            version,
-            algorithm.has_correction,
+            algorithm.old_is_sampler(stale=rollout.completion.version < version),
         )
         for number, (group, advantages) in enumerate(zip(groups, advantages_PG.tolist(), strict=True))
         for rollout, advantage in zip(group.rollouts, advantages, strict=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm.aggregate import Totals
-from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED, combined
+from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED, OF_THE_GAP, combined
 from grpocli.progress import Progress, unreported
 from grpocli.training.micro_batch import MicroBatch, group_spans
 from grpocli.types import Row
@@ -175,9 +175,9 @@ class Updater:
         """Compute the log-probs and entropies that the first update of a window needs and does not compute itself.
 
         These are: log-probs under the reference; entropies, if they select tokens; and log-probs under the old policy,
-        except for the first window, whose first update runs the old policy and so computes them.
+        unless it is the sampler. The first update of the first window runs the old policy, and so computes them itself.
         """
-        needs_old = window.number > 0
+        needs_old = window.number > 0 and not self.algorithm.takes_sampler_as_old
         needs_entropy = self.algorithm.tokens.needs_entropy
         if self.reference is None and not needs_old and not needs_entropy:
             return
@@ -232,6 +232,9 @@ class Updater:
         self.policy.parallel.backward(self.policy.wrapped, loss)
         metrics["loss"] = loss.detach()
         metrics["entropy"] = (entropy.detach() * batch.mask).sum() / max(totals.tokens - totals.skipped, 1)
+        if self.algorithm.takes_sampler_as_old and self.micro_batches_done >= len(self.windows[0].micro_batches):
+            # after the first update the policy is not the one that sampled, so the gap is more than rounding
+            metrics = {name: value for name, value in metrics.items() if name not in OF_THE_GAP}
         self._add(metrics)
 
     def _record_ratios(self, rows: Sequence[Row], batch: MicroBatch, logp_BT: Tensor, old_logp_BT: Tensor) -> None:
@@ -254,17 +257,19 @@ class Updater:
         """
         n_updates = self.train.epochs * len(self.windows)
         # updates in which a token of the loss was computed
-        computed = self.train.epochs * sum(one.totals.tokens > one.totals.skipped for one in self.windows)
+        has_computed = [one.totals.tokens > one.totals.skipped for one in self.windows]
+        counts = dict.fromkeys(MEANS_OVER_COMPUTED, self.train.epochs * sum(has_computed))
+        if self.algorithm.takes_sampler_as_old:  # `_micro_batch` measures the gap in the first update only
+            counts |= dict.fromkeys(OF_THE_GAP, int(any(has_computed[:1])))
         self.windows = []  # free the rows' tensors before the next step is sampled
         self.tokens["tokens/trained"] = sum(sum(r.mask) for r in rows)
         kinds = ("trained", "skipped", "shared", "padding")
         tokens: dict[str, Any] = {f"tokens/{kind}": self.tokens[f"tokens/{kind}"] * self.train.epochs for kind in kinds}
         if not self.sums:
             return tokens | {"lr": self.lr}
-        names = sorted(self.sums.keys() - EXTREMES.keys() - set(() if computed else MEANS_OVER_COMPUTED))
+        names = sorted(self.sums.keys() - EXTREMES.keys() - {name for name, n in counts.items() if not n})
         sums = self.world.sum(torch.stack([self.sums[name].float() for name in names])).tolist()
-        counts = [computed if name in MEANS_OVER_COMPUTED else n_updates for name in names]
-        means = {name: total / n for name, total, n in zip(names, sums, counts, strict=True)}
+        means = {name: total / counts.get(name, n_updates) for name, total in zip(names, sums, strict=True)}
         return tokens | means | self._extremes() | {"lr": self.lr}
 
     def _extremes(self) -> dict[str, float]:

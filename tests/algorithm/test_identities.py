@@ -184,17 +184,29 @@ def test_on_policy_every_objective_has_the_plain_policy_gradient(name: str, wind
         (("algorithm.kl.beta=0",), ("algorithm/kl=none",)),
         (("algorithm/correction=token_truncate", "algorithm.correction.min=1", "algorithm.correction.max=1"), ()),
         (("algorithm.objective.delta=1e6", "algorithm.objective.dual=1e6"), ()),
+        (("algorithm/correction=importance", "algorithm.correction.weigh=none"), ()),
+        (
+            (
+                "algorithm/correction=importance",
+                "algorithm.correction.weigh=none",
+                "algorithm.correction.drop=sequence",
+                "algorithm.correction.low=0",
+                "algorithm.correction.high=inf",
+            ),
+            (),
+        ),
+        (("algorithm.advantage_min=-1e9", "algorithm.advantage_max=1e9"), ()),
     ],
 )
 def test_a_part_with_a_neutral_value_does_nothing(one: tuple[str, ...], other: tuple[str, ...], window: Window) -> None:
     assert_equal(window, built("algorithm=grpo", *one), built("algorithm=grpo", *other))
 
 
-@pytest.mark.parametrize("name", choices("correction"))
+@pytest.mark.parametrize("name", sorted(choices("correction").keys() - {"correction=sampler"}))
 @given(window=windows(), factor=st.floats(0.6, 1.9))
 @few
 def test_a_correction_with_one_ratio_is_a_factor(name: str, window: Window, factor: float) -> None:
-    """If every token has the same pi_trainer / pi_sampler, within bounds, all four corrections multiply by it."""
+    """If every token has the same pi_trainer / pi_sampler, within bounds, every correction multiplies by it."""
     plain = built("algorithm=drgrpo")
     corrected = built("algorithm=drgrpo", *choices("correction")[name])
     advantages = plain.advantages(window.rewards, WEIGHTS).reshape(-1)
@@ -207,6 +219,27 @@ def test_a_correction_with_one_ratio_is_a_factor(name: str, window: Window, fact
     ]
     expected = results[0] * (1 if name in ("correction=none", "correction=auto") else factor)
     torch.testing.assert_close(results[1], expected, rtol=1e-6, atol=1e-12)
+
+
+@given(window=windows())
+@few
+def test_the_sampler_as_old_policy_is_an_uncorrected_old_policy(window: Window) -> None:
+    """The loss is the one whose old policy's log-probs are the sampler's."""
+    plain, bypass = (built("algorithm=grpo", f"algorithm/correction={name}") for name in ("none", "sampler"))
+    advantages = plain.advantages(window.rewards, WEIGHTS).reshape(-1)
+    given_old, given_rollout = (
+        algorithm.loss(
+            window.logp,
+            old,
+            advantages,
+            window.mask,
+            group_ids=window.group_ids,
+            ref_logp=window.ref,
+            rollout_logp=window.sampler,
+        )[0]
+        for algorithm, old in ((plain, window.sampler), (bypass, window.old))
+    )
+    torch.testing.assert_close(given_old, given_rollout, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", choices("correction"))

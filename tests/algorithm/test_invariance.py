@@ -31,6 +31,12 @@ OPTIONS = {
     ),
     "on-policy k1": ("algorithm/kl=k1", "algorithm.kl.on_policy=true"),
     "on-policy k3": ("algorithm.kl.on_policy=true",),
+    "weigh tokens, drop sequences": (
+        "algorithm/correction=importance",
+        "algorithm.correction.drop=sequence",
+        "algorithm.correction.low=0.9",
+    ),
+    "bounded advantages": ("algorithm.advantage_min=-0.5", "algorithm.advantage_max=0.7"),
     "bounded below": ("algorithm/correction=token_mask", "algorithm.correction.min=0.8"),
     "normalize_then_sum": ("algorithm.combine=normalize_then_sum", "algorithm/aggregate=token_mean"),
     "normalize_then_sum of informative": (

@@ -260,6 +260,38 @@ def test_corrections(batch: Batch, level: str, bound: str) -> None:
     assert_same(batch, objective, *TOKEN_MEAN, *options)
 
 
+@transcribes("correction=importance")
+@pytest.mark.parametrize("weigh", ["none", "token", "sequence"])
+@pytest.mark.parametrize("drop", ["none", "token", "sequence"])
+def test_weigh_and_drop(batch: Batch, weigh: str, drop: str) -> None:
+    """A clamped ratio, of a token or of a sequence's geometric mean, where a ratio is between two others."""
+
+    def x(at: tuple[int, int], level: str) -> float:
+        row = batch.tokens(*divmod(at[0], G)) if level == "sequence" else [at]
+        gap = math.prod(math.exp(batch.old[x].item()) / math.exp(batch.sampler[x].item()) for x in row)
+        return gap ** (1 / len(row))
+
+    def rho(at: tuple[int, int]) -> float:
+        kept = drop == "none" or 0.75 <= x(at, drop) <= 1.3
+        return (1.0 if weigh == "none" else min(max(x(at, weigh), 0.8), 1.25)) * kept
+
+    objective = token_mean(batch, lambda at, a: rho(at) * clipped(batch, at, a))
+    values = {"weigh": weigh, "min": 0.8, "max": 1.25, "drop": drop, "low": 0.75, "high": 1.3}
+    keys = [f"algorithm.correction.{key}={value}" for key, value in values.items()]
+    assert_same(batch, objective, *TOKEN_MEAN, "algorithm/correction=importance", *keys)
+
+
+@transcribes("correction=sampler")
+def test_the_sampler_as_old_policy(batch: Batch) -> None:
+    """The ratio's denominator is the sampler, and no weight comes on top."""
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        r = torch.exp(batch.logp[at]) / torch.exp(batch.sampler[at])
+        return smaller(r * a, clip(r, 0.8, 1.2) * a)
+
+    assert_same(batch, token_mean(batch, term), *TOKEN_MEAN, "algorithm/correction=sampler")
+
+
 @transcribes("correction=auto")
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_the_default_correction(batch: Batch, staleness: int) -> None:
@@ -397,7 +429,7 @@ def test_a_masked_completion_counts_as_a_row_and_not_as_tokens(batch: Batch) -> 
         n = T if (i, k) in cut else int(batch.mask[i * G + k].nonzero().max()) + 1
         reason, mask = ("length" if (i, k) in cut else "stop"), batch.mask[i * G + k, :n].tolist()
         done = Completion([3] * n, [0.0] * n, reason, 1, mask)
-        rows.append(Row.of(Rollout(Prompt("u", [2], "x"), done, "y"), 0.0, i, mask_truncated=True, version=1))
+        rows.append(Row.of(Rollout(Prompt("u", [2], "x"), done, "y"), 0.0, i, mask_truncated=True))
     mask = torch.zeros(P * G, T, dtype=torch.long)
     for row, made in enumerate(rows):
         mask[row, : len(made.mask)] = torch.tensor(made.mask)

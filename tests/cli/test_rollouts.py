@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
             )
         records = [
             dataclasses.replace(
-                record, status=Status.TRAINED, row=Row.of(record.rollout, (-1.0, 1.0)[k % 2], record.group, False, step)
+                record, status=Status.TRAINED, row=Row.of(record.rollout, (-1.0, 1.0)[k % 2], record.group)
             )
             for k, record in enumerate(evaluation_records(groups))
         ]

@@ -89,21 +89,18 @@ def test_the_empty_row_is_not_in_the_loss() -> None:
 @pytest.mark.parametrize(("mask_truncated", "mask"), [(True, [0, 0]), (False, [1, 1])])
 def test_truncated_completions_can_be_masked(mask_truncated: bool, mask: list[int]) -> None:
     done = Completion([5, 6], [-1.0, -2.0], "length", version=1)
-    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, mask_truncated, version=1).mask == mask
+    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, mask_truncated).mask == mask
 
 
 def test_tokens_of_the_environment_are_not_in_the_loss() -> None:
     done = Completion([5, 6, 7], [-1.0, 0.0, -2.0], "stop", version=1, mask=[1, 0, 1])
-    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, False, version=1).mask == [1, 0, 1]
+    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0).mask == [1, 0, 1]
 
 
-def test_old_log_probs_of_a_rollout_of_an_older_version_are_the_samplers() -> None:
+def test_rows_with_and_without_old_log_probs_share_a_micro_batch() -> None:
     done = Completion([5, 6], [-1.0, -2.0], "stop", version=3)
     rollout = Rollout(Prompt("u", [1], "p"), done, "t")
-    fresh, stale = (Row.of(rollout, 1.0, 0, False, version=version) for version in (3, 4))
-    assert fresh.old_logp is None
-    assert stale.old_logp is not None
-    assert stale.old_logp.tolist() == [-1.0, -2.0]
+    stale = Row.of(rollout, 1.0, 0, old_is_sampler=True)
     both = MicroBatch.build([stale, row(1, 3)], torch.device("cpu")).old_logp
     assert both is not None
     assert both[0].tolist() == [-1.0, -2.0, 0.0]

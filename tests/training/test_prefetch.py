@@ -20,8 +20,9 @@ from grpocli.rewards.score_stats import ScoreStats
 from grpocli.tracking.rollouts import write_rollouts
 from grpocli.training import saved_rollouts
 from grpocli.training.collector import Collector, RolloutBatch, records_of
+from grpocli.training.micro_batch import rows_of as step_rows_of
 from grpocli.training.prefetch import Prefetcher
-from grpocli.types import Completion, Group, Prompt, Rollout, Row, Sampling, Status
+from grpocli.types import Completion, Group, Prompt, Rollout, Sampling, Status
 
 WAIT = 20.0  # seconds, far more than anything here takes
 
@@ -497,12 +498,17 @@ def test_steps_of_an_older_weight_version_are_read(tmp_path: Path) -> None:
     assert (step.groups, step.untrained) == ([group], [])
 
 
-def test_old_log_probs_of_a_stale_row_follow_the_correction() -> None:
-    """They are the sampler's without a correction, and the trainer's with one."""
+@pytest.mark.parametrize(
+    ("correction", "version", "is_samplers"),
+    [("none", 5, True), ("token_truncate", 5, False), ("none", 4, False), ("sampler", 4, True), ("sampler", 5, True)],
+)
+def test_the_old_policy_of_a_row_follows_its_staleness_and_the_correction(
+    correction: str, version: int, is_samplers: bool
+) -> None:
+    """A stale row's is the sampler unless a correction relates both; with `sampler` every row's is."""
     prompt = Prompt("0", [1], "p")
     rollout = Rollout(prompt, Completion([3, 4], [-1.0, -0.5], "stop", version=4), "t", {})
-    stale = Row.of(rollout, 1.0, 0, False, version=5)
-    assert stale.old_logp is not None
-    assert stale.old_logp.tolist() == [-1.0, -0.5]
-    assert Row.of(rollout, 1.0, 0, False, version=5, corrected=True).old_logp is None
-    assert Row.of(rollout, 1.0, 0, False, version=4).old_logp is None
+    algorithm = built("algorithm=grpo", f"algorithm/correction={correction}")
+    (row,) = step_rows_of([Group(prompt, [rollout])], torch.ones(1, 1), algorithm, version)
+    assert (row.old_logp is not None) == is_samplers
+    assert row.old_logp is None or row.old_logp.tolist() == [-1.0, -0.5]

@@ -73,7 +73,7 @@ def rows_of(collected: RolloutBatch, made: Collector, version: int) -> list[Row]
     """The rows of a batch, as the trainer makes them."""
     mask_truncated = made.algorithm.keep.mask_truncated
     return [
-        Row.of(rollout, advantage, number, mask_truncated, version)
+        Row.of(rollout, advantage, number, mask_truncated)
         for number, (group, advantages) in enumerate(
             zip(collected.groups, made.advantages(collected.groups).tolist(), strict=True)
         )
