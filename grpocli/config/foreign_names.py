@@ -133,9 +133,9 @@ GRPO_CONFIG = {
     "trust_remote_code": default(False, "model.trust_remote_code={}"),
     "router_aux_loss_coef": missing(None, "there is no auxiliary loss for the routers of mixture-of-experts models"),
     "disable_dropout": nothing(False, "training has no dropout, since the sampler has none"),
-    "cast_lm_head_to_fp32": missing(
+    "cast_lm_head_to_fp32": default(
         False,
-        "logits are products in model.dtype, summed and normalised in float32; model.dtype=float32 is all float32",
+        Equivalent("model.head_dtype=float32", "in vLLM too", values={"false": "model.head_dtype=null"}),
     ),
     "num_generations": default(8, "rollout.group_size={}"),
     "num_generations_eval": default(

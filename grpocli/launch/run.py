@@ -211,7 +211,7 @@ def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str 
 
 def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None) -> TrainerJob:
     """Check the run, load its examples and fetch the model's files. Raises ConfigError."""
-    from grpocli.models.loading import choose_dtype
+    from grpocli.models.loading import choose_dtype, choose_head_dtype
 
     _check_device(run)
     check_prefetch(run, run.engine.resolved())
@@ -221,11 +221,13 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         with errors_below(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples("train")[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
+    dtype = choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device)
     nodes = run.hardware.rollout_nodes
     transport = run.sync.choose(locate_servers(run.hardware.device, run.engine.urls, devices.shared, nodes))
     engine = EngineJob(
         model_path=model_path,
-        dtype=choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device),
+        dtype=dtype,
+        head_dtype=choose_head_dtype(run.model, dtype),
         max_tokens=run.rollout.longest_row,
         run_dir=run_dir.path,
         seed=run.seed,

@@ -105,12 +105,14 @@ class Serve:
 
     def job(self, model_path: str, dtype: str) -> EngineJob:
         """The engine job that all runs of this server share."""
+        from grpocli.models.loading import choose_head_dtype
         from grpocli.rollout.engine import EngineJob
         from grpocli.rollout.sync_config import locate_servers
 
         return EngineJob(
             model_path=model_path,
             dtype=dtype,
+            head_dtype=choose_head_dtype(self.model, dtype),
             max_tokens=self.max_model_len or 0,
             run_dir=Path(),
             seed=self.seed,
@@ -214,18 +216,24 @@ def how_to_use(endpoint: Endpoint, record: Path, job: EngineJob, description: di
 
     record: the file with the key. description: see `served`.
     """
+    from grpocli.models.loading import ModelPart
+
     rank, shm = job.lora_rank, job.transport == "shm"
+    head = job.head_dtype or "null"
     facts = {
         "vLLM": description["version"],
         "model": job.model_path,
         "dtype": f"{job.dtype} (the run's model.dtype must be the same)",
+        **({} if job.dtype == "float32" else {"head_dtype": f"{head} (the run's model.head_dtype must be the same)"}),
         "max_model_len": f"{description['max_model_len']} tokens of prompt and completion",
         "weights": f"sync={job.transport}" + (f", through {endpoint.shm_dir}" if shm else ""),
         "adapters": f"up to rank {rank} (the run's model.lora.rank)" if rank else "none: runs send all weights",
         "key": f"{record} (mode 0600; a run on this machine finds it)",
         **({"log": f"{endpoint.log} (verbose=true prints it)"} if endpoint.log else {}),
     }
-    choices = [f"model.lora.rank={rank}"] * bool(rank) + [f"sync={job.transport}"] * (not shm)
+    other_head = job.dtype != "float32" and job.head_dtype != ModelPart().head_dtype
+    choices = [f"model.head_dtype={head}"] * other_head
+    choices += [f"model.lora.rank={rank}"] * bool(rank) + [f"sync={job.transport}"] * (not shm)
     port = urlsplit(endpoint.url).port
     return "\n".join(
         [

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.parts import one_of, section
+from grpocli.config.parts import one_of, require, section
 from grpocli.errors import ConfigError
 from grpocli.files import check_regular
 from grpocli.models import lora
@@ -28,6 +28,9 @@ class ModelPart:
 
     dtype: str = "auto"
     """Dtype of the computation: `float32`, `bfloat16`, or `auto`, the faster one on this machine."""
+    head_dtype: str | None = None
+    """Dtype of the output head, in the trainer and in vLLM alike: `float32` multiplies in float32, with weights rounded
+    to model.dtype; null: model.dtype."""
     attn_implementation: str | None = None
     """Attention of transformers, such as `sdpa` or `flash_attention_2`; null: its default."""
     lora: Lora = Lora()
@@ -35,6 +38,7 @@ class ModelPart:
 
     def __post_init__(self) -> None:
         one_of(self, "dtype", ("auto", "float32", "bfloat16"))
+        require(self, "head_dtype", self.head_dtype in (None, "float32"), "choose float32, or null for model.dtype")
 
 
 def load_model(part: Any, path: str) -> PreTrainedModel:
@@ -56,7 +60,22 @@ def load_model(part: Any, path: str) -> PreTrainedModel:
         )
     _refuse_random(path, "no weights", sorted(found["missing_keys"]))
     _refuse_random(path, "weights of another shape", sorted(name for name, *_ in found["mismatched_keys"]))
-    return model
+    return with_head(part, model)
+
+
+def choose_head_dtype(part: Any, dtype: str) -> str | None:
+    """The dtype of the output head if it differs from `dtype`, that of the computation; else None."""
+    head_dtype: str | None = getattr(part, "head_dtype", None)
+    return None if dtype == head_dtype else head_dtype
+
+
+def with_head(part: Any, model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with the output head of `model.head_dtype`."""
+    if choose_head_dtype(part, part.dtype) is None:
+        return model
+    from grpocli.models.head import widen_head
+
+    return widen_head(model)
 
 
 def _refuse_random(path: str, what: str, names: list[str]) -> None:

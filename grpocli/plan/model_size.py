@@ -95,7 +95,7 @@ def empty_model(config: Any, part: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from grpocli.models.loading import without_dropout
+    from grpocli.models.loading import with_head, without_dropout
     from grpocli.models.lora import inject
 
     try:
@@ -106,7 +106,8 @@ def empty_model(config: Any, part: Any) -> Any:
                 attn_implementation="eager" if part.attn_implementation == "eager" else "sdpa",
                 trust_remote_code=getattr(part, "trust_remote_code", False),
             )
-            return inject(without_dropout(model), part.lora) if part.lora.rank else without_dropout(model)
+            model = with_head(part, without_dropout(model))
+            return inject(model, part.lora) if part.lora.rank else model
     except (ValueError, ImportError, OSError) as error:
         problem = f"transformers cannot build a model from its config: {str(error).splitlines()[0]}"
         raise ConfigError(problem, key="model.path", value=getattr(part, "path", "")) from error

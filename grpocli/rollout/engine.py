@@ -55,7 +55,8 @@ class PolicyView(Protocol):
 class EngineJob:
     """The settings that an engine gets before any model is loaded.
 
-    model_path: the folder (or hub id) of the initial weights. dtype: "float32" or "bfloat16".
+    model_path: the folder (or hub id) of the initial weights. dtype: "float32" or "bfloat16". head_dtype: "float32" if
+        the output head multiplies in float32 while the model computes in another dtype; else None.
     max_tokens: tokens of the longest prompt plus completion. max_num_seqs: completions of one request.
     run_dir: for logs and addresses.
     transport: how weights reach a server, "shm", "nccl" or "ipc". sync_folder: the folder of shm's files; None: a new
@@ -81,6 +82,7 @@ class EngineJob:
     max_num_seqs: int = 1
     gpus: tuple[str, ...] = ()
     nodes: int = 0
+    head_dtype: str | None = None
     progress: Progress = field(default=unreported, compare=False, repr=False)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from grpocli.models.head import Float32Head
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.sampling import first_occurrence
 from grpocli.training.packing import Padded
@@ -77,11 +78,9 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
         hidden_NH = _picked(hidden.reshape(-1, hidden.shape[-1]), targets.predictor_N)
         sampling = targets.sampling
         plain = sampling.repetition_penalty == 1 and not sampling.truncates and not targets.entropy_gradient
-        if plain and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
-            temperature = sampling.temperature or 1.0
-            logp_N, entropy_N = _Scores.apply(  # type: ignore[no-untyped-call]
-                hidden_NH, head.weight, targets.ids_N, temperature, targets.on_cpu
-            )
+        if plain and type(head) in (torch.nn.Linear, Float32Head) and getattr(head, "bias", None) is None:
+            how = _How(sampling.temperature or 1.0, isinstance(head, Float32Head), targets.on_cpu)
+            logp_N, entropy_N = _Scores.apply(hidden_NH, head.weight, targets.ids_N, how)  # type: ignore[no-untyped-call]
         else:
             logp_N, entropy_N = _any_scores(head, hidden_NH, targets)
         shape = hidden.shape[:-1] if targets.predictor_N is None else (1, len(targets.ids_N))
@@ -152,22 +151,32 @@ def _rows_at_once(vocabulary: int) -> int:
     return max(1, LOGITS_AT_ONCE // max(1, vocabulary))
 
 
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How `_Scores` computes. in_float32: a `Float32Head`, whose operands are cast to float32, a piece at a time."""
+
+    temperature: float
+    in_float32: bool
+    on_cpu: bool | None
+
+    def cast(self, operand: Tensor) -> Tensor:
+        return operand.float() if self.in_float32 else operand
+
+
 class _Scores(torch.autograd.Function):
     """Log-probs and entropies for a linear head with only a temperature; entropies have no gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, temperature: float, on_cpu: bool | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, how: _How) -> tuple[Tensor, Tensor]:
         device = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
-        cast_NH, cast_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
-        in_cache = device == "cpu" if on_cpu is None else on_cpu
+        cast_NH, cast_VH = how.cast(hidden_NH) if how.in_float32 else hidden_NH.to(dtype), weight_VH.to(dtype)
+        in_cache = device == "cpu" if how.on_cpu is None else how.on_cpu
         rows = max(1, (IN_CACHE if in_cache else LOGITS_AT_ONCE) // COLUMNS)
-        found = [_row_scores(cast_NH[piece], cast_VH, ids_N[piece], temperature) for piece in _pieces(len(ids_N), rows)]
+        found = [_row_scores(cast_NH[piece], cast_VH, ids_N[piece], how) for piece in _pieces(len(ids_N), rows)]
         logp_N, entropy_N, normalizer_N = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(cast_NH, cast_VH, ids_N, normalizer_N)
-        ctx.temperature, ctx.dtypes = temperature, (hidden_NH.dtype, weight_VH.dtype)
+        ctx.how, ctx.dtypes = how, (hidden_NH.dtype, weight_VH.dtype)
         ctx.mark_non_differentiable(entropy_N)
         return logp_N, entropy_N
 
@@ -176,28 +185,27 @@ class _Scores(torch.autograd.Function):
         """d logp / d logits = (1 at the chosen token) - probabilities."""
         cast_NH, cast_VH, ids_N, normalizer_N = ctx.saved_tensors
         of_hidden, of_weight = ctx.needs_input_grad[:2]
-        hidden_dtype, weight_dtype = ctx.dtypes
-        gradient_N1 = (gradients[0] / ctx.temperature).unsqueeze(1)
+        how, (hidden_dtype, weight_dtype) = ctx.how, ctx.dtypes
+        gradient_N1 = (gradients[0] / how.temperature).unsqueeze(1)
         hidden_NH = torch.zeros_like(cast_NH, dtype=torch.float32) if of_hidden else None
         weight_VH = torch.empty_like(cast_VH, dtype=weight_dtype) if of_weight else None
         # pieces of the vocabulary, not of the rows, so that each part of the weight's gradient is written once
         for piece in _pieces(len(cast_VH), max(1, LOGITS_AT_ONCE // max(1, len(ids_N)))):
-            logits_Nv = _logits(cast_NH, cast_VH[piece], ctx.temperature)
+            weight_vH = how.cast(cast_VH[piece])
+            logits_Nv = _logits(cast_NH, weight_vH, how.temperature)
             logits_Nv.sub_(normalizer_N.unsqueeze(1)).exp_().mul_(-gradient_N1)
             place_N1 = (ids_N - piece.start).unsqueeze(1)
             here_N1 = (place_N1 >= 0) & (place_N1 < logits_Nv.shape[1])
             logits_Nv.scatter_add_(1, place_N1 * here_N1, gradient_N1 * here_N1)
-            cast_Nv = logits_Nv.to(cast_VH.dtype)
+            cast_Nv = logits_Nv.to(weight_vH.dtype)
             if hidden_NH is not None:
-                hidden_NH += cast_Nv @ cast_VH[piece]
+                hidden_NH += cast_Nv @ weight_vH
             if weight_VH is not None:
                 weight_VH[piece] = cast_Nv.T @ cast_NH
-        return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None, None
+        return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None
 
 
-def _row_scores(
-    hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the ids, entropies and normalizers, by an online softmax over pieces of the vocabulary.
 
     It keeps the largest logit so far and, relative to it, the sums of exp(logit) and of exp(logit) * logit.
@@ -206,7 +214,7 @@ def _row_scores(
     largest_n = hidden_nH.new_full((n,), torch.finfo(torch.float32).min, dtype=torch.float32)
     sum_n, weighted_n, chosen_n = (torch.zeros_like(largest_n) for _ in range(3))
     for piece in _pieces(len(weight_VH), COLUMNS):
-        logits_nv = _logits(hidden_nH, weight_VH[piece], temperature)
+        logits_nv = _logits(hidden_nH, how.cast(weight_VH[piece]), how.temperature)
         place_n = ids_n - piece.start
         here_n = (place_n >= 0) & (place_n < logits_nv.shape[1])
         chosen_n = logits_nv.gather(1, (place_n * here_n).unsqueeze(1)).squeeze(1).where(here_n, chosen_n)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.distributed.parallel import Parallel, SingleProcess
+from grpocli.models.head import weights_kept
 from grpocli.models.lora import is_adapted, merged, switched_off
 from grpocli.training.logprobs import completion_logp
 from grpocli.training.micro_batch import MicroBatch
@@ -57,7 +58,7 @@ class Policy:
     @contextmanager
     def sampling_mode(self) -> Iterator[None]:
         """Evaluation mode without gradients, for any number of forwards in this process. Entering it is collective."""
-        with self._evaluating(), self.parallel.sampling(self.model, self.dtype):
+        with self._evaluating(), self.parallel.sampling(self.model, self.dtype), weights_kept(self.model):
             yield
 
     @contextmanager

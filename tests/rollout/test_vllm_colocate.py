@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,14 @@ def test_engines_of_several_processes_use_the_trainers_group(tmp_path: Path) -> 
     assert two["distributed_executor_backend"] == "external_launcher"
     assert one["enable_sleep_mode"] is True
     assert arguments(VllmColocate(), job, 1, cpu=True)["enable_sleep_mode"] is False
+
+
+@pytest.mark.parametrize(("head_dtype", "name"), [(None, "model"), ("float32", "float32")])
+def test_the_output_head_has_the_dtype_of_the_job(tmp_path: Path, head_dtype: str | None, name: str) -> None:
+    job = EngineJob("model", "bfloat16", 40, tmp_path, seed=3, head_dtype=head_dtype)
+    given = arguments(VllmColocate(vllm_args={"hf_overrides": {"rope_theta": 1.0}}), job, 1, cpu=True)
+    assert given["hf_overrides"] == {"rope_theta": 1.0, "head_dtype": name}
+    assert arguments(VllmColocate(), replace(job, dtype="float32"), 1, cpu=True)["hf_overrides"] is None
 
 
 @pytest.mark.parametrize(

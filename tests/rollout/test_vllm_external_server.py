@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -152,6 +153,24 @@ def test_unsuitable_servers_are_refused(
     stand_in.answers.update(answers)
     with pytest.raises(ConfigError, match=rf"^engine\.base_url={stand_in.url}: .*{message}"):
         external_servers(Vllm(base_url=stand_in.url), job)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        (None, None, ""),
+        (None, {"rope_theta": 1.0}, ""),
+        (None, {"head_dtype": "model"}, ""),
+        ("float32", {"head_dtype": "float32"}, ""),
+        ("float32", {}, "computes in its dtype, the run's in float32: .* the same model.head_dtype, float32$"),
+        (None, {"head_dtype": "float32"}, "computes in float32, the run's in its dtype: .*head_dtype, null$"),
+    ],
+)
+def test_the_output_heads_must_be_alike(job: EngineJob, ours: str | None, theirs: Any, message: str) -> None:
+    job = replace(job, dtype="bfloat16", head_dtype=ours)
+    found = misfit(served(dtype="torch.bfloat16", hf_overrides=theirs), job)
+    assert re.search(f"output head {message}", found) if message else found == ""
+    assert misfit(served(hf_overrides=theirs), replace(job, dtype="float32", head_dtype=None)) == ""
 
 
 def test_a_wrong_key_is_refused(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm import validate as heads
 from grpocli.rollout.vllm import validate as vllm_checks
-from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server import ServerSpec, address, command, environment, serving, wait_healthy
 from grpocli.rollout.vllm.server_files import Endpoint
@@ -104,6 +104,39 @@ def test_a_server_has_the_settings_of_the_job(job: EngineJob) -> None:
     assert not {"--revision", "--trust-remote-code", "--enable-lora"} & set(
         flags(Vllm(), spec=ServerSpec(job, 1, None))
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dtype", "expected"),
+    [
+        ("float32", None, {"rope_theta": 1.0}),
+        ("bfloat16", None, {"rope_theta": 1.0, "head_dtype": "model"}),
+        ("bfloat16", "float32", {"rope_theta": 1.0, "head_dtype": "float32"}),
+    ],
+)
+def test_the_output_head_has_the_dtype_of_the_job(dtype: str, head_dtype: str | None, expected: dict[str, Any]) -> None:
+    """The user's entries of the model's config stay, and each option is given once."""
+    spec = replace(SPEC, job=replace(SPEC.job, dtype=dtype, head_dtype=head_dtype))
+    words = command(spec, Vllm(vllm_args={"hf-overrides": {"rope_theta": 1.0}}), cpu=True)
+    [found] = [word.partition("=")[2] for word in words if word.startswith("--hf-overrides")]
+    assert json.loads(found) == expected
+    plain = flags(Vllm(), spec=spec).get("--hf-overrides")
+    assert (None if plain is None else json.loads(plain)) == (
+        None if dtype == "float32" else {"head_dtype": expected["head_dtype"]}
+    )
+
+
+@pytest.mark.parametrize("part", [Vllm, VllmColocate])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"head_dtype": "float32"}, r"\.hf_overrides\.head_dtype: set model\.head_dtype instead"),
+        ("x", r"\.hf_overrides=x: must be a dictionary of entries of the model's config"),
+    ],
+)
+def test_vllms_own_head_dtype_is_refused(part: type, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^engine\.vllm_args{message}"):
+        part(vllm_args={"hf_overrides": value})
 
 
 @pytest.mark.parametrize(

