@@ -21,12 +21,14 @@ class Prompt:
     token_ids: the engine's input.
     text: the prompt as rewards get it, a string or a list of messages.
     columns: every other column of the example, such as the answer, and `task_name`.
+    row: the number of the example in its task's data, from 0; None if it is unknown.
     """
 
     uid: str
     token_ids: list[int]
     text: Text
     columns: dict[str, Any] = field(default_factory=dict)
+    row: int | None = None
 
     @property
     def loss_multiplier(self) -> float:

@@ -113,6 +113,8 @@ ADVANTAGES = {
     "false": "algorithm/advantage=center",
     "none": "algorithm/advantage=center",
 }
+ORDERS = {"true": "task.order=shuffled", "false": "task.order=file"}
+"""Whether a trainer shuffles its data."""
 ENGINES = {"true": "engine=vllm", "false": "engine=transformers"}
 KL = {"true": "algorithm/kl=k3", "false": "algorithm/kl=none"}
 NO_CRITIC = Equivalent(
@@ -143,7 +145,13 @@ GRPO_CONFIG = {
     ),
     "max_completion_length": default(512, LENGTH, "256 is enough for grade-school mathematics; state your own"),
     "ds3_gather_for_generation": nothing(True, "with hardware.parallel=zero3 completions come from engine=vllm"),
-    "shuffle_dataset": nothing(True, "every epoch has its own order, a function of seed; a fixed order has no key"),
+    "shuffle_dataset": Equivalent(
+        "",
+        "true is the default: every epoch has its own order, a function of seed; with false TRL leaves out the last "
+        "rows of an epoch that do not fill a batch",
+        ORDERS,
+        default=True,
+    ),
     "pad_to_multiple_of": nothing("auto", "rows are packed end to end (train.packed), so there is little padding"),
     "generation_batch_size": default(None, COMPLETIONS),
     "steps_per_generation": Equivalent(
@@ -730,7 +738,9 @@ NEMO_RL = {
         "", "task.prompt_template with the column in {braces} in place of {}", default="examples/prompts/cot.txt"
     ),
     "data.system_prompt_file": Equivalent("", "task.system_prompt is the text itself", default=None),
-    "data.shuffle": nothing(True, "every epoch has its own order, a function of seed"),
+    "data.shuffle": Equivalent(
+        "", "true is the default: every epoch has its own order, a function of seed", ORDERS, default=True
+    ),
     "env.math.num_workers": default(8, "reward=[math] reward.math.workers={}", "0 here: one for each core"),
     "env.math.math_verify_impl": Equivalent(
         "reward=[math]", "it is math-verify with the answer's form checked as well", default="hf_math_verify"

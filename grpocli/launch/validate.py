@@ -17,6 +17,7 @@ def check_run(run: Run) -> None:
     _check_engine(run)
     _check_rewards(run)
     _check_difficulty(run)
+    _check_curriculum(run)
     _check_batch(run)
     _check_structure(run)
     _check_group_fits(run)
@@ -101,6 +102,26 @@ def _check_difficulty(run: Run) -> None:
                 "or name another reward",
                 key="algorithm.question_weight.reward",
                 value=name,
+            )
+
+
+def _check_curriculum(run: Run) -> None:
+    """Require an accuracy reward where pass rates decide what is drawn."""
+    from grpocli.tasks.curriculum import OrderKeys
+    from grpocli.tasks.mixture import key_of, tasks_of
+    from grpocli.tasks.prompt_source import rewards_for
+
+    for name, task in tasks_of(run.task).items():
+        keys = OrderKeys.of(task)
+        if not keys.uses_pass_rates:
+            continue
+        rests = keys.no_resampling_pass_rate is not None
+        key, value = ("no_resampling_pass_rate", keys.no_resampling_pass_rate) if rests else ("order", keys.order)
+        key = f"{key_of(run.task, name)}.{key}"
+        if not rewards_for(task, run.reward):
+            hint = "choose a reward" + ("" if rests else ", or give difficulty_column")
+            raise ConfigError(
+                "needs the pass rates of problems, and no reward scores them", key=key, value=value, hint=hint
             )
 
 

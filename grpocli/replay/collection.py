@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from grpocli.rollout.sampling import derive_seed
 from grpocli.training.build import make_collector
 from grpocli.training.collector import RolloutBatch, Sampler
 from grpocli.training.prefetch import without_stale
+from grpocli.training.saved_rollouts import Redraw
 from grpocli.types import Group, Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ FEW = 0.1
 class RolloutSource:
     """What a replay computes rollouts from.
 
-    run: the config of the step. draw: the prompt of a draw number; None without the data. scorer: with the
-    rewards that are called again. end_ids: tokens that end a completion; empty if unknown.
+    run: the config of the step. redraw: the prompt of a draw, by its number and its row; None without the data. scorer:
+    with the rewards that are called again. end_ids: tokens that end a completion; empty if unknown.
     """
 
     run: Run
@@ -47,7 +48,7 @@ class RolloutSource:
     tokenizer: Any
     scorer: Scorer
     environments: Mapping[str, EnvironmentConfig]
-    draw: Callable[[int], Prompt] | None
+    redraw: Redraw | None
     end_ids: frozenset[int]
 
     @property
@@ -155,9 +156,11 @@ def _prompts(source: RolloutSource, recorded: RecordedStep) -> tuple[dict[str, P
     If most prompts differ from the record, the data has changed: then the recorded ones are used.
     """
     read = {group.uid: group.prompt() for group in recorded.groups}
-    if source.draw is None:
+    if source.redraw is None:
         return read, False
-    drawn = {uid: source.draw(int(uid)) for uid in read if uid.isdigit()}
+    numbered = {uid: prompt for uid, prompt in read.items() if uid.isdigit()}
+    found = {uid: source.redraw(int(uid), prompt.row) for uid, prompt in numbered.items()}
+    drawn = {uid: prompt for uid, prompt in found.items() if prompt}
     other = [uid for uid in read if uid not in drawn or drawn[uid].token_ids != read[uid].token_ids]
     return (read, False) if len(other) > FEW * len(read) else (read | drawn, True)
 

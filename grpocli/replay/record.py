@@ -34,6 +34,7 @@ KINDS = {
 """The columns that a replay cannot do without, and their types. None of their values is null."""
 OTHER_KINDS = {
     "task": "text",
+    "row": "integer",
     "prompt": "text",
     "completion": "text",
     "answer": "text",
@@ -99,7 +100,8 @@ class RecordedGroup:
         messages = columns.pop("prompt", None) or self.shared("messages")
         text = messages if messages is not None else self.shared("prompt")
         task = self.shared("task")
-        return Prompt(self.uid, self.shared("prompt_ids"), text, columns | ({"task_name": task} if task else {}))
+        columns |= {"task_name": task} if task else {}
+        return Prompt(self.uid, self.shared("prompt_ids"), text, columns, self.shared("row"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,8 @@ def sources_of(session: ReplaySession, world: World, run_dir: Path) -> Sources:
         data.rewards if data else {name: rewards_for(task, run.reward) for name, task in tasks.items()},
     )
     environments = {name: found for name, task in tasks.items() if (found := environment_of(task))}
-    draw = data.draw if data else None
-    source = RolloutSource(run, world, tokenizer, scorer, environments, draw, _end_ids(run, folder, tokenizer))
+    redraw = data.redraw if data else None
+    source = RolloutSource(run, world, tokenizer, scorer, environments, redraw, _end_ids(run, folder, tokenizer))
     return Sources(source, no_prompts, skipped)
 
 

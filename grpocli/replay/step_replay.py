@@ -58,7 +58,7 @@ MAY_VARY = (
 )
 DEALT = ("tokens/padding", "tokens/shared")
 """Metrics that depend on the rows that each process gets."""
-NOT_REPEATED = ("time/", "sync/", "eval/", "memory/", "engine/")
+NOT_REPEATED = ("curriculum/", "time/", "sync/", "eval/", "memory/", "engine/")
 """Prefixes of metrics that do not follow from a step's rollouts and weights."""
 
 

@@ -29,9 +29,24 @@ class Order:
     def index(self, draw: int) -> int:
         """The index of the example for a draw, counted from 0."""
         epoch, place = divmod(draw, self.n)
+        return int(self.epoch(epoch)[place])
+
+    def epoch(self, epoch: int) -> NDArray[np.int64]:
+        """The indices in the order of an epoch."""
         if epoch != self._epoch:
             self._epoch, self._permutation = epoch, permutation(self.n, *self.seed, epoch)
-        return int(self._permutation[place])
+        return self._permutation
+
+
+class FileOrder:
+    """Draws n examples in the order of the data, epoch after epoch."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def index(self, draw: int) -> int:
+        """The index of the example for a draw, counted from 0."""
+        return draw % self.n
 
 
 class TaskScheduler:
@@ -50,6 +65,12 @@ class TaskScheduler:
         if draw >= len(self._task):
             self._count(max(2 * draw, 1024))
         return int(self._task[draw]), int(self._nth[draw])
+
+    def drawn(self, draws: int) -> list[int]:
+        """How many of the first `draws` draws each task has."""
+        if draws > len(self._task):
+            self._count(max(2 * draws, 1024))
+        return [int(n) for n in np.bincount(self._task[:draws], minlength=len(self._edges))]
 
     def _count(self, draws: int) -> None:
         place = (np.arange(draws, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(self._start)) % np.uint64(2**32)

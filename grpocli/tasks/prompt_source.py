@@ -5,14 +5,19 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
 
 from grpocli.environments.environment import environment_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.score_stats import excerpt
+from grpocli.tasks.curriculum import Curriculum, OrderKeys, ProblemOrder
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.mixture import errors_below, key_of, tasks_of
-from grpocli.tasks.order import Order, TaskScheduler
+from grpocli.tasks.order import FileOrder, Order, TaskScheduler
+from grpocli.tasks.problem_scores import Position, ProblemScores, Rows
 from grpocli.tasks.prompts import PromptSet
 from grpocli.tasks.streaming import StreamedPrompts
 from grpocli.tasks.task import columns_of
@@ -26,23 +31,14 @@ if TYPE_CHECKING:
     from grpocli.types import Prompt
 
 
-class TrainingPrompts(Protocol):
-    """The training prompts of one task. report: a sentence about excluded prompts, or empty."""
-
-    @property
-    def report(self) -> str: ...
-
-    def draw(self, nth: int, uid: str) -> Prompt:
-        """The prompt of the nth draw of this task."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
 class EpochPrompts:
-    """Prompts of a task that is read whole, each once per epoch."""
+    """Prompts of a task that is read whole, each once per epoch: the only block of its data."""
 
-    prompts: PromptSet
-    order: Order
+    def __init__(self, prompts: PromptSet, seed: Sequence[int], order: str = "shuffled") -> None:
+        self.prompts, self._shuffled = prompts, Order(len(prompts), *seed)
+        self._order = FileOrder(len(prompts)) if order == "file" else self._shuffled
+        self._rows = np.array(prompts.rows, np.int64)
+        self._values = cache(prompts.values)
 
     @property
     def report(self) -> str:
@@ -50,7 +46,36 @@ class EpochPrompts:
 
     def draw(self, nth: int, uid: str) -> Prompt:
         """The prompt of the nth draw of this task."""
-        return self.prompts.prompt(self.order.index(nth), uid)
+        return self.prompts.prompt(self._order.index(nth), uid)
+
+    @property
+    def block(self) -> int:
+        """One more than the largest row."""
+        return int(self._rows[-1]) + 1
+
+    def rows(self, epoch: int, start: int, shuffled: bool) -> Rows:
+        """All rows in their order in an epoch; none after them."""
+        if start:
+            return self._rows[:0]
+        return self._rows[self._shuffled.epoch(epoch)] if shuffled else self._rows
+
+    def problem(self, row: int, uid: str) -> Prompt | None:
+        """The prompt of a row; None if the task has no such prompt."""
+        index = int(np.searchsorted(self._rows, row))
+        return self.prompts.prompt(index, uid) if index < len(self._rows) and self._rows[index] == row else None
+
+    def values(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
+        """{row: (its value in a column, the name of the row in errors)}."""
+        return self._values(column)
+
+    def position(self, nth: int) -> Position:
+        """The position of the shuffled order before its nth draw."""
+        epoch, place = divmod(nth, len(self._rows))
+        return Position(epoch, taken=self.rows(epoch, 0, True)[:place])
+
+    def unusable(self) -> ConfigError:
+        """Not raised: a prompt set has only usable prompts, and at least one."""
+        return ConfigError("no prompt is usable", key="task")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +83,19 @@ class TaskPrompts:
     """The prompts of one task, with its columns, rewards and environment.
 
     key: prefix of the task's config keys. columns: columns that rewards get. rewards: names of the rewards that score
-    its completions. wanted: problems to evaluate on, where the task has so many.
+    its completions. wanted: problems to evaluate on, where the task has so many. order: None if the problem of a draw
+    follows from the draw's number.
     """
 
     name: str
     key: str
-    train: TrainingPrompts
+    train: StreamedPrompts | EpochPrompts
     held_out: PromptSet | None
     wanted: int
     columns: list[str]
     rewards: list[str]
     environment: EnvironmentConfig | None
+    order: ProblemOrder | None = None
 
     @classmethod
     def of(cls, name: str, task: Task, run: Run, tokenizer: PreTrainedTokenizerBase, alone: bool) -> Self:
@@ -77,12 +104,15 @@ class TaskPrompts:
         label = "" if alone else f"{name} "
         seed = (run.seed,) if alone else (run.seed, zlib.crc32(name.encode()))
         examples = task.examples("train")
-        train: TrainingPrompts
-        if isinstance(task, Jsonl) and task.streaming:
-            train = StreamedPrompts(task.stream, tokenizer, *limits, name, task.shuffle_buffer, seed)
+        keys = OrderKeys.of(task)
+        train: StreamedPrompts | EpochPrompts
+        if streaming := isinstance(task, Jsonl) and task.streaming:
+            buffer, shuffled = task.shuffle_buffer, keys.order != "file"
+            train = StreamedPrompts(task.stream, tokenizer, *limits, name, buffer, seed, shuffled)
         else:
             prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name)
-            train = EpochPrompts(prompts, Order(len(prompts), *seed))
+            train = EpochPrompts(prompts, seed, keys.order)
+        order = None if keys.counts(streaming) else ProblemOrder(train, keys, ProblemScores())
         held_out = None
         wanted = run.eval.n_problems(cpu=False)  # a started run has a number here
         if wanted:
@@ -98,21 +128,30 @@ class TaskPrompts:
             columns,
             rewards_for(task, run.reward),
             environment_of(task),
+            order,
         )
 
+    def redraw(self, nth: int, row: int | None, uid: str) -> Prompt | None:
+        """The prompt of an earlier draw of this task: of a row, if its order uses scores; None without that row."""
+        if self.order is None or row is None:
+            return self.draw(nth, uid)
+        with errors_below(self.key):
+            return self.train.problem(row, uid)
+
     def draw(self, nth: int, uid: str) -> Prompt:
-        """The prompt of the nth draw of this task."""
+        """The prompt of the nth draw of this task, if its order follows from nth."""
         with errors_below(self.key):
             return self.train.draw(nth, uid)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """The prompts of a run's tasks, and the scheduler that draws from them."""
+    """The prompts of a run's tasks, and the scheduler and the curriculum that draw from them."""
 
     tokenizer: PreTrainedTokenizerBase
     tasks: list[TaskPrompts]
     scheduler: TaskScheduler
+    curriculum: Curriculum
 
     @classmethod
     def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
@@ -126,16 +165,37 @@ class PromptSource:
         for one in tasks:
             one.draw(0, "")  # fails early if streamed rows are unusable
         weights = [getattr(task, "weight", 1.0) for task in chosen.values()]
-        return cls(tokenizer, tasks, TaskScheduler(weights, run.seed))
+        orders = {task.name: task.order for task in tasks if task.order}
+        scores = {task.name: orders[task.name].scores if task.order else ProblemScores() for task in tasks}
+        return cls(tokenizer, tasks, TaskScheduler(weights, run.seed), Curriculum(scores, orders))
 
     def draw(self, number: int) -> Prompt:
-        """The prompt of the run's draw number `number`."""
+        """The prompt of the run's draw number `number`. The draws of a task with a curriculum are made in order."""
+        task, nth = self._turn(number)
+        if task.order is None:
+            return task.draw(nth, uid=f"{number}")
+        with errors_below(task.key):
+            return task.order.draw(uid=f"{number}")
+
+    def redraw(self, number: int, row: int | None = None) -> Prompt | None:
+        """The prompt of an earlier draw. row: that of its example, which a task with a curriculum needs.
+
+        None if the task has no such row now.
+        """
+        task, nth = self._turn(number)
+        return task.redraw(nth, row, uid=f"{number}")
+
+    def drawn(self, draws: int) -> dict[str, int]:
+        """How many of the first `draws` draws each task has."""
+        counts = [draws] if len(self.tasks) == 1 else self.scheduler.drawn(draws)
+        return {task.name: count for task, count in zip(self.tasks, counts, strict=True)}
+
+    def _turn(self, number: int) -> tuple[TaskPrompts, int]:
+        """The task of a draw, and the number of earlier draws of that task."""
         if len(self.tasks) == 1:
-            task, nth = self.tasks[0], number
-        else:
-            turn, nth = self.scheduler.of(number)
-            task = self.tasks[turn]
-        return task.draw(nth, uid=f"{number}")
+            return self.tasks[0], number
+        turn, nth = self.scheduler.of(number)
+        return self.tasks[turn], nth
 
     def problems(self) -> list[Prompt]:
         """The prompts to evaluate on, task by task."""

@@ -128,7 +128,24 @@ class PromptSet:
     def prompt(self, index: int, uid: str) -> Prompt:
         """The index-th kept prompt."""
         place = self._kept[index]
-        return prompt_of(self._examples[place], self._token_ids[place], uid, self.task)
+        return prompt_of(self._examples[place], self._token_ids[place], uid, self.task, self._numbers[place])
+
+    @property
+    def rows(self) -> list[int]:
+        """The number in the data of each kept prompt, ascending."""
+        return [self._numbers[place] for place in self._kept]
+
+    def values(self, column: str) -> dict[int, tuple[Any, str]]:
+        """{row: (its value in a column, the name of the example in errors)}, None without the column."""
+        kept, numbers = set(self._kept), self._numbers
+        examples = ((i, one) for i, one in enumerate(self._examples) if i in kept)
+        return {numbers[i]: (one.get(column), self._where(i)) for i, one in examples}
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        """The number in its data of each example."""
+        numbers: Sequence[int] = getattr(self._examples, "numbers", range(len(self._examples)))
+        return numbers
 
     def _where(self, index: int) -> str:
         """The name of an example in errors, with its row if it comes from a table."""
@@ -136,13 +153,13 @@ class PromptSet:
         return f"{self.name} example {index}" + (f" ({row(index)})" if row else "")
 
 
-def prompt_of(example: Example, token_ids: list[int], uid: str, task: str) -> Prompt:
-    """The prompt of a tokenised example."""
+def prompt_of(example: Example, token_ids: list[int], uid: str, task: str, row: int) -> Prompt:
+    """The prompt of a tokenised example. row: its number in the data."""
     columns = dict(example)
     text = columns.pop("prompt")
     if task:
         columns["task_name"] = task
-    return Prompt(uid, token_ids, text, columns)
+    return Prompt(uid, token_ids, text, columns, row)
 
 
 def tokenize(

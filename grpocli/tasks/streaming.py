@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -11,16 +11,19 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from grpocli.errors import ConfigError
+from grpocli.tasks.curriculum import TRIES
 from grpocli.tasks.dataset import RowConverter, choose, with_shots
 from grpocli.tasks.json_rows import Row, json_row, unreadable
 from grpocli.tasks.loading import EMPTY, Table, columns_of, files_at, from_hub, quiet_datasets, reader_options
 from grpocli.tasks.order import Order, permutation
+from grpocli.tasks.problem_scores import Position
 from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
 from grpocli.types import Prompt
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
@@ -29,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRIES = 10_000
-"""Consecutive rows that may be too long or held out, at most."""
 HEAD = 100
 """Rows at the beginning that determine the columns."""
 
@@ -235,15 +236,17 @@ class StreamedPrompts:
         task: str,
         buffer: int,
         seed: tuple[int, ...],
+        shuffled: bool = True,
     ) -> None:
         self._stream, self._tokenizer, self._task = stream, tokenizer, task
         self._max_tokens, self._drops = max_tokens, long_prompts == "drop"
-        self._buffer, self._seed = buffer, seed
+        self._buffer, self._seed, self._shuffled = buffer, seed, shuffled
         self._excluded = set(stream.excluded)
         self._length: int | None = None  # rows of an epoch; None before its end is reached
         self._warned = False
         self._run = lru_cache(maxsize=2)(self._read)
         self._order = lru_cache(maxsize=2)(self._ordered)
+        self._values = lru_cache(maxsize=2)(self._column)
 
     def exclude(self, hashes: Iterable[int]) -> None:
         """Exclude prompts with these hashes from training."""
@@ -256,12 +259,46 @@ class StreamedPrompts:
                 break
             if prompt := self._prompt(number, uid):
                 return prompt
-        raise ConfigError(
+        raise self.unusable()
+
+    def unusable(self) -> ConfigError:
+        """The error for many unusable rows one after the other."""
+        return ConfigError(
             f"{TRIES} rows of {self._task} in a row are longer or held out",
             key="rollout.max_prompt_tokens",
             value=self._max_tokens,
             hint="raise it, or give other data",
         )
+
+    @property
+    def block(self) -> int:
+        """Rows of a run."""
+        return self._buffer
+
+    def rows(self, epoch: int, start: int, shuffled: bool) -> NDArray[np.int64]:
+        """The rows of the run that begins at `start`, in their order in an epoch; empty after the end of the data."""
+        order = self._shuffle(epoch, start) if shuffled else np.arange(len(self._run(start)))
+        return self._stream.first + start + order
+
+    def problem(self, row: int, uid: str) -> Prompt | None:
+        """The prompt of a row; None if it is too long or held out, or the data has no such row."""
+        number = row - self._stream.first
+        start = number - number % self._buffer
+        return self._prompt(number, uid) if 0 <= start <= number < start + len(self._run(start)) else None
+
+    def values(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
+        """{row: (its value in a column, the name of the row in errors)} of a run."""
+        return self._values(start, column)
+
+    def position(self, nth: int) -> Position:
+        """The position of the shuffled order before its nth draw."""
+        epoch, start, place = self._place(nth)
+        return Position(epoch, start, self.rows(epoch, start, True)[:place])
+
+    def _column(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
+        examples = ((n, self._stream.example(row, n)) for n, row in enumerate(self._run(start), start))
+        found = ((n, one.get(column), f"{self._task} example ({self._stream.where(n)})") for n, one in examples)
+        return {self._stream.first + n: (value, where) for n, value, where in found}
 
     def _candidates(self, nth: int) -> Iterator[int]:
         """The number of the drawn row, then of its replacements: rows of its run, then of the next runs."""
@@ -284,6 +321,9 @@ class StreamedPrompts:
         return self._place(nth)
 
     def _ordered(self, epoch: int, start: int) -> NDArray[np.int64]:
+        return self._shuffle(epoch, start) if self._shuffled else np.arange(len(self._run(start)))
+
+    def _shuffle(self, epoch: int, start: int) -> NDArray[np.int64]:
         return permutation(len(self._run(start)), *self._seed, epoch, start)
 
     def _read(self, start: int) -> list[Row]:
@@ -300,7 +340,7 @@ class StreamedPrompts:
         if len(ids) > self._max_tokens and self._drops:
             self._warn()
             return None
-        return prompt_of(example, ids[-self._max_tokens :], uid, self._task)
+        return prompt_of(example, ids[-self._max_tokens :], uid, self._task, self._stream.first + number)
 
     def _warn(self) -> None:
         if not self._warned:

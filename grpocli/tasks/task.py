@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from grpocli.config.parts import require, section
+from grpocli.config.parts import one_of, require, section
 from grpocli.config.user_code import check_exists
 from grpocli.environments.environment import EnvironmentConfig
 
+ORDERS = ("shuffled", "file", "difficulty")
 Example = dict[str, Any]
 """`prompt` (a string, or a list of messages with `role` and `content`) and any further columns."""
 
@@ -44,6 +45,15 @@ class BaseTask:
     null: counted together with other tasks, by rollout.max_reward_errors."""
     task_name: str | None = None
     """Name of the task if it is the run's only one; null: the name of its choice."""
+    order: str = "shuffled"
+    """Order of the training prompts: `shuffled` anew in each epoch, the `file`'s, or by `difficulty`, from easy to hard
+    in each epoch."""
+    difficulty_column: str | None = None
+    """Column that order=difficulty sorts by, larger is harder; `-NAME`: larger is easier, such as a solve rate. null:
+    the share of a problem's completions so far that the accuracy reward calls right."""
+    no_resampling_pass_rate: float | None = None
+    """A problem rests, for the rest of the run, when at least this share of its last group is right; null: never. When
+    all problems rest, all are drawn again."""
     allow_overlap: bool = False
     """Allow evaluation on prompts that are also trained on."""
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -57,5 +67,12 @@ class BaseTask:
     def __post_init__(self) -> None:
         require(self, "weight", 0 < self.weight < math.inf, "must be above 0 and finite")
         require(self, "rewards", self.rewards != [], "name at least one reward, or leave it null for all")
+        one_of(self, "order", ORDERS)
+        by_column = self.difficulty_column is None or self.order == "difficulty"
+        require(self, "difficulty_column", by_column, "sets the order: give task.order=difficulty, or leave it null")
+        rate = self.no_resampling_pass_rate
+        require(
+            self, "no_resampling_pass_rate", rate is None or 0 < rate <= 1, "must be above 0 and at most 1, or null"
+        )
         share = self.max_reward_errors
         require(self, "max_reward_errors", share is None or 0 <= share <= 1, "must be between 0 and 1, or null")

@@ -109,6 +109,7 @@ def _of_prompt(prompt: Prompt, answers: Sequence[str]) -> dict[str, Any]:
     return {
         "task": prompt.task,
         "uid": prompt.uid,
+        "row": prompt.row,
         "prompt": _utf8(prompt_text(prompt.text)),
         "messages": None if isinstance(prompt.text, str) else _messages(prompt.text),
         "answer": None if reference is None else _utf8(reference),
@@ -160,6 +161,7 @@ def _schema(records: Sequence[Record]) -> Any:
             ("status", pa.string()),
             ("task", pa.string()),
             ("uid", pa.string()),
+            ("row", pa.int64()),
             ("group", pa.int32()),
             ("prompt", pa.string()),
             ("messages", messages),

@@ -15,6 +15,8 @@ from grpocli.models.lora import trained_share
 from grpocli.progress import Progress, Watch
 from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob, connected
+from grpocli.tasks import problem_scores
+from grpocli.tasks.curriculum import Curriculum
 from grpocli.tasks.mixture import error_limits_of, errors_below
 from grpocli.tasks.prompt_source import accuracy_rewards_of
 from grpocli.tracking.sessions import run_id
@@ -60,7 +62,7 @@ def build_trainer(
     engine = _engine(run, job, policy, data, world, stop, recover)
     sampler = _sampler(run, world, engine, data)
     watch = Watch(recorder.progress_of("rollout"))
-    collector = make_collector(run, sampler, data.draw, state.draws, loaded.leftover, watch)
+    collector = make_collector(run, sampler, data.draw, state.draws, loaded.leftover, watch, data.curriculum)
     trainer = Trainer(
         run=run,
         world=world,
@@ -69,7 +71,7 @@ def build_trainer(
         tokenizer=data.tokenizer,
         engine=engine,
         collector=collector,
-        prefetcher=_prefetcher(run, collector, world, state.step, checkpoint_path),
+        prefetcher=_prefetcher(run, collector, data, world, state.step, checkpoint_path),
         updater=loaded.updater,
         update_checks=UpdateChecks(run, recorder.run_dir, policy, world),
         evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.requested_cached)),
@@ -114,6 +116,8 @@ def _load(
             else checkpoint.State(run=run_id(recorder.run_dir))
         )
         leftover = _leftover(run, data, checkpoint_path)
+        problems = problem_scores.load(checkpoint_path) if checkpoint_path else {}
+        data.curriculum.restore(problems, data.drawn(state.draws))
         updater = load_updater(run, job, world, checkpoint_path, state.updates, recorder.progress_of("train"))
     recorder.seconds_before = state.seconds
     policy, reference = updater.policy, updater.reference
@@ -223,7 +227,13 @@ def load_reference(run: Run, job: EngineJob, policy: Policy, checkpoint_path: Pa
 
 
 def make_collector(
-    run: Run, sampler: Sampler, draw: Callable[[int], Prompt], draws: int, leftover: list[Group], watch: Watch
+    run: Run,
+    sampler: Sampler,
+    draw: Callable[[int], Prompt],
+    draws: int,
+    leftover: list[Group],
+    watch: Watch,
+    curriculum: Curriculum | None = None,
 ) -> Collector:
     """The collector of a run after `draws` prompts. draw: the prompt of a draw number."""
     algorithm: Algorithm = run.algorithm
@@ -240,6 +250,7 @@ def make_collector(
         draws=draws,
         leftover=leftover,
         keeps_untrained=sampler.world.is_main,
+        curriculum=curriculum or Curriculum(),
         watch=watch,
     )
 
@@ -249,16 +260,19 @@ def _leftover(run: Run, data: PromptSource, checkpoint_path: Path | None) -> lis
         return []
     rollout = run.rollout
     return saved_rollouts.load_leftover(
-        checkpoint_path, data.draw, rollout.group_size, run.reward, rollout.prompts_per_step
+        checkpoint_path, data.redraw, rollout.group_size, run.reward, rollout.prompts_per_step
     )
 
 
-def _prefetcher(run: Run, collector: Collector, world: World, step: int, checkpoint_path: Path | None) -> Prefetcher:
+def _prefetcher(
+    run: Run, collector: Collector, data: PromptSource, world: World, step: int, checkpoint_path: Path | None
+) -> Prefetcher:
     """The prefetcher after a step, with the batches that the checkpoint has for the next steps."""
     ready: list[RolloutBatch] = []
     if checkpoint_path:
         with restoring(checkpoint_path):
-            ready = saved_rollouts.load_prefetched(checkpoint_path, collector, wanted=run.rollout.max_staleness > 0)
+            wanted = run.rollout.max_staleness > 0
+            ready = saved_rollouts.load_prefetched(checkpoint_path, collector, data.redraw, wanted)
     return Prefetcher(collector, world, run.rollout, run.train.steps, step, ready)
 
 

@@ -11,9 +11,9 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from grpocli.distributed import sharded_safetensors as shards
 from grpocli.files import atomic_folder, full_disk_as_oserror, regular
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
+from grpocli.tasks import problem_scores
 from grpocli.training import checksums, saved_rollouts
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from grpocli.distributed.world import World
+    from grpocli.tasks.problem_scores import TaskProblems
     from grpocli.training.collector import RolloutBatch
     from grpocli.training.policy import Policy, Reference
     from grpocli.types import Group
@@ -76,7 +78,7 @@ class Contents:
     """The contents of a checkpoint beside `State`.
 
     reference: None unless it changes in training. leftover: groups that the next step trains on first. prefetched:
-    batches of the next steps.
+    batches of the next steps. problems: the scores of each task's problems.
     """
 
     policy: Policy
@@ -85,6 +87,7 @@ class Contents:
     reference: Reference | None = None
     leftover: Sequence[Group] = ()
     prefetched: Sequence[RolloutBatch] = ()
+    problems: Mapping[str, TaskProblems] = field(default_factory=dict)
 
 
 def save(path: Path, state: State, contents: Contents, world: World, progress: Progress = unreported) -> None:
@@ -110,6 +113,7 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
             contents.tokenizer.save_pretrained(folder)
             saved_rollouts.save_leftover(contents.leftover, folder)
             saved_rollouts.save_prefetched(contents.prefetched, folder)
+            problem_scores.save(contents.problems, folder)
             (folder / STATE).write_text(json.dumps(asdict(state) | {CHECKSUMS: checksums.INDEX}, indent=2))
         progress(0, 0, "checksums")
         checksums.write(folder, world)

@@ -6,7 +6,7 @@ import atexit
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from os import _exit as exit_at_once  # imported early: while a user's code runs, os._exit refuses
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.progress import Progress
     from grpocli.tracking.run_dir import RunDir
-    from grpocli.training.collector import RolloutBatch
     from grpocli.training.policy import Policy, Reference
-    from grpocli.types import Group
+    from grpocli.training.prefetch import PrefetchState
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +103,19 @@ class Checkpointer:
     progress: Progress
     writer: BackgroundWriter
 
-    def save(self, state: checkpoint.State, leftover: Sequence[Group], prefetched: Sequence[RolloutBatch]) -> None:
-        """Start to save. The policy, optimizer and reference must not change until `wait` returns."""
+    def save(self, state: checkpoint.State, prefetched: PrefetchState) -> None:
+        """Start to save. The policy, optimizer and reference must not change until `wait` returns.
+
+        prefetched: the rollouts and scores that the next steps begin with.
+        """
         contents = checkpoint.Contents(
-            self.policy, self.optimizer, self.tokenizer, self.reference, tuple(leftover), tuple(prefetched)
+            policy=self.policy,
+            optimizer=self.optimizer,
+            tokenizer=self.tokenizer,
+            reference=self.reference,
+            leftover=tuple(prefetched.leftover),
+            prefetched=prefetched.ready,
+            problems=prefetched.problems,
         )
         path = self.run_dir.checkpoint(state.step)
         self.writer.start(

@@ -20,6 +20,7 @@ from grpocli.rewards.scorer import StreamingScorer
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.rollout.sampling import derive_seed
+from grpocli.tasks.curriculum import Curriculum, Outcome, outcomes_of
 from grpocli.tracking.rollouts import Record
 from grpocli.types import Completion, Group, Prompt, Request, Rollout, Row, Sampling, Status
 
@@ -223,6 +224,7 @@ class SamplingState:
     kept: list[Group] = field(default_factory=list)
     filtered: list[Group] = field(default_factory=list)
     score_stats: ScoreStats = field(default_factory=ScoreStats)
+    outcomes: list[Outcome] = field(default_factory=list)
     rounds: int = 0
 
 
@@ -230,10 +232,12 @@ class SamplingState:
 class Collector:
     """Draws prompts, has them sampled and scored, and keeps the groups that the algorithm wants.
 
-    draw: the prompt of a draw number. accuracy_rewards: the name of each task's accuracy reward. draws: the number of
-    prompts drawn. leftover: groups that the last step kept but did not need; the next step trains on them first. Both
-    are saved. keeps_untrained: whether `RolloutBatch.untrained` is filled, with at most MAX_REFILL times `max_rounds`
-    steps' worth of groups. watch: gets the progress of a step's sampling.
+    draw: the prompt of a draw number. curriculum: gets the outcomes of a step when it is collected, and may decide what
+    `draw` gives in the next one. accuracy_rewards: the name of each task's accuracy reward. draws, collected: the
+    numbers of prompts drawn and of steps collected. leftover: groups that the last step kept but did not need; the next
+    step trains on them first. draws, leftover and the curriculum are saved. keeps_untrained: whether
+    `RolloutBatch.untrained` is filled, with at most MAX_REFILL times `max_rounds` steps' worth of groups. watch: gets
+    the progress of a step's sampling.
     """
 
     sampler: Sampler
@@ -248,6 +252,8 @@ class Collector:
     leftover: list[Group] = field(default_factory=list)
     accuracy_rewards: Mapping[str, str] = field(default_factory=dict)
     keeps_untrained: bool = True
+    curriculum: Curriculum = field(default_factory=Curriculum)
+    collected: int = 0
     watch: Watch = UNWATCHED
 
     def collect(self) -> RolloutBatch:
@@ -255,11 +261,12 @@ class Collector:
 
         An error leaves the state unchanged.
         """
-        before = self.draws, self.leftover
+        before, positions = (self.draws, self.leftover), self.curriculum.begin_step(self.collected)
         try:
             return self._collect()
         except BaseException:
             self.draws, self.leftover = before
+            self.curriculum.go_back(positions)
             raise
 
     def advantages(self, groups: Sequence[Group]) -> Tensor:
@@ -281,13 +288,16 @@ class Collector:
                 f"algorithm.keep.max_rounds={sampled.rounds}: only {len(wanted)} of {self.prompts_per_step} prompts "
                 "had completions of different reward; raise it, or choose easier or harder prompts"
             )
+        metrics = self._metrics(sampled, wanted, len(leftover))
+        self.collected += 1
+        self.curriculum.end_step(self.collected, sampled.outcomes)
         untrained = [(Status.FILTERED, group) for group in sampled.filtered]
         untrained += [(Status.LEFTOVER, group) for group in self.leftover]
         untrained += [(Status.SURPLUS, group) for group in surplus[len(self.leftover) :]]
         return RolloutBatch(
             wanted,
-            self._metrics(sampled, wanted, len(leftover)),
-            warnings=self.sampler.scorer.warnings(sampled.score_stats),
+            metrics | self.curriculum.metrics(),
+            warnings={**self.sampler.scorer.warnings(sampled.score_stats), **self.curriculum.warnings()},
             untrained=untrained if self.keeps_untrained else [],
             leftover_uids=frozenset(group.uid for group in leftover),
         )
@@ -320,6 +330,7 @@ class Collector:
             sampled.score_stats = sampled.score_stats.add_round(score_stats)
             self.sampler.scorer.check_errors(sampled.score_stats, self.prompts_per_step * self.group_size)
             stats = RolloutStats.of(groups, list(self.reward_weights))
+            sampled.outcomes += self._outcomes(groups, stats)
             kept_P = self.algorithm.kept(stats.rewards, self.reward_weights, self._accuracy(stats.tasks))
             for group, keep in zip(groups, kept_P.tolist(), strict=True):
                 if keep:
@@ -329,6 +340,15 @@ class Collector:
             sampled.stats = sampled.stats + stats if sampled.stats else stats
             sampled.rounds += 1
         return sampled
+
+    def _outcomes(self, groups: Sequence[Group], stats: RolloutStats) -> list[Outcome]:
+        """The outcomes of the groups of tasks that have an accuracy reward."""
+        names = [self.accuracy_rewards.get(task) for task in stats.tasks]
+        rewards = {name: values.tolist() for name, values in stats.rewards.items() if name in names}
+        known = [
+            (group.prompt, rewards[name][p]) for p, (group, name) in enumerate(zip(groups, names, strict=True)) if name
+        ]
+        return outcomes_of([prompt for prompt, _ in known], [scores for _, scores in known])
 
     def _refill(self, missing: int, sampled: SamplingState) -> int:
         """The number of prompts that are likely to give `missing` groups, by the share of groups kept in this step."""

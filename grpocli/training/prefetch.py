@@ -28,10 +28,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -42,6 +42,7 @@ from grpocli.types import Status
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts
     from grpocli.distributed.world import World
+    from grpocli.tasks.problem_scores import TaskProblems
     from grpocli.training.collector import Collector, RolloutBatch
     from grpocli.types import Group
 
@@ -101,12 +102,17 @@ class MainThreadCall:
 class PrefetchState:
     """The saved state of a prefetcher.
 
-    ready: batches of the next steps. draws, leftover: the collector's state after them.
+    ready: batches of the next steps. draws, leftover, problems: the collector's state after them.
     """
 
     draws: int
     leftover: list[Group]
+    problems: Mapping[str, TaskProblems] = field(default_factory=dict)
     ready: tuple[RolloutBatch, ...] = ()
+
+
+def _state(collector: Collector) -> PrefetchState:
+    return PrefetchState(collector.draws, collector.leftover, collector.curriculum.state())
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +153,8 @@ class Prefetcher:
         self._ready = deque(ready)
         self._requested = self._started = self._collected = done + len(ready)
         self._pause_after = self._stop_after = math.inf
-        self._collector_state = collector.draws, collector.leftover
+        collector.collected = self._collected
+        self._collector_state = _state(collector) if self.max_staleness else None
         self._call: MainThreadCall | None = None
         self._error: BaseException | None = None
         self._error_raised = self._closing = False
@@ -160,9 +167,7 @@ class Prefetcher:
     def state(self) -> PrefetchState:
         """The batches that are ready, and the collector's state after them. A step being collected is not included."""
         with self._changed:
-            collector = self.collector
-            draws, leftover = self._collector_state if self.max_staleness else (collector.draws, collector.leftover)
-            return PrefetchState(draws, leftover, tuple(self._ready))
+            return replace(self._collector_state or _state(self.collector), ready=tuple(self._ready))
 
     def rollouts(self, step: int) -> RolloutBatch:
         """The rollouts of a step, without groups older than `max_staleness`; requests the steps after it too.
@@ -309,11 +314,11 @@ class Prefetcher:
         try:
             with self._channel():
                 while self._next_step():
-                    batch = self._collect()
+                    batch, state = self._collect(), _state(self.collector)
                     with self._changed:
                         self._ready.append(batch)
                         self._collected += 1
-                        self._collector_state = self.collector.draws, self.collector.leftover
+                        self._collector_state = state
                         self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 - the main thread raises it
             with self._changed:

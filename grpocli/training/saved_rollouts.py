@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -24,15 +24,20 @@ logger = logging.getLogger(__name__)
 LEFTOVER_FILE = "carried.pt"
 PREFETCHED_FILE = "ahead.pt"
 
+Redraw: TypeAlias = Callable[[int, int | None], Prompt | None]
+"""The prompt of an earlier draw, by its number and its row; None if the task has no such row."""
+
 
 def save_leftover(groups: Sequence[Group], folder: Path) -> None:
-    """Write leftover groups. The prompt's text and columns are left out: its draw number, the uid, restores them."""
+    """Write leftover groups. The prompt's text and columns are left out: its draw number, the uid, and its row restore
+    them.
+    """
     if groups:
         torch.save([_group(group) for group in groups], folder / LEFTOVER_FILE)
 
 
 def load_leftover(
-    folder: Path, draw: Callable[[int], Prompt], group_size: int, rewards: Iterable[str], max_groups: int
+    folder: Path, redraw: Redraw, group_size: int, rewards: Iterable[str], max_groups: int
 ) -> list[Group]:
     """The groups of `save_leftover`, equal to the bit; at most `max_groups`, so that the next step uses all of them.
 
@@ -43,7 +48,9 @@ def load_leftover(
         return []
     saved = torch.load(folder / LEFTOVER_FILE, weights_only=True)
     names = set(rewards)
-    groups = [group for saved_group in saved if (group := _restored(saved_group, draw, group_size, names))][:max_groups]
+    groups = [group for saved_group in saved if (group := _restored(saved_group, redraw, group_size, names))][
+        :max_groups
+    ]
     if len(groups) < len(saved):
         logger.warning("%d of %d leftover groups do not fit the changed config", len(saved) - len(groups), len(saved))
     return groups
@@ -55,7 +62,7 @@ def save_prefetched(batches: Sequence[RolloutBatch], folder: Path) -> None:
         torch.save([_batch(batch) for batch in batches], folder / PREFETCHED_FILE)
 
 
-def load_prefetched(folder: Path, collector: Collector, wanted: bool) -> list[RolloutBatch]:
+def load_prefetched(folder: Path, collector: Collector, redraw: Redraw, wanted: bool) -> list[RolloutBatch]:
     """The batches of `save_prefetched`, equal to the bit.
 
     Empty, with a warning in the log, if they do not fit a config changed by a resume (see `load_leftover`), or if the
@@ -64,7 +71,7 @@ def load_prefetched(folder: Path, collector: Collector, wanted: bool) -> list[Ro
     if not (folder / PREFETCHED_FILE).is_file():
         return []
     saved = torch.load(folder / PREFETCHED_FILE, weights_only=True)
-    batches = [batch for saved_batch in saved if (batch := _restored_batch(saved_batch, collector))]
+    batches = [batch for saved_batch in saved if (batch := _restored_batch(saved_batch, collector, redraw))]
     if wanted and len(batches) == len(saved):
         return batches
     logger.warning("the rollouts of %d steps collected ahead do not fit the changed config", len(saved))
@@ -80,14 +87,14 @@ def _batch(batch: RolloutBatch) -> dict[str, Any]:
     }
 
 
-def _restored_batch(saved: dict[str, Any], collector: Collector) -> RolloutBatch | None:
+def _restored_batch(saved: dict[str, Any], collector: Collector, redraw: Redraw) -> RolloutBatch | None:
     """The batch; None if a group to train on does not fit the config.
 
     `untrained` does not count: only the main process has it, and all processes must decide alike.
     """
 
     def restored(group: dict[str, Any]) -> Group | None:
-        return _restored(group, collector.draw, collector.group_size, set(collector.reward_weights))
+        return _restored(group, redraw, collector.group_size, set(collector.reward_weights))
 
     groups = [group for saved_group in saved["groups"] if (group := restored(saved_group))]
     if len(groups) < len(saved["groups"]):
@@ -104,8 +111,10 @@ def _restored_batch(saved: dict[str, Any], collector: Collector) -> RolloutBatch
     )
 
 
-def _restored(saved: dict[str, Any], draw: Callable[[int], Prompt], size: int, names: set[str]) -> Group | None:
-    prompt = draw(int(saved["draw"]))
+def _restored(saved: dict[str, Any], redraw: Redraw, size: int, names: set[str]) -> Group | None:
+    prompt = redraw(int(saved["draw"]), saved.get("row"))  # earlier versions saved no row
+    if prompt is None:
+        return None
     rollouts = [_rollout(prompt, r) for r in saved["rollouts"]]
     same_prompt = prompt.token_ids == saved["prompt_ids"].tolist()
     fits = same_prompt and len(rollouts) == size and all(set(r.rewards) == names for r in rollouts)
@@ -119,6 +128,7 @@ def _group(group: Group) -> dict[str, Any]:
         rollout["logprobs"] = torch.tensor(rollout["logprobs"], dtype=torch.float64)
     return {
         "draw": int(group.uid),
+        "row": group.prompt.row,
         "prompt_ids": torch.tensor(group.prompt.token_ids, dtype=torch.int32),
         "rollouts": rollouts,
     }

@@ -161,7 +161,7 @@ class Trainer:
         prefetched = self.prefetcher.state
         self.state = replace(self.state, draws=prefetched.draws, seconds=self.seconds)
         with self.timed("checkpoint"):
-            self.checkpointer.save(self.state, prefetched.leftover, prefetched.ready)
+            self.checkpointer.save(self.state, prefetched)
 
     # Evaluation
 

@@ -50,6 +50,7 @@ FIRST_ROW = {
     "status": "trained",
     "task": "sums",
     "uid": "a",
+    "row": None,
     "group": 0,
     "prompt": "1+2=",
     "messages": None,

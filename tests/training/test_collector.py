@@ -48,6 +48,10 @@ def prompt(number: int) -> Prompt:
     return Prompt(str(number), [1], "p")
 
 
+def redraw(number: int, row: int | None) -> Prompt:
+    return prompt(number)
+
+
 def collector(rewards: Sequence[tuple[float, ...]], *overrides: str) -> tuple[Collector, Scripted]:
     sampler = Scripted(rewards)
     made = Collector(
@@ -154,8 +158,8 @@ def test_leftover_groups_survive_a_checkpoint(tmp_path: Path) -> None:
     made.collect()
     assert made.leftover
     saved_rollouts.save_leftover(made.leftover, tmp_path)
-    assert repr(saved_rollouts.load_leftover(tmp_path, prompt, 3, ["r"], max_groups=9)) == repr(made.leftover)
-    assert saved_rollouts.load_leftover(tmp_path / "elsewhere", prompt, 3, ["r"], max_groups=9) == []
+    assert repr(saved_rollouts.load_leftover(tmp_path, redraw, 3, ["r"], max_groups=9)) == repr(made.leftover)
+    assert saved_rollouts.load_leftover(tmp_path / "elsewhere", redraw, 3, ["r"], max_groups=9) == []
 
 
 def test_leftover_groups_that_do_not_fit_a_changed_config_are_left_out(
@@ -166,15 +170,15 @@ def test_leftover_groups_that_do_not_fit_a_changed_config_are_left_out(
     assert len(made.leftover) == 3
     saved_rollouts.save_leftover(made.leftover, tmp_path)
 
-    def other_prompt(number: int) -> Prompt:
+    def other_prompt(number: int, row: int | None) -> Prompt:
         return Prompt(str(number), [2], "another seed")
 
-    assert saved_rollouts.load_leftover(tmp_path, prompt, 2, ["r"], max_groups=3) == made.leftover
+    assert saved_rollouts.load_leftover(tmp_path, redraw, 2, ["r"], max_groups=3) == made.leftover
     assert caplog.text == ""
-    assert saved_rollouts.load_leftover(tmp_path, prompt, 2, ["r"], max_groups=1) == made.leftover[:1]
+    assert saved_rollouts.load_leftover(tmp_path, redraw, 2, ["r"], max_groups=1) == made.leftover[:1]
     assert "2 of 3 leftover groups do not fit" in caplog.text
-    assert saved_rollouts.load_leftover(tmp_path, prompt, 4, ["r"], max_groups=3) == []
-    assert saved_rollouts.load_leftover(tmp_path, prompt, 2, ["r", "format"], max_groups=3) == []
+    assert saved_rollouts.load_leftover(tmp_path, redraw, 4, ["r"], max_groups=3) == []
+    assert saved_rollouts.load_leftover(tmp_path, redraw, 2, ["r", "format"], max_groups=3) == []
     assert saved_rollouts.load_leftover(tmp_path, other_prompt, 2, ["r"], max_groups=3) == []
 
 
@@ -189,7 +193,7 @@ def test_a_damaged_leftover_completion_is_refused(damage: dict[str, torch.Tensor
     saved[0]["rollouts"][0] |= damage
     torch.save(saved, tmp_path / saved_rollouts.LEFTOVER_FILE)
     with pytest.raises(ValueError, match="finite log-prob"):
-        saved_rollouts.load_leftover(tmp_path, prompt, 2, ["r"], max_groups=3)
+        saved_rollouts.load_leftover(tmp_path, redraw, 2, ["r"], max_groups=3)
 
 
 @pytest.mark.slow

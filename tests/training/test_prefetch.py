@@ -92,6 +92,10 @@ def collector(sampler: Sampler, *overrides: str) -> Collector:
     )
 
 
+def redraw(number: int, row: int | None) -> Prompt:
+    return Prompt(str(number), [1], "p")
+
+
 @contextmanager
 def ahead(
     made: Collector, staleness: int = 1, steps: int = 99, in_flight: bool = False, **more: Any
@@ -438,8 +442,8 @@ def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) 
     sampler.allow(999)
     again = collector(sampler, *overrides)
     again.draws = progress.draws
-    again.leftover = saved_rollouts.load_leftover(tmp_path, again.draw, 2, ["r"], max_groups=2)
-    ready = saved_rollouts.load_prefetched(tmp_path, again, wanted=True)
+    again.leftover = saved_rollouts.load_leftover(tmp_path, redraw, 2, ["r"], max_groups=2)
+    ready = saved_rollouts.load_prefetched(tmp_path, again, redraw, wanted=True)
     assert len(ready) == 1
     with ahead(again, steps=8, done=4, ready=ready) as one:
         halves += steps(one, sampler, 5, 8)
@@ -462,7 +466,7 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
 
     def load(size: int = 2, wanted: bool = True) -> list[RolloutBatch]:
         made.group_size = size
-        return saved_rollouts.load_prefetched(tmp_path, made, wanted)
+        return saved_rollouts.load_prefetched(tmp_path, made, redraw, wanted)
 
     assert repr(load()) == repr([step])
     assert caplog.text == ""
@@ -482,7 +486,7 @@ def test_discarded_groups_that_do_not_fit_do_not_drop_a_step(tmp_path: Path, cap
     saved_rollouts.save_prefetched([step], tmp_path)
     for is_main in (True, False):
         made.keeps_untrained = is_main
-        (found,) = saved_rollouts.load_prefetched(tmp_path, made, wanted=True)
+        (found,) = saved_rollouts.load_prefetched(tmp_path, made, redraw, wanted=True)
         assert (found.groups, found.untrained) == ([kept], [])
     assert caplog.text.count("1 of 1 groups of a rollout file do not fit") == 1
 
@@ -494,7 +498,7 @@ def test_steps_of_an_older_weight_version_are_read(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / saved_rollouts.PREFETCHED_FILE, weights_only=True)
     older = [{name: step[name] for name in ("groups", "metrics")} for step in saved]
     torch.save(older, tmp_path / saved_rollouts.PREFETCHED_FILE)
-    (step,) = saved_rollouts.load_prefetched(tmp_path, made, wanted=True)
+    (step,) = saved_rollouts.load_prefetched(tmp_path, made, redraw, wanted=True)
     assert (step.groups, step.untrained) == ([group], [])
 
 

@@ -1,0 +1,297 @@
+"""task.order and task.no_resampling_pass_rate: which problem is drawn next, by the scores of all problems so far.
+
+The scores of a step become known when all of its completions are scored. The next step's draws use them, also when that
+step is collected ahead: steps are collected one after the other. So a draw depends only on the seed, the number of the
+draw and the scores of earlier steps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpocli.errors import ConfigError
+from grpocli.tasks.problem_scores import Position, ProblemScores, Rows, TaskProblems
+from grpocli.types import Prompt
+
+UNKNOWN = 0.5
+"""The pass rate of a problem without a score: in the middle, between problems that are known to be easy and hard."""
+TRIES = 10_000
+"""Consecutive rows that may be too long or held out, at most."""
+DIGITS = re.compile(r"(\d+)", re.ASCII)
+
+
+class Blocks(Protocol):
+    """The training problems of a task, in blocks that are drawn one after the other.
+
+    Data that is read whole is one block; a stream has one for each `task.shuffle_buffer` rows. block: rows of a block.
+    """
+
+    @property
+    def block(self) -> int: ...
+
+    def rows(self, epoch: int, start: int, shuffled: bool) -> Rows:
+        """The rows of the block that begins at `start`, in their order in an epoch; empty after the end of the data."""
+        ...
+
+    def problem(self, row: int, uid: str) -> Prompt | None:
+        """The prompt of a row; None if it is too long or held out, or there is no such row."""
+        ...
+
+    def values(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
+        """{row: (its value in a column, the name of the row in errors)} of a block. Raises ConfigError without it."""
+        ...
+
+    def position(self, nth: int) -> Position:
+        """The position of the shuffled order before its nth draw."""
+        ...
+
+    def unusable(self) -> ConfigError:
+        """The error for data without a usable row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OrderKeys:
+    """The keys of a task's order, as `BaseTask` documents them."""
+
+    order: str = "shuffled"
+    difficulty_column: str | None = None
+    no_resampling_pass_rate: float | None = None
+
+    @classmethod
+    def of(cls, task: object) -> OrderKeys:
+        """The keys of a task, which a task of a user may lack."""
+        return cls(**{name: getattr(task, name) for name in cls.__slots__ if hasattr(task, name)})
+
+    @property
+    def uses_pass_rates(self) -> bool:
+        """Whether draws depend on the scores of problems."""
+        by_score = self.order == "difficulty" and self.difficulty_column is None
+        return by_score or self.no_resampling_pass_rate is not None
+
+    def counts(self, streaming: bool) -> bool:
+        """Whether the problem of a draw follows from the draw's number alone."""
+        # a stream in the order of the file skips unusable rows, so a row's place depends on the rows before it
+        return not self.uses_pass_rates and self.order != "difficulty" and not (self.order == "file" and streaming)
+
+
+@dataclass(slots=True)
+class ProblemOrder:
+    """Draws the problems of one task whose order depends on more than the draw's number.
+
+    An epoch has each problem once, but resting ones. step: the last one whose scores are known.
+    """
+
+    blocks: Blocks
+    keys: OrderKeys
+    scores: ProblemScores
+    step: int = 0
+    woken: bool = False
+    rates: list[float] = field(default_factory=list)
+    _epoch: int = 0
+    _start: int = 0
+    _taken: list[int] = field(default_factory=list)
+    _woke: int = 0
+    _next: deque[int] | None = None
+
+    def begin_step(self, collected: int) -> None:
+        """From now on draws use the scores of the steps collected so far."""
+        self.step, self._next, self.woken, self.rates = collected, None, False, []
+
+    def draw(self, uid: str) -> Prompt:
+        """The prompt of the next problem. Raises ConfigError if no row of the data is usable."""
+        first, rested, tries = self._epoch, False, 0
+        while True:
+            if self._next is None:
+                rested |= self._fill()
+            if row := self._taken_next():
+                if prompt := self.blocks.problem(row[0], uid):
+                    self._note(row[0])
+                    return prompt
+                if (tries := tries + 1) >= TRIES:
+                    raise self.blocks.unusable()
+                continue
+            self._advance()
+            if self._epoch > first + 1:  # a whole epoch without a problem
+                if not rested:
+                    raise self.blocks.unusable()
+                first, rested, self._woke, self.woken = self._epoch, False, self.step, True
+
+    def _taken_next(self) -> tuple[int] | None:
+        if not self._next:
+            return None
+        row = self._next.popleft()
+        self._taken.append(row)
+        return (row,)
+
+    def _note(self, row: int) -> None:
+        if (rate := self.scores.pass_rate(row)) is not None:
+            self.rates.append(rate)
+
+    def _fill(self) -> bool:
+        """Order the rest of the block by the known scores. Returns whether a problem of it rests."""
+        rows = self.blocks.rows(self._epoch, self._start, self.keys.order != "file")
+        if self._taken:
+            rows = rows[~np.isin(rows, np.array(self._taken, np.int64))]
+        resting = self._resting(rows)
+        rows = rows[~resting]
+        if self.keys.order == "difficulty":
+            rows = rows[np.argsort(self._difficulties(rows), kind="stable")]
+        self._next = deque(rows.tolist())
+        return bool(resting.any())
+
+    def _advance(self) -> None:
+        """Go on to the next block, or to the next epoch."""
+        self._start, self._taken, self._next = self._start + self.blocks.block, [], None
+        if not len(self.blocks.rows(self._epoch, self._start, False)):
+            self._epoch, self._start = self._epoch + 1, 0
+
+    def _difficulties(self, rows: Rows) -> NDArray[np.float64]:
+        column = self.keys.difficulty_column
+        if column is None:
+            return -self.scores.pass_rates(rows, UNKNOWN)
+        ranks = difficulty_ranks(self.blocks.values(self._start, column.removeprefix("-")), column)
+        return np.array([ranks[row] for row in rows.tolist()], np.float64)
+
+    def _resting(self, rows: Rows) -> NDArray[np.bool_]:
+        least = self.keys.no_resampling_pass_rate
+        return np.zeros(len(rows), bool) if least is None else self.scores.solved(rows, least, self._woke)
+
+    @property
+    def resting(self) -> int | None:
+        """The number of problems that rest; None without `no_resampling_pass_rate`."""
+        return None if self.keys.no_resampling_pass_rate is None else int(self._resting(self.scores.rows).sum())
+
+    @property
+    def position(self) -> Position:
+        return Position(self._epoch, self._start, np.array(self._taken, np.int64), self._woke)
+
+    @position.setter
+    def position(self, at: Position) -> None:
+        start = at.start - at.start % self.blocks.block  # a resume may have changed the size of a stream's blocks
+        self._epoch, self._start, self._taken, self._woke = at.epoch, start, at.taken.tolist(), at.woke
+        self._next = None
+
+
+def difficulty_ranks(values: Mapping[int, tuple[Any, str]], column: str) -> dict[int, float]:
+    """{row: rank} by the values of a column, the easiest first. A column with a leading `-` falls with difficulty.
+
+    Numbers, also as text, are compared as numbers; other text is compared as text, and the numbers in it as numbers
+    (`Level 2` comes before `Level 10`). Raises ConfigError for a missing value, or for numbers beside text.
+    """
+    sign = -1 if column.startswith("-") else 1
+    numbers = {row: _number(value) for row, (value, _) in values.items()}
+    lacking = [row for row, number in numbers.items() if number is None]
+    for row in lacking:
+        value, where = values[row]
+        if len(lacking) < len(values) or not isinstance(value, str) or not value:
+            problem = f"{where} has {value!r:.60} there; it must hold a number in every row, or a text in every row"
+            raise ConfigError(problem, key="task.difficulty_column", value=column)
+    if not lacking:
+        return {row: sign * number for row, number in numbers.items() if number is not None}
+    keys = {row: _natural(str(value)) for row, (value, _) in values.items()}
+    rank = {key: i for i, key in enumerate(sorted(set(keys.values())))}
+    return {row: sign * float(rank[key]) for row, key in keys.items()}
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value) if isinstance(value, int | float | str | np.number) else math.nan
+    except (ValueError, OverflowError):
+        return None
+    return None if math.isnan(number) else number
+
+
+def _natural(text: str) -> tuple[str | int, ...]:
+    """A key that compares runs of digits as numbers. Text and numbers alternate, so two keys can be compared."""
+    return tuple(int(part[:4000]) if i % 2 else part for i, part in enumerate(DIGITS.split(text)))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a sampled group. completions: those that could be scored; right: those of them that are right."""
+
+    task: str
+    row: int
+    completions: int
+    right: int
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """The scores of all problems of a run, by task, and the orders of the tasks that use them."""
+
+    scores: dict[str, ProblemScores] = field(default_factory=dict)
+    orders: dict[str, ProblemOrder] = field(default_factory=dict)
+
+    def begin_step(self, collected: int) -> dict[str, Position]:
+        """Let draws use the scores of the steps collected so far. Returns the positions, for `go_back`."""
+        for order in self.orders.values():
+            order.begin_step(collected)
+        return {name: order.position for name, order in self.orders.items()}
+
+    def go_back(self, positions: Mapping[str, Position]) -> None:
+        """Undo the draws since `begin_step`."""
+        for name, position in positions.items():
+            self.orders[name].position = position
+
+    def end_step(self, step: int, outcomes: Iterable[Outcome]) -> None:
+        """Make the scores of a step known."""
+        for one in outcomes:
+            if one.task in self.scores:
+                self.scores[one.task].add(one.row, one.completions, one.right, step)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step that ended last. `curriculum/pass_rate`: of the drawn problems, as known when they were drawn."""
+        resting = [order.resting for order in self.orders.values() if order.resting is not None]
+        rates = [rate for order in self.orders.values() for rate in order.rates]
+        return {
+            **({"curriculum/resting": float(sum(resting))} if resting else {}),
+            **({"curriculum/pass_rate": float(np.mean(rates))} if rates else {}),
+        }
+
+    def warnings(self) -> dict[str, str]:
+        """Sentences about tasks whose problems all rested in this step, by task."""
+        return {
+            f"curriculum/{name}": f"all problems of {name} rested: each reached no_resampling_pass_rate="
+            f"{order.keys.no_resampling_pass_rate:g}; they are drawn again"
+            for name, order in self.orders.items()
+            if order.woken
+        }
+
+    def state(self) -> dict[str, TaskProblems]:
+        """A copy of the scores and positions, for a checkpoint."""
+        return {
+            name: TaskProblems(scores.table, self.orders[name].position if name in self.orders else None)
+            for name, scores in self.scores.items()
+        }
+
+    def restore(self, saved: Mapping[str, TaskProblems], drawn: Mapping[str, int]) -> None:
+        """Continue with the saved scores.
+
+        drawn: the number of earlier draws of each task, which is the position of a task that has none saved: its order
+        was a function of the draw's number.
+        """
+        for name in self.scores:
+            self.scores[name] = ProblemScores.of(saved[name].table) if name in saved else ProblemScores()
+        for name, order in self.orders.items():
+            order.scores = self.scores[name]
+            order.position = (saved[name].position if name in saved else None) or order.blocks.position(drawn[name])
+
+
+def outcomes_of(prompts: Sequence[Prompt], accuracies: Sequence[Sequence[float]]) -> list[Outcome]:
+    """The outcomes of groups. accuracies: of each completion; NaN if it was not scored."""
+    found = []
+    for prompt, scores in zip(prompts, accuracies, strict=True):
+        if prompt.row is not None:
+            known = [score for score in scores if not math.isnan(score)]
+            found.append(Outcome(prompt.task, prompt.row, len(known), sum(score >= 1 for score in known)))
+    return found
