@@ -16,7 +16,7 @@ from grpocli.config.environment import raw_value
 from grpocli.errors import ConfigError
 from grpocli.launch.ready import check_ready
 from grpocli.launch.resume import Resume
-from grpocli.tracking.metrics import finished_steps
+from grpocli.tracking.metrics import ended_early, finished_steps, read_summary
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.text import clean
 
@@ -82,8 +82,13 @@ def _check(overrides: list[str], multirun: bool, resume: Resume | None) -> Run |
 def _finished(run_dir: RunDir, run: Run) -> str | None:
     """The message for a finished run; None for any other."""
     done = finished_steps(run_dir.summary)
-    if done is None or done < run.train.steps or not run_dir.model.is_dir():
+    if done is None or not run_dir.model.is_dir():
         return None
+    if done < run.train.steps:
+        stop_at = run.eval.stop_at
+        why = ended_early(read_summary(run_dir.summary), stop_at.metric, stop_at.threshold)
+        remedy = "a higher threshold, or eval.stop_at.metric=null with eval.stop_at.threshold=null, trains on"
+        return f"{run_dir.path} is finished after {done} of {run.train.steps} steps: {why}; {remedy}" if why else None
     return f"{run_dir.path} is finished after {done} steps; train.steps=N above {done} trains more"
 
 

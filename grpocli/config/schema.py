@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpocli.config.parts import Escaped, one_of, part, require, section
@@ -161,6 +162,36 @@ class Checkpoint:
         require(self, "keep", self.keep >= 0, "must be 0 (keep all) or more")
 
 
+@section("eval.stop_at")
+class StopAt:
+    """An accuracy on held-out problems that ends the run after the evaluation that reaches it."""
+
+    metric: str | None = None
+    """Name of the accuracy, without `eval/`: accuracy, accuracy_greedy, pass@K, maj@N, or TASK/ and one of these;
+    null: train all train.steps."""
+    threshold: float | None = None
+    """The run ends once the metric is at least this share, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        ok = self.threshold is None or 0 <= self.threshold <= 1
+        require(self, "threshold", ok, "must be a share between 0 and 1")
+        ok = self.threshold is None or self.metric is not None
+        require(self, "threshold", ok, "needs eval.stop_at.metric, such as accuracy; null: train all train.steps")
+        ok = self.metric is None or self.threshold is not None
+        require(self, "metric", ok, "needs eval.stop_at.threshold, the share at which the run ends")
+
+    @property
+    def name(self) -> str:
+        """The metric's name in metrics.jsonl; empty for none."""
+        return f"eval/{self.metric.removeprefix('eval/')}" if self.metric is not None else ""
+
+    def reached_by(self, results: Mapping[str, Any] | None) -> float | None:
+        """The metric of an evaluation that ends the run; None if it does not end it."""
+        value = (results or {}).get(self.name)
+        known = isinstance(value, int | float) and self.threshold is not None
+        return float(value) if known and value >= self.threshold else None  # type: ignore[arg-type, operator]
+
+
 @section("eval")
 class Eval:
     """Accuracy on held-out problems, at temperature 1 (mean over `samples` completions) and greedy."""
@@ -173,6 +204,8 @@ class Eval:
     """Number of completions of a problem at temperature 1."""
     reward: str | None = None
     """Name of the reward that measures accuracy; null: the first. A score of 1 or more is right."""
+    stop_at: StopAt = StopAt()
+    """An accuracy that ends the run."""
 
     def __post_init__(self) -> None:
         require(self, "every", self.every >= 0, "must be 0 (only before and after) or more")
@@ -182,6 +215,13 @@ class Eval:
     def n_problems(self, cpu: bool) -> int:
         """The number of problems. cpu: whether the model runs on a CPU."""
         return self.problems if self.problems is not None else 32 if cpu else 256
+
+    def accuracies(self, tasks: Sequence[str]) -> list[str]:
+        """The names of the accuracies of an evaluation, without `eval/`. tasks: the run's."""
+        powers = [2**i for i in range(1, self.samples.bit_length()) if 2**i < self.samples]
+        several = [*(f"pass@{k}" for k in [*powers, self.samples]), f"maj@{self.samples}"] if self.samples > 1 else []
+        names = ["accuracy", "accuracy_greedy", *several]
+        return names + [f"{task}/{name}" for task in (tasks if len(tasks) > 1 else ()) for name in names]
 
 
 @part("", "run_schema")

@@ -61,6 +61,8 @@ def _evaluation(run: Run) -> list[str]:
     of_each = f"{_count(tasks, 'task')} x " if tasks > 1 else ""
     each = f"{of_each}{_count(problems, 'problem')} x ({run.eval.samples} + 1 greedy)"
     whole = f"{each} = {tasks * problems * (run.eval.samples + 1):,} completions, before{every} and after"
+    if run.eval.stop_at.metric:
+        whole += f"; {run.eval.stop_at.name} of {run.eval.stop_at.threshold:g} ends the run"
     return [f"eval    {whole} (fewer: eval.problems={max(1, problems // 4)})"]
 
 

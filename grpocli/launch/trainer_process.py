@@ -164,7 +164,7 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
 
     main, recorder, card = trainer.world.is_main, trainer.recorder, ""
     if main:
-        summary = summary_content(trainer, recorder, "done", "done", results)
+        summary = summary_content(trainer, recorder, "done", "done", results, _early(trainer))
         card = model_card(recorder.run_dir, job.engine.model_path, summary)
     recorder.stage("model")
     dtype = load_config(trainer.run.model, job.engine.model_path).dtype or torch.float32
@@ -184,8 +184,21 @@ def summarise(trainer: Trainer | None, recorder: Recorder, cause: str, kind: str
         write_summary(recorder.run_dir.summary, summary_content(trainer, recorder, cause, kind, {}))
 
 
+def _early(trainer: Trainer) -> dict[str, object] | None:
+    """The metric that ended a run before its last step; None for another run."""
+    stop_at, value = trainer.run.eval.stop_at, trainer.reached
+    if value is None or trainer.state.step >= trainer.run.train.steps:
+        return None
+    return {"metric": stop_at.name, "value": value, "threshold": stop_at.threshold}
+
+
 def summary_content(
-    trainer: Trainer | None, recorder: Recorder, cause: str, kind: str, results: dict[str, float]
+    trainer: Trainer | None,
+    recorder: Recorder,
+    cause: str,
+    kind: str,
+    results: dict[str, float],
+    early: dict[str, object] | None = None,
 ) -> dict[str, object]:
     """The content of summary.json."""
     from grpocli.tracking.metrics import summary_of
@@ -201,6 +214,7 @@ def summary_content(
         cause=cause,
         kind=kind,
         incomparable=why_incomparable(recorder.run_dir),
+        early=early,
     )
 
 

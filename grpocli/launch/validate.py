@@ -16,6 +16,7 @@ def check_run(run: Run) -> None:
     """Raise ConfigError for the first contradiction between keys."""
     _check_engine(run)
     _check_rewards(run)
+    _check_stop_at(run)
     _check_difficulty(run)
     _check_curriculum(run)
     _check_batch(run)
@@ -84,6 +85,22 @@ def _check_group_rewards(run: Run) -> None:
         if wanted is not None and wanted not in others:
             problem = f"choose one of {', '.join(others)}{nearest(wanted, others)}"
             raise ConfigError(problem, key=f"{reward.config_key}.reward", value=wanted)
+
+
+def _check_stop_at(run: Run) -> None:
+    from grpocli.tasks.mixture import tasks_of
+
+    stop_at = run.eval.stop_at
+    if stop_at.metric is None:
+        return
+    known = run.eval.accuracies(list(tasks_of(run.task)))
+    if (name := stop_at.metric.removeprefix("eval/")) not in known:
+        problem = f"choose one of {', '.join(known)}{nearest(name, known)}"
+        raise ConfigError(problem, key="eval.stop_at.metric", value=stop_at.metric)
+    for key, value in (("eval.every", run.eval.every), ("eval.problems", run.eval.problems)):
+        if value == 0:
+            problem = f"ends the run after an evaluation, but {key}=0 leaves none within the run: raise it"
+            raise ConfigError(problem, key="eval.stop_at.metric", value=stop_at.metric)
 
 
 def _check_difficulty(run: Run) -> None:

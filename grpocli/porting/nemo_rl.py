@@ -293,6 +293,18 @@ class NemoRl:
         else:
             self.port.set("eval.every", period, "grpo.val_period")
             self.port.set("eval.problems", self.get("grpo.max_val_samples"), "grpo.max_val_samples")
+            if (samples := "grpo.val_num_generations_per_prompt") in self.settings:
+                self.port.set("eval.samples", self.whole(samples), samples)
+            self._stop_at()
+
+    def _stop_at(self) -> None:
+        name, limit = "grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold"
+        metric = self.get(name)
+        if metric is None:
+            return
+        samples = self.whole("grpo.val_num_generations_per_prompt")
+        self.port.set("eval.stop_at.metric", f"pass@{samples}" if metric == "pass_k" else metric, name)
+        self.port.set("eval.stop_at.threshold", self.number(limit), limit)
 
     def _checkpoints(self) -> None:
         if self.get("checkpointing.enabled"):

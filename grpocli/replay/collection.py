@@ -53,7 +53,7 @@ class RolloutSource:
 
     @property
     def for_samples(self) -> Scorer:
-        """The scorer for completions without recorded scores: rewards that see the group need the scores of all others."""
+        """The scorer of completions without scores; rewards that see the group need the scores of all others."""
         rewards = self.scorer.rewards
         if len(rewards) < len(self.run.reward):
             rewards = {name: reward for name, reward in rewards.items() if not reward.sees_group}

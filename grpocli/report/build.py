@@ -22,7 +22,7 @@ from grpocli.report.page_data import PageData, RolloutSelection, RunView, Series
 from grpocli.report.rollout_sample import BUDGET, Prompts, RolloutSample
 from grpocli.report.several import differences, labels, natural, results
 from grpocli.report.token_texts import TokenTexts
-from grpocli.tracking.metrics import read_summary
+from grpocli.tracking.metrics import ended_early, read_summary
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import RunRow, find_runs, flatten, load_yaml
 from grpocli.tracking.text import one_line
@@ -116,7 +116,8 @@ class Builder:
         flat |= {"model.dtype": compute_dtype(row.path, flat)}
         found = warnings(curves, flat)
         steps = _int(flat.get("train.steps"))
-        state = state_of(row.path, summary, steps)
+        early = ended_early(summary, flat.get("eval.stop_at.metric"), flat.get("eval.stop_at.threshold"))
+        state = state_of(row.path, summary, steps, early)
         view = RunView(
             id=f"r{place}",
             name=names[0],
@@ -131,7 +132,7 @@ class Builder:
             overrides=[str(text) for text in config.get("overrides") or []],
             sessions=sessions(row.path),
             starts=session_starts(row.path),
-            notice=_notice(row.path, state, curves.steps[-1] if curves.steps else 0, steps, summary),
+            notice=_notice(row.path, state, curves.steps[-1] if curves.steps else 0, steps, summary, early),
             resume="" if state in ("running", "done") else f"grpocli train {shlex.quote(f'resume={row.path}')}",
             warnings=found,
             steps=curves.steps,
@@ -236,20 +237,25 @@ def _summary(run: Path, problems: list[str]) -> dict[str, Any]:
         return {}
 
 
-def state_of(run: Path, summary: Mapping[str, Any], steps: int) -> str:
-    """The state of a run that was asked for some steps, by its lock and the `exit` of its summary."""
+def state_of(run: Path, summary: Mapping[str, Any], steps: int, early: str = "") -> str:
+    """The state of a run that was asked for some steps, by its lock and the `exit` of its summary.
+
+    early: why it is finished before these steps; empty if it is not.
+    """
     if RunDir(run).is_running():
         return "running"
     cause, kind = summary.get("exit"), summary.get("exit_kind")
-    if cause is None or (cause == "done" and _int(summary.get("steps")) < steps):
+    if cause is None or (cause == "done" and not early and _int(summary.get("steps")) < steps):
         return "unfinished"  # killed: the first time, or after a resume that asked for more steps
     if kind in KINDS:
         return str(kind)
     return "done" if cause == "done" else "stopped" if STOPPED.fullmatch(str(cause)) else "failed"
 
 
-def _notice(run: Path, state: str, done: int, asked: int, summary: Mapping[str, Any]) -> str:
+def _notice(run: Path, state: str, done: int, asked: int, summary: Mapping[str, Any], early: str = "") -> str:
     """Why a run ended early, or that it has more steps than it was asked for."""
+    if state == "done" and early and done < asked:
+        return f"The run ended as asked after step {done:,} of {asked:,}: {early}."
     if state == "running" or (state == "done" and not 0 < asked < done):
         return ""
     if state == "done":

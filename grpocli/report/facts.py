@@ -202,7 +202,9 @@ def _evaluation(flat: Flat, summary: Mapping[str, Any]) -> str:
     count = "held-out problems" if problems is None else f"{problems} held-out problem{'s' if problems != 1 else ''}"
     when = f", every {every} steps" if every else ", before and after"
     samples = flat["eval.samples"]
-    return f"{count} × {samples} sample{'s' if samples != 1 else ''}{when}"
+    metric, share = flat.get("eval.stop_at.metric"), flat.get("eval.stop_at.threshold")
+    until = f"; {metric} ≥ {format_value(share)} ends the run" if metric else ""
+    return f"{count} × {samples} sample{'s' if samples != 1 else ''}{when}{until}"
 
 
 def _engine(run: Path, choices: Mapping[str, str], flat: Flat) -> str:

@@ -272,6 +272,9 @@ class LiveView(View):
         if done_steps:
             self.note(f"going on after step {done_steps}")
 
+    def ends_after(self, steps: int) -> None:
+        self.pace.total = steps
+
     def stage(self, text: str, fraction: float | None = None) -> None:
         self.current.begin(one_line(text), fraction)
 

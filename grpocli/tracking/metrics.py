@@ -124,6 +124,20 @@ def finished_steps(path: Path) -> int | None:
         return None
 
 
+def ended_early(summary: Mapping[str, Any], metric: Any, threshold: Any) -> str:
+    """Why a run is finished before its last step, such as `eval/accuracy is 0.94, at least ...`; empty if it is not.
+
+    metric, threshold: `eval.stop_at` of its config, which a resume may have changed since the summary.
+    """
+    early = summary.get("ended_early")
+    if not isinstance(early, Mapping) or not isinstance(metric, str):
+        return ""
+    name, value, limit = early.get("metric"), number(early.get("value")), number(threshold)
+    if name != f"eval/{metric.removeprefix('eval/')}" or value is None or limit is None or value < limit:
+        return ""
+    return f"{name} is {value:.3f}, at least eval.stop_at.threshold={limit:g}"
+
+
 def reserve_space(path: Path) -> None:
     """Reserve disk space for the summary at `path`, in case the disk fills up before the run ends."""
     write_atomic(path.with_name(RESERVE), os.urandom(RESERVE_BYTES))
@@ -145,13 +159,16 @@ def summary_of(
     cause: str,
     kind: str,
     incomparable: str = "",
+    early: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of summary.json.
 
-    cause: "done", or why the run ended early. kind: `done`, `stopped` or `failed`. incomparable: why `before` and
-    `after` cannot be compared.
+    cause: "done", or why the run did not finish. kind: `done`, `stopped` or `failed`. incomparable: why `before` and
+    `after` cannot be compared. early: the metric, its value and the threshold of `eval.stop_at` that ended the run.
     """
     summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1), "exit": cause, "exit_kind": kind}
+    if early:
+        summary["ended_early"] = dict(early)
     summary |= {f"{name}_before": value for name, value in before.items()}
     summary |= after
     if incomparable and before and after:

@@ -14,6 +14,7 @@ from grpocli.tracking.view import ShownCompletion, View
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpocli.config.schema import StopAt
     from grpocli.progress import Progress
     from grpocli.tracking.metrics import MetricsLog
     from grpocli.tracking.run_dir import RunDir
@@ -166,6 +167,14 @@ class Recorder:
         self.view.note(
             f"held-out accuracy after {step} steps: {results['eval/accuracy']:.3f} at temperature 1, "
             f"{results['eval/accuracy_greedy']:.3f} greedy"
+        )
+
+    def ends_early(self, stop_at: StopAt, value: float | None, step: int) -> None:
+        """Show that the run ends after `step`, because the metric of `eval.stop_at` has reached its threshold."""
+        self.view.ends_after(step)
+        known = f"{stop_at.name} is {value:.3f}" if value is not None else stop_at.name
+        self.view.note(
+            f"the run ends after step {step}: {known}, at least eval.stop_at.threshold={stop_at.threshold:g}"
         )
 
     def close(self) -> None:

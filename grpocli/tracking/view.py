@@ -131,6 +131,9 @@ class View:
     def resumed(self, done_steps: int) -> None:
         """Show how many steps were done in earlier sessions."""
 
+    def ends_after(self, steps: int) -> None:
+        """Count to this number of steps from now on: the run ends early."""
+
     def stage(self, text: str, fraction: float | None = None) -> None:
         """Begin a stage. fraction: the share of it that is done, from 0 to 1."""
 
@@ -224,6 +227,9 @@ class PlainView(View):
         self._pace.done = done_steps
         if done_steps:
             self._print(f"going on after step {done_steps}")
+
+    def ends_after(self, steps: int) -> None:
+        self._pace.total = steps
 
     def stage(self, text: str, fraction: float | None = None) -> None:
         stage = self._current.begin(text, fraction)

@@ -53,7 +53,8 @@ class State:
 
     step: steps done. draws: prompts drawn. updates: optimizer updates. seconds: time spent. before: the evaluation
     before training. num_tokens: of prompts and completions, in the steps done. unevaluated: whether the evaluation
-    after `step` was due and has not ended. run: `sessions.run_id`. Raises ValueError if a value is out of range.
+    after `step` was due and has not ended. evaluation: its results; None without one. run: `sessions.run_id`.
+    Raises ValueError if a value is out of range.
     """
 
     step: int = 0
@@ -63,13 +64,15 @@ class State:
     before: dict[str, float] | None = None
     num_tokens: int = 0
     unevaluated: bool = False
+    evaluation: dict[str, float] | None = None
     run: str = ""
 
     def __post_init__(self) -> None:
         counts = (self.step, self.draws, self.updates, self.num_tokens)
         fits = all(type(count) is int and count >= 0 for count in counts)
         fits = fits and isinstance(self.seconds, float | int) and 0 <= self.seconds < math.inf
-        if not (fits and isinstance(self.before, dict | None) and isinstance(self.unevaluated, bool)):
+        fits = fits and all(isinstance(results, dict | None) for results in (self.before, self.evaluation))
+        if not (fits and isinstance(self.unevaluated, bool)):
             raise ValueError(f"{STATE} holds a value that is out of range")
 
 

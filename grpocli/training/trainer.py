@@ -48,7 +48,7 @@ class Trainer:
     """Trains a policy: `train` is the loop, `step` one step of the papers' algorithm.
 
     state: the counters that a checkpoint saves. engine_version: the weight version that the engine has. metrics: of
-    this step.
+    this step. evaluated: the last evaluation of this session, and the step that it followed.
     """
 
     run: Run
@@ -69,16 +69,17 @@ class Trainer:
     engine_version: int = 0
     started: float = field(default_factory=time.monotonic)
     metrics: dict[str, Any] = field(default_factory=dict)
+    evaluated: tuple[int, dict[str, float]] | None = None
 
     def train(self) -> dict[str, float]:
-        """Train for `train.steps` steps and return the final evaluation.
+        """Train for `train.steps` steps, or until `eval.stop_at` is reached, and return the final evaluation.
 
         Raises Stopped, after a checkpoint, on a signal and when the engine or a scoring service is lost.
         """
         try:
             self.evaluate_at_start()
             self.raise_if_stopped()
-            while self.state.step < self.run.train.steps:
+            while self.state.step < self.run.train.steps and not self.ends_early():
                 self.step()
                 self.raise_if_stopped()
             return self.finish()
@@ -144,7 +145,8 @@ class Trainer:
         with self.timed("train"):
             self.metrics |= self.updater.train_step(rows, n_groups, step)
         self.update_checks(step, self.metrics)
-        self.state = replace(self.state, step=step, updates=self.updater.updates, num_tokens=self.metrics["num_tokens"])
+        updates, num_tokens = self.updater.updates, self.metrics["num_tokens"]
+        self.state = replace(self.state, step=step, updates=updates, num_tokens=num_tokens, evaluation=None)
         self.updater.move_reference(step)
 
     def log(self, batch: RolloutBatch, advantages_PG: Tensor, rows: Sequence[Row]) -> None:
@@ -168,13 +170,16 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Accuracy on held-out problems with the current weights; empty without problems. Collective.
 
+        Weights that this session has evaluated are not evaluated again.
         Raises Cancelled, in every process, when a stop is requested meanwhile.
         """
         if not self.evaluator.prompts:
             return {}
-        self.sync()
-        with self.timed("eval"):
-            return self.evaluator()
+        if self.evaluated is None or self.evaluated[0] != self.state.step:
+            self.sync()
+            with self.timed("eval"):
+                self.evaluated = self.state.step, self.evaluator()
+        return dict(self.evaluated[1])
 
     def evaluate_at_start(self) -> None:
         """Evaluate before the first step; after a resume, repeat the last step's evaluation if it did not end."""
@@ -182,9 +187,10 @@ class Trainer:
             self.state = replace(self.state, before=self.evaluate())
             self.recorder.evaluated(self.state.step, self.state.before or {})
         if self.state.unevaluated:
-            self.metrics |= self.evaluate()
+            results = self.evaluate()
+            self.metrics |= results
             self.recorder.amend(self.state.step, self.metrics)
-            self.state, self.metrics = replace(self.state, unevaluated=False), {}
+            self.state, self.metrics = replace(self.state, unevaluated=False, evaluation=results), {}
 
     def evaluate_if_due(self) -> None:
         """Evaluate every `eval.every` steps.
@@ -193,13 +199,27 @@ class Trainer:
         """
         if self.due(self.run.eval.every):
             self.state = replace(self.state, unevaluated=True)
-            self.metrics |= self.evaluate()
-            self.state = replace(self.state, unevaluated=False)
+            results = self.evaluate()
+            self.metrics |= results
+            self.state = replace(self.state, unevaluated=False, evaluation=results)
+
+    def ends_early(self) -> bool:
+        """Whether the evaluation after the last step, or before the first, has reached `eval.stop_at`. Collective."""
+        reached = self.reached is not None
+        return self.run.eval.stop_at.metric is not None and self.world.any(reached)
+
+    @property
+    def reached(self) -> float | None:
+        """The value of the metric of `eval.stop_at` that has reached its threshold; None if it has not."""
+        return self.run.eval.stop_at.reached_by(self.state.evaluation if self.state.step else self.state.before)
 
     def finish(self) -> dict[str, float]:
         """Make the final evaluation and the last checkpoint; return the evaluation."""
+        if self.state.step < self.run.train.steps:
+            self.recorder.ends_early(self.run.eval.stop_at, self.reached, self.state.step)
+            self.prefetcher.stop_after(self.next_step)
         results = self.evaluate()
-        if not self.due(self.run.checkpoint.every):
+        if not (self.state.step and self.due(self.run.checkpoint.every)):
             self.checkpoint()
         self.wait_for_checkpoint()
         self.recorder.evaluated(self.state.step, results)

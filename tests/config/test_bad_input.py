@@ -83,6 +83,22 @@ BAD = [
     ("engine=vllm engine.vllm_args.scheduling_policy=fcfs", "grpocli sets this itself"),
     ("train.minibatches=1000", "train.minibatches=1000: must be at most rollout.prompts_per_step"),
     ("train.micro_batch_tokens=8", "train.micro_batch_tokens=8: must be at least"),
+    ("eval.stop_at.metric=accuracy", "eval.stop_at.metric=accuracy: needs eval.stop_at.threshold"),
+    ("eval.stop_at.threshold=0.9", "eval.stop_at.threshold=0.9: needs eval.stop_at.metric, such as accuracy"),
+    ("eval.stop_at.metric=accuracy eval.stop_at.threshold=90", "threshold=90.0: must be a share between 0 and 1"),
+    (
+        "eval.stop_at.metric=acuracy eval.stop_at.threshold=0.9",
+        "eval.stop_at.metric=acuracy: choose one of accuracy, accuracy_greedy, pass@2, pass@4, maj@4; did",
+    ),
+    ("eval.every=5 eval.stop_at.metric=pass@8 eval.stop_at.threshold=0.9", "pass@4, maj@4; did you mean"),
+    (
+        "eval.stop_at.metric=accuracy eval.stop_at.threshold=0.9",
+        "eval.stop_at.metric=accuracy: ends the run after an evaluation, but eval.every=0 leaves none within the run",
+    ),
+    (
+        "eval.every=5 eval.problems=0 eval.stop_at.metric=eval/accuracy eval.stop_at.threshold=0.9",
+        "eval.stop_at.metric=eval/accuracy: ends the run after an evaluation, but eval.problems=0 leaves none",
+    ),
     (
         "reward=[length_penalty]",
         "reward=[length_penalty]: reward.length_penalty scores a group by its other rewards, so it cannot measure acc",

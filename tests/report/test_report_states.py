@@ -155,6 +155,7 @@ def test_a_notice_names_the_newest_checkpoint(tmp_path: Path) -> None:
 def test_a_finished_run_that_was_resumed_for_more_steps_and_killed_is_unfinished(tmp_path: Path) -> None:
     assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 20) == "unfinished"
     assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 5) == "done", "it asked for fewer steps than there were"
+    assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 20, "eval/accuracy is 1") == "done"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from grpocli.config.schema import Eval, StopAt
 from grpocli.progress import Watch
 from grpocli.rewards.score_stats import ScoreStats
 from grpocli.rewards.text_match import ExactMatch
@@ -63,6 +64,28 @@ def test_evaluations_keep_penalties_and_stop_strings_but_not_the_temperature() -
         "eval/truncated": 0.0,
         "eval/problems": 1,
     }
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 8, 12])
+@pytest.mark.parametrize("tasks", [[""], ["sums", "words"]])
+def test_the_accuracies_that_may_end_a_run_are_those_of_an_evaluation(samples: int, tasks: list[str]) -> None:
+    prompts = [Prompt(task, [1], "?", {"task_name": task}) for task in tasks]
+    rewards = AccuracyRewards(dict.fromkeys(tasks, "right"), {"right": ExactMatch()})
+    recording: Any = Recording()
+    found = Evaluator(recording, prompts, samples, rewards, Sampling(8), seed=0)()
+    names = [name.removeprefix("eval/") for name in found]
+    others = ("mean_length", "truncated", "problems")
+    assert sorted(Eval(samples=samples).accuracies(tasks)) == sorted(n for n in names if not n.endswith(others))
+
+
+def test_a_run_ends_at_the_threshold_and_not_below_it() -> None:
+    stop_at = StopAt("eval/accuracy", 0.5)
+    assert (stop_at.name, StopAt("accuracy", 0.5).name) == ("eval/accuracy", "eval/accuracy")
+    assert [stop_at.reached_by({"eval/accuracy": value}) for value in (0.5, 0.75)] == [0.5, 0.75]
+    for results in (None, {}, {"eval/accuracy": 0.4999}, {"eval/accuracy": math.nan}, {"eval/pass@4": 0.9}):
+        assert stop_at.reached_by(results) is None
+    assert StopAt().reached_by({"eval/accuracy": 1.0}) is None
+    assert StopAt("accuracy", 0.0).reached_by({"eval/accuracy": 0.0}) == 0.0
 
 
 def test_several_tasks_have_their_own_accuracy_rewards_and_results() -> None:

@@ -1,0 +1,109 @@
+"""eval.stop_at ends a run as a finished one; a higher threshold goes on as if it had never ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, assert_same_run, metrics, run_here, without_times
+
+from grpocli.cli.report import formula_lines_of
+from grpocli.report.build import Builder
+from grpocli.report.page_data import RunView
+
+pytestmark = pytest.mark.processes
+
+REWARD = """
+import os
+from pathlib import Path
+
+def learned(completions, **kwargs):
+    if len(completions) > 8 // int(os.environ["PROCESSES"]):  # of a training step
+        return [float((one[0]["content"] or "9")[:1] in "02468") for one in completions]
+    log = Path(os.environ["RUN"]) / "metrics.jsonl"  # without the step of this evaluation
+    steps = len(log.read_text().splitlines()) if log.exists() else 0
+    return [(0.0, i % 2, 1.0)[min(steps, 2)] for i in range(len(completions))]
+"""
+STEPS = ["eval.every=1", "train.steps=4", "checkpoint.every=3", "optim.schedule=linear"]
+HALF = ["eval.stop_at.metric=accuracy", "eval.stop_at.threshold=0.5"]
+
+
+def view(run: Path) -> RunView:
+    (found,) = Builder(formula_lines_of).page([run]).runs
+    return found
+
+
+@pytest.fixture
+def train(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """Train in a folder of tmp_path: its evaluations give 0 before and after step 1, 0.5 after step 2, then 1."""
+    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
+    monkeypatch.setenv("PROCESSES", "1")
+    (tmp_path / "rewards.py").write_text(REWARD)
+    reward = ["reward=[python]", f"reward.python.function={tmp_path}/rewards.py:learned"]
+
+    def start(name: str, *options: str) -> Path:
+        run = tmp_path / name
+        monkeypatch.setenv("RUN", str(run))
+        begun = [f"resume={run}"] if run.exists() else [*SMALL, *reward, *STEPS, f"hydra.run.dir={run}"]
+        assert run_here("train", *begun, *options) == 0
+        return run
+
+    return start
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_a_run_that_reaches_the_threshold_is_finished(train, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = train("whole")
+    run = train("run", *HALF)
+    said = "eval/accuracy is 0.500, at least eval.stop_at.threshold=0.5"
+    assert f"the run ends after step 2: {said}" in capsys.readouterr().out
+    assert without_times(metrics(run)) == without_times(metrics(whole)[:2])
+    assert (run / "model" / "model.safetensors").exists()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
+    found = summary(run)
+    assert [found[key] for key in ("exit", "exit_kind", "steps", "eval/accuracy")] == ["done", "done", 2, 0.5]
+    assert found["ended_early"] == {"metric": "eval/accuracy", "value": 0.5, "threshold": 0.5}
+    assert (view(run).state, view(run).resume) == ("done", "")
+    assert view(run).notice == f"The run ended as asked after step 2 of 4: {said}."
+    assert "ended_early" not in summary(whole)
+
+    train("run")
+    out = capsys.readouterr().out
+    assert f"{run} is finished after 2 of 4 steps: {said}; a higher threshold, or eval.stop_at.metric=null with" in out
+    assert len(metrics(run)) == 2
+
+    train("run", "eval.stop_at.threshold=0.9")  # the evaluation after step 3 reaches it
+    assert (summary(run)["steps"], summary(run)["ended_early"]["value"]) == (3, 1.0)
+    train("run", "eval.stop_at.metric=null", "eval.stop_at.threshold=null")
+    assert (view(run).state, view(run).notice) == ("done", "")
+    assert_same_run(run, whole)
+
+
+def test_an_evaluation_before_the_first_step_may_end_the_run(train) -> None:
+    run = train("run", *HALF[:1], "eval.stop_at.threshold=0")
+    assert (summary(run)["steps"], summary(run)["exit"]) == (0, "done")
+    assert (view(run).state, (run / "metrics.jsonl").exists()) == ("done", False)
+    train("run", "eval.stop_at.threshold=0.5")
+    assert (summary(run)["steps"], summary(run)["ended_early"]["value"]) == (2, 0.5)
+
+
+def test_a_run_killed_after_the_evaluation_ends_when_it_is_resumed(train, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train("run", *HALF)
+    (run / "summary.json").unlink()
+    (run / "model" / "model.safetensors").unlink()
+    capsys.readouterr()
+    train("run")
+    assert "the run ends after step 2: eval/accuracy is 0.500" in capsys.readouterr().out
+    assert (summary(run)["steps"], len(metrics(run))) == (2, 2)
+    assert (run / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.survival
+def test_all_processes_end_at_the_same_step(train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROCESSES", "2")
+    run = train("run", *HALF, "hardware.processes=2", "hardware.timeout=120")
+    assert (summary(run)["steps"], summary(run)["ended_early"]["value"]) == (2, 0.5)
