@@ -98,7 +98,7 @@ pictures: setup chromium ## make the pictures of README.md from a default run
 constraints: setup ## pin what is installed now
 	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu$$//' > requirements/constraints.txt
 
-parity: ## compare advantages and losses with TRL's, in a separate environment (.venv-parity)
+parity: ## compare advantages and losses with other trainers', in a separate environment (GRPOCLI_PEERS: a folder of checkouts)
 	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
 	.venv-parity/bin/python -m pytest tests/parity -m parity $(ARGS)
 
@@ -155,6 +155,7 @@ $(VENV)/.ready-to-develop: $(BIN)/uv $(PINS)
 	  --python .venv-zero/bin/python --no-build-isolation --no-deps deepspeed hjson py-cpuinfo ninja msgpack
 	@touch $@
 
-$(VENV)/.ready-to-compare: $(VENV)/.ready-to-train requirements/parity.txt
+$(VENV)/.ready-to-compare: $(VENV)/.ready-to-train requirements/parity.txt requirements/peers.txt
 	$(UV) pytest -r requirements/parity.txt
+	$(UV) --no-deps -r requirements/peers.txt
 	@touch $@

@@ -1,4 +1,4 @@
-"""Comparisons with TRL, which `make parity` installs and runs; their table is printed at the end."""
+"""Comparisons with TRL and other trainers, which `make parity` installs and runs; tables are printed at the end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from parity.table import Table
 
 HERE = Path(__file__).parent
-TABLE = pytest.StashKey[Table]()
+TABLE, PEER_TABLE = pytest.StashKey[Table](), pytest.StashKey[Table]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[TABLE] = Table()
+    config.stash[TABLE], config.stash[PEER_TABLE] = Table("TRL"), Table("other trainers")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for line in config.stash[TABLE].lines():
+    for line in config.stash[TABLE].lines() + config.stash[PEER_TABLE].lines():
         terminalreporter.write_line(line)
 
 
@@ -33,6 +33,11 @@ def table(request: pytest.FixtureRequest) -> Table:
     if find_spec("trl") is None:
         pytest.fail("TRL is not installed here; `make parity` makes an environment that has it")
     return request.config.stash[TABLE]
+
+
+@pytest.fixture(scope="session")
+def peer_table(request: pytest.FixtureRequest) -> Table:
+    return request.config.stash[PEER_TABLE]
 
 
 @pytest.fixture(scope="session")
