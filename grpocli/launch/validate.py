@@ -69,16 +69,19 @@ def _check_rewards(run: Run) -> None:
 def _check_group_rewards(run: Run) -> None:
     """Refuse a reward that sees the group where accuracy is measured."""
     from grpocli.rewards.group_length import GroupLength
-    from grpocli.tasks.mixture import tasks_of
+    from grpocli.tasks.mixture import key_of, tasks_of
     from grpocli.tasks.prompt_source import accuracy_reward_of, rewards_for
 
     others = [name for name, reward in run.reward.items() if not reward.sees_group]
-    for task in tasks_of(run.task).values():
+    for task_name, task in tasks_of(run.task).items():
         names = rewards_for(task, run.reward)
         if names and run.reward[name := accuracy_reward_of(task, run.reward, run.eval.reward)].sees_group:
             problem = f"reward.{name} scores a group by its other rewards, so it cannot measure accuracy"
             remedy = f"put one of {', '.join(others)} first" if others else "choose a reward that can before it"
-            key, value = ("eval.reward", name) if run.eval.reward == name else ("reward", f"[{', '.join(names)}]")
+            own = getattr(task, "rewards", None) is not None
+            key, value = (f"{key_of(run.task, task_name)}.rewards" if own else "reward"), f"[{', '.join(names)}]"
+            if run.eval.reward == name:
+                key, value = "eval.reward", name
             raise ConfigError(problem, key=key, value=value, hint=remedy)
     for reward in run.reward.values():
         wanted = reward.reward if isinstance(reward, GroupLength) else None

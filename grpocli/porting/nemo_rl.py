@@ -300,7 +300,7 @@ class NemoRl:
     def _stop_at(self) -> None:
         name, limit = "grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold"
         metric = self.get(name)
-        if metric is None:
+        if metric is None or self.get(limit) is None:
             return
         samples = self.whole("grpo.val_num_generations_per_prompt")
         self.port.set("eval.stop_at.metric", f"pass@{samples}" if metric == "pass_k" else metric, name)

@@ -45,6 +45,15 @@ def test_disagreements_are_shown(
     assert found == code
 
 
+def test_a_reward_that_sees_the_group_is_not_checked(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(LINES % "7")
+    (tmp_path / "mine.py").write_text("def spread(completions, scores=None):\n    return [0.5] * len(completions)\n")
+    rewards = [f"reward=[number,length_penalty,{tmp_path}/mine.py:spread]", "reward.spread.per_group=true"]
+    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl"]
+    code, out, _ = grpocli("reward-check", *task, *rewards, "--split", "train")
+    assert (code, out.count("100.00%"), "spread" in out) == (0, 1, False)
+
+
 def test_answers_come_from_the_rewards_column(grpocli, tmp_path: Path) -> None:
     rows = "".join(f'{{"prompt": "{n}?", "answer": "{n}, since 2 + 2", "final": "{n}"}}\n' for n in range(5, 9))
     (tmp_path / "d.jsonl").write_text(rows)

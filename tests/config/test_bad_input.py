@@ -103,6 +103,10 @@ BAD = [
         "reward=[length_penalty]",
         "reward=[length_penalty]: reward.length_penalty scores a group by its other rewards, so it cannot measure acc",
     ),
+    (
+        "task=[arithmetic,gsm8k] reward=[exact_match,length_penalty] task.gsm8k.rewards=[length_penalty,exact_match]",
+        "task.gsm8k.rewards=[length_penalty, exact_match]: reward.length_penalty scores a group by its other rewards",
+    ),
     ("reward=[kimi_length,exact_match]", "cannot measure accuracy; put one of exact_match first"),
     (
         "reward=[exact_match,length_penalty] eval.reward=length_penalty",
