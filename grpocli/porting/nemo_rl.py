@@ -295,12 +295,16 @@ class NemoRl:
             self.port.set("eval.problems", self.get("grpo.max_val_samples"), "grpo.max_val_samples")
             if (samples := "grpo.val_num_generations_per_prompt") in self.settings:
                 self.port.set("eval.samples", self.whole(samples), samples)
-            self._stop_at()
+        self._stop_at(period > 0)
 
-    def _stop_at(self) -> None:
+    def _stop_at(self, evaluates: bool) -> None:
         name, limit = "grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold"
         metric = self.get(name)
-        if metric is None or self.get(limit) is None:
+        if metric is None or self.get(limit) is None or not evaluates:
+            reason = "it ends a run with the other one, and with grpo.val_period above 0"
+            for one in (name, limit):
+                if one in self.settings:
+                    self.port.skip(one, self.get(one), reason)
             return
         samples = self.whole("grpo.val_num_generations_per_prompt")
         self.port.set("eval.stop_at.metric", f"pass@{samples}" if metric == "pass_k" else metric, name)
