@@ -13,6 +13,8 @@ from cli.test_mixture_run import TWO as MIXTURE
 from replay.conftest import TINY, trained
 from replay.test_replay import Grpocli, differing, replayed
 
+from grpocli.replay.step_replay import VARIES
+
 pytestmark = pytest.mark.processes
 
 TESTS = Path(__file__).parents[1]
@@ -42,7 +44,7 @@ def exactly(report: dict, but: set[str] = frozenset()) -> bool:
 
 KINDS = {
     "a moving reference": ["algorithm.kl.sync_every=2", *EVERY],
-    "several updates a step": ["train.epochs=2", "train.minibatches=2"],
+    "several updates a step": ["train.epochs=2", "train.minibatches=2", "reward=[format,length_penalty]"],
     "leftover groups": ["algorithm=dapo", "algorithm.keep.surplus=carry", "rollout.group_size=2", "train.steps=5"],
     "one checkpoint": ["checkpoint.every=2", "checkpoint.keep=1"],
     "scripted completions": ["engine=fake", "algorithm=dapo"],
@@ -57,6 +59,26 @@ DEFAULT_TIER = ("leftover groups", "several updates a step")
 def test_every_step_agrees_to_the_bit(kind: str, grpocli: Grpocli, tmp_path: Path) -> None:
     run = trained(tmp_path, *TINY, "train.steps=4", *KINDS[kind])
     assert exactly(assert_agrees(grpocli, run))
+
+
+@pytest.mark.survival
+def test_a_reward_that_sees_the_group_is_checked_with_the_recorded_scores_of_one_that_varies(
+    grpocli: Grpocli, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "CALLS = []\n\n"
+        "def varies(completions):\n"
+        "    CALLS.append(1)\n"
+        "    return [float(i % 2) + 0.01 * len(CALLS) for i in range(len(completions))]\n\n"
+        "def best(completions, scores=None):\n"
+        "    return [max(scores['varies']) - one for one in scores['varies']]\n"
+    )
+    rewards = [f"reward=[{tmp_path}/mine.py:varies,{tmp_path}/mine.py:best]", "reward.best.per_group=true"]
+    run = trained(tmp_path, *TINY[:4], *rewards, "train.steps=2")
+    report = assert_agrees(grpocli, run)
+    assert unchecked(report) == {VARIES}
+    checks = {check["name"]: check for check in report["steps"][0]["checks"]}
+    assert (checks["reward best"]["differ"], checks["reward best"]["agree"] > 0) == (0, True)
 
 
 @pytest.mark.survival
