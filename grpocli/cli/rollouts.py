@@ -1,4 +1,4 @@
-"""`grpocli rollouts RUN`: show, filter and export the completions of a run."""
+"""`grpocli rollouts RUN`: show, filter and export the completions of a run, or its problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError, RunError
 from grpocli.tracking.console import paged
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
 
-    from grpocli.tracking.rollout_query import RolloutRow
+    from grpocli.tracking.rollout_query import Condition, RolloutRow
 
 EXAMPLES = """\
 examples
@@ -29,6 +29,7 @@ examples
   grpocli rollouts RUN --step 10:20 --finish length        completions that were cut off in steps 10 to 20
   grpocli rollouts RUN --where 'math<1' --where 'task=gsm8k' --n 5
   grpocli rollouts RUN --where status=filtered             completions of groups with equal scores
+  grpocli rollouts RUN --problems --sort pass_rate --n 20  the problems with the lowest pass rates
   grpocli rollouts RUN --step : --export all.jsonl         every completion of the run, or .parquet, or hub:OWNER/NAME
 """
 WRITERS = {".jsonl": "to_json", ".parquet": "to_parquet"}
@@ -47,11 +48,15 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--n {args.n}: must be 0 (all) or more")
     if args.export:
         _check_target(args.export)
+    if args.sort and not args.problems:
+        parser.error("--sort is for --problems")
     from grpocli.tracking.rollout_query import Condition, matching_rows, step_files
 
     conditions = [Condition.parse(text) for text in args.where]
     conditions += [Condition("finish_reason", "=", args.finish)] if args.finish else []
     conditions += [Condition("task", "=", args.task)] if args.task else []
+    if args.problems:
+        return _problems(args, conditions)
     files = step_files(args.run, args.step or ":")[0 if args.step else -1 :]
     rows: Iterable[RolloutRow] = matching_rows(files, conditions)
     if args.n:
@@ -83,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--step", metavar="N|FROM:TO", help="only these steps (the last one)")
+    parser.add_argument("--step", metavar="N|FROM:TO", help="only these steps (the last one; with --problems all)")
     parser.add_argument("--task", metavar="NAME", help="only this task")
     parser.add_argument("--finish", choices=("stop", "length"), help="only completions that ended like this")
     parser.add_argument(
@@ -93,7 +98,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="COLUMN<VALUE",
         help="filter by a reward, status, advantage, columns.NAME of the examples ...",
     )
-    parser.add_argument("--n", type=int, default=0, metavar="N", help="only the first N matches; 0: all")
+    parser.add_argument("--problems", action="store_true", help="a line for each problem instead of its completions")
+    parser.add_argument(
+        "--sort",
+        choices=("row", "pass_rate", "sampled", "last"),
+        help="the order of --problems, hardest or latest first",
+    )
+    parser.add_argument(
+        "--n", "--limit", type=int, default=0, metavar="N", help="only the first N matches or problems; 0: all"
+    )
     parser.add_argument("--whole", action="store_true", help=f"do not cut texts after {SHOWN:,} characters")
     parser.add_argument(
         "--export", metavar="FILE", help="export all columns to FILE.jsonl, FILE.parquet or hub:OWNER/NAME"
@@ -110,6 +123,31 @@ def _page(rows: Iterable[RolloutRow], whole: bool) -> int:
     with paged() as console:
         for row in chain(first, rest):
             _show(console, row, whole)
+    return 0
+
+
+def _problems(args: argparse.Namespace, conditions: Sequence[Condition]) -> int:
+    """Show or export the problems of a run, from its rollout files, otherwise from its newest checkpoint's scores."""
+    from grpocli.cli import problem_table
+    from grpocli.tracking.rollout_query import problem_rows, step_files
+    from grpocli.training.resume_point import latest, restoring
+
+    keys, checkpoint = problem_table.RunKeys.of(args.run), latest(args.run / "checkpoints")
+    if checkpoint and not any((args.run / "rollouts").glob("step_*.parquet")) and not (conditions or args.step):
+        with restoring(checkpoint):
+            found = problem_table.saved_problems(checkpoint)
+    else:
+        rows = problem_rows(step_files(args.run, args.step or ":"), list(conditions))
+        found = problem_table.problems_of(rows, keys)
+    if not found:
+        print("no completion matches", file=sys.stderr)
+        return 1
+    problem_table.rest(found, keys, args.run)
+    found.sort(key=problem_table.SORTS[args.sort or "row"])
+    if args.export:
+        return _export_table([one.as_dict() for one in found[: args.n or None]], None, args.export, "problems")
+    with paged() as console:
+        problem_table.show(console, found, args.n)
     return 0
 
 
@@ -156,8 +194,7 @@ def _cut(text: str, whole: bool) -> str:
 
 
 def _export(rows: Iterable[RolloutRow], files: Sequence[Path], target: str) -> int:
-    from datasets import Dataset, disable_progress_bars
-    from pyarrow import Table, unify_schemas
+    from pyarrow import unify_schemas
 
     from grpocli.tracking.rollouts import read_schema
 
@@ -165,14 +202,21 @@ def _export(rows: Iterable[RolloutRow], files: Sequence[Path], target: str) -> i
     if not kept:
         print("no completion matches", file=sys.stderr)
         return 1
-    disable_progress_bars()
     schema = unify_schemas([read_schema(path) for path in files])  # a resume may have changed the rewards
-    table = Dataset(Table.from_pylist(kept, schema=schema))
+    return _export_table(kept, schema, target, "completions")
+
+
+def _export_table(rows: list[RolloutRow], schema: Any, target: str, what: str) -> int:
+    from datasets import Dataset, disable_progress_bars
+    from pyarrow import Table
+
+    disable_progress_bars()
+    table = Dataset(Table.from_pylist(rows, schema=schema))
     if target.startswith("hub:"):
         _to_hub(table, target)
     else:
         _to_file(table, Path(target))
-    print(clean(f"{len(kept):,} completions in {target}"))
+    print(clean(f"{len(rows):,} {what} in {target}"))
     return 0
 
 

@@ -37,6 +37,8 @@ KINDS: dict[str, Any] = {
     "finish_reason": str,
 }
 """The columns that are needed to show a completion, and their types."""
+PROBLEM_COLUMNS = ("step", "sampled_step", "task", "row", "group", "prompt", "messages")
+"""The columns that tell the problem of a completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +123,32 @@ def _columns(row: RolloutRow) -> dict[str, Any]:
     raise ConfigError(problem, key="--where", hint="name other steps")
 
 
-def _check_row(row: RolloutRow, path: Path) -> None:
-    """Raise ConfigError unless a row has the columns of a rollout file."""
+def _check_row(row: RolloutRow, path: Path, needed: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless a row has the columns of a rollout file. needed: their types, beside the rewards'."""
     scores = (name for name in row if name.startswith("reward/"))
-    kinds = KINDS | dict.fromkeys(("advantage", *scores), int | float | None)
+    kinds = {**needed, **dict.fromkeys(scores, int | float | None)}
     for name, kind in kinds.items():
         if name not in row or not isinstance(row[name], kind):
             problem = f"has {str(row[name])[:40]!r} for {name}" if name in row else f"has no column {name}"
             raise ConfigError(f"{path}: holds no rollouts, a row {problem}; remove it, or name other steps")
 
 
+def problem_rows(files: list[Path], conditions: list[Condition]) -> Iterator[RolloutRow]:
+    """As `matching_rows`, with the columns that tell the problem of a completion and its rewards."""
+    if conditions:
+        yield from matching_rows(files, conditions)
+        return
+    for path in files:
+        for row in read_rollouts(path, lambda name: name in PROBLEM_COLUMNS or name.startswith("reward/")):
+            _check_row(row, path, {name: KINDS[name] for name in ("step", "group", "prompt")})
+            _check_row({"row": None, **row}, path, {"row": int | None})
+            yield row
+
+
 def matching_rows(files: list[Path], conditions: list[Condition]) -> Iterator[RolloutRow]:
     """The rows that satisfy all conditions, file by file."""
     for path in files:
         for row in read_rollouts(path):
-            _check_row(row, path)
+            _check_row(row, path, KINDS | {"advantage": int | float | None})
             if all(condition.holds(row) for condition in conditions):
                 yield row

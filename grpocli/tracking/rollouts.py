@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, time, timedelta
@@ -77,12 +77,13 @@ def rollout_table(records: Sequence[Record], step: int, answers: Sequence[str] =
     return pa.Table.from_pylist(rows, schema=_schema(records))
 
 
-def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The rows of a rollout file. Raises ConfigError if it is broken."""
+def read_rollouts(path: Path, wanted: Callable[[str], bool] = lambda column: True) -> list[dict[str, Any]]:
+    """The rows of a rollout file, with the wanted columns. Raises ConfigError if it is broken."""
     import pyarrow.parquet as pq
 
     with _readable(path), pq.ParquetFile(regular(path)) as file:  # `read_table` loads pandas
-        rows: list[dict[str, Any]] = file.read().to_pylist()
+        columns = [column for column in file.schema_arrow.names if wanted(column)]
+        rows: list[dict[str, Any]] = file.read(columns).to_pylist()
     return rows
 
 

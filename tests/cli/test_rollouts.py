@@ -130,6 +130,8 @@ def test_completions_are_exported(grpocli, run: Path, tmp_path: Path) -> None:
         (["--steps", "2"], 'there is no option --steps; did you mean "--step"?'),
         (["another"], "another: give the folder of one run"),
         (["--n", "-1"], "--n -1: must be 0 (all) or more"),
+        (["--sort", "last"], "--sort is for --problems"),
+        (["--problems", "--sort", "hardest"], "invalid choice: 'hardest'"),
         (["--export", "out.csv"], "must end in .jsonl or .parquet"),
         (["--export", "/nowhere/out.jsonl"], "--export=/nowhere/out.jsonl: there is no folder /nowhere"),
     ],
@@ -192,3 +194,78 @@ def test_broken_compressed_pages_are_reported(grpocli, run: Path) -> None:
     code, _, err = grpocli("rollouts", str(run), "--step", "1")
     assert (code, err.count("\n")) == (2, 1)
     assert f"{file}: is broken or no parquet file: " in err
+
+
+def problem_files(run: Path) -> None:
+    """Two steps: row 7 of `sums` is solved half, then whole; a leftover group is in the files of both steps."""
+    (run / "rollouts").mkdir(parents=True)
+    asked = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "1+1=\x1b[2J\u202e?\n[b]now[/b]"}]
+    sums = Prompt("0", [1], asked, {"task_name": "sums"}, 7)
+    words = Prompt("1", [1], "spell it", {"task_name": "words"}, 3)
+
+    def group(prompt: Prompt, *rewards: float) -> Group:
+        done = Completion([5], [-1.0], "stop", 1)
+        return Group(prompt, [Rollout(prompt, done, "t", {"right": one, "short": 1.0}) for one in rewards])
+
+    def write(step: int, *groups: tuple[Group, int]) -> None:
+        records = [
+            dataclasses.replace(record, status=Status.FILTERED, sampled_step=groups[record.group][1])
+            for record in evaluation_records([one for one, _ in groups])
+        ]
+        write_rollouts(run / "rollouts" / f"step_{step:06d}.parquet", records, step)
+
+    write(1, (group(sums, 1.0, 0.0), 1), (group(words, 0.0, float("nan")), 1))
+    write(2, (group(words, 0.0, float("nan")), 1), (group(sums, 1.0, 2.0), 2))
+
+
+def cells(out: str) -> list[list[str]]:
+    """The cells of the table's rows."""
+    return [line.split() for line in out.splitlines() if "%" in line]
+
+
+def test_problems_have_their_samples_and_pass_rates(grpocli, tmp_path: Path) -> None:
+    problem_files(tmp_path)
+    code, out, _ = grpocli("rollouts", str(tmp_path), "--problems")
+    assert code == 0
+    assert cells(out) == [
+        ["sums", "7", "4", "75.0%", "100.0%", "2", "1+1=?", "[b]now[/b]"],
+        ["words", "3", "2", "0.0%", "0.0%", "1", "spell", "it"],
+    ]
+    assert out.splitlines()[-1] == "2 problems, 0 of them rest"
+    assert not {"\x1b", "\u202e"} & set(out)
+    _, out, _ = grpocli("rollouts", str(tmp_path), "--problems", "--sort", "pass_rate", "--limit", "1")
+    assert [row[:2] for row in cells(out)] == [["words", "3"]]
+    assert "the first 1 are shown" in out
+    _, out, _ = grpocli("rollouts", str(tmp_path), "--problems", "--task", "sums", "--step", "1")
+    assert cells(out) == [["7", "2", "50.0%", "50.0%", "1", "1+1=?", "[b]now[/b]"]]
+
+
+def test_the_saved_config_names_the_accuracy_reward_and_the_rate_to_rest_at(grpocli, tmp_path: Path) -> None:
+    problem_files(tmp_path)
+    tasks = {"_target_": "task/mixture", "sums": {"no_resampling_pass_rate": 1.0}, "words": {"rewards": ["short"]}}
+    (tmp_path / "config.yaml").write_text(json.dumps({"task": tasks, "reward": {"right": {}, "short": {}}}))
+    _, out, _ = grpocli("rollouts", str(tmp_path), "--problems")
+    assert [row[:7] for row in cells(out)] == [
+        ["sums", "7", "4", "75.0%", "100.0%", "2", "rests"],
+        ["words", "3", "2", "100.0%", "100.0%", "1", "spell"],
+    ]
+
+
+def test_problems_of_files_without_rows_are_told_apart_by_their_prompts(grpocli, tmp_path: Path) -> None:
+    problem_files(tmp_path)
+    for file in (tmp_path / "rollouts").iterdir():
+        pyarrow.parquet.write_table(pyarrow.parquet.read_table(file).drop_columns(["row", "sampled_step"]), file)
+    _, out, _ = grpocli("rollouts", str(tmp_path), "--problems")
+    assert [row[:4] for row in cells(out)] == [["sums", "-", "4", "75.0%"], ["words", "-", "4", "0.0%"]]
+
+
+@pytest.mark.parametrize(("column", "value"), [("row", "three"), ("group", "first"), ("reward/right", "high")])
+def test_files_of_unknown_origin_have_no_problems(grpocli, tmp_path: Path, column: str, value: str) -> None:
+    problem_files(tmp_path)
+    file = tmp_path / "rollouts" / "step_000001.parquet"
+    table = pyarrow.parquet.read_table(file)
+    made = pyarrow.array([value] * len(table))
+    pyarrow.parquet.write_table(table.set_column(table.column_names.index(column), column, made), file)
+    code, _, err = grpocli("rollouts", str(tmp_path), "--problems")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"holds no rollouts, a row has '{value}' for {column}" in err
