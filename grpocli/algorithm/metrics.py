@@ -31,6 +31,10 @@ EXTREMES = {"clip_ratio/low_min": -1, "clip_ratio/high_max": 1}
 """Metrics that combine as a minimum (-1) or a maximum (1) over the parts of a window; all others are sums."""
 
 
+DROPPED = "dropped"
+"""The side of an objective's flags of rows that it drops."""
+
+
 def combined(name: str, one: Tensor, other: Tensor) -> Tensor:
     """A metric of two parts of a window together."""
     if name not in EXTREMES:
@@ -68,8 +72,8 @@ def loss_metrics(
     metrics = {name: token_mean(values_BT) for name, values_BT in gaps.items()}
     for side, flags in clipped.items():
         metrics |= _clip_metrics(side, flags.to(logp_BT.dtype), mask_BT, totals)
-    if clipped:
-        means = [metrics[f"clip_ratio/{side}_mean"] for side in clipped]
+    if sides := [side for side in clipped if side != DROPPED]:
+        means = [metrics[f"clip_ratio/{side}_mean"] for side in sides]
         metrics["clip_ratio/region_mean"] = torch.stack(means).sum()
     if kl_BT is not None:
         metrics["kl"] = token_mean(kl_BT.detach())
@@ -105,13 +109,16 @@ def _clip_metrics(side: str, flags: Tensor, mask_BT: Tensor, totals: Totals) -> 
     """Clipping metrics as in TRL. flags [B, T], or [B] for sequence ratios: r < 1 - low and A < 0, or r > 1 + high and
     A > 0.
 
-    clip_ratio/low_mean, high_mean: share of the window's tokens, or rows, that are clipped on this side.
+    clip_ratio/low_mean, high_mean, dropped_mean: share of the window's tokens, or rows, that are clipped on this side,
+    or dropped.
     clip_ratio/low_min, high_max: smallest and largest share in a part of the window, of tokens or of rows with a token.
     Tokens that are not computed are one more part, without clipped tokens; parts without tokens do not count.
     """
     of_tokens = flags.shape == mask_BT.shape
     clipped = (flags * mask_BT).sum() if of_tokens else flags.sum()
     metrics = {f"clip_ratio/{side}_mean": clipped / max(totals.tokens if of_tokens else totals.rows, 1)}
+    if side == DROPPED:
+        return metrics
     share = clipped / (mask_BT.sum() if of_tokens else mask_BT.any(1).sum()).clamp(min=1)
     if side == "high":
         metrics["clip_ratio/high_max"] = share

@@ -1,7 +1,7 @@
 """Policy-gradient terms of tokens, to be minimised, before correction, KL and aggregation.
 
-Each takes log-probs [B, T] (nats), advantages [B] and a mask [B, T] of 0/1, and returns the loss [B, T] and flags of
-clipped tokens by side ([B, T], or [B] for a sequence ratio).
+Each takes log-probs [B, T] (nats), advantages [B] or [B, T] and a mask [B, T] of 0/1, and returns the loss [B, T] and
+flags by side: clipped tokens ([B, T], or [B] for a sequence ratio), and `dropped` rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 FARTHEST = 20.0
 """Nats. Ratios beyond exp(+-20) are clamped, without gradient. No sensible clip range is that wide, and exp(89),
 infinite in float32, times an advantage of 0 is NaN."""
+
+ALMOST_SURE = 1e-8
 
 SHARPNESS = "must be above 0 (at least 1e-6) and finite"
 
@@ -45,7 +47,12 @@ class Clip:
     """Upper bound of the unclipped ratio; null: none. Above 1 + high: INTELLECT-2's two-sided clipping
     (arXiv 2505.07291), section 3.4."""
     level: str = "token"
-    """`token`, or `sequence` for GSPO's length-normalised ratio (arXiv 2507.18071), equation 7."""
+    """`token`, or `sequence` for GSPO's length-normalised ratio (arXiv 2507.18071), equation 7; with an advantage per
+    token, GSPO-token, section 4.3."""
+    drop_above: float | None = None
+    """Off-policy sequence mask: a completion with A < 0 has no loss if its tokens' mean log(pi_old / pi_theta) exceeds
+    this, in nats; null: no mask. DeepSeek-V3.2 (arXiv 2512.02556), equation 9, whose pi_old is the sampler:
+    algorithm/correction=sampler."""
 
     def __post_init__(self) -> None:
         require(self, "low", 0 <= self.low <= 1, "must be between 0 and 1")
@@ -58,23 +65,40 @@ class Clip:
             "must be above 1 + algorithm.objective.high, or null for none",
         )
         one_of(self, "level", ("token", "sequence"))
+        require(
+            self,
+            "drop_above",
+            self.drop_above is None or 0 <= self.drop_above < math.inf,
+            "must be a finite number of 0 or more, or null for none",
+        )
 
     def __call__(
-        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor
+        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        one_each = advantages.ndim == 1  # an advantage per row
         ratio = log_ratio(logp_BT, old_logp_BT, mask_BT, self.level).exp()
-        advantages_B1 = advantages_B.unsqueeze(1)
+        if self.level == "sequence" and not one_each:  # GSPO-token: the sequence's ratio, each token's own gradient
+            own_BT = log_ratio(logp_BT, old_logp_BT, mask_BT, "token")
+            ratio = ratio.detach() * (own_BT - own_BT.detach()).exp()
+        advantages = per_token(advantages)
         bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
-        gain = bounded * advantages_B1
-        clipped_gain = ratio.clamp(1 - self.low, 1 + self.high) * advantages_B1
+        gain = bounded * advantages
+        clipped_gain = ratio.clamp(1 - self.low, 1 + self.high) * advantages
         surrogate = gain.minimum(clipped_gain)
         if self.dual is not None:
-            surrogate = surrogate.maximum(self.dual * advantages_B1).where(advantages_B1 < 0, surrogate)
-        clipped_low = (ratio < 1 - self.low) & (advantages_B1 < 0)
-        clipped_high = (ratio > 1 + self.high) & (advantages_B1 > 0)
-        if self.level == "sequence":  # [B], since [B, 1] would look like flags of tokens if T is 1
-            clipped_low, clipped_high = clipped_low.squeeze(1), clipped_high.squeeze(1)
-        return -surrogate.expand_as(logp_BT), {"low": clipped_low, "high": clipped_high}
+            surrogate = surrogate.maximum(self.dual * advantages).where(advantages < 0, surrogate)
+        sides = {
+            "low": (ratio < 1 - self.low) & (advantages < 0),
+            "high": (ratio > 1 + self.high) & (advantages > 0),
+        }
+        if self.drop_above is not None:
+            away_B1 = -log_ratio(logp_BT.detach(), old_logp_BT, mask_BT, "sequence")
+            sides["dropped"] = (advantages < 0) & (away_B1 > self.drop_above)
+            surrogate = surrogate.masked_fill(sides["dropped"], 0.0)
+        if one_each:  # [B] for flags of rows, since [B, 1] would look like flags of tokens if T is 1
+            of_rows = ("low", "high", "dropped") if self.level == "sequence" else ("dropped",)
+            sides = {side: flags.squeeze(1) if side in of_rows else flags for side, flags in sides.items()}
+        return -surrogate.expand_as(logp_BT), sides
 
     def formula(self) -> Formula:
         sequence = self.level == "sequence"
@@ -91,6 +115,9 @@ class Clip:
         else:
             lines += [f"g_it = {gain}", "ℓ_it = −g_it where A_i ≥ 0,  −max(g_it, c A_i) where A_i < 0"]
             symbols["c"] = "dual"
+        if self.drop_above is not None:
+            lines.append("ℓ_it ← 0 where A_i < 0 and mean_t log(π_old / π_θ) > δ_off")
+            symbols["δ_off"] = "drop_above"
         return Formula(tuple(lines), symbols, tuple(self._sources()))
 
     def _sources(self) -> Iterator[str]:
@@ -103,6 +130,8 @@ class Clip:
             yield "dual clip: arXiv 1912.09729, section 4"
         if self.delta is not None:
             yield "two-sided clip: INTELLECT-2 (arXiv 2505.07291), section 3.4"
+        if self.drop_above is not None:
+            yield "off-policy sequence mask: DeepSeek-V3.2 (arXiv 2512.02556), equation 9"
 
 
 @part("algorithm/objective", "cispo")
@@ -113,22 +142,33 @@ class Cispo:
 
     high: float = 4.0
     """How far the weight may rise above 1, at least 0."""
+    low: float | None = None
+    """How far the weight may fall below 1, 0 to 1; null: no lower bound, as in the paper."""
 
     def __post_init__(self) -> None:
         require(self, "high", self.high >= 0, "must be 0 or more")
+        require(self, "low", self.low is None or 0 <= self.low <= 1, "must be between 0 and 1, or null for none")
 
     def __call__(
-        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor
+        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = log_ratio(logp_BT.detach(), old_logp_BT, mask_BT, "token").exp()
-        advantages_B1 = advantages_B.unsqueeze(1)
-        loss_BT = -ratio.clamp(max=1 + self.high) * advantages_B1 * logp_BT
-        return loss_BT, {"high": (ratio > 1 + self.high) & (advantages_B1 > 0)}
+        ratio_BT = log_ratio(logp_BT.detach(), old_logp_BT, mask_BT, "token").exp()
+        advantages = per_token(advantages)
+        weight_BT = ratio_BT.clamp(max=1 + self.high)
+        sides = {"high": (ratio_BT > 1 + self.high) & (advantages > 0)}
+        if self.low is not None:
+            weight_BT = weight_BT.clamp(min=1 - self.low)
+            sides["low"] = (ratio_BT < 1 - self.low) & (advantages < 0)
+        return -weight_BT * advantages * logp_BT, sides
 
     def formula(self) -> Formula:
+        lines, symbols = ["ℓ_it = −sg[ min(r_it, 1 + ε_high) ] A_i log π_θ(o_it)"], {"ε_high": "high"}
+        if self.low is not None:
+            lines = ["b_it = clip(r_it, 1 − ε_low, 1 + ε_high)", "ℓ_it = −sg[ b_it ] A_i log π_θ(o_it)"]
+            symbols = {"ε_low": "low"} | symbols
         return Formula(
-            (RATIO, "ℓ_it = −sg[ min(r_it, 1 + ε_high) ] A_i log π_θ(o_it)"),
-            {"ε_high": "high"},
+            (RATIO, *lines),
+            symbols,
             ("CISPO, MiniMax-M1 (arXiv 2506.13585), equation 4",),
             "sg[ ]: a constant, without gradient.",
         )
@@ -150,15 +190,15 @@ class Sapo:
         require(self, "tau_negative", 1e-6 <= self.tau_negative < math.inf, SHARPNESS)
 
     def __call__(
-        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor
+        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = log_ratio(logp_BT, old_logp_BT, mask_BT, "token").exp()
-        advantages_B1 = advantages_B.unsqueeze(1)
-        tau_B1 = advantages_B1.new_full((), self.tau_positive).where(
-            advantages_B1 > 0, advantages_B1.new_full((), self.tau_negative)
+        ratio_BT = log_ratio(logp_BT, old_logp_BT, mask_BT, "token").exp()
+        advantages = per_token(advantages)
+        tau = advantages.new_full((), self.tau_positive).where(
+            advantages > 0, advantages.new_full((), self.tau_negative)
         )
-        gate = (tau_B1 * (ratio - 1)).sigmoid() * 4 / tau_B1
-        return -gate * advantages_B1, {}
+        gate_BT = (tau * (ratio_BT - 1)).sigmoid() * 4 / tau
+        return -gate_BT * advantages, {}
 
     def formula(self) -> Formula:
         return Formula(
@@ -171,6 +211,184 @@ class Sapo:
             ("SAPO (arXiv 2511.20347)",),
             "σ(x) = 1 / (1 + exp(−x))",
         )
+
+
+@part("algorithm/objective", "dppo")
+class Dppo:
+    """-M r A + drift log^2 r: M is 0 where the token's probability has moved too far in the direction of A.
+
+    DPPO (arXiv 2602.04879): the trust region bounds probabilities instead of their ratio, which over-clips rare tokens.
+    Its old policy is the sampler, so combine it with algorithm/correction=sampler. `drift` is prime-rl's addition, with
+    the penalty of Kimi K2.5 (arXiv 2602.02276).
+    """
+
+    low: float = 0.2
+    """How far a token with A < 0 may fall, as a `divergence` of at least 0. inf: no bound. 0.2 is prime-rl's; verl's
+    example has 0.15 for `tv` and 0.05 for `kl`."""
+    high: float = 0.2
+    """How far a token with A > 0 may rise, as a `divergence` of at least 0. inf: no bound."""
+    divergence: str = "tv"
+    """Between the policies "this token or another one": `tv` is |pi_theta - pi_old|, equation 13; `kl` is
+    KL(pi_old || pi_theta), equation 14."""
+    drift: float = 0.0
+    """Coefficient of log^2 r, which every token has, also a masked one; 0.001 in prime-rl."""
+
+    def __post_init__(self) -> None:
+        require(self, "low", self.low >= 0, "must be 0 or more; inf for no bound")
+        require(self, "high", self.high >= 0, "must be 0 or more; inf for no bound")
+        require(self, "drift", 0 <= self.drift < math.inf, "must be a finite number of 0 or more")
+        one_of(self, "divergence", ("tv", "kl"))
+
+    @property
+    def zero_at_zero_advantage(self) -> bool:
+        """Whether loss and gradient are 0 where the advantage is 0."""
+        return self.drift == 0
+
+    def __call__(
+        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        advantages = per_token(advantages)
+        below_BT, above_BT = self._beyond(logp_BT.detach(), old_logp_BT)
+        sides = {"low": below_BT & (advantages < 0), "high": above_BT & (advantages > 0)}
+        ratio_BT = log_ratio(logp_BT, old_logp_BT, mask_BT, "token").exp()
+        loss_BT = -(ratio_BT * advantages).masked_fill(sides["low"] | sides["high"], 0.0)
+        if self.drift:
+            loss_BT = loss_BT + self.drift * ((logp_BT - old_logp_BT) * mask_BT).square()
+        return loss_BT, sides
+
+    def _beyond(self, logp_BT: Tensor, old_logp_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each token has fallen, and has risen, out of the trust region."""
+        change_BT = logp_BT.exp() - old_logp_BT.exp()
+        if self.divergence == "tv":
+            return change_BT < -self.low, change_BT > self.high
+        kl_BT = binary_kl(old_logp_BT, logp_BT)
+        return (change_BT < 0) & (kl_BT > self.low), (change_BT > 0) & (kl_BT > self.high)
+
+    def formula(self) -> Formula:
+        change = ["v_it = p_it − q_it"]
+        if self.divergence == "kl":
+            change = [
+                "v_it = b_it where p_it > q_it, else −b_it",
+                "b_it = q_it log(q_it / p_it) + u_it",
+                "u_it = (1 − q_it) log((1 − q_it) / (1 − p_it))",
+            ]
+        lines = [
+            RATIO,
+            "p_it = π_θ(o_it);  q_it = π_old(o_it)",
+            *change,
+            "k_it = 0 where A_i > 0 and v_it > δ_high, else f_it",
+            "f_it = 0 where A_i < 0 and v_it < −δ_low, else 1",
+            f"ℓ_it = −k_it r_it A_i{' + κ (log r_it)²' if self.drift else ''}",
+        ]
+        symbols = {"δ_low": "low", "δ_high": "high"} | ({"κ": "drift"} if self.drift else {})
+        source = [f"DPPO (arXiv 2602.04879), equation {13 if self.divergence == 'tv' else 14}"]
+        if self.drift:
+            source.append("drift: prime-rl's default loss; Kimi K2.5 (arXiv 2602.02276)")
+        note = "k has no gradient. DPPO's π_old is the sampler: algorithm/correction=sampler."
+        return Formula(tuple(lines), symbols, tuple(source), note)
+
+
+@part("algorithm/objective", "mirror")
+class Mirror:
+    """-A log pi_theta + tau / 2 log^2 r: the policy gradient with a quadratic penalty for leaving the old policy.
+
+    Online policy mirror descent, Kimi k1.5 (arXiv 2501.12599), equation 3; DRO (arXiv 2405.19107). The penalty is that
+    of each token, as in ROLL (`kimi15`), verl and Tinker (`dro`); Kimi's squares the log ratio of the whole completion.
+    There is no importance weight: the gradient at A is that of log pi_theta, however far the policy has moved.
+    """
+
+    tau: float = 0.1
+    """Coefficient of the penalty, at least 0; 0: the plain policy gradient. 0.1 is ROLL's; Kimi gives no value."""
+
+    def __post_init__(self) -> None:
+        require(self, "tau", 0 <= self.tau < math.inf, "must be a finite number of 0 or more")
+
+    @property
+    def zero_at_zero_advantage(self) -> bool:
+        """Whether loss and gradient are 0 where the advantage is 0."""
+        return self.tau == 0
+
+    def __call__(
+        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT = -per_token(advantages) * logp_BT
+        if self.tau:
+            loss_BT = loss_BT + self.tau / 2 * ((logp_BT - old_logp_BT) * mask_BT).square()
+        return loss_BT, {}
+
+    def formula(self) -> Formula:
+        if not self.tau:
+            return Formula(
+                ("ℓ_it = −A_i log π_θ(o_it)",), {"τ": "tau"}, ("REINFORCE",), "τ = 0: the plain policy gradient."
+            )
+        return Formula(
+            (RATIO, "ℓ_it = −A_i log π_θ(o_it) + (τ / 2) (log r_it)²"),
+            {"τ": "tau"},
+            ("mirror descent: Kimi k1.5 (arXiv 2501.12599), equation 3", "DRO (arXiv 2405.19107)"),
+        )
+
+
+@part("algorithm/objective", "geometric")
+class Geometric:
+    """-A times the geometric mean of a completion's ratios, each clipped in the direction of A first.
+
+    GMPO (arXiv 2507.20673), equation 4. Every token carries its completion's term, so aggregate=sequence_mean is the
+    paper's mean over completions.
+    """
+
+    zero_at_zero_advantage = True
+
+    low: float = 0.4
+    """How far a token's log ratio may fall below 0 where A < 0, in nats, at least 0."""
+    high: float = 0.4
+    """How far a token's log ratio may rise above 0 where A > 0, in nats, at least 0."""
+
+    def __post_init__(self) -> None:
+        require(self, "low", self.low >= 0, "must be 0 or more")
+        require(self, "high", self.high >= 0, "must be 0 or more")
+
+    def __call__(
+        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if advantages.ndim != 1:
+            raise ValueError("algorithm/objective=geometric needs an advantage per row: loss(advantages=[B])")
+        advantages_B1 = per_token(advantages)
+        log_ratio_BT = log_ratio(logp_BT, old_logp_BT, mask_BT, "token")
+        sides = {
+            "low": (log_ratio_BT < -self.low) & (advantages_B1 < 0),
+            "high": (log_ratio_BT > self.high) & (advantages_B1 > 0),
+        }
+        clipped_BT = log_ratio_BT.clamp(max=self.high).where(advantages_B1 > 0, log_ratio_BT.clamp(min=-self.low))
+        mean_B1 = (clipped_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
+        return -(advantages_B1 * mean_B1.exp()).expand_as(logp_BT), sides
+
+    def formula(self) -> Formula:
+        return Formula(
+            (
+                RATIO,
+                "y_it = min(log r_it, ε_high) where A_i > 0, else z_it",
+                "z_it = max(log r_it, −ε_low)",
+                "ℓ_it = −A_i exp( Σ_t y_it / |o_i| )",
+            ),
+            {"ε_low": "low", "ε_high": "high"},
+            ("GMPO (arXiv 2507.20673), equation 4",),
+        )
+
+
+def per_token(advantages: Tensor) -> Tensor:
+    """Advantages that broadcast over tokens: [B] as [B, 1], [B, T] unchanged."""
+    return advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+
+
+def binary_kl(old_logp_BT: Tensor, logp_BT: Tensor) -> Tensor:
+    """KL(old || new) between the choices "this token" and "another token", in nats.
+
+    Both probabilities of "another token" are raised by 1e-8, as in verl and SkyRL: a sure token's log-prob is exactly 0
+    in float32, and the divergence would be infinite.
+    """
+    other_old_BT, other_BT = (-x.expm1().clamp(max=0) + ALMOST_SURE for x in (old_logp_BT, logp_BT))
+    rest_BT = (other_old_BT - ALMOST_SURE) * (other_old_BT / other_BT).log()
+    return old_logp_BT.exp() * (old_logp_BT - logp_BT) + rest_BT
 
 
 def log_ratio(logp_BT: Tensor, base_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:

@@ -19,11 +19,18 @@ from grpocli.launch.hydra_sources import conf_dir
 
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
 EXAMPLE = "docs/examples/own_trainer.py"
-TITLES = (*ALGORITHMS, "Parts", "In your own trainer")
+MORE = ("gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "maxrl", "dppo")
+"""Algorithms that the page shows by their differences from grpo."""
+TITLES = (*ALGORITHMS, *MORE, "Parts", "In your own trainer")
 VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("keep", "all"): [{"mask_truncated": True}],
     ("keep", "dynamic"): [{"reward": "score", "surplus": "carry", "on_exhausted": "error"}],
-    ("objective", "clip"): [{"level": "sequence"}, {"dual": 3.0}, {"delta": 4.0}],
+    ("advantage", "leave_one_out"): [{"scale": "others"}],
+    ("advantage", "reinforce_pp"): [{"over": "tokens"}],
+    ("objective", "clip"): [{"level": "sequence"}, {"dual": 3.0}, {"delta": 4.0}, {"drop_above": 0.1}],
+    ("objective", "cispo"): [{"low": 0.2}],
+    ("objective", "dppo"): [{"divergence": "kl"}, {"drift": 0.001}],
+    ("objective", "mirror"): [{"tau": 0.0}],
     ("correction", "auto"): [{"max_staleness": 1}],
     ("kl", "k3"): [{"on_policy": True, "sync_every": 64}, {"beta": 0.0}],
     ("aggregate", "token_mean"): [{"informative_only": True}, {"scope": "group"}, {"scope": "micro_batch"}],
@@ -72,6 +79,9 @@ def document() -> str:
         pieces.append(f"## {name}\n\n{_paper(name)}.\n\n{explanation_markdown(one)}")
         if name != "grpo":
             pieces.append(f"### {name} against grpo\n\n{comparison_markdown(compared(shown['grpo'], one))}")
+    for name in MORE:
+        differences = comparison_markdown(compared(shown["grpo"], _explained(name)))
+        pieces.append(f"## {name}\n\n{_paper(name)}. Against grpo:\n\n{differences}")
     pieces.append("## Parts\n\nEvery choice of every part, with its keys and their defaults.\n")
     pieces += ["\n".join(_reference(kind)) for kind in PARTS]
     example = Path(conf_dir()).parent / EXAMPLE

@@ -82,24 +82,25 @@ MODEL = Equivalent("model={}")
 HUB = Equivalent("", "the final model is a Hugging Face folder, RUN/model: upload it with `hf upload NAME RUN/model`")
 ALGORITHMS = {
     "bnpo": "algorithm=grpo algorithm/aggregate=token_mean algorithm.aggregate.scope=micro_batch",
-    "cispo": "algorithm=grpo algorithm/objective=cispo",
+    "cispo": "algorithm=cispo",
     "dapo": "algorithm=dapo",
     "dr_grpo": "algorithm=drgrpo",
     "grpo": "algorithm=grpo",
-    "gspo": "algorithm=grpo algorithm/kl=none algorithm.objective.level=sequence algorithm.objective.low=3e-4 "
-    "algorithm.objective.high=4e-4",
-    "luspo": "algorithm=grpo algorithm/kl=none algorithm.objective.level=sequence algorithm/aggregate=constant "
-    "algorithm.aggregate.length=1",
-    "rloo": "algorithm=grpo algorithm/advantage=leave_one_out",
-    "reinforce_plus_plus": "algorithm=grpo algorithm/advantage=batch_std",
-    "sapo": "algorithm=grpo algorithm/objective=sapo",
+    "gspo": "algorithm=gspo",
+    "luspo": "algorithm=luspo",
+    "rloo": "algorithm=rloo",
+    "reinforce_plus_plus": "algorithm=reinforce_pp",
+    "reinforce_plus_plus_baseline": "algorithm=reinforce_pp algorithm.advantage.over=tokens",
+    "sapo": "algorithm=sapo",
 }
-LOSSES = ALGORITHMS | {
+LOSSES = {
+    "bnpo": ALGORITHMS["bnpo"],
+    "cispo": "algorithm=grpo algorithm/objective=cispo algorithm/aggregate=token_mean",
     "dapo": "algorithm=grpo algorithm/aggregate=token_mean",
     "dr_grpo": "algorithm=grpo algorithm/aggregate=constant",
-    "cispo": "algorithm=grpo algorithm/objective=cispo algorithm/aggregate=token_mean",
-    "luspo": "algorithm=grpo algorithm.objective.level=sequence algorithm/aggregate=constant "
-    "algorithm.aggregate.length=1",
+    "grpo": "algorithm=grpo",
+    "luspo": "algorithm=grpo algorithm.objective.level=sequence algorithm/aggregate=token_sum",
+    "sapo": "algorithm=grpo algorithm/objective=sapo",
 }
 """TRL's `loss_type`, which is a part of the algorithm."""
 LOSS = (

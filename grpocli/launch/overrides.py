@@ -35,13 +35,17 @@ def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]
     """
     _refuse_empty(overrides)
     _refuse_foreign(overrides, config_name)
-    overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in expand_task_lists(overrides)]
+    overrides = [INFINITE.sub(r"\1inf", override) for override in expand_task_lists(overrides)]
+    overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in overrides]
     _refuse_duplicate_rewards(overrides)
     return _hf_for_path(overrides, config_name)
 
 
 LORA = re.compile(r"^(\+*model\.lora)=([\d, ]+)$")
 """`model.lora=16`, short for `model.lora.rank=16`."""
+
+INFINITE = re.compile(r"^(\+*algorithm\.[\w.]+=-?)\.inf$")
+"""`.inf` as in a YAML; Hydra's overrides have `inf`."""
 
 
 def from_command_line(overrides: Sequence[str], config_name: str = "train") -> list[str]:

@@ -16,7 +16,16 @@ from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Session, format_value, intact_sessions
 from grpocli.tracking.text import format_duration
 
-NAMES = {"grpo": "GRPO", "dapo": "DAPO", "drgrpo": "Dr. GRPO", "dgpo": "DGPO", "adamw": "AdamW"}
+NAMES = {
+    **{
+        name: name.upper()
+        for name in ("grpo", "dapo", "dgpo", "gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "dppo")
+    },
+    "drgrpo": "Dr. GRPO",
+    "reinforce_pp": "REINFORCE++-baseline",
+    "maxrl": "MaxRL",
+    "adamw": "AdamW",
+}
 """Names of choices in papers."""
 
 DTYPES = ("float32", "bfloat16")

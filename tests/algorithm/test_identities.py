@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
-from algorithm.windows import NAN, WEIGHTS, Window, choices, deal, run, splits, windows
+from algorithm.windows import NAN, WEIGHTS, Window, choices, deal, run, splits, suited, windows
 from composed import built
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpocli.algorithm import Algorithm
+from grpocli.algorithm.advantage import ReinforcePlusPlus, Std
 
 few = settings(max_examples=20)
 
@@ -196,10 +200,93 @@ def test_on_policy_every_objective_has_the_plain_policy_gradient(name: str, wind
             (),
         ),
         (("algorithm.advantage_min=-1e9", "algorithm.advantage_max=1e9"), ()),
+        (("algorithm.objective.drop_above=1e6",), ()),
+        (("algorithm.objective.drop_above=null",), ()),
+        (("algorithm/objective=cispo", "algorithm.objective.low=null"), ("algorithm/objective=cispo",)),
+        (("algorithm/objective=cispo", "algorithm.objective.low=1"), ("algorithm/objective=cispo",)),
+        (
+            ("algorithm/objective=dppo", "algorithm.objective.low=1", "algorithm.objective.high=1"),  # of probabilities
+            ("algorithm/objective=dppo", "algorithm.objective.low=.inf", "algorithm.objective.high=.inf"),
+        ),
+        (  # -r A
+            ("algorithm/objective=dppo", "algorithm.objective.low=inf", "algorithm.objective.high=inf"),
+            ("algorithm.objective.low=1", "algorithm.objective.high=inf"),
+        ),
+        (("algorithm/objective=mirror", "algorithm.objective.tau=0"), ("algorithm/objective=policy_gradient",)),
+        (
+            ("algorithm/objective=policy_gradient",),
+            ("algorithm/objective=cispo", "algorithm.objective.low=0", "algorithm.objective.high=0"),
+        ),
+        (  # the geometric mean of a completion's ratios
+            ("algorithm/objective=clip_gspo", "algorithm.objective.low=1", "algorithm.objective.high=inf"),
+            ("algorithm/objective=geometric", "algorithm.objective.low=inf", "algorithm.objective.high=inf"),
+        ),
+        (
+            ("algorithm/advantage=leave_one_out", "algorithm.advantage.scale=none"),
+            ("algorithm/advantage=leave_one_out",),
+        ),
     ],
 )
 def test_a_part_with_a_neutral_value_does_nothing(one: tuple[str, ...], other: tuple[str, ...], window: Window) -> None:
     assert_equal(window, built("algorithm=grpo", *one), built("algorithm=grpo", *other))
+
+
+@given(window=windows(), low=st.floats(0, 0.9), high=st.floats(0, 3))
+@few
+def test_the_geometric_mean_of_one_token_is_the_clipped_ratio(window: Window, low: float, high: float) -> None:
+    """GMPO's bounds in nats are those of the ratio, 1 - low and 1 + high."""
+    one_token = replace(window, mask=window.mask * (window.mask.cumsum(1) == 1))
+    bounds = (f"algorithm.objective.low={-math.log1p(-low)!r}", f"algorithm.objective.high={math.log1p(high)!r}")
+    geometric = built("algorithm=grpo", "algorithm/objective=geometric", *bounds)
+    clip = built("algorithm=grpo", f"algorithm.objective.low={low!r}", f"algorithm.objective.high={high!r}")
+    assert_equal(one_token, geometric, clip)
+
+
+EVERY_OBJECTIVE = {
+    **choices("objective"),
+    "sequence level": ("algorithm.objective.level=sequence", "algorithm.objective.drop_above=0.1"),
+    "dual and delta": ("algorithm.objective.dual=1.3", "algorithm.objective.delta=1.5"),
+    "drop_above": ("algorithm.objective.drop_above=0.1",),
+    "kl and drift": ("algorithm/objective=dppo_drift", "algorithm.objective.divergence=kl"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY_OBJECTIVE if name != "objective=geometric"])
+@given(window=windows())
+@few
+def test_one_advantage_for_all_tokens_is_that_of_the_row(name: str, window: Window) -> None:
+    """[B, T] with equal columns has the loss and gradient of [B], and with 0 nowhere tokens of one row differ."""
+    objective = built("algorithm=grpo", *EVERY_OBJECTIVE[name]).objective
+    advantages_B = built("algorithm=grpo").advantages(window.rewards, WEIGHTS).reshape(-1)
+    losses, inside = [], window.mask.bool()
+    old = window.old.where(inside, 0.0)
+    for advantages in (advantages_B, advantages_B.unsqueeze(1).expand(window.mask.shape)):
+        leaf = window.logp.where(inside, 0.0).requires_grad_()
+        loss_BT, sides = objective(leaf, old, advantages, window.mask)
+        mean = (loss_BT * window.mask).sum() / max(int(window.mask.sum()), 1)
+        of_rows = {side: (flags if flags.ndim == 1 else flags.any(1)).tolist() for side, flags in sides.items()}
+        losses.append((loss_BT * window.mask, torch.autograd.grad(mean, leaf)[0], of_rows))
+    torch.testing.assert_close(losses[0][0], losses[1][0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(losses[0][1], losses[1][1], rtol=1e-12, atol=1e-14)
+
+
+def test_the_geometric_objective_refuses_an_advantage_per_token() -> None:
+    rows = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"algorithm/objective=geometric needs an advantage per row"):
+        built("algorithm=gmpo").objective(rows, rows, rows, torch.ones(2, 3))
+
+
+@given(window=windows(), length=st.integers(1, 9))
+@few
+def test_the_batch_of_one_question_or_of_equal_lengths(window: Window, length: int) -> None:
+    """REINFORCE++-baseline of one question is GRPO's std; over tokens of equally long completions the ddof is 0."""
+    scores = built("algorithm=grpo").scores(window.rewards, WEIGHTS)
+    for group in scores.split(1):
+        torch.testing.assert_close(ReinforcePlusPlus(eps=1e-3)(group), Std(eps=1e-3)(group), rtol=1e-10, atol=1e-13)
+    n = int((~scores.isnan()).sum())
+    by_tokens = ReinforcePlusPlus("tokens", eps=0.0)(scores, torch.full(scores.shape, length))
+    by_samples = ReinforcePlusPlus(eps=0.0)(scores)
+    torch.testing.assert_close(by_tokens, by_samples * math.sqrt(n / max(n - 1, 1)), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(choices("correction").keys() - {"correction=sampler"}))
@@ -275,7 +362,7 @@ def test_a_completion_without_a_score_is_left_out_of_its_group(window: Window) -
     for name, overrides in choices("advantage").items():
         algorithm = built("algorithm=grpo", *overrides)
         for i in range(len(window.rewards["a"])):
-            group = {reward: values[i : i + 1] for reward, values in window.rewards.items()}
+            group = {r: values[i : i + 1] for r, values in suited(algorithm, window.rewards).items()}
             there = ~torch.stack(list(group.values())).isnan().all(0)[0]
             whole = algorithm.advantages(group, WEIGHTS)[0]
             assert whole[~there].eq(0).all(), name

@@ -7,10 +7,11 @@ definition.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from algorithm.windows import ALGORITHMS, NAN, WEIGHTS, Window, choices, deal, run, splits, windows
+from algorithm.windows import ALGORITHMS, NAN, OF_CHOICES, WEIGHTS, Window, choices, deal, run, splits, suited, windows
 from composed import built
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,18 @@ from grpocli.algorithm.metrics import EXTREMES
 OPTIONS = {
     "sequence level": ("algorithm.objective.level=sequence",),
     "dual and delta": ("algorithm.objective.dual=1.3", "algorithm.objective.delta=1.5"),
+    "drop_above": ("algorithm.objective.drop_above=0.1",),
+    "drop_above, sequence level": ("algorithm.objective.drop_above=0.1", "algorithm.objective.level=sequence"),
+    "cispo, low": ("algorithm/objective=cispo", "algorithm.objective.low=0.1", "algorithm.objective.high=0.1"),
+    "dppo, kl and drift": (
+        "algorithm/objective=dppo",
+        "algorithm.objective.divergence=kl",
+        "algorithm.objective.low=0.01",
+        "algorithm.objective.high=0.02",
+        "algorithm.objective.drift=0.1",
+    ),
+    "dppo without bounds": ("algorithm/objective=dppo", "algorithm.objective.low=inf", "algorithm.objective.high=inf"),
+    "leave_one_out, scaled": ("algorithm/advantage=leave_one_out", "algorithm.advantage.scale=others"),
     "token_mean by group": ("algorithm/aggregate=token_mean", "algorithm.aggregate.scope=group"),
     "token_mean of informative": ("algorithm/aggregate=token_mean", "algorithm.aggregate.informative_only=true"),
     "informative by group": (
@@ -47,15 +60,25 @@ OPTIONS = {
     "top_entropy and bonus": ("algorithm/tokens=top_entropy", "algorithm/entropy=bonus"),
     "no eps": ("algorithm.advantage.eps=0",),
 }
+VARIED = ("normalize_then_sum", "no eps", "leave_one_out, scaled")
+"""Options of the advantages."""
 # The base has every term, so that a choice is tried together with the others.
 VARIANTS = {
     **{name: (f"algorithm={name}",) for name in ALGORITHMS},
     **{name: ("algorithm=grpo", *overrides) for name, overrides in {**choices(), **OPTIONS}.items()},
 }
+NAMED = {name: (f"algorithm={name}",) for name in OF_CHOICES}
+ALL = VARIANTS | NAMED
+
+
+def variants(fast: int) -> list[Any]:
+    """A few in `make test-fast`; named algorithms of tested choices only in `make test-all`."""
+    return [*table(VARIANTS, fast), *table(NAMED, fast=1, other_tier=pytest.mark.survival)]
 
 
 def advantages_of(name: str, window: Window) -> torch.Tensor:
-    return built(*VARIANTS[name]).advantages(window.rewards, WEIGHTS).reshape(-1)
+    algorithm = built(*ALL[name])
+    return algorithm.advantages(suited(algorithm, window.rewards), WEIGHTS).reshape(-1)
 
 
 def assert_close(name: str, one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor, tolerance: float) -> None:
@@ -63,13 +86,13 @@ def assert_close(name: str, one: torch.Tensor, other: torch.Tensor, scale: torch
     assert (one - other).abs().max() <= tolerance * scale, name
 
 
-@pytest.mark.parametrize("name", table(VARIANTS, fast=12))
+@pytest.mark.parametrize("name", variants(fast=12))
 @given(window=windows(), split=splits())
 @settings(max_examples=10)
 def test_loss_does_not_depend_on_split_order_processes_or_padding(
     name: str, window: Window, split: tuple[int, int, int]
 ) -> None:
-    algorithm = built(*VARIANTS[name])
+    algorithm = built(*ALL[name])
     advantages = advantages_of(name, window)
     n = len(advantages)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
@@ -89,29 +112,26 @@ def test_loss_does_not_depend_on_split_order_processes_or_padding(
                 assert sign * (pieces.metrics[metric] - whole.metrics[metric]) >= -tolerance, metric
 
 
-@pytest.mark.parametrize("name", [*choices("advantage", "question_weight"), "normalize_then_sum"])
+@pytest.mark.parametrize("name", [*choices("advantage", "question_weight"), *VARIED])
 @given(window=windows(), seed=st.integers(0, 9999))
 @settings(max_examples=30)
 def test_advantages_follow_their_completions(name: str, window: Window, seed: int) -> None:
     """Questions and completions in another order have the same advantages."""
-    algorithm = built(*VARIANTS[name])
+    algorithm = built(*ALL[name])
     generator = torch.Generator().manual_seed(seed)
     p, g = window.rewards["a"].shape
     questions, completions = torch.randperm(p, generator=generator), torch.randperm(g, generator=generator)
-    one = algorithm.advantages(window.rewards, WEIGHTS)
-    moved = {reward: values[questions][:, completions] for reward, values in window.rewards.items()}
+    rewards = suited(algorithm, window.rewards)
+    one = algorithm.advantages(rewards, WEIGHTS)
+    moved = {reward: values[questions][:, completions] for reward, values in rewards.items()}
     other = algorithm.advantages(moved, WEIGHTS)
     assert one.isfinite().all()
     torch.testing.assert_close(other, one[questions][:, completions], rtol=1e-9, atol=1e-12)
     assert other.any(1).tolist() == one.any(1)[questions].tolist()
 
 
-WITHOUT_PENALTIES = [
-    name
-    for name in VARIANTS
-    if not name.startswith(("kl=", "entropy="))
-    and name not in ("on-policy k1", "on-policy k3", "top_entropy and bonus")
-]
+PENALTIES = ("on-policy k1", "on-policy k3", "top_entropy and bonus", "objective=mirror", "dppo, kl and drift")
+WITHOUT_PENALTIES = [name for name in VARIANTS if not name.startswith(("kl=", "entropy=")) and name not in PENALTIES]
 
 
 @pytest.mark.parametrize("name", table(WITHOUT_PENALTIES, fast=12))
@@ -119,12 +139,12 @@ WITHOUT_PENALTIES = [
 @settings(max_examples=5)
 def test_constant_groups_give_no_gradient(name: str, window: Window, value: float, split: tuple[int, int, int]) -> None:
     """If all groups are constant, or partly unscored, advantages, loss and gradient are exactly 0."""
-    algorithm = replace(built(*VARIANTS[name]), kl=built("algorithm=dapo").kl)
+    algorithm = replace(built(*ALL[name]), kl=built("algorithm=dapo").kl)
     a = window.rewards["a"]
     levels = value * torch.arange(1, len(a) + 1, dtype=a.dtype)[:, None].expand_as(a)
     for dtype in (torch.float64, torch.float32):
         rewards = {"a": levels.masked_fill(a.isnan(), NAN).to(dtype), "b": torch.full_like(a, NAN).to(dtype)}
-        advantages = algorithm.advantages(rewards, WEIGHTS).reshape(-1)
+        advantages = algorithm.advantages(suited(algorithm, rewards), WEIGHTS).reshape(-1)
         assert advantages.eq(0).all()
         for pieces in ([torch.arange(len(advantages))], deal(len(advantages), split)):
             result = run(algorithm, window, advantages, pieces, dtype)
@@ -133,11 +153,13 @@ def test_constant_groups_give_no_gradient(name: str, window: Window, value: floa
             assert all(value.isfinite() for value in result.metrics.values())
 
 
-@pytest.mark.parametrize("name", [*choices("advantage", "question_weight"), "normalize_then_sum", "no eps"])
+@pytest.mark.parametrize(
+    "name", [n for n in (*choices("advantage", "question_weight"), *VARIED) if n != "advantage=none"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_constant_group_among_others_gives_no_gradient(name: str, dtype: torch.dtype) -> None:
     """Its advantages are exactly 0; with a rounding error `informative_only` would count the group."""
-    algorithm = built(*VARIANTS[name])
+    algorithm = built(*ALL[name])
     for seed in range(20):
         rewards = torch.rand(4, 5, generator=torch.Generator().manual_seed(seed), dtype=dtype)
         rewards[2] = rewards[2, 0].item()
@@ -162,10 +184,10 @@ def test_the_clip_ratio_of_sequences_is_a_mean_over_rows() -> None:
     assert sum(apart).item() == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("name", table(VARIANTS, fast=12))
+@pytest.mark.parametrize("name", variants(fast=12))
 def test_a_window_without_rows_or_tokens_is_zero(name: str) -> None:
     """Such a window remains if dynamic sampling keeps no group, or every completion is masked."""
-    algorithm = built(*VARIANTS[name])
+    algorithm = built(*ALL[name])
     for rows, width in ((0, 1), (0, 0), (2, 3)):
         nothing = torch.full((rows, width), NAN, requires_grad=True)
         loss, metrics = algorithm.loss(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from composed import built
+
+from grpocli.launch.hydra_sources import conf_dir
 
 P, G, T = 3, 4, 6
 
@@ -133,6 +136,130 @@ def test_dgpo(batch: dict[str, torch.Tensor]) -> None:
             advantage = weight * (rewards[k] - rewards.mean()).item() / (mad + 1e-4)
             objective += sum(terms(batch, i, k, advantage, 0.2, 0.0))
     assert_same(batch, -objective / tokens, "algorithm=dgpo")
+
+
+def ratios(batch: dict[str, torch.Tensor], i: int, k: int) -> list[torch.Tensor]:
+    """pi / pi_old of every token of completion k of question i."""
+    row = i * G + k
+    return [torch.exp(batch["logp"][row, t] - batch["old"][row, t]) for t in range(length(batch, i, k))]
+
+
+def of_sequence(batch: dict[str, torch.Tensor], i: int, k: int, low: float, high: float) -> torch.Tensor:
+    """min(s A, clip(s) A) with the length-normalised ratio s."""
+    s = math.prod(ratios(batch, i, k)) ** (1 / length(batch, i, k))
+    return clipped(s, standardised(batch["rewards"][i], k), low, high)
+
+
+def near(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch with ratios near 1, as GSPO's narrow bounds want them."""
+    logp = batch["logp"].detach()
+    return batch | {"old": logp + 0.01 * (batch["old"] - logp)}
+
+
+ALL = [(i, k) for i in range(P) for k in range(G)]
+
+
+def test_gspo(batch: dict[str, torch.Tensor]) -> None:
+    """GSPO, equation 5, with the clipping ranges of section 5.1."""
+    batch = near(batch)
+    assert_same(batch, -sum(of_sequence(batch, i, k, 3e-4, 4e-4) for i, k in ALL) / (P * G), "algorithm=gspo")
+
+
+def test_luspo(batch: dict[str, torch.Tensor]) -> None:
+    """LUSPO: GSPO's term times |o|, with the clipping ranges of section 5.1."""
+    batch = near(batch)
+    objective = sum(of_sequence(batch, i, k, 2e-3, 2.5e-3) * length(batch, i, k) for i, k in ALL)
+    assert_same(batch, -objective / (P * G), "algorithm=luspo")
+
+
+def test_cispo(batch: dict[str, torch.Tensor]) -> None:
+    """MiniMax-M1, equation 4, with a denominator over the whole batch; a weight of at most 5."""
+    objective = 0.0
+    for i, k in ALL:
+        for t, r in enumerate(ratios(batch, i, k)):
+            weight = min(r.item(), 5.0)
+            objective = objective + weight * standardised(batch["rewards"][i], k) * batch["logp"][i * G + k, t]
+    assert_same(batch, -objective / int(batch["mask"].sum()), "algorithm=cispo")
+
+
+def test_sapo(batch: dict[str, torch.Tensor]) -> None:
+    """SAPO, equations 5 and 6, with the temperatures of section 5."""
+    objective = 0.0
+    for i, k in ALL:
+        a = standardised(batch["rewards"][i], k)
+        tau = 1.0 if a > 0 else 1.05
+        gates = [4 / tau / (1 + torch.exp(-tau * (r - 1))) for r in ratios(batch, i, k)]
+        objective = objective + sum(gates) * a / length(batch, i, k)
+    assert_same(batch, -objective / (P * G), "algorithm=sapo")
+
+
+def test_gmpo(batch: dict[str, torch.Tensor]) -> None:
+    """GMPO, equation 4, with the clipping range (exp(-0.4), exp(0.4))."""
+    objective = 0.0
+    for i, k in ALL:
+        a = standardised(batch["rewards"][i], k)
+        bounded = [r.clamp(max=math.exp(0.4)) if a > 0 else r.clamp(min=math.exp(-0.4)) for r in ratios(batch, i, k)]
+        objective = objective + math.prod(bounded) ** (1 / length(batch, i, k)) * a
+    assert_same(batch, -objective / (P * G), "algorithm=gmpo")
+
+
+def squared_log_ratios(batch: dict[str, torch.Tensor], i: int, k: int) -> torch.Tensor:
+    """sum_t log^2(pi / pi_ref) / 2."""
+    row, n = i * G + k, length(batch, i, k)
+    return sum((batch["logp"][row, t] - batch["ref"][row, t]) ** 2 / 2 for t in range(n))
+
+
+def test_rloo(batch: dict[str, torch.Tensor]) -> None:
+    """RLOO, equation 9: (R_k - mean of the others) log pi(y), with KL 0.03."""
+    objective = 0.0
+    for i, k in ALL:
+        r = batch["rewards"][i].tolist()
+        a = r[k] - (sum(r) - r[k]) / (G - 1)
+        logp = batch["logp"][i * G + k, : length(batch, i, k)].sum()
+        objective = objective + a * logp - 0.03 * squared_log_ratios(batch, i, k)
+    assert_same(batch, -objective / (P * G), "algorithm=rloo")
+
+
+def test_reinforce_pp(batch: dict[str, torch.Tensor]) -> None:
+    """REINFORCE++-baseline: centred by question, divided by the std of the batch; PPO's clip and k2."""
+    centred = batch["rewards"] - batch["rewards"].mean(1, keepdim=True)
+    scale = math.sqrt((centred**2).sum().item() / (P * G - 1)) + 1e-8
+    objective = 0.0
+    for i, k in ALL:
+        a = centred[i, k].item() / scale
+        objective = objective + sum(clipped(r, a, 0.2, 0.2) for r in ratios(batch, i, k))
+        objective = objective - 1e-5 * squared_log_ratios(batch, i, k)
+    assert_same(batch, -objective / int(batch["mask"].sum()), "algorithm=reinforce_pp")
+
+
+def test_maxrl(batch: dict[str, torch.Tensor]) -> None:
+    """MaxRL: the advantage divided by the pass rate."""
+    objective = 0.0
+    for i, k in ALL:
+        rate = batch["rewards"][i].mean().item()
+        a = (batch["rewards"][i, k].item() - rate) / rate
+        objective = objective + sum(clipped(r, a, 0.2, 0.2) for r in ratios(batch, i, k))
+    assert_same(batch, -objective / int(batch["mask"].sum()), "algorithm=maxrl")
+
+
+def test_dppo(batch: dict[str, torch.Tensor]) -> None:
+    """prime-rl's default advantage and loss: dppo_mask_low and _high 0.2, adv_tau 1, kl_tau 1e-3, mean over tokens."""
+    loss = 0.0
+    for i, k in ALL:
+        a = (batch["rewards"][i, k] - batch["rewards"][i].mean()).item()
+        for t, r in enumerate(ratios(batch, i, k)):
+            at = (i * G + k, t)
+            change = math.exp(batch["logp"][at].item()) - math.exp(batch["old"][at].item())
+            invalid = change > 0.2 if a > 0 else change < -0.2
+            loss = loss - (0.0 if invalid else a) * r + 1e-3 * torch.log(r) ** 2
+    assert_same(batch, loss / int(batch["mask"].sum()), "algorithm=dppo")
+
+
+def test_every_named_algorithm_is_here() -> None:
+    """A new `conf/algorithm/NAME.yaml` needs its paper's formula in this file."""
+    names = {path.stem for path in (Path(conf_dir()) / "algorithm").glob("*.yaml")}
+    tested = {name.removeprefix("test_").replace("dr_grpo", "drgrpo") for name in globals() if name.startswith("test_")}
+    assert names <= tested | {"opd"}  # on-policy distillation has its own tests
 
 
 def test_the_correction_uses_the_policy_that_sampled(batch: dict[str, torch.Tensor]) -> None:

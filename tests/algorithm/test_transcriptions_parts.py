@@ -17,6 +17,7 @@ import torch
 from algorithm.windows import choices
 from composed import built
 
+from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
 from grpocli.types import Completion, Prompt, Rollout, Row
 
@@ -166,18 +167,20 @@ def test_gspo(batch: Batch) -> None:
 
 
 @transcribes("objective=cispo", "aggregate=token_mean")
-def test_cispo(batch: Batch) -> None:
-    """MiniMax-M1, equations 4 and 5, without a lower bound as they ran it: sg(clip(r)) A log pi."""
+@pytest.mark.parametrize("low", [None, 0.1])
+def test_cispo(batch: Batch, low: float | None) -> None:
+    """MiniMax-M1, equations 4 and 5, with and without (as they ran it) a lower bound: sg(clip(r)) A log pi."""
     objective = torch.zeros((), dtype=torch.float64)
     for i in range(P):
         length = sum(len(batch.tokens(i, k)) for k in range(G))
         for k in range(G):
             a = group_advantage(batch.rewards[i], k)
             for at in batch.tokens(i, k):
-                weight = clip(batch.ratio(at), -math.inf, 1 + 0.2).item()
+                weight = clip(batch.ratio(at), -math.inf if low is None else 1 - low, 1 + 0.2).item()
                 objective = objective + weight * a * batch.logp[at] / length
     options = ("algorithm/objective=cispo", "algorithm.objective.high=0.2", "algorithm/aggregate=token_mean")
-    assert_same(batch, objective / P, *CLIP, *options, "algorithm.aggregate.scope=group")
+    bound = f"algorithm.objective.low={'null' if low is None else low}"
+    assert_same(batch, objective / P, *CLIP, *options, bound, "algorithm.aggregate.scope=group")
 
 
 @transcribes("objective=sapo")
@@ -230,6 +233,130 @@ def test_delta(batch: Batch) -> None:
         return smaller(clip(r, -math.inf, 1.3) * a, clip(r, 0.8, 1.2) * a)
 
     assert_same(batch, token_mean(batch, term), *TOKEN_MEAN, "algorithm.objective.delta=1.3")
+
+
+def mean_log_ratio(batch: Batch, row: int) -> float:
+    """The mean over the row's tokens of log(pi_old / pi)."""
+    return mean([(batch.old[at] - batch.logp[at]).item() for at in batch.tokens(*divmod(row, G))])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_drop_above(batch: Batch, level: str) -> None:
+    """DeepSeek-V3.2, equation 9: M = 0 where A < 0 and 1/|o| sum_t log(pi_old / pi) > delta."""
+    dropped = {
+        row
+        for row in range(P * G)
+        if group_advantage(batch.rewards[row // G], row % G) < 0 and mean_log_ratio(batch, row) > 0.02
+    }
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        if level == "token":
+            surrogate = clipped(batch, at, a)
+        else:
+            tokens = batch.tokens(*divmod(at[0], G))
+            ratio = math.prod(batch.ratio(x) for x in tokens) ** (1 / len(tokens))
+            surrogate = smaller(ratio * a, clip(ratio, 0.8, 1.2) * a)
+        return surrogate * 0 if at[0] in dropped else surrogate
+
+    options = (f"algorithm.objective.level={level}", "algorithm.objective.drop_above=0.02")
+    assert_same(batch, token_mean(batch, term), *TOKEN_MEAN, *options)
+
+
+def test_drop_above_drops_some_completions() -> None:
+    """In the batches above there are both, so that the transcription is a test of something."""
+    shares = []
+    for seed in range(4):
+        batch = make_batch(seed)
+        wrong = [row for row in range(P * G) if group_advantage(batch.rewards[row // G], row % G) < 0]
+        shares.append(mean([float(mean_log_ratio(batch, row) > 0.02) for row in wrong]))
+    assert all(0 < share < 1 for share in shares)
+
+
+def test_gspo_token(batch: Batch) -> None:
+    """GSPO, equations 13 and 14: s_t = sg(s) pi / sg(pi), and an advantage for each token."""
+    generator = torch.Generator().manual_seed(7)
+    advantages = torch.randn(P * G, T, generator=generator, dtype=torch.float64)
+    objective = torch.zeros((), dtype=torch.float64)
+    for i, k in outputs():
+        tokens = batch.tokens(i, k)
+        s = (math.prod(batch.ratio(at) for at in tokens) ** (1 / len(tokens))).item()
+        for at in tokens:
+            s_t = s * torch.exp(batch.logp[at]) / math.exp(batch.logp[at].item())
+            a = advantages[at].item()
+            objective = objective + smaller(s_t * a, clip(s_t, 1 - 0.1, 1 + 0.15) * a) / len(tokens) / (P * G)
+    part = built(
+        *CLIP, "algorithm.objective.level=sequence", "algorithm.objective.low=0.1", "algorithm.objective.high=0.15"
+    )
+    inside = batch.mask.bool()
+    loss_BT, sides = part.objective(batch.logp.where(inside, 0.0), batch.old.where(inside, 0.0), advantages, batch.mask)
+    loss = ((loss_BT * batch.mask).sum(1) / batch.mask.sum(1)).mean()
+    ours, theirs = (torch.autograd.grad(x, batch.logp)[0] for x in (loss, -objective))
+    assert (loss + objective).abs() <= 1e-10 * objective.abs()
+    assert (ours - theirs).abs().max() <= 1e-10 * theirs.abs().max()
+    assert all(flags.shape == (P * G, T) for flags in sides.values())
+
+
+@transcribes("objective=dppo")
+@pytest.mark.parametrize("drift", [0.0, 0.05])
+@pytest.mark.parametrize("bounds", [(0.05, 0.03), (0.0, 0.0), (math.inf, math.inf), (math.inf, 0.01)], ids=str)
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo(batch: Batch, divergence: str, bounds: tuple[float, float], drift: float) -> None:
+    """DPPO, equations 12 to 14: M r A, M = 0 where pi has left pi_old's neighbourhood in the direction of A.
+
+    The Bernoulli divergences: TV = |pi - mu|; KL = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)). The quadratic
+    term is that of prime-rl's default loss.
+    """
+
+    batch = replace(batch, old=batch.old.clamp(max=-1e-3))  # a probability is below 1
+
+    def distance(at: tuple[int, int]) -> float:
+        mu, pi = math.exp(batch.old[at].item()), math.exp(batch.logp[at].item())
+        if divergence == "tv":
+            return abs(pi - mu)
+        return mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        rises = batch.logp[at].item() > batch.old[at].item()
+        low, high = bounds
+        leaves = (a > 0 and rises and distance(at) > high) or (a < 0 and not rises and distance(at) > low)
+        gain = 0.0 * batch.logp[at] if leaves else batch.ratio(at) * a
+        return gain - drift * (batch.logp[at] - batch.old[at]) ** 2
+
+    options = [f"algorithm.objective.{k}={v}" for k, v in zip(("low", "high"), bounds, strict=True)]
+    options += [f"algorithm.objective.divergence={divergence}", f"algorithm.objective.drift={drift}"]
+    assert_same(batch, token_mean(batch, term), *TOKEN_MEAN, "algorithm/objective=dppo", *options)
+
+
+@transcribes("objective=mirror")
+@pytest.mark.parametrize("tau", [0.0, 0.1, 2.0])
+def test_mirror(batch: Batch, tau: float) -> None:
+    """Kimi k1.5, equation 3, token by token: A log pi - tau / 2 log^2(pi / pi_old)."""
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        return a * batch.logp[at] - tau / 2 * torch.log(batch.ratio(at)) ** 2
+
+    options = ("algorithm/objective=mirror", f"algorithm.objective.tau={tau}")
+    assert_same(batch, token_mean(batch, term), *TOKEN_MEAN, *options)
+
+
+@transcribes("objective=geometric")
+@pytest.mark.parametrize("bounds", [(0.4, 0.4), (0.1, 0.2)], ids=str)
+def test_geometric(batch: Batch, bounds: tuple[float, float]) -> None:
+    """GMPO, equation 4: (prod_t min(r^s, clip(r^s, e1, e2))^s)^(1 / |o|) A with s = sgn(A), mean over outputs."""
+    low, high = bounds
+    objective = torch.zeros((), dtype=torch.float64)
+    for i, k in outputs():
+        a = group_advantage(batch.rewards[i], k)
+        if a == 0:
+            continue
+        s, product = (1 if a > 0 else -1), torch.ones((), dtype=torch.float64)
+        for at in batch.tokens(i, k):
+            r = batch.ratio(at)
+            inside = clip(r, math.exp(-low), math.exp(high))
+            product = product * smaller(r**s, inside**s) ** s
+        objective = objective + product ** (1 / len(batch.tokens(i, k))) * a / (P * G)
+    options = ("algorithm/objective=geometric", f"algorithm.objective.low={low}", f"algorithm.objective.high={high}")
+    assert_same(batch, objective, *CLIP, *options)
 
 
 # The gap between sampler and trainer.
@@ -477,16 +604,19 @@ def literal_advantage(name: str, eps: float, groups: list[list[float]], i: int, 
         return centre / (mean([abs(x - mean(group)) for x in group]) + eps)
     if name == "leave_one_out":
         return r - (sum(group) - r) / (len(group) - 1)
-    return centre
+    if name == "reinforce_pp":
+        centred = [x - mean(scored(g)) for g in groups for x in scored(g)]
+        return centre / (statistics.stdev(centred) + eps)
+    return 0.0 if name == "none" else centre
 
 
 @transcribes("advantage=std", "advantage=center", "advantage=mad", "advantage=batch_std", "advantage=leave_one_out")
-@transcribes("question_weight=uniform")
+@transcribes("advantage=reinforce_pp", "advantage=none", "question_weight=uniform")
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["std", "center", "mad", "batch_std", "leave_one_out"])
+@pytest.mark.parametrize("name", ["std", "center", "mad", "batch_std", "leave_one_out", "reinforce_pp", "none"])
 def test_advantages(name: str, seed: int) -> None:
-    """DeepSeekMath 4.1.2; Dr. GRPO 3.2; MathForge's MAD; Tricks or Traps' batch std; RLOO, equation 9."""
-    has_eps = name in ("std", "mad", "batch_std")
+    """DeepSeekMath 4.1.2; Dr. GRPO 3.2; MathForge's MAD; Tricks or Traps' batch std; RLOO, equation 9; REINFORCE++."""
+    has_eps = name in ("std", "mad", "batch_std", "reinforce_pp")
     for eps in (1e-4, 0.1) if has_eps else (0.0,):
         values = rewards(seed)
         groups = values.tolist()
@@ -495,6 +625,67 @@ def test_advantages(name: str, seed: int) -> None:
         ours = built("algorithm=drgrpo", f"algorithm/advantage={name}", *options).advantages({"r": values})
         torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-14)
         assert (ours[2:] == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+def test_reinforce_pp_over_tokens(seed: int, eps: float) -> None:
+    """OpenRLHF's reinforce_baseline: centred rewards, whitened over the batch's tokens, ddof 0, mean subtracted."""
+    values = rewards(seed)
+    lengths = torch.randint(0, 6, values.shape, generator=torch.Generator().manual_seed(seed))
+    groups = values.tolist()
+    centred = [[0.0 if len(set(scored(g))) < 2 else r - mean(scored(g)) for r in g] for g in groups]
+    of_tokens = [
+        centred[i][k] for i in range(5) for k in range(G) for _ in range(lengths[i, k]) if not math.isnan(groups[i][k])
+    ]
+    centre, scale = mean(of_tokens), statistics.pstdev(of_tokens) + eps
+    expected = [
+        [0.0 if math.isnan(groups[i][k]) else (centred[i][k] - centre) / scale for k in range(G)] for i in range(5)
+    ]
+    part = built(
+        "algorithm=reinforce_pp", "algorithm.advantage.over=tokens", f"algorithm.advantage.eps={eps}"
+    ).advantage
+    assert part.needs_lengths
+    ours = part(values, lengths)
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_leave_one_out_scaled_by_the_others(seed: int) -> None:
+    """NeMo RL's calculate_baseline_and_std_per_prompt and GRPOAdvantageEstimator, with their defaults."""
+    binary = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [NAN, 1, 0, 1], [1, NAN, NAN, 0]], dtype=torch.float64)
+    values = torch.cat([rewards(seed), binary])
+    expected = []
+    for group in values.tolist():
+        row = []
+        for k, r in enumerate(group):
+            others = scored(group[:k] + group[k + 1 :])
+            if math.isnan(r) or not others:
+                row.append(0.0)
+                continue
+            std = statistics.stdev(others) if len(set(others)) > 1 else 0.0
+            row.append((r - mean(others)) / (std + 1e-6 if std > 0 else 1.0) if len(set([*others, r])) > 1 else 0.0)
+        expected.append(row)
+    ours = built("algorithm=rloo", "algorithm.advantage.scale=others").advantages({"r": values})
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-13)
+    assert ours[-4, 0] == 1, "the only right answer is not scaled"
+    assert ours[-4, 1].item() == pytest.approx(-math.sqrt(1 / 3), rel=1e-5)
+
+
+@transcribes("advantage=max_rl")
+@pytest.mark.parametrize("seed", range(3))
+def test_max_rl(seed: int) -> None:
+    """MaxRL: (r - mean) / mean, and 0 where no answer is right."""
+    values = rewards(seed).abs()
+    values[2] = 0.0
+    expected = [
+        [0.0 if math.isnan(r) or not any(scored(g)) else (r - mean(scored(g))) / mean(scored(g)) for r in g]
+        for g in values.tolist()
+    ]
+    ours = built("algorithm=maxrl").advantages({"r": values})
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-13)
+    with pytest.raises(ConfigError, match=r"algorithm/advantage=max_rl: .* scored -0\.5; choose rewards of 0 or more"):
+        built("algorithm=maxrl").advantages({"r": torch.tensor([[1.0, -0.5]])})
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from grpocli.algorithm import Algorithm
+from grpocli.algorithm.advantage import MaxRL
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.metrics import combined
 from grpocli.config.parts import choices_of
@@ -18,6 +19,8 @@ from grpocli.launch.compose import register_parts
 NAN = float("nan")
 WEIGHTS = {"a": 1.0, "b": 0.5}
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
+OF_CHOICES = ("gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "maxrl", "dppo")
+"""Named algorithms, of which every choice is tested by itself, too."""
 
 
 @functools.cache
@@ -26,6 +29,11 @@ def choices(*kinds: str) -> dict[str, tuple[str, ...]]:
     register_parts()
     names = [(kind, name) for kind in kinds or PARTS for name in choices_of(f"algorithm/{kind}")]
     return {f"{kind}={name}": (f"algorithm/{kind}={name}",) for kind, name in names}
+
+
+def suited(algorithm: Algorithm, rewards: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rewards that the advantage part accepts: MaxRL refuses negative scores."""
+    return {name: x.abs() for name, x in rewards.items()} if isinstance(algorithm.advantage, MaxRL) else rewards
 
 
 @dataclass(frozen=True)

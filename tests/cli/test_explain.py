@@ -49,7 +49,7 @@ def test_markdown_is_printed(grpocli: Command) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", ["lr=3", "algorithm=gspo", "algorithm.objective.dual=0.5", "task=jsonl", "seed=["])
+@pytest.mark.parametrize("bad", ["lr=3", "algorithm=vespo", "algorithm.objective.dual=0.5", "task=jsonl", "seed=["])
 def test_errors_equal_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
     train = grpocli("train", bad, f"hydra.run.dir={tmp_path}/run")
     assert grpocli("explain", bad) == train

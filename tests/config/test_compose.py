@@ -42,6 +42,30 @@ def test_every_module_with_parts_is_imported_at_start() -> None:
     assert declaring == imported
 
 
+NAMED = {
+    "gspo": ("Std", "All", ("Clip", "sequence", 3e-4, 4e-4), "NoKL", "SequenceMean"),
+    "luspo": ("Std", "All", ("Clip", "sequence", 2e-3, 2.5e-3), "NoKL", "Constant"),
+    "cispo": ("Std", "Dynamic", ("Cispo", None, None, 4.0), "NoKL", "TokenMean"),
+    "sapo": ("Std", "All", ("Sapo", None, None, None), "NoKL", "SequenceMean"),
+    "gmpo": ("Std", "All", ("Geometric", None, 0.4, 0.4), "NoKL", "SequenceMean"),
+    "rloo": ("LeaveOneOut", "All", ("Mirror", None, None, None), "K2", "Constant"),
+    "reinforce_pp": ("ReinforcePlusPlus", "All", ("Clip", "token", 0.2, 0.2), "K2", "TokenMean"),
+    "maxrl": ("MaxRL", "All", ("Clip", "token", 0.2, 0.2), "NoKL", "TokenMean"),
+    "dppo": ("Center", "All", ("Dppo", None, 0.2, 0.2), "NoKL", "TokenMean"),
+}
+
+
+@pytest.mark.parametrize("algorithm", NAMED)
+def test_papers_are_names_of_combinations(algorithm: str) -> None:
+    """Each also composes with another choice of a part that it sets values of."""
+    a = compose([f"algorithm={algorithm}"]).algorithm
+    objective = (name(a.objective), *(a.objective.get(key) for key in ("level", "low", "high")))
+    assert (name(a.advantage), name(a.keep), objective, name(a.kl), name(a.aggregate)) == NAMED[algorithm]
+    assert (name(a.question_weight), name(a.tokens), name(a.entropy)) == ("Uniform", "AllTokens", "NoEntropy")
+    others = ["algorithm/objective=sapo", "algorithm/kl=none", "algorithm/aggregate=token_mean"]
+    assert name(compose([f"algorithm={algorithm}", *others]).algorithm.objective) == "Sapo"
+
+
 @pytest.mark.parametrize("algorithm", TABLE)
 def test_the_algorithms_are_composed_of_their_parts(algorithm: str) -> None:
     a = compose([f"algorithm={algorithm}"]).algorithm

@@ -30,7 +30,7 @@ def python_of(formula: str) -> str:
     text = re.sub(r"sg\[(.*)\]", r"sg(\1)", text)
     text = re.sub(r"\( Π_t (.*) \)\^\(1 / \|o_i\|\)", r"product(lambda o_it: \1)**(1 / length)", text)
     text = text.replace("Σ_j∈U |o_j|", "tokens_U").replace("Σ_G |o_j|", "tokens_G").replace("|o_i|", "length")
-    text = re.sub(r"log (π_\w+\(o_it\))", r"log(\1)", text)
+    text = re.sub(r"log (π_\w+\(o_it\)|r_it)", r"log(\1)", text)
     text = re.sub(r"√\( (.*) \)", r"sqrt(\1)", text)
     text = re.sub(r"mean_G \|s - mean_G s\|", "mean_G([abs(s - mean_G(all_s)) for s in all_s])", text)
     text = re.sub(r"Σ_G \(s - mean_G s\)²", "Σ_G([(s - mean_G(all_s))**2 for s in all_s])", text)
@@ -38,8 +38,10 @@ def python_of(formula: str) -> str:
     text = text.replace("²", "**2")
     text = re.sub(r"(.*) where (.*?), else (.*)", r"(\1) if \2 else (\3)", text)
     text = re.sub(r"(.*) where (.*?),  (.*) where .*", r"(\1) if \2 else (\3)", text)
-    words = r"(?!(?:if|else|for|in|lambda)\b)"
-    return re.sub(rf"(?<!\bif)(?<!\belse)(?<!\bfor)(?<!\bin)(?<!lambda)(?<=[\w)]) {words}(?=[\w(])", " * ", text)
+    words = r"(?!(?:if|else|for|in|lambda|and)\b)"
+    return re.sub(
+        rf"(?<!\bif)(?<!\belse)(?<!\bfor)(?<!\band)(?<!\bin)(?<!lambda)(?<=[\w)]) {words}(?=[\w(])", " * ", text
+    )
 
 
 def computed(lines: tuple[str, ...], wanted: str, values: dict[str, Any]) -> float:
@@ -68,6 +70,6 @@ def identifier(text: str) -> str:
 
 def _unknown(expression: str, scope: dict[str, Any]) -> set[str]:
     names = set(re.findall(r"(?<![\w.])[^\W\d]\w*", expression))
-    bound = {"if", "else", "for", "in", "lambda", "abs"} | ({"o_it"} if "lambda" in expression else set())
+    bound = {"if", "else", "for", "in", "lambda", "and", "abs"} | ({"o_it"} if "lambda" in expression else set())
     bound |= {"s"} if "for s in" in expression else set()
     return names - bound - set(scope)

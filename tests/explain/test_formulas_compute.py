@@ -10,11 +10,11 @@ import pytest
 import torch
 from explain.evaluation import computed
 
-from grpocli.algorithm.advantage import BatchStd, Center, LeaveOneOut, Mad, Std
+from grpocli.algorithm.advantage import BatchStd, Center, LeaveOneOut, Mad, MaxRL, NoAdvantage, ReinforcePlusPlus, Std
 from grpocli.algorithm.aggregate import Constant, SequenceMean, TokenMean, Totals
 from grpocli.algorithm.correction import Correction, SequenceMask, SequenceTruncate, TokenMask, TokenTruncate
 from grpocli.algorithm.kl import K1, K2, K3
-from grpocli.algorithm.objective import Cispo, Clip, Sapo
+from grpocli.algorithm.objective import Cispo, Clip, Dppo, Geometric, Mirror, Sapo
 from grpocli.algorithm.question_weight import Difficulty
 from grpocli.config.formula import Formula
 from grpocli.explain.explanation import explanation
@@ -47,16 +47,39 @@ def policies(new: torch.Tensor, old: torch.Tensor, t: int, **more: torch.Tensor)
     return {**functions, "o_it": t, "length": len(new), "product": product}
 
 
-@pytest.mark.parametrize("part", [*CLIPS, Cispo(high=0.2), Sapo(tau_positive=0.7, tau_negative=2.0)], ids=repr)
+OTHERS = [
+    Cispo(high=0.2),
+    Cispo(low=0.1, high=0.2),
+    Sapo(tau_positive=0.7, tau_negative=2.0),
+    Mirror(tau=0.0),
+    Mirror(tau=0.7),
+    *(Dppo(low=0.05, high=0.1, divergence=kind, drift=drift) for kind in ("tv", "kl") for drift in (0.0, 0.3)),
+]
+
+
+@pytest.mark.parametrize("part", [*CLIPS, *OTHERS], ids=repr)
 @pytest.mark.parametrize("seed", range(12))
 def test_the_objectives_formula_gives_its_loss(part: Any, seed: int) -> None:
     old = -noise(seed, T).abs()
-    new, advantage = old + noise(seed + 100, T), noise(seed + 200, 1)
+    new, advantage = (old + noise(seed + 100, T)).clamp(max=-1e-3), noise(seed + 200, 1)
     loss_BT, _ = part(new[None], old[None], advantage, torch.ones(1, T))
     formula = part.formula()
     for t in range(T):
         values = policies(new, old, t) | held(part, formula) | {"A_i": advantage.item()}
         assert computed(formula.lines, "ℓ_it", values) == pytest.approx(loss_BT[0, t].item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_formula_of_geometric_gives_its_loss(seed: int) -> None:
+    part = Geometric(low=0.1, high=0.2)
+    old = -noise(seed, T).abs()
+    new, advantage = old + noise(seed + 100, T), noise(seed + 200, 1)
+    *lines, last = part.formula().lines
+    assert last == "ℓ_it = −A_i exp( Σ_t y_it / |o_i| )"
+    known = held(part, part.formula()) | {"A_i": advantage.item()}
+    y = [computed(tuple(lines), "y_it", policies(new, old, t) | known) for t in range(T)]
+    loss_BT, _ = part(new[None], old[None], advantage, torch.ones(1, T))
+    assert loss_BT[0].tolist() == pytest.approx([-advantage.item() * math.exp(sum(y) / T)] * T, rel=1e-12)
 
 
 @pytest.mark.parametrize("made", [TokenTruncate, TokenMask, SequenceTruncate, SequenceMask])
@@ -86,9 +109,11 @@ def test_the_kl_estimators_formula_gives_its_values(made: Any, on_policy: bool) 
         assert computed(lines, "D_it", values) == pytest.approx(part(new, old, ref)[t].item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("part", [Std(eps=0.3), Mad(eps=0.3), Center(), LeaveOneOut()], ids=repr)
+@pytest.mark.parametrize(
+    "part", [Std(eps=0.3), Mad(eps=0.3), Center(), LeaveOneOut(), MaxRL(), NoAdvantage()], ids=repr
+)
 def test_the_advantages_formula_gives_its_values(part: Any) -> None:
-    scores = noise(0, 5)
+    scores = noise(0, 5).abs()
     formula = part.formula()
     lines = formula.lines
     if isinstance(part, LeaveOneOut):  # the second of two equal forms
@@ -155,6 +180,26 @@ def test_the_formula_of_batch_std_gives_its_values() -> None:
     )
     by_hand = (scores - scores.mean(1, keepdim=True)) / (scores.flatten().std(correction=1) + 0.3)
     torch.testing.assert_close(BatchStd(eps=0.3)(scores), by_hand)
+
+
+def test_the_formulas_of_reinforce_pp_give_its_values() -> None:
+    scores, lengths = noise(0, 3, 4), torch.randint(1, 9, (3, 4), generator=torch.Generator().manual_seed(1))
+    c = scores - scores.mean(1, keepdim=True)
+    assert ReinforcePlusPlus(eps=0.3).formula().lines == (
+        "c_i = s_i − mean_G s",
+        "A_i = c_i / (std c + ε)",
+        "std c = √( Σ c² / (n − 1) ),  the step's n scores",
+    )
+    torch.testing.assert_close(ReinforcePlusPlus(eps=0.3)(scores), c / (((c**2).sum() / 11).sqrt() + 0.3))
+    assert ReinforcePlusPlus("tokens", eps=0.3).formula().lines == (
+        "c_i = s_i − mean_G s",
+        "A_i = (c_i − m) / (√v + ε)",
+        "m = Σ_j |o_j| c_j / Σ_j |o_j|,  j: the step's completions",
+        "v = Σ_j |o_j| (c_j − m)² / Σ_j |o_j|",
+    )
+    m = (lengths * c).sum() / lengths.sum()
+    v = (lengths * (c - m) ** 2).sum() / lengths.sum()
+    torch.testing.assert_close(ReinforcePlusPlus("tokens", eps=0.3)(scores, lengths), (c - m) / (v.sqrt() + 0.3))
 
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])

@@ -308,7 +308,7 @@ def test_the_plan_is_printed_as_json(grpocli: Command, config_only: list[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", ["lr=3", "algorithm=gspo", "task=jsonl", "seed=["])
+@pytest.mark.parametrize("bad", ["lr=3", "algorithm=vespo", "task=jsonl", "seed=["])
 def test_errors_equal_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
     train = grpocli("train", bad, f"hydra.run.dir={tmp_path}/run")
     assert grpocli("plan", bad) == train
