@@ -78,6 +78,11 @@ class PlanInputs:
         return self.resources.trainers if shares_weights(self.run) else 1
 
     @property
+    def wide_head(self) -> bool:
+        """Whether the output head multiplies in float32 and the rest in another dtype (`model.head_dtype`)."""
+        return self.dtype_bytes < FLOAT32 and getattr(self.run.model, "head_dtype", None) == "float32"
+
+    @property
     def optimizer_shards(self) -> int:
         return 1 if self.run.hardware.parallel == "ddp" else self.resources.trainers
 
@@ -225,10 +230,11 @@ def _sampling(inputs: PlanInputs) -> list[Item]:
     rows_of = f"{rows:,} completions of {length:,} tokens"
     if _has_turns(run):
         cache, rows_of = 2 * cache, f"{rows_of}, twice: as many stay between turns"
-    whole = inputs.dtype_bytes * (size.multiplied + size.head)
+    whole = inputs.dtype_bytes * size.multiplied + (FLOAT32 if inputs.wide_head else inputs.dtype_bytes) * size.head
     casts = whole if inputs.dtype_bytes < FLOAT32 or inputs.shards > 1 else 0
+    dtypes = "in the dtype that the model computes in" + ", the output head in float32" * inputs.wide_head
     return [
-        Item("weights to sample with", 0, casts, "all weights, in the dtype that the model computes in"),
+        Item("weights to sample with", 0, casts, f"all weights, {dtypes}"),
         Item("KV cache", 0, cache, rows_of),
         Item("sampling", 0, SAMPLED * rows * _vocabulary(inputs), "logits, and float32 and float64 copies"),
     ]
@@ -253,6 +259,7 @@ def _colocated(inputs: PlanInputs) -> list[Item]:
     return [
         Item("vLLM", VLLM["cpu"] / 2, VLLM["cpu"] / 2, "libraries and workspace"),
         Item("vLLM's weights", weights, weights, "a copy beside the trainer's"),
+        *_cast_heads(inputs),
         Item("KV cache", cache, cache, "engine.cpu_kv_cache_gb"),
     ]
 
@@ -270,8 +277,16 @@ def _server_items(inputs: PlanInputs, share: float) -> tuple[Item, ...]:
     return (
         Item("vLLM: libraries and workspace", own, own, "assumed"),
         Item("vLLM: weights", weights, weights, f"in the dtype that the model computes in{split}"),
+        *_cast_heads(inputs),
         Item("vLLM: KV cache", cache, cache, note),
     )
+
+
+def _cast_heads(inputs: PlanInputs) -> list[Item]:
+    """vLLM's output head in float32; on a GPU its product casts no weights."""
+    if inputs.resources.gpu or not inputs.wide_head:
+        return []
+    return [Item("vLLM: output head", 0, FLOAT32 * inputs.size.head, "a cast to float32 for every token")]
 
 
 def sequence_bytes(inputs: PlanInputs) -> float:

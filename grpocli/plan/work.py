@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grpocli.plan.memory import PlanInputs, sampled_rows, sequence_bytes
+from grpocli.plan.memory import FLOAT32, PlanInputs, sampled_rows, sequence_bytes
 from grpocli.plan.resources import FLOAT32_SLOWER, GIB
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def work(inputs: PlanInputs, devices: list[Device]) -> Work:
     once = generation if inputs.packed else rows * of_row
     forward, backward = _passes(inputs)
     head = run.train.epochs * 2 * size.head * rows * completion  # the backward pass recomputes the logits
-    speed = resources.tflops * 1e12 * EFFICIENCY / (FLOAT32_SLOWER[resources.kind] if inputs.dtype_bytes == 4 else 1)
+    slower = FLOAT32_SLOWER[resources.kind]
+    speed = resources.tflops * 1e12 * EFFICIENCY / (slower if inputs.dtype_bytes == 4 else 1)
+    more = _extra_head_flops(inputs, forward, backward, head)
     computers = resources.trainers if resources.gpu else 1
     generators = (resources.servers * resources.tensor_parallel or computers) if resources.gpu else 1
     sent = 0.0 if _in_process(inputs) else inputs.dtype_bytes * (size.adapter or size.parameters)
@@ -68,13 +70,28 @@ def work(inputs: PlanInputs, devices: list[Device]) -> Work:
         generation=generation,
         sync_bytes=sent,
         seconds={
-            "training: compute": ((forward + backward) * once + head) / (speed * computers),
+            "training: compute": ((forward + backward) * once + head + more) / (speed * computers),
             "generation: compute": generation / (speed * generators),
             "generation: memory bandwidth of decoding": decoding_bytes(inputs, devices)
             / (resources.bandwidth * 1e12 * READING),
             "weight sync": sent / (LINK if resources.gpu else resources.bandwidth * 1e12 / 4),
         },
     )
+
+
+def _extra_head_flops(inputs: PlanInputs, forward: float, backward: float, again: float) -> float:
+    """FLOPs in the dtype of the computation that take as long as what a float32 head takes longer.
+
+    forward, backward: as of `_passes`. again: FLOPs of logits that are recomputed. A CPU multiplies in float32; a GPU
+    multiplies the same operands into float32 sums, and gradients in two parts (`models/head.py`).
+    """
+    if not inputs.wide_head:
+        return 0.0
+    rollout = inputs.run.rollout
+    once = 2 * inputs.size.head * rollout.prompts_per_step * rollout.group_size * rollout.max_completion_tokens
+    if inputs.resources.gpu:
+        return backward * once
+    return (FLOAT32_SLOWER[inputs.resources.kind] - 1) * ((forward + backward) * once + again)
 
 
 def forward_flops(inputs: PlanInputs, prompt: int, completion: int) -> float:
@@ -104,9 +121,17 @@ def decoding_bytes(inputs: PlanInputs, devices: list[Device]) -> float:
     rows = math.ceil(run.rollout.prompts_per_step * run.rollout.group_size / copies)
     at_once = max(1, min(rows, _running(inputs, devices)))
     rounds = math.ceil(rows / at_once)
-    weights = inputs.dtype_bytes * (size.multiplied + size.head)
+    head = _head_bytes(inputs) * size.head
+    weights = inputs.dtype_bytes * size.multiplied + head
     cache = at_once * sequence_bytes(inputs) * (1 + run.rollout.max_prompt_tokens / _length(inputs)) / 2
     return rounds * run.rollout.max_completion_tokens * (weights + cache) / resources.tensor_parallel
+
+
+def _head_bytes(inputs: PlanInputs) -> int:
+    """Bytes read and written for a number of the output head at each token. vLLM on a CPU casts it each time."""
+    if not inputs.wide_head or (inputs.resources.gpu and not _in_process(inputs)):
+        return inputs.dtype_bytes
+    return FLOAT32 if _in_process(inputs) else inputs.dtype_bytes + 2 * FLOAT32
 
 
 def _running(inputs: PlanInputs, devices: list[Device]) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from grpocli.models.head import Float32Head
+from grpocli.models.head import Float32Head, product, product_of_float32
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.sampling import first_occurrence
 from grpocli.training.packing import Padded
@@ -153,14 +153,25 @@ def _rows_at_once(vocabulary: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """How `_Scores` computes. in_float32: a `Float32Head`, whose operands are cast to float32, a piece at a time."""
+    """How `_Scores` computes. in_float32: whether the head is a `Float32Head`."""
 
     temperature: float
     in_float32: bool
     on_cpu: bool | None
 
-    def cast(self, operand: Tensor) -> Tensor:
-        return operand.float() if self.in_float32 else operand
+    def logits(self, hidden_nH: Tensor, weight_vH: Tensor) -> Tensor:
+        """Logits in float32, divided by the temperature."""
+        with torch.autocast(hidden_nH.device.type, enabled=False):
+            logits_nv = product(hidden_nH, weight_vH.T) if self.in_float32 else (hidden_nH @ weight_vH.T).float()
+        return logits_nv if self.temperature == 1 else logits_nv.div_(self.temperature)
+
+    def cast(self, gradient_Nv: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient of logits for `multiply`; other heads round it to the dtype of their operands."""
+        return gradient_Nv if self.in_float32 else gradient_Nv.to(dtype)
+
+    def multiply(self, gradient: Tensor, operand: Tensor) -> Tensor:
+        """The product of a gradient and an operand of the logits."""
+        return product_of_float32(gradient, operand) if self.in_float32 else gradient @ operand
 
 
 class _Scores(torch.autograd.Function):
@@ -170,7 +181,7 @@ class _Scores(torch.autograd.Function):
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, how: _How) -> tuple[Tensor, Tensor]:
         device = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
-        cast_NH, cast_VH = how.cast(hidden_NH) if how.in_float32 else hidden_NH.to(dtype), weight_VH.to(dtype)
+        cast_NH, cast_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
         in_cache = device == "cpu" if how.on_cpu is None else how.on_cpu
         rows = max(1, (IN_CACHE if in_cache else LOGITS_AT_ONCE) // COLUMNS)
         found = [_row_scores(cast_NH[piece], cast_VH, ids_N[piece], how) for piece in _pieces(len(ids_N), rows)]
@@ -191,17 +202,16 @@ class _Scores(torch.autograd.Function):
         weight_VH = torch.empty_like(cast_VH, dtype=weight_dtype) if of_weight else None
         # pieces of the vocabulary, not of the rows, so that each part of the weight's gradient is written once
         for piece in _pieces(len(cast_VH), max(1, LOGITS_AT_ONCE // max(1, len(ids_N)))):
-            weight_vH = how.cast(cast_VH[piece])
-            logits_Nv = _logits(cast_NH, weight_vH, how.temperature)
+            logits_Nv = how.logits(cast_NH, cast_VH[piece])
             logits_Nv.sub_(normalizer_N.unsqueeze(1)).exp_().mul_(-gradient_N1)
             place_N1 = (ids_N - piece.start).unsqueeze(1)
             here_N1 = (place_N1 >= 0) & (place_N1 < logits_Nv.shape[1])
             logits_Nv.scatter_add_(1, place_N1 * here_N1, gradient_N1 * here_N1)
-            cast_Nv = logits_Nv.to(weight_vH.dtype)
+            cast_Nv = how.cast(logits_Nv, cast_VH.dtype)
             if hidden_NH is not None:
-                hidden_NH += cast_Nv @ weight_vH
+                hidden_NH += how.multiply(cast_Nv, cast_VH[piece])
             if weight_VH is not None:
-                weight_VH[piece] = cast_Nv.T @ cast_NH
+                weight_VH[piece] = how.multiply(cast_Nv.T, cast_NH)
         return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None
 
 
@@ -214,7 +224,7 @@ def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How) 
     largest_n = hidden_nH.new_full((n,), torch.finfo(torch.float32).min, dtype=torch.float32)
     sum_n, weighted_n, chosen_n = (torch.zeros_like(largest_n) for _ in range(3))
     for piece in _pieces(len(weight_VH), COLUMNS):
-        logits_nv = _logits(hidden_nH, how.cast(weight_VH[piece]), how.temperature)
+        logits_nv = how.logits(hidden_nH, weight_VH[piece])
         place_n = ids_n - piece.start
         here_n = (place_n >= 0) & (place_n < logits_nv.shape[1])
         chosen_n = logits_nv.gather(1, (place_n * here_n).unsqueeze(1)).squeeze(1).where(here_n, chosen_n)
@@ -226,13 +236,6 @@ def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How) 
         weighted_n = weighted_n + weights_nv.mul_(logits_nv).sum(-1)
     normalizer_n = largest_n + sum_n.log()
     return chosen_n - normalizer_n, sum_n.log() - weighted_n / sum_n, normalizer_n
-
-
-def _logits(hidden_nH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
-    """Logits in float32, divided by the temperature."""
-    with torch.autocast(hidden_nH.device.type, enabled=False):
-        logits_nV = (hidden_nH @ weight_VH.T).float()
-    return logits_nV if temperature == 1 else logits_nV.div_(temperature)
 
 
 def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:

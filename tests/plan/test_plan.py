@@ -119,10 +119,24 @@ def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
 def test_float32_is_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: list[str]) -> None:
     def seconds(device: str, dtype: str) -> float:
         options = (*config_only, "engine=transformers", f"hardware.device={device}", f"model.dtype={dtype}")
-        return planned(*options).work.seconds["training: compute"]
+        return planned(*options, "model.head_dtype=null").work.seconds["training: compute"]
 
     assert seconds("cuda", "float32") == pytest.approx(15 * seconds("cuda", "bfloat16"))
     assert seconds("cpu", "float32") == pytest.approx(2 * seconds("cpu", "bfloat16"))
+
+
+@pytest.mark.slow
+def test_a_float32_head_takes_time_and_memory(config_only: list[str]) -> None:
+    def plans(device: str) -> list[Plan]:
+        options = (*config_only, "engine=transformers", f"hardware.device={device}", "model.dtype=bfloat16")
+        return [planned(*options, f"model.head_dtype={head}") for head in ("float32", "null")]
+
+    for device, most in (("cpu", 2.0), ("cuda", 1.5)):
+        wide, narrow = plans(device)
+        assert 1 < wide.work.seconds["training: compute"] / narrow.work.seconds["training: compute"] < most
+        assert wide.traced.total < narrow.traced.total + 2**26, "no more than a piece of logits"
+        sampled = [{i.name: i for i in p.devices[0].items}["weights to sample with"] for p in (wide, narrow)]
+        assert sampled[0].generation - sampled[1].generation == 2 * SMALL.vocab_size * SMALL.hidden_size
 
 
 def test_sizes_equal_those_of_the_model_in_memory(config_only: list[str]) -> None:
