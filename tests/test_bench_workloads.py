@@ -71,7 +71,9 @@ def test_peak_memory_covers_this_process(workloads: ModuleType) -> None:
 def test_the_grpocli_side_runs_an_update(workloads: ModuleType, tmp_path: Path) -> None:
     """Once as released and once without any optimization; both have the same gradient up to rounding."""
     folder = workloads.make_model(workloads.ALL["smoke"].model, tmp_path)
-    script = "import optimizations, sys; {}; optimizations.side('', 'smoke', sys.argv[1], '1')"
+    script = (
+        "import grpocli_side, optimizations, sys; {}; sys.argv = ['', 'smoke', sys.argv[1], '1']; grpocli_side.main()"
+    )
     changes = "[one.change() for one in optimizations.OPTIMIZATIONS.values()]"
     norms = []
     for change in ("pass", changes):

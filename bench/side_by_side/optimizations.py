@@ -3,7 +3,7 @@
 `python bench/side_by_side/optimizations.py`
 
 Alternates steps of grpocli with and without one optimization. Writes a table between two markers of
-docs/benchmarks.md, as `run.py` does. `--without OPTIMIZATION ...` runs one side.
+docs/benchmarks.md, as `run.py` does. `--with` and `--without OPTIMIZATION ...` run one side.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from run import WARM, check, measured, write
-from workloads import WORKLOADS, make_model
+from workloads import ALL, make_model
 
 from grpocli.processes.cpu_tuning import shorten_spinning
 
@@ -31,7 +31,7 @@ MARK = "savings"
 def no_skipping() -> None:
     from grpocli.training.update import Updater
 
-    Updater._is_computed = lambda self, row: True  # type: ignore[method-assign]
+    Updater.is_computed = lambda self, row: True  # type: ignore[method-assign]
 
 
 def whole_logits() -> None:
@@ -89,11 +89,16 @@ def sampled_in_bfloat16() -> None:
 
 @dataclass(frozen=True)
 class Optimization:
-    """How to switch an optimization off: config keys, or a change to the code."""
+    """How to switch an optimization off: config keys, or a change to the code.
+
+    with_it: config keys of the side with the optimization; both: of both sides.
+    """
 
     workload: str
     options: tuple[str, ...] = ()
     change: Callable[[], None] = lambda: None
+    with_it: tuple[str, ...] = ()
+    both: tuple[str, ...] = ()
 
 
 OPTIMIZATIONS = {
@@ -102,6 +107,9 @@ OPTIMIZATIONS = {
     "no rows without a gradient": Optimization("W5", change=no_skipping),
     "no logits": Optimization("W6", change=whole_logits),
     "no forward twice": Optimization("W2", change=scored_before),
+    "the sampler as old policy": Optimization(
+        "2 x rows", with_it=("algorithm/correction=sampler",), both=("train.minibatches=4",)
+    ),
     "bfloat16": Optimization("W2", ("model.dtype=float32",)),
     "freed memory is kept": Optimization("W2", change=freed_memory_given_back),
     "few sizes": Optimization("W4", change=any_size),
@@ -110,20 +118,20 @@ OPTIMIZATIONS = {
 }
 
 
-def side(name: str, workload: str, folder: str, steps: str) -> None:
+def side(name: str, folder: str, steps: str, without: bool) -> None:
     """One run in this process, with the output of grpocli_side.py."""
     import grpocli_side
 
-    options: tuple[str, ...] = ()
-    if name:
-        OPTIMIZATIONS[name].change()
-        options = OPTIMIZATIONS[name].options
-    sys.argv = ["grpocli_side.py", workload, folder, steps, *options]
+    optimization = OPTIMIZATIONS[name]
+    if without:
+        optimization.change()
+    options = optimization.options if without else optimization.with_it
+    sys.argv = ["grpocli_side.py", optimization.workload, folder, steps, *optimization.both, *options]
     grpocli_side.main()
 
 
-def run(name: str, workload: str, folder: Path, steps: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--without", name, workload, str(folder), str(steps)]
+def run(name: str, folder: Path, steps: int, without: bool) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--without" if without else "--with", name, str(folder), str(steps)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     shorten_spinning(env)  # some changes load torch before grpocli sets it
     done = subprocess.run(command, capture_output=True, text=True, env=env)
@@ -156,29 +164,31 @@ def main() -> None:
         metavar="OPTIMIZATION",
         help=f"of {', '.join(OPTIMIZATIONS)}, whose rows in the docs are replaced; all by default",
     )
-    parser.add_argument("--without", nargs=4, metavar=("OPTIMIZATION", "WORKLOAD", "FOLDER", "STEPS"))
+    for which in ("--with", "--without"):
+        parser.add_argument(which, nargs=3, metavar=("OPTIMIZATION", "FOLDER", "STEPS"), dest=which.strip("-"))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--print", action="store_true", help="leave the docs alone")
     args = parser.parse_args()
-    if args.without:
-        side(*args.without)
-        return
+    for without in (True, False):
+        if given := getattr(args, "without" if without else "with"):
+            side(*given, without)
+            return
     check(parser, args)
     if unknown := set(args.optimizations) - set(OPTIMIZATIONS):
         parser.error(f"there are {', '.join(OPTIMIZATIONS)}, not {', '.join(unknown)}")
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.optimizations or OPTIMIZATIONS:
-            work = WORKLOADS[OPTIMIZATIONS[name].workload]
+            work = ALL[OPTIMIZATIONS[name].workload]
             folder = Path(scratch) / work.model.replace(" ", "-")
             if not folder.exists():
                 make_model(work.model, folder)
-            sides: dict[str, list[dict[str, Any]]] = {name: [], "": []}
+            sides: dict[str, list[dict[str, Any]]] = {"with": [], "without": []}
             for number in range(args.rounds):
                 for which in sorted(sides, reverse=number % 2 == 0):
-                    sides[which].append(run(which, OPTIMIZATIONS[name].workload, folder, args.steps * work.times))
-            found[name] = {"with": sides[""], "without": sides[name]}
+                    sides[which].append(run(name, folder, args.steps * work.times, without=which == "without"))
+            found[name] = sides
             print(row(name, found[name]), file=sys.stderr, flush=True)
     known = {} if args.print else measured(MARK)
     found = {name: found.get(name) or known[name] for name in OPTIMIZATIONS if name in found or name in known}

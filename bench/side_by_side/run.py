@@ -186,18 +186,32 @@ def write(mark: str, table: str, found: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A comparison. mark: the marker of its table. other_script: the script of the other side; None: grpocli alone."""
+    """A comparison. mark: the marker of its table. other_script: the script of the other side; None: grpocli alone.
+
+    options: config keys of grpocli's side, in which MODEL is the folder of the model. other_options: of the other side.
+    """
 
     about: str
     mark: str
     names: list[str]
     other_script: str | None
     table: Callable[[dict[str, dict[str, Any]]], str]
+    options: tuple[str, ...] = ()
+    other_options: tuple[str, ...] = ()
 
 
 KINDS = {
     "peer": Kind("steps beside TRL's", "beside TRL", list(WORKLOADS), "trl_side.py", peer_table),
     "limit": Kind("updates beside the bare model's", "bare model", GIVEN, "limit.py", limit_table),
+    "distillation": Kind(
+        "updates of distillation beside the bare student's and teacher's",
+        "distillation",
+        ["W2", "W3", "W4"],
+        "limit.py",
+        limit_table,
+        ("algorithm/advantage=none", "algorithm/kl=reverse", "algorithm.kl.beta=1", "algorithm.kl.model=MODEL"),
+        ("teacher",),
+    ),
     "linear": Kind("with more rows, and with longer ones", "linear", list(LINEAR), None, linear_table),
     "whole": Kind(
         "TRL and grpocli until they reach the same reward", "whole run", list(WHOLE), "trl_side.py", whole_table
@@ -256,7 +270,9 @@ def main() -> None:
                     make_model(ALL[name].model, folder)
                 for side in sorted(sides, reverse=number % 2 == 0):  # the other side starts the first round
                     steps = args.steps * ALL[name].times
-                    runs[side].append(one(*sides[side], name, folder, steps, f"seed={number}"))
+                    keys = kind.options if side == "ours" else kind.other_options
+                    keys = tuple(key.replace("MODEL", str(folder)) for key in keys)
+                    runs[side].append(one(*sides[side], name, folder, steps, f"seed={number}", *keys))
                     median = statistics.median(runs[side][-1]["seconds"][WARM:])
                     print(f"round {number + 1}: {name} {side} {median:.2f} s", file=sys.stderr, flush=True)
     known = {} if args.print else measured(kind.mark)

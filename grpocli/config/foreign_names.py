@@ -272,9 +272,10 @@ GRPO_CONFIG = {
     "vllm_importance_sampling_clip_min": default(
         None, "algorithm/correction=token_truncate algorithm.correction.min={}"
     ),
-    "off_policy_mask_threshold": missing(
+    "off_policy_mask_threshold": default(
         None,
-        "DeepSeek-V3.2's sequence mask by advantage is not a part here; algorithm/correction=sequence_mask is close",
+        "algorithm.objective.drop_above={}",
+        note="TRL compares with the sampler, here it is the old policy; algorithm/correction=sampler makes both one",
     ),
     "use_bias_correction_kl": default(
         True,
@@ -576,11 +577,13 @@ NEMO_RL = {
     ),
     "grpo.use_leave_one_out_baseline": Equivalent(
         "algorithm/advantage=leave_one_out",
-        "with normalize_rewards NeMo RL also divides by the others' deviation, which no advantage here does",
+        "with normalize_rewards NeMo RL also divides by the others' deviation: algorithm.advantage.scale=others",
         {"false": "algorithm/advantage=std"},
         default=True,
         why="the GRPO paper's mean is over the whole group",
     ),
+    "grpo.advantage_clip_low": default(None, "algorithm.advantage_min={}"),
+    "grpo.advantage_clip_high": default(None, "algorithm.advantage_max={}"),
     "grpo.val_period": default(10, "eval.every={}", "0 here: before and after the run"),
     "grpo.val_at_start": nothing(False, "every run with eval.problems above 0 begins with an evaluation"),
     "grpo.val_num_generations_per_prompt": default(1, "eval.samples={}", "4 here"),

@@ -169,11 +169,15 @@ class NemoRl:
         if others:
             port.set("algorithm/advantage", "leave_one_out", "grpo.use_leave_one_out_baseline")
             if scaled:
-                reason = "leave_one_out does not divide by the deviation of the others; algorithm/advantage=std does"
-                port.lack("grpo.normalize_rewards", scaled, reason)
+                port.set("algorithm.advantage.scale", "others", "grpo.normalize_rewards")
         else:
             names = ("grpo.normalize_rewards", "grpo.use_leave_one_out_baseline")
             port.set("algorithm/advantage", "std" if scaled else "center", *names)
+
+        for name, key in (("low", "min"), ("high", "max")):
+            if self.get(f"grpo.advantage_clip_{name}") is not None:
+                bound = self.number(f"grpo.advantage_clip_{name}")
+                port.set(f"algorithm.advantage_{key}", bound, f"grpo.advantage_clip_{name}")
 
     def _clip(self) -> None:
         port = self.port

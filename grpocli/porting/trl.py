@@ -228,6 +228,9 @@ class Translation:
                     self.port.set(f"algorithm.objective.{key}", value, "epsilon" if key == "low" else "epsilon_high")
             if self.get("delta") is not None:
                 self.port.set("algorithm.objective.delta", self.get("delta"), "delta")
+            if self.get("off_policy_mask_threshold") is not None:
+                threshold = self.number("off_policy_mask_threshold")
+                self.port.set("algorithm.objective.drop_above", threshold, "off_policy_mask_threshold")
             if self.get("importance_sampling_level") != "token":
                 self.port.set(
                     "algorithm.objective.level", self.get("importance_sampling_level"), "importance_sampling_level"

@@ -329,6 +329,24 @@ def test_the_sampler_as_old_policy_is_an_uncorrected_old_policy(window: Window) 
     torch.testing.assert_close(given_old, given_rollout, rtol=0, atol=0)
 
 
+@given(window=windows())
+@few
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dgpo"])
+def test_equal_advantages_of_tokens_are_the_advantage_of_the_row(name: str, window: Window) -> None:
+    """Also with values outside of the mask, which no term reads."""
+    algorithm = built(f"algorithm={name}", "algorithm/kl=none", "algorithm/correction=token_truncate")
+    advantages_B = algorithm.advantages(window.rewards, WEIGHTS).reshape(-1)
+    advantages_BT = advantages_B[:, None].where(window.mask.bool(), float("nan"))
+    losses, grads = [], []
+    for advantages in (advantages_B, advantages_BT):
+        leaf = window.logp.clone().requires_grad_()
+        loss, metrics = algorithm.loss(leaf, window.old, advantages, window.mask, group_ids=window.group_ids)
+        losses.append({"loss": loss.detach(), **metrics})
+        grads.append(torch.autograd.grad(loss, leaf)[0])
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", choices("correction"))
 def test_a_correction_carries_no_gradient(name: str) -> None:
     """The loss has a gradient only with respect to the policy's log-probs."""

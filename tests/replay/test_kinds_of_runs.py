@@ -48,6 +48,12 @@ KINDS = {
     "leftover groups": ["algorithm=dapo", "algorithm.keep.surplus=carry", "rollout.group_size=2", "train.steps=5"],
     "one checkpoint": ["checkpoint.every=2", "checkpoint.keep=1"],
     "scripted completions": ["engine=fake", "algorithm=dapo"],
+    "the sampler as old policy": [
+        "algorithm=dapo",
+        "algorithm/correction=sampler",
+        "train.epochs=2",
+        "train.minibatches=2",
+    ],
     "LoRA": ["model.lora.rank=4", *EVERY],
 }
 DEFAULT_TIER = ("leftover groups", "several updates a step")

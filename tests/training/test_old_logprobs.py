@@ -46,6 +46,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["algorithm=dapo"], {"minibatches": 2, "epochs": 2}, ["score", *["update"] * 4]),
         (["algorithm=grpo"], {}, ["reference", "update"]),
         (["algorithm=dapo", "algorithm/tokens=top_entropy"], {}, ["score", "update"]),
+        (["algorithm=dapo", "algorithm/correction=sampler"], {"minibatches": 2, "epochs": 2}, ["update"] * 4),
     ],
 )
 def test_no_forward_is_superfluous(
@@ -81,6 +82,21 @@ def test_a_leftover_row_is_off_policy_at_the_first_update(little_model, world, r
     assert metrics["clip_ratio/high_mean"] == pytest.approx(len(leftover.completion_ids) / tokens)
     assert metrics["clip_ratio/low_mean"] == 0
     assert leftover.old_logp.equal(sampled), "the sampler's log-probs stay"
+
+
+def test_with_the_sampler_as_old_policy_every_update_starts_from_its_log_probs(little_model, world, rows) -> None:
+    """The weights are those of rows whose old log-probs are the sampler's; the gap is that of the first update."""
+    bypass, given = ([copy.copy(r) for r in rows] for _ in range(2))
+    for row in given:
+        row.old_logp = torch.tensor(row.rollout_logp)
+    train = {"minibatches": 2, "epochs": 2}
+    ours = updater(little_model, world, "algorithm=dapo", "algorithm/correction=sampler", **train)
+    same = updater(little_model, world, "algorithm=dapo", "algorithm/correction=none", **train)
+    metrics, _ = train_step(ours, bypass, n_groups=2), train_step(same, given, n_groups=2)
+    for one, other in zip(ours.policy.model.parameters(), same.policy.model.parameters(), strict=True):
+        assert one.equal(other)
+    assert metrics["token_mult_prob_error"] == pytest.approx(1, abs=1e-4), "later updates' drift does not count"
+    assert metrics["clip_ratio/region_mean"] > 0
 
 
 def test_the_schedule_follows_the_step_not_the_number_of_updates(little_model, world, rows) -> None:
