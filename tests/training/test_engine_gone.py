@@ -38,7 +38,7 @@ class Ended:
             self.steps += verb == "update"
             self.state.step = self.steps
             self.done_calls.append((verb, self.steps))
-            return {"due": True, "finish": {}}.get(verb, self)
+            return {"due": True, "finish": {}, "ends_early": False}.get(verb, self)
 
         return call
 
