@@ -88,9 +88,10 @@ release-check: build ## install the wheel in an empty environment and run it (TA
 conf: setup ## write a commented YAML for every choice into conf/, from the dataclasses
 	$(BIN)/python -m grpocli.launch.conf_files
 
-docs: setup ## write docs/algorithms.md, docs/keys.md and docs/from-trl.md from the code
+docs: setup ## write docs/algorithms.md, docs/keys.md, docs/from-trl.md and docs/peers.md from the code
 	$(BIN)/python -m grpocli.cli.algorithms_page docs/algorithms.md
 	$(BIN)/python -m grpocli.cli.key_pages docs
+	PYTHONPATH=tests $(BIN)/python -m parity.peer_page docs/peers.md
 
 pictures: setup chromium ## make the pictures of README.md from a default run
 	$(BIN)/python docs/pictures/make.py

@@ -6,6 +6,7 @@ peer's names.
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,8 +88,11 @@ class Verl(Side):
         rollout_is_threshold: str | float = 2.0,
         rollout_rs: str | None = None,
         rollout_rs_threshold: str | None = None,
+        bypass_mode: bool = False,
+        dro_beta: float | None = None,
         **actor: Any,
     ) -> Tensor:
+        """The loss of one update. bypass_mode: by their entry point for it, which takes the sampler as old policy."""
         core, helper = self.module("verl.trainer.ppo.core_algos"), self.module("verl.trainer.ppo.rollout_corr_helper")
         weights, mask, gap = None, rows.mask, rows.old - rows.sampler
         if rollout_is is not None:
@@ -96,8 +100,12 @@ class Verl(Side):
         if rollout_rs is not None:
             mask, _ = helper.compute_rollout_rejection_mask(gap, mask, rollout_rs, rollout_rs_threshold)
         config = Settings({"clip_ratio": 0.2, "clip_ratio_c": 1e9, "global_batch_info": {}, **actor})
+        old = rows.old
+        config["policy_loss"] = Settings(dro_beta=dro_beta, rollout_correction=Settings(loss_type="ppo_clip"))
+        if bypass_mode:
+            old, loss_mode = rows.sampler, "bypass_mode"
         policy_loss = core.get_policy_loss_fn(loss_mode)
-        loss, _ = policy_loss(rows.old, rows.logp, rows.advantages_BT, mask, loss_agg_mode, config, weights)
+        loss, _ = policy_loss(old, rows.logp, rows.advantages_BT, mask, loss_agg_mode, config, weights)
         if kl_loss_type is not None:
             kl = core.kl_penalty(rows.logp, rows.ref, kl_loss_type)
             loss = loss + kl_loss_coef * core.agg_loss(kl, mask, loss_agg_mode)
@@ -190,7 +198,7 @@ class Slime(Side):
         repository="THUDM/slime",
     )
 
-    def loss(self, rows: Rows, per_token: bool = False, icepop: bool = False, **settings: Any) -> Tensor:
+    def loss(self, rows: Rows, **settings: Any) -> Tensor:
         """`policy_loss_function`; only the forward is replaced, which hands out the rows' log-probs."""
         losses = self.module("slime.backends.megatron_utils.loss")
         args = Namespace(
@@ -201,21 +209,22 @@ class Slime(Side):
                 "eps_clip_c": None,
                 "use_rollout_logprobs": False,
                 "use_opsm": False,
-                "use_tis": icepop,
+                "use_tis": False,
                 "tis_clip": 2.0,
                 "tis_clip_low": 0.0,
                 "get_mismatch_metrics": False,
-                "custom_tis_function_path": "icepop" if icepop else None,
+                "custom_tis_function_path": None,
                 "entropy_coef": 0.0,
                 "use_kl_loss": False,
                 "kl_loss_coef": 0.04,
                 "use_unbiased_kl": False,
                 "use_opd": False,
                 "opd_kl_coef": 1.0,
-                "calculate_per_token_loss": per_token,
+                "calculate_per_token_loss": False,
                 **settings,
             }
         )
+        per_token = args.calculate_per_token_loss
         logp = rows.ragged(rows.logp)
         losses.get_log_probs_and_entropy = lambda *_, **__: (
             None,
@@ -224,7 +233,7 @@ class Slime(Side):
         losses.get_rollout_top_p_logprob_kwargs = lambda *_: {}
         losses.all_gather_with_cp = lambda values, *_: values
         losses._maybe_capture_log_probs = lambda *_: None
-        losses.load_function = lambda _: losses.icepop_function
+        losses.load_function = lambda name: getattr(losses, name)
         masks = rows.ragged(rows.mask)
         batch = {
             "advantages": [a * m for a, m in zip(rows.advantages, masks, strict=True)],
@@ -249,8 +258,18 @@ class Slime(Side):
 class PrimeRL(Side):
     source = Source(
         "prime_rl",
-        {"prime_rl.trainer.rl.loss": "src/prime_rl/trainer/rl/loss.py"},
-        placeholders=("beartype", "jaxtyping"),
+        {
+            "prime_rl.trainer.rl.loss": "src/prime_rl/trainer/rl/loss.py",
+            "prime_rl.orchestrator.algo.base": "src/prime_rl/orchestrator/algo/base.py",
+            "prime_rl.orchestrator.algo.grpo": "src/prime_rl/orchestrator/algo/grpo.py",
+            "prime_rl.orchestrator.algo.max_rl": "src/prime_rl/orchestrator/algo/max_rl.py",
+        },
+        placeholders=("beartype", "jaxtyping", "verifiers"),
+        values={
+            "prime_rl.orchestrator.algo.routing": {
+                "assign_advantages": lambda trace, advantage: setattr(trace, "advantage", advantage)
+            }
+        },
         repository="PrimeIntellect-ai/prime-rl",
     )
 
@@ -275,6 +294,22 @@ class PrimeRL(Side):
             ref_kl_scale=tokens,
         )
         return found
+
+    def advantages(self, scores_PG: Tensor, lengths_PG: Tensor, algorithm: str) -> Tensor:
+        """[P, G, 1]."""
+        if algorithm == "grpo":
+            score = self.module("prime_rl.orchestrator.algo.grpo").GRPOAlgorithm.score_group
+        else:
+            score = self.module("prime_rl.orchestrator.algo.max_rl").MaxRLAlgorithm.score_group
+        found = []
+        for scores in scores_PG.tolist():
+            traces = [
+                Namespace(has_error=False, agent=Namespace(trainable=True), nodes=[Namespace(mask=[True])], reward=s)
+                for s in scores
+            ]
+            asyncio.run(score(Namespace(length_penalty=None), [Namespace(traces=traces)]))
+            found.append([trace.advantage for trace in traces])
+        return torch.tensor(found, dtype=scores_PG.dtype).unsqueeze(2)
 
 
 class SkyRL(Side):
@@ -318,8 +353,9 @@ class SkyRL(Side):
         if "off_policy_correction" in settings:
             config["off_policy_correction"] = Settings(self.correction | settings["off_policy_correction"])
         length = rows.mask.shape[1]
+        groups = [(start, start + 4) for start in range(0, len(rows.mask), 4)]
         scaled_BT = utils.apply_loss_reduction_to_advantages_minibatch(
-            rows.advantages_BT, rows.mask, loss_reduction, len(rows.mask), length
+            rows.advantages_BT, rows.mask, loss_reduction, len(rows.mask), length, groups
         )
         loss, _ = functions[policy_loss_type](rows.logp, rows.old, scaled_BT, config, rows.mask, rows.sampler)
         return loss

@@ -34,17 +34,21 @@ def side(peer: str) -> Side:
 def random_rows(seed: int, kind: str = "updated", lengths: tuple[int, ...] = LENGTHS) -> Rows:
     """Ratios far enough from 1 to reach every bound, for both signs of the advantage; one advantage is 0."""
     batch = random_batch(torch.float64, seed, lengths)
+    old, ref, sampler = (v.clamp(max=-0.01) for v in (batch.old_logp, batch.ref_logp, batch.rollout_logp))
     generator = torch.Generator().manual_seed(seed + 1000)
     advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     advantages[-1] = 0.0
     rows = Rows(
         batch.logp.clone().requires_grad_(),
-        batch.old_logp,
-        batch.ref_logp,
-        batch.rollout_logp,
+        old,
+        ref,
+        sampler,
         mask_of(torch.tensor(lengths)),
         advantages,
     )
+    if kind == "near":
+        small = [batch.logp + 0.1 * (other - batch.logp) for other in (old, sampler)]
+        return replace(rows, old=small[0], sampler=small[1])
     if kind == "first":
         return replace(rows, old=batch.logp)
     return replace(rows, sampler=rows.old) if kind == "no gap" else rows
@@ -103,7 +107,8 @@ def compare(table: Table, case: PeerCase, rows: Rows) -> None:
     """Loss and gradient of the same rows, in float64."""
     dtype = torch.float32 if case.single else torch.float64
     theirs = side(case.peer).loss(rows, **case.settings)
-    mine = ours(built(*case.overrides, guard=case.guard), rows)
+    advantages = rows.advantages * 0 if case.distilled else rows.advantages
+    mine = ours(built(*case.overrides, guard=case.guard), rows, advantages=advantages)
     if case.value:
         table.compare(str(case), "value", mine, theirs, dtype, case.limit)
     slope = gradient(mine, rows)

@@ -70,7 +70,8 @@ def test_the_sequence_ratio_is_a_product_in_trl(mode: str, table: Table, folder:
     # a weight of a row can be applied to its advantage, since the clip's term is proportional to it
     mean_B1 = log_ratio(batch.old_logp, batch.rollout_logp, mask, "sequence")
     product_B1 = (mean_B1 * mask.sum(1, keepdim=True)).exp()
-    bound_B1 = build_algorithm(*DAPO, *overrides).correction.bound(product_B1)
+    inside_B1 = (product_B1 >= 0.5) & (product_B1 <= 1.5)
+    bound_B1 = product_B1.clamp(0.5, 1.5) if mode == "sequence_truncate" else product_B1 * inside_B1
     table.explain(
         f"dapo, {mode}",
         ours(peer, advantages, *DAPO, *overrides),

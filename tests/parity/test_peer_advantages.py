@@ -23,7 +23,7 @@ def test_advantages_are_the_peers(case: AdvantageCase, peer_table: Table) -> Non
         scores_PG[2] = 0.5  # a constant group
         lengths_PG = torch.randint(1, 8, (GROUPS, GROUP), generator=generator)
         theirs_PGT = side(case.peer).advantages(scores_PG, lengths_PG, **case.settings)
-        mask_PGT = mask_of(lengths_PG).reshape(theirs_PGT.shape)
-        ours_PGT = algorithm.advantages({"score": scores_PG}).unsqueeze(2) * mask_PGT
+        mask_PGT = mask_of(lengths_PG).reshape(GROUPS, GROUP, -1)
+        ours_PGT = algorithm.advantages({"score": scores_PG}, lengths=lengths_PG).unsqueeze(2) * mask_PGT
         assert ours_PGT.count_nonzero() > GROUP
         peer_table.compare(f"{case}, advantages", "value", ours_PGT, theirs_PGT * mask_PGT, dtype)
