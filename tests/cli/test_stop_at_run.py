@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cli.copied import config_dir
 from cli.running import SMALL, assert_same_run, metrics, run_here, without_times
 
 from grpocli.cli.report import formula_lines_of
@@ -99,3 +100,16 @@ def test_all_processes_end_at_the_same_step(train, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PROCESSES", "2")
     run = train("run", *HALF, "hardware.processes=2", "hardware.timeout=120")
     assert (summary(run)["steps"], summary(run)["ended_early"]["value"]) == (2, 0.5)
+
+
+@pytest.mark.survival
+def test_rollouts_that_are_prefetched_when_a_run_ends_are_trained_on_by_a_resume(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    options = [*config_dir(tmp_path / "conf"), "rollout.max_staleness=1", "train.steps=4", "checkpoint.every=0"]
+    whole = train("whole", *options)
+    run = train("run", *options, *HALF)
+    assert summary(run)["steps"] == 2
+    train("run", *options[:-3], "eval.stop_at.metric=null", "eval.stop_at.threshold=null")
+    assert_same_run(run, whole)
