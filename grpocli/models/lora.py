@@ -100,7 +100,7 @@ def _refuse_tied(model: PreTrainedModel, lora: Lora) -> None:
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict().items():
         names.setdefault(tensor.data_ptr(), []).append(name.replace(".base_layer.", "."))
-    for name, layer in _layers(model):
+    for name, layer in lora_layers(model):
         shared = names[layer.base_layer.weight.data_ptr()]
         if len(shared) > 1:
             raise ConfigError(
@@ -110,7 +110,7 @@ def _refuse_tied(model: PreTrainedModel, lora: Lora) -> None:
             )
 
 
-def _layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+def lora_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """The layers with an update, by name; none without an adapter."""
     if not is_adapted(model):
         return
@@ -130,7 +130,7 @@ def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Ite
 
     tensors: its `named_parameters()` or `state_dict().items()`. Without an adapter they are yielded unchanged.
     """
-    names, updates = _plain_names(model), {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
+    names, updates = _plain_names(model), {f"{name}.base_layer.weight": layer for name, layer in lora_layers(model)}
     seen: set[int] = set()
     for name, tensor in tensors:
         plain = names.get(name, name)
@@ -147,7 +147,7 @@ def _plain_names(model: PreTrainedModel) -> dict[str, str | None]:
     """Tensors of the layers with an update: {name: name in the base model, or None if it is not in it}."""
     return {
         f"{name}.{own}": f"{name}.{own.removeprefix('base_layer.')}" if own.startswith("base_layer.") else None
-        for name, layer in _layers(model)
+        for name, layer in lora_layers(model)
         for own in layer.state_dict()
     }
 
@@ -155,7 +155,7 @@ def _plain_names(model: PreTrainedModel) -> dict[str, str | None]:
 @contextmanager
 def switched_off(model: PreTrainedModel) -> Iterator[None]:
     """Disable the updates inside the context: the model is the base model."""
-    layers = [layer for _, layer in _layers(model)]
+    layers = [layer for _, layer in lora_layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
     try:

@@ -61,6 +61,8 @@ class SyncConfig:
     tolerance: float | None = None
     """Largest mean difference of the server's log-probs from the trainer's, in nats; null: the value for the dtype
     (`grpocli.rollout.vllm.weight_verifier.TOLERANCE`)."""
+    canary: bool = True
+    """Send a new server other weights first, and require that its log-probs follow; costs one more transfer."""
 
     def __post_init__(self) -> None:
         require(self, "verify_every", self.verify_every >= 1, "must be at least 1: every sync")

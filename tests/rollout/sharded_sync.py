@@ -21,6 +21,29 @@ from grpocli.rollout.vllm.engine import make_synchronizer
 from grpocli.training.policy import Policy
 
 
+class Replica(Server):
+    """Computes log-probs with the weights that it has loaded, in bfloat16."""
+
+    model: Any
+
+    def score(self, token_ids: list[int], first: bool) -> list[float]:
+        super().score(token_ids, first)
+        return self._scored(token_ids)
+
+    def sample(self, token_ids: list[int], tokens: int) -> tuple[list[int], list[float]]:
+        ids = list(range(tokens))
+        return ids, self._scored([*token_ids, *ids])[-tokens:]
+
+    @torch.no_grad()
+    def _scored(self, token_ids: list[int]) -> list[float]:
+        self.model.load_state_dict(self.loaded, strict=False)
+        ids = torch.tensor([token_ids])
+        logp: list[float] = (
+            self.model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+        )
+        return logp
+
+
 def main(folder: Path) -> None:
     world = World(Single(device="cpu", timeout=60))
     torch.manual_seed(1)
@@ -34,6 +57,7 @@ def main(folder: Path) -> None:
         tie_word_embeddings=True,
     )
     model: Any = LlamaForCausalLM(config)
+    replica = LlamaForCausalLM(config).bfloat16()
     if world.is_main:
         torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, folder / "whole.pt")
     mesh = init_device_mesh("cpu", (world.size,))
@@ -41,14 +65,17 @@ def main(folder: Path) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     policy = Policy(model, model, torch.bfloat16)
-    server: Any = Server(folder)
-    job = SimpleNamespace(lora_rank=0, dtype="bfloat16", transport="shm", quantized=False, gpus=())
-    context: Any = SimpleNamespace(
-        job=job, policy=policy, world=world, sync=ShmSyncConfig(tolerance=1e9), in_flight=False
-    )
+    server: Any = Replica(folder)
+    server.model = replica
+    job = SimpleNamespace(lora_rank=0, dtype="bfloat16", transport="shm", quantized=False, gpus=(), max_tokens=40)
+    context: Any = SimpleNamespace(job=job, policy=policy, world=world, sync=ShmSyncConfig(), in_flight=False)
     sync = make_synchronizer([server], context)
     assert sync.weights.sharded
+    before = {name: shard.to_local().clone() for name, shard in model.named_parameters()}
     sync(1)
+    assert server.proven, "it has followed a canary of sharded weights"
+    model.reshard()
+    assert all(torch.equal(shard.to_local(), before[name]) for name, shard in model.named_parameters())
     if world.is_main:
         torch.save(server.loaded, folder / "loaded.pt")
     server.fails = "update"

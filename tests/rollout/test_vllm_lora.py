@@ -43,7 +43,7 @@ def test_the_first_of_several_failures_is_raised(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(lora, "adapter_tensors", lambda model: [])
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
     policy = SimpleNamespace(model=SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1)])))
-    job = SimpleNamespace(dtype="float32", quantized=False, gpus=())
+    job = SimpleNamespace(dtype="float32", quantized=False, gpus=(), max_tokens=40)
     context: Any = SimpleNamespace(job=job, policy=policy, world=Alone(), sync=SyncConfig(), in_flight=False)
     with pytest.raises(ServerGone, match="it died during /pause"):
         AdapterSync([Dies()], context)._send(1, set())  # type: ignore[list-item]

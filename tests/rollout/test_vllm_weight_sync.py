@@ -173,7 +173,7 @@ class Server:
 
     def __init__(self, folder: Path, fails: str = "", version: str | None = None, scores: float = -1.0) -> None:
         self.endpoint = Endpoint("http://x", "k", str(folder))
-        self.prepared = False
+        self.prepared = self.proven = False
         self.lost: EngineError | None = None
         self.calls: list[str] = []
         self.infos: list[dict[str, Any]] = []
@@ -257,8 +257,8 @@ def context(world: Any = ALONE, *, transport: str = "shm", in_flight: bool = Fal
         weights=lambda: iter(WEIGHTS.items()),
         score=lambda ids: [-1.0] * 31,
     )
-    job = SimpleNamespace(lora_rank=0, dtype="float32", transport=transport, quantized=False, gpus=())
-    sync = sync_config.ShmSyncConfig(**options)
+    job = SimpleNamespace(lora_rank=0, dtype="float32", transport=transport, quantized=False, gpus=(), max_tokens=40)
+    sync = sync_config.ShmSyncConfig(**{"canary": False} | options)
     return SimpleNamespace(job=job, policy=policy, world=world, sync=sync, in_flight=in_flight)
 
 

@@ -36,6 +36,7 @@ CONNECT_TIMEOUT = 10.0
 HEARTBEAT = 5.0  # seconds between checks of a server while an answer is awaited
 FIRST = -1  # priority above all waiting requests
 UNFINISHED = "unfinished"  # the version label of a mixture of weights
+CANARY = "canary"  # in place of a version: weights that are sent as a test only (`canary.py`)
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
 """Requests besides GET that may be retried; with fixed seeds completions are the same."""
@@ -69,6 +70,7 @@ class ServerClient:
     run: a prefix of version labels, which distinguishes this run's weights from another run's.
     model: the name that completions are requested from, `MODEL` or an adapter.
     prepared: whether `init_transfer` has prepared this server; False again after `connect`.
+    proven: whether this server's log-probs have followed a canary; False again after `connect`.
     lost: the error by which the server was found gone, stuck or replaced; None while it answers.
     """
 
@@ -78,7 +80,7 @@ class ServerClient:
 
     def connect(self, endpoint: Endpoint) -> None:
         """Use the server at `endpoint` from now on."""
-        self.endpoint, self.model, self.prepared = endpoint, MODEL, False
+        self.endpoint, self.model, self.prepared, self.proven = endpoint, MODEL, False, False
         self.lost: ServerGone | None = None
         self._accepted = False  # whether this server has accepted our key
         self._numbered = False  # whether its weights have carried a version of this run
@@ -182,6 +184,8 @@ class ServerClient:
                     raise self._gone(endpoint, f"{choice['server']} is shutting down (it aborted requests)")
                 for label in choice.get("weight_versions") or []:
                     label["version"] = self._version(endpoint, str(label["version"]))
+                    if label["version"] == CANARY:
+                        raise EngineError(f"{choice['server']} sampled with a canary's weights before its sync ended")
             for choice in choices if model != MODEL else []:
                 choice["weight_versions"] = _versions(model, choice)
             numbers = sorted(int(choice["index"]) for choice in choices)
@@ -238,6 +242,8 @@ class ServerClient:
         if dot and run == self.run and number.isdecimal():
             self._numbered = True
             return int(number)
+        if dot and run == self.run and number == CANARY:
+            return CANARY
         if self._numbered and label != UNFINISHED:
             where = f"the vLLM server at {endpoint.url}"
             if dot:
@@ -280,7 +286,7 @@ class ServerClient:
         """Have the server load some of the weights; `info` is what its backend needs to find them."""
         self._post_once("/update_weights", {"update_info": info})
 
-    def finish_update(self, version: int) -> None:
+    def finish_update(self, version: int | str) -> None:
         """End the update and label the server's weights with `version`."""
         self._post_once("/finish_weight_update", {"weight_version": f"{self.run}.{version}"})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import ignore_group
 from grpocli.rollout.sampling import stop_token_ids
+from grpocli.rollout.vllm import canary
+from grpocli.rollout.vllm.client import CANARY
 from grpocli.rollout.vllm.env_isolation import VllmEnvironment, log_to, output_to
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.server import max_num_seqs_option, on_cpu
@@ -40,6 +43,7 @@ class ColocateEngine:
         self.weights = PolicyWeights(context.policy, llm.dtype)
         self.verifier = WeightVerifier(context)
         self.version: int | None = None
+        self._proven = False  # whether vLLM has followed a canary
         self._stop = stop_token_ids(self.policy.model, context.tokenizer)
 
     def generate(
@@ -61,19 +65,54 @@ class ColocateEngine:
 
     def sync(self, version: int) -> dict[str, float]:
         """Load the policy's weights and verify them in every process; if one process fails, all raise EngineError."""
-        sent, failure = 0, ""
+        began, first = time.perf_counter(), self.verifier.canary and not self._proven
+        if first:
+            self._load_canary()
+        seconds = time.perf_counter() - began
+        sent = self._load_verified(version, caches=first)
+        self.version = version
+        return {"sync/bytes": float(sent), "sync/seconds/canary": seconds}
+
+    def _load_canary(self) -> None:
+        """Load weights that are far from any that vLLM may have kept, and verify that it follows them (`canary.py`)."""
+        start = self.policy.score(self.verifier.token_ids)
+        with canary.weights(self.policy):
+            changed = self.policy.score(self.verifier.token_ids)
+            if self.world.broadcast_object(canary.tells(start, changed)):
+                self._load_verified(CANARY, caches=True, start=start)
+        self._proven = True
+
+    def _load_verified(self, version: int | str, caches: bool, start: list[float] | None = None) -> int:
+        """Load the policy's weights and verify them; return the bytes. If one process fails, all raise EngineError.
+
+        start: the log-probs that a canary moves away from. Every process scores equally often, since that may be
+        collective.
+        """
+        sent, failures, probe = 0, list[str](), self.verifier.token_ids
+        due = self.verifier.due() if start is None else True
         try:
             sent = self._load(version)
-            self._verify(version)
+            self._check_version(version)
         except EngineError as error:
-            failure = str(error)
-        failures = [problem for problem in self.world.gather_objects([failure]) if problem]
-        if failures:
-            raise EngineError(failures[0])
-        self.version = version
-        return {"sync/bytes": float(sent)}
+            failures.append(str(error))
+        expected = self.policy.score(probe) if due else []
+        try:
+            if due and not failures and start is None:
+                self.verifier.verify_logprobs(self.llm.score(probe), expected, version)
+            elif not failures and start is not None:
+                self.verifier.verify_followed(self.llm.score(probe), expected, start)
+        except EngineError as error:
+            failures.append(str(error))
+        if caches:
+            try:
+                self.verifier.verify_sampled(self.llm.sample, version)
+            except EngineError as error:
+                failures.append(str(error))
+        if found := self.world.gather_objects(failures[:1]):
+            raise EngineError(found[0])
+        return sent
 
-    def _load(self, version: int) -> int:
+    def _load(self, version: int | str) -> int:
         stream = self.weights.stream()
         try:
             return self.llm.load(stream, version)
@@ -82,13 +121,10 @@ class ColocateEngine:
                 for _ in stream:  # gathers are collective, so finish them after a failure in this process too
                     pass
 
-    def _verify(self, version: int) -> None:
+    def _check_version(self, version: int | str) -> None:
         reported = self.llm.weight_version()
         if reported != str(version):
             raise EngineError(f"vLLM has weight version {reported} after the sync to version {version}")
-        if self.verifier.due():
-            ids = self.verifier.token_ids
-            self.verifier.verify_logprobs(self.llm.score(ids), self.policy.score(ids), version)
 
     def close(self) -> None:
         self.llm.close()
@@ -137,7 +173,7 @@ class InProcessLLM:
         self.asleep = False
         self._environment = environment
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | str) -> int:
         """Replace all weights, drop the prefix cache and wake up; return the bytes loaded."""
         sent = 0
 
@@ -188,6 +224,14 @@ class InProcessLLM:
             sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
             entries = self._generate([token_ids], [sampling])[0].prompt_logprobs[1:]
         return [float(entry[token].logprob) for entry, token in zip(entries, token_ids[1:], strict=True)]
+
+    def sample(self, token_ids: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+        """Sample `tokens` more with a fixed seed; their ids and log-probs at temperature 1."""
+        with self._vllm_call("sample after the probe"):
+            sampling = {"max_tokens": tokens, "temperature": 1, "seed": 0, "logprobs": 0, "ignore_eos": True}
+            (output,) = self._generate([token_ids], [sampling])[0].outputs
+            choice = _choice(output)
+        return choice["token_ids"], [one["logprob"] for one in choice["logprobs"]["content"]]
 
     def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]) -> list[Any]:
         inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]

@@ -267,11 +267,12 @@ def make_synchronizer(clients: Sequence[ServerClient], context: EngineContext) -
         return AdapterSync(clients, context)
     weights = PolicyWeights(context.policy, getattr(torch, job.dtype))
     bucket_bytes = context.sync.bucket_mb * 2**20
-    transport: Transport
-    if job.transport == "shm":
-        transport = ShmTransport(weights, bucket_bytes)
-    elif job.transport == "nccl":
-        transport = NcclTransport(weights, bucket_bytes)
-    else:
-        transport = IpcTransport(weights, bucket_bytes, context.world.rank)
-    return WeightSync(clients, context, transport)
+
+    def make_transport() -> Transport:
+        if job.transport == "shm":
+            return ShmTransport(weights, bucket_bytes)
+        if job.transport == "nccl":
+            return NcclTransport(weights, bucket_bytes)
+        return IpcTransport(weights, bucket_bytes, context.world.rank)
+
+    return WeightSync(clients, context, make_transport)

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ from safetensors.torch import save
 
 from grpocli.errors import ConfigError, EngineError, GrpoError
 from grpocli.models.lora import WEIGHTS, adapter_tensors, switched_off, write_config
-from grpocli.rollout.vllm.client import ADAPTER, MODEL, Refused, ServerGone, call_all
+from grpocli.rollout.vllm import canary
+from grpocli.rollout.vllm.client import ADAPTER, CANARY, MODEL, Refused, ServerGone, call_all
 from grpocli.rollout.vllm.weight_sync import verify_version
-from grpocli.rollout.vllm.weight_verifier import WeightVerifier
+from grpocli.rollout.vllm.weight_verifier import WeightVerifier, mean_gap
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob
@@ -32,6 +34,10 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LOADED = 2
 """Adapters in the server's memory: the newest, and the one that running requests may still use."""
 FOLDER = "adapter-"
+CANARY_ADAPTER = f"{MODEL}-{CANARY}-"
+"""With the kind of its layers, the name of an adapter that is loaded as a test only; no request names it."""
+ADAPTERS = (ADAPTER, CANARY_ADAPTER)
+"""Prefixes of the names of adapters that runs load."""
 
 
 def lora_flags(rank: int, dtype: str, cpu: bool) -> dict[str, Any]:
@@ -80,8 +86,8 @@ class AdapterSync:
         self.verifier = WeightVerifier(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Send and verify the adapter; return `sync/bytes` and the seconds of the update and of the probe (near 0 if
-        the probe is not due).
+        """Send and verify the adapter; return `sync/bytes` and the seconds of the canary, of the update and of the
+        probe (near 0 if it is not due).
 
         Raises EngineError in every process if the adapter cannot be sent or verified. Raises ConfigError in every
         process if vLLM's implementation of the model does not support `model.lora.target_modules`.
@@ -123,13 +129,53 @@ class AdapterSync:
         new = [server for server in self.servers if not server.prepared]
         due = self.verifier.due(new=bool(new))
         self._verify_base(new, version)
+        if self.verifier.canary:
+            self._send_canaries([server for server in self.servers if not server.proven])
+        proven = time.perf_counter()
         name, sent = self._send(version, used)
         call_all(self.servers, lambda server: verify_version(server, version))
         updated = time.perf_counter()
         if due:
             self._verify(self.servers, version)
-        seconds = {"sync/seconds/update": updated - began, "sync/seconds/probe": time.perf_counter() - updated}
-        return name, {"sync/bytes": float(sent), **seconds}
+        return name, {
+            "sync/bytes": float(sent),
+            "sync/seconds/canary": proven - began,
+            "sync/seconds/update": updated - proven,
+            "sync/seconds/probe": time.perf_counter() - updated,
+        }
+
+    def _send_canaries(self, servers: Sequence[ServerClient]) -> None:
+        """Raise EngineError unless new servers, which take no requests yet, follow a canary of each kind of layer.
+
+        vLLM ignores updates that it binds to no layer, and while B is 0 no probe shows it.
+        """
+        if not servers:
+            return
+        start = self.policy.score(self.verifier.token_ids)
+        for kind, layers in canary.adapter_kinds(self.policy).items():
+            with canary.adapter(
+                self.policy, layers, lambda: mean_gap(start, self.policy.score(self.verifier.token_ids))
+            ):
+                expected = self.policy.score(self.verifier.token_ids)
+                if canary.tells(start, expected):
+                    tensors = self._tensors()
+                    for scored in call_all(servers, partial(self._score_adapter, kind=kind, tensors=tensors)):
+                        self.verifier.verify_adapter_followed(scored, expected, start, kind, len(layers))
+        for server in servers:
+            server.proven = True
+
+    def _score_adapter(self, server: ServerClient, kind: str, tensors: dict[str, torch.Tensor]) -> list[float]:
+        """The probe's log-probs of an adapter that is loaded for them alone."""
+        model, name = server.model, f"{CANARY_ADAPTER}{kind}"
+        self._unload(server, server.adapters(), keep={model}, prefix=CANARY_ADAPTER)  # a killed run's
+        self._load_adapter(server, name, tensors)
+        try:
+            server.model = name
+            return server.score(self.verifier.token_ids)
+        finally:
+            server.model = model
+            with suppress(EngineError):  # a lost server has none; the next canary or sync unloads what is left
+                self._unload(server, server.adapters(), keep={model}, prefix=CANARY_ADAPTER)
 
     def _send(self, version: int, used: set[str]) -> tuple[str, int]:
         """Load a new adapter into every server; return its name and its bytes."""
@@ -165,13 +211,16 @@ class AdapterSync:
         return {name: tensor.detach().to("cpu", self.dtype).contiguous() for name, tensor in named}
 
     def _load(self, server: ServerClient, name: str, version: int, tensors: dict[str, torch.Tensor]) -> None:
+        self._load_adapter(server, name, tensors)
+        server.set_version(version)
+
+    def _load_adapter(self, server: ServerClient, name: str, tensors: dict[str, torch.Tensor]) -> None:
         folder = self._write(server, tensors)
         try:
             server.load_adapter(name, folder)
         except Refused as error:
             shutil.rmtree(folder)
             raise _explain(error, folder) from error
-        server.set_version(version)
 
     def _write(self, server: ServerClient, tensors: dict[str, torch.Tensor]) -> Path:
         """Write a new folder in peft's format into the folder for weights."""
@@ -189,11 +238,13 @@ class AdapterSync:
             ) from error
         return folder
 
-    def _unload(self, server: ServerClient, adapters: dict[str, Path], keep: set[str]) -> None:
+    def _unload(
+        self, server: ServerClient, adapters: dict[str, Path], keep: set[str], prefix: tuple[str, ...] | str = ADAPTERS
+    ) -> None:
         """Unload and delete the adapters, also an earlier run's, that no request can use any more."""
         root = Path(server.endpoint.shm_dir).absolute()
         for name, folder in adapters.items():
-            if name in keep or not name.startswith(ADAPTER):
+            if name in keep or not name.startswith(prefix):
                 continue
             server.unload_adapter(name)
             if folder.parent == root and folder.name.startswith(FOLDER):

@@ -54,10 +54,10 @@ class TransferClient:
 
     def __init__(self) -> None:
         self.servers: Sequence[ServerClient] = ()
-        self.version = 0
+        self.version: int | str = 0
         self.failure: EngineError | None = None
 
-    def begin(self, servers: Sequence[ServerClient], version: int) -> None:
+    def begin(self, servers: Sequence[ServerClient], version: int | str) -> None:
         self.servers, self.version, self.failure = servers, version, None
 
     def check(self) -> None:
@@ -124,7 +124,7 @@ class NcclTransport:
         self.source, self.client = WeightSource(weights), TransferClient()
         self._engine: Any = None
 
-    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int) -> int:
+    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int | str) -> int:
         self.client.begin(servers, version)
         self.source.stream = stream
         if self._engine is None or not all(server.prepared for server in servers):
@@ -179,7 +179,7 @@ class IpcTransport:
         self.source, self.client = WeightSource(weights), TransferClient()
         self._engine: Any = None
 
-    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int) -> int:
+    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int | str) -> int:
         self.client.begin(servers, version)
         self.source.stream = stream
         if self._engine is None:

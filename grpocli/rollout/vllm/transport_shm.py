@@ -53,7 +53,9 @@ class ShmTransport:
         self._slots: list[Files] = []
         self._mapped_plan: list[list[ParameterShape]] = []  # the plan whose slots the servers have mapped
 
-    def send(self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
+    def send(
+        self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int | str
+    ) -> int:
         plan = self._plan()
         servers_by_folder = by_folder(servers)
         if plan != self._mapped_plan or not all(server.prepared for server in servers):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from grpocli.errors import EngineError
-from grpocli.rollout.vllm.client import call_all
+from grpocli.rollout.vllm import canary
+from grpocli.rollout.vllm.client import CANARY, call_all
 from grpocli.rollout.vllm.weight_verifier import WeightVerifier
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ class Transport(Protocol):
     collective: bool
     """Whether every process calls `send` (each sends the memory of its own GPU), or only the main process."""
 
-    def send(self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
+    def send(
+        self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int | str
+    ) -> int:
         """Prepare new servers, then start, update and finish on every server; return the bytes for each server.
 
         The servers are paused. Raises EngineError.
@@ -79,6 +82,8 @@ class Transport(Protocol):
 class WeightSync:
     """Sends a version of the weights and verifies it. Every process calls it; the main one sends; all fail together.
 
+    A new server gets a canary first (`canary.py`): it must follow weights that are far from any that it may have kept.
+
     Running requests finish first. With `context.in_flight` they are frozen and resumed instead: vLLM then recomputes
     their keys and values with the new weights before it samples their next token.
 
@@ -86,41 +91,88 @@ class WeightSync:
     `release`.
     """
 
-    def __init__(self, servers: Sequence[ServerClient], context: EngineContext, transport: Transport) -> None:
+    def __init__(
+        self, servers: Sequence[ServerClient], context: EngineContext, make_transport: Callable[[], Transport]
+    ) -> None:
+        """make_transport: called again for a canary that only some servers get."""
         self.servers, self.policy, self.world = list(servers), context.policy, context.world
-        self.transport, self.weights = transport, transport.weights
+        self._make_transport, self.transport = make_transport, make_transport()
+        self.weights = self.transport.weights
         self.pause_mode = "keep" if context.in_flight else "wait"
         self.verifier = WeightVerifier(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Send and verify the weights; return `sync/bytes` and the seconds of the update and of the probe (near 0 if
-        the probe is not due).
+        """Send and verify the weights; return `sync/bytes` and the seconds of the canary, of the update and of the
+        probe (near 0 if it is not due).
 
         Raises EngineError in every process if the weights cannot be sent or verified.
         """
         began = time.perf_counter()
         main = self.world.is_main
-        verifying = main and self.verifier.due(new=not all(server.prepared for server in self.servers))
+        due = main and self.verifier.due(new=not all(server.prepared for server in self.servers))
+        unproven = [k for k, server in enumerate(self.servers) if not server.proven]
+        due, unproven = self.world.broadcast_object((due, unproven if self.verifier.canary else []))
+        if unproven:
+            self._send_canary([self.servers[k] for k in unproven])
+        proven = time.perf_counter()
+        sent, failure = self._transfer(self.transport, self.servers, version)
+        updated = time.perf_counter()
+        if not failure and due:
+            failure = self._verify(version, caches=bool(unproven))
+        if failure:
+            raise EngineError(failure)
+        return {
+            "sync/bytes": float(sent),
+            "sync/seconds/canary": proven - began,
+            "sync/seconds/update": updated - proven,
+            "sync/seconds/probe": time.perf_counter() - updated,
+        }
+
+    def _send_canary(self, servers: Sequence[ServerClient]) -> None:
+        """Send a canary to new servers, which take no requests yet, and verify that they follow it. Collective.
+
+        Raises EngineError in every process. Servers that hold requests keep their weights: a canary for some of the
+        servers goes through a transport of its own, after which all are prepared again.
+        """
+        whole = len(servers) == len(self.servers)
+        transport = self.transport if whole else self._make_transport()
+        start = self._score()
+        with canary.weights(self.policy):
+            changed = self._score()
+            if not self.world.broadcast_object(canary.tells(start, changed)):
+                return
+            _, failure = self._transfer(transport, servers, CANARY)
+            if not failure:
+                failure = self._verify_canary(servers, start, changed)
+        if not whole:
+            transport.close()
+            for server in servers:
+                server.prepared = False
+        if failure:
+            raise EngineError(failure)
+        for server in servers:
+            server.proven = True
+
+    def _score(self) -> list[float]:
+        """The trainer's log-probs of the probe, in the main process and in those that score with it."""
+        return self.policy.score(self.verifier.token_ids) if self.world.is_main or self.weights.sharded else []
+
+    def _transfer(self, transport: Transport, servers: Sequence[ServerClient], version: int | str) -> tuple[int, str]:
+        """Send the policy's weights; return the bytes for each server and the problem, "" if none. Collective."""
         sent, failure = 0, ""
         stream = LockedIterator(self.weights.stream())
         try:
-            if main:
-                sent = self._update(stream, version)
-            elif self.transport.collective:
-                self.transport.send([], stream, version)
+            if self.world.is_main:
+                sent = self._update(transport, servers, stream, version)
+            elif transport.collective:
+                transport.send([], stream, version)
         except EngineError as error:
             failure = str(error)
         if self.world.size > 1 and self.weights.sharded:
             for _ in stream:  # gathers are collective, so every process finishes them, also after a failure
                 pass
-        sent, failure, verifying = self.world.broadcast_object((sent, failure, verifying))
-        updated = time.perf_counter()
-        if not failure and verifying:
-            failure = self.world.broadcast_object(self._verify(version))
-        if failure:
-            raise EngineError(failure)
-        seconds = {"sync/seconds/update": updated - began, "sync/seconds/probe": time.perf_counter() - updated}
-        return {"sync/bytes": float(sent), **seconds}
+        result: tuple[int, str] = self.world.broadcast_object((sent, failure))
+        return result
 
     def release(self) -> None:
         """After a failed sync that is not repeated, let the remaining servers answer, so that no request hangs.
@@ -137,31 +189,71 @@ class WeightSync:
     def close(self) -> None:
         self.transport.close()
 
-    def _update(self, stream: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
+    def _update(
+        self,
+        transport: Transport,
+        servers: Sequence[ServerClient],
+        stream: Iterator[tuple[str, torch.Tensor]],
+        version: int | str,
+    ) -> int:
         """Pause, replace the weights, drop the prefix cache, verify the version, resume; return the bytes sent."""
-        call_all(self.servers, lambda server: server.weight_version())  # raises if another run has changed them
-        call_all(self.servers, lambda server: server.pause(self.pause_mode))
-        sent = self.transport.send(self.servers, stream, version)
-        call_all(self.servers, lambda server: server.reset_prefix_cache(running=self.pause_mode == "keep"))
-        call_all(self.servers, lambda server: verify_version(server, version))
-        call_all(self.servers, lambda server: server.resume())
+        call_all(servers, lambda server: server.weight_version())  # raises if another run has changed them
+        call_all(servers, lambda server: server.pause(self.pause_mode))
+        sent = transport.send(servers, stream, version)
+        call_all(servers, lambda server: server.reset_prefix_cache(running=self.pause_mode == "keep"))
+        call_all(servers, lambda server: verify_version(server, version))
+        call_all(servers, lambda server: server.resume())
         return sent
 
-    def _verify(self, version: int) -> str:
-        """The problem that the verifier finds, in the main process; "" if the servers have the weights.
+    def _verify(self, version: int, caches: bool) -> str:
+        """The problem that the verifier finds; "" if the servers have the weights. Collective.
 
         Called after the resume, since the probe is itself a request. Scoring a sharded policy is collective, so the
-        other processes score too.
+        other processes score too. caches: whether to look for keys and values of the canary.
         """
-        if not self.world.is_main:
-            if self.weights.sharded:
-                self.policy.score(self.verifier.token_ids)
-            return ""
-        try:
-            self.verifier.verify(self.servers, version, beside_requests=self.pause_mode == "keep")
-        except EngineError as error:
-            return str(error)
-        return ""
+        failure = ""
+        if self.world.is_main:
+            try:
+                self.verifier.verify(self.servers, version, beside_requests=self.pause_mode == "keep")
+            except EngineError as error:
+                failure = str(error)
+        else:
+            self._score()
+        caches = self.world.broadcast_object(caches and not failure)
+        if caches:
+            failure = self._verify_caches(self.servers, version)
+        found: str = self.world.broadcast_object(failure)
+        return found
+
+    def _verify_canary(self, servers: Sequence[ServerClient], start: list[float], changed: list[float]) -> str:
+        """The problem of servers with a canary's weights; "" if they follow. Collective."""
+        failure = ""
+        if self.world.is_main:
+            beside = self.pause_mode == "keep"
+            try:
+                for scored in call_all(servers, lambda server: server.score(self.verifier.token_ids, first=beside)):
+                    self.verifier.verify_followed(scored, changed, start)
+            except EngineError as error:
+                failure = str(error)
+        failure = self.world.broadcast_object(failure)
+        return failure or self.world.broadcast_object(self._verify_caches(servers, CANARY))
+
+    def _verify_caches(self, servers: Sequence[ServerClient], version: int | str) -> str:
+        """The problem of tokens that the servers sample after the same long prompt under a canary and after it.
+
+        The other processes of a sharded policy score as often.
+        """
+        failure = ""
+        for server in servers:
+            if not self.world.is_main:
+                if self.weights.sharded:
+                    self.verifier.score_sampled([])
+                continue
+            try:
+                self.verifier.verify_sampled(server.sample, version)
+            except EngineError as error:
+                failure = failure or str(error)
+        return failure
 
 
 class LockedIterator:
@@ -181,7 +273,7 @@ class LockedIterator:
             return next(self._items)
 
 
-def verify_version(server: ServerClient, version: int) -> None:
+def verify_version(server: ServerClient, version: int | str) -> None:
     """Raise EngineError unless the server reports `version`."""
     reported = server.weight_version()
     if reported != version:

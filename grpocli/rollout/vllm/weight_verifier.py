@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,21 @@ ON_GPU = {"float32": 2e-2}
 QUANTIZED = 0.5
 """For servers that round weights to 8 bits or fewer (engine.quantization). Not measured yet."""
 WORST = 10
+FOLLOWED = 1 / 4
+"""The largest share of a canary's movement by which a server may miss it, if that is less than the tolerance."""
+CAUSES = (
+    "a parameter that vLLM's loader skips or renames, a packed copy of old weights, fused weights in another order, "
+    "a cache that is kept"
+)
+ADAPTER_FOLLOWED, ADAPTER_ROUNDING = 1 / 2, 8
+"""The same for an adapter's canary, and the factor of the tolerance: see docs/vllm.md for measurements."""
+ADAPTER_CAUSES = (
+    "vLLM binds the adapter to no {kind} (its own names differ, or it fuses them with layers that have no update: "
+    "model.lora.target_modules), ignores its scale, or keeps an older adapter"
+)
+LONG, SAMPLED = 200, 8
+"""A prompt that fills a block of vLLM's prefix cache (128 tokens on a CPU) if contexts are long enough, and the tokens
+sampled after it: their log-probs show keys and values of older weights, which a probe never reads."""
 
 
 def tolerance(job: EngineJob, gpu: bool) -> float:
@@ -51,6 +66,10 @@ class WeightVerifier:
         usual = tolerance(context.job, gpu=trains_on_gpu or bool(context.job.gpus))
         self.tolerance = usual if sync.tolerance is None else sync.tolerance
         self._every, self._since = sync.verify_every, 0
+        self.canary = sync.canary
+        room = max(context.job.max_tokens, PROBE_ROOM)
+        self.long_prompt = [*reversed(self.token_ids)] * (LONG // PROBE_TOKENS + 1)
+        self.long_prompt = self.long_prompt[: min(LONG, room - SAMPLED)]
 
     def due(self, new: bool = False) -> bool:
         """Whether to verify this sync: the first, then every `sync.verify_every`th, and one with a new server.
@@ -72,9 +91,50 @@ class WeightVerifier:
         for scored in scores.result():
             self.verify_logprobs(scored, expected, version)
 
-    def verify_logprobs(self, scored: Sequence[float], expected: Sequence[float], version: int) -> None:
+    def verify_logprobs(self, scored: Sequence[float], expected: Sequence[float], version: int | str) -> None:
         """Raise EngineError unless a server's log-probs are the trainer's."""
         require_close(scored, expected, self.tolerance, version)
+
+    def verify_followed(self, scored: Sequence[float], expected: Sequence[float], start: Sequence[float]) -> None:
+        """Raise EngineError unless a server has followed the canary of all weights.
+
+        start: the log-probs of the trainer's own weights.
+        """
+        limit = min(self.tolerance, FOLLOWED * mean_gap(start, expected))
+        require_followed(scored, expected, start, limit, "other signs and sizes of the rows of all weights", CAUSES)
+
+    def verify_adapter_followed(
+        self, scored: Sequence[float], expected: Sequence[float], start: Sequence[float], kind: str, layers: int
+    ) -> None:
+        """Raise EngineError unless a server has followed the canary of the adapters of one kind of layer.
+
+        The base model stays as it is, so rounding moves log-probs more than under a canary of all weights.
+        """
+        limit = min(ADAPTER_ROUNDING * self.tolerance, ADAPTER_FOLLOWED * mean_gap(start, expected))
+        changed = f"random updates of the {layers} layers called {kind}"
+        require_followed(scored, expected, start, limit, changed, ADAPTER_CAUSES.format(kind=kind))
+
+    def verify_sampled(
+        self, sample: Callable[[Sequence[int], int], tuple[list[int], list[float]]], version: int | str
+    ) -> None:
+        """Raise EngineError unless tokens that a server samples after the long prompt have the trainer's log-probs.
+
+        sample: the server's. If it fails, the trainer scores other tokens, since that may be collective.
+        """
+        failure: EngineError | None = None
+        ids, scored = list[int](), list[float]()
+        try:
+            ids, scored = sample(self.long_prompt, SAMPLED)
+        except EngineError as error:
+            failure = error
+        expected = self.score_sampled(ids)
+        if failure:
+            raise failure
+        require_close(scored, expected, self.tolerance, version)
+
+    def score_sampled(self, ids: Sequence[int]) -> list[float]:
+        """The trainer's log-probs of tokens after the long prompt."""
+        return self.policy.score([*self.long_prompt, *(ids or [0] * SAMPLED)])[-SAMPLED:]
 
 
 def probe_prompt(vocabulary: int) -> list[int]:
@@ -82,7 +142,7 @@ def probe_prompt(vocabulary: int) -> list[int]:
     return [(1 + i * 2654435761) % vocabulary for i in range(PROBE_TOKENS)]
 
 
-def require_close(server: Sequence[float], trainer: Sequence[float], tolerance: float, version: int) -> None:
+def require_close(server: Sequence[float], trainer: Sequence[float], tolerance: float, version: int | str) -> None:
     """Raise EngineError unless the log-probs agree within `tolerance` nats (see `TOLERANCE`); NaN never agrees."""
     gaps = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in zip(server, trainer, strict=True)]
     worst = max(range(len(gaps)), key=gaps.__getitem__)
@@ -97,6 +157,34 @@ def require_close(server: Sequence[float], trainer: Sequence[float], tolerance: 
         "or dtype, or quantizes it without engine.quantization; vLLM's loader skipped, renamed or kept a packed copy "
         "of a parameter; another run syncs to the same server"
     )
+
+
+def require_followed(
+    server: Sequence[float], trainer: Sequence[float], start: Sequence[float], limit: float, changed: str, causes: str
+) -> None:
+    """Raise EngineError unless the server's log-probs are within `limit` nats of the trainer's under a canary.
+
+    start: the trainer's with its own weights. changed: the canary's weights in words. causes: of a difference.
+    """
+    gap = mean_gap(server, trainer)
+    if gap <= limit:
+        return
+    way = [after - before for before, after in zip(start, trainer, strict=True)]
+    gone = [after - before for before, after in zip(start, server, strict=True)]
+    share = sum(a * b for a, b in zip(gone, way, strict=True)) / max(sum(a * a for a in way), 1e-12)
+    followed = f"{share:.0%} of the way" if math.isfinite(share) else "nowhere, its log-probs are not finite"
+    raise EngineError(
+        f"the vLLM server does not follow the trainer's weights: a canary, with {changed}, moves the log-probs of the "
+        f"trainer's probe by {mean_gap(start, trainer):.3f} nats on average; the server went {followed} and differs by "
+        f"{gap:.3f} ({limit:.3g} is allowed, see sync.tolerance). Likely causes: {causes}. sync.canary=false starts "
+        "without this check"
+    )
+
+
+def mean_gap(a: Sequence[float], b: Sequence[float]) -> float:
+    """The mean absolute difference of log-probs in nats; infinite if any is not finite."""
+    gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    return _mean(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
 def _mean(values: Sequence[float]) -> float:
