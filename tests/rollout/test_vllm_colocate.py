@@ -72,6 +72,12 @@ class Sampling1(InProcessLLM):
         return self.policy.score(token_ids)
 
 
+    def sample(self, token_ids: Any, tokens: int) -> tuple[list[int], list[float]]:
+        self.llm.calls.append("sample")
+        ids = list(range(tokens))
+        return ids, self.policy.score([*token_ids, *ids])[-tokens:]
+
+
 @pytest.fixture
 def recorded(tmp_path: Path) -> tuple[ColocateEngine, Recorded]:
     policy = TinyPolicy(build_model(tmp_path / "model", tied=True))
@@ -91,7 +97,8 @@ def test_it_sleeps_while_the_trainer_trains(recorded: tuple[ColocateEngine, Reco
     ask = [Request([5, 6], 1, seed=0)]
     engine.sync(1)
     engine.generate(ask, Sampling(4))
-    assert llm.calls == [*LOAD, "reset", "probe", "generate", "sleep 2"]
+    verified = [*LOAD, "reset", "probe", "sample"]
+    assert llm.calls == [*verified, *verified, "generate", "sleep 2"], "a canary goes first"
     llm.calls.clear()
     engine.sync(2)
     engine.generate(ask, Sampling(4))

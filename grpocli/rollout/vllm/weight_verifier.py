@@ -134,7 +134,8 @@ class WeightVerifier:
 
     def score_sampled(self, ids: Sequence[int]) -> list[float]:
         """The trainer's log-probs of tokens after the long prompt."""
-        return self.policy.score([*self.long_prompt, *(ids or [0] * SAMPLED)])[-SAMPLED:]
+        tokens = ids or [0] * SAMPLED
+        return self.policy.score([*self.long_prompt, *tokens])[-len(tokens) :]
 
 
 def probe_prompt(vocabulary: int) -> list[int]:
