@@ -71,7 +71,6 @@ class Sampling1(InProcessLLM):
         self.llm.calls.append("probe")
         return self.policy.score(token_ids)
 
-
     def sample(self, token_ids: Any, tokens: int) -> tuple[list[int], list[float]]:
         self.llm.calls.append("sample")
         ids = list(range(tokens))
