@@ -129,7 +129,8 @@ def is_used(algorithm: Algorithm, kind: str, section: Section) -> bool:
 
 def loss_line(used: dict[str, Section]) -> str:
     """The minimised loss with the terms in use."""
-    factors = [sign for kind, sign in (("correction", "ρ_it"), ("tokens", "S_it")) if kind in used]
+    weighs = any("ρ_it" in line for section in _chosen(used, "correction") for line in section.lines)
+    factors = [*(["ρ_it"] if weighs else []), *(["S_it"] if "tokens" in used else [])]
     terms = " ".join([*factors, "ℓ_it"])
     added = [term for kind, term in (("kl", "+ β D_it"), ("entropy", "− λ H_it")) if kind in used]
     inner = f"( {' '.join([terms, *added])} )" if added else terms

@@ -79,6 +79,7 @@ def test_sections_come_in_the_order_of_the_computation(overrides: list[str]) -> 
         ([], "L(θ) = Σ_i w_i Σ_t ( ℓ_it + β D_it )"),
         (["algorithm.kl.beta=0"], "L(θ) = Σ_i w_i Σ_t ℓ_it"),
         (["algorithm=dapo", "algorithm/correction=token_mask"], "L(θ) = Σ_i w_i Σ_t ρ_it ℓ_it"),
+        (["algorithm=dapo", "algorithm/correction=sampler"], "L(θ) = Σ_i w_i Σ_t ℓ_it"),
         (["algorithm/tokens=top_entropy"], "L(θ) = Σ_i w_i Σ_t ( S_it ℓ_it + β D_it )"),
         (["algorithm=dgpo", "algorithm/entropy=bonus"], "L(θ) = Σ_i w_i Σ_t ( ℓ_it − λ H_it )"),
         (["algorithm=dgpo", "algorithm/entropy=bonus", "algorithm.entropy.coefficient=0"], "L(θ) = Σ_i w_i Σ_t ℓ_it"),
