@@ -103,7 +103,7 @@ def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanati
         *(_named(section, run) for section in _chosen(used, "question_weight")),
         *_bounds(algorithm),
         *_chosen(used, "objective", "tokens", "correction", "kl", "entropy", "aggregate"),
-        Section("loss", "", (loss_line(used),), LOSS_NOTE),
+        Section("loss", "", (loss_line(_terms(used, algorithm)),), LOSS_NOTE),
         _update(run),
     ]
     unused = tuple(section for kind, section in parts.items() if kind not in used)
@@ -127,10 +127,14 @@ def is_used(algorithm: Algorithm, kind: str, section: Section) -> bool:
     return bool(enabled.get(kind, bool(section.lines)))
 
 
+def _terms(used: dict[str, Section], algorithm: Algorithm) -> dict[str, Section]:
+    """The parts that are a term or a factor of the loss."""
+    return {kind: one for kind, one in used.items() if kind != "correction" or not algorithm.takes_sampler_as_old}
+
+
 def loss_line(used: dict[str, Section]) -> str:
     """The minimised loss with the terms in use."""
-    weighs = any("ρ_it" in line for section in _chosen(used, "correction") for line in section.lines)
-    factors = [*(["ρ_it"] if weighs else []), *(["S_it"] if "tokens" in used else [])]
+    factors = [sign for kind, sign in (("correction", "ρ_it"), ("tokens", "S_it")) if kind in used]
     terms = " ".join([*factors, "ℓ_it"])
     added = [term for kind, term in (("kl", "+ β D_it"), ("entropy", "− λ H_it")) if kind in used]
     inner = f"( {' '.join([terms, *added])} )" if added else terms
