@@ -161,7 +161,7 @@ def test_a_sweep_continues_after_a_failed_run(grpocli, tmp_path: Path) -> None:
 def test_help_and_config_are_printed(grpocli) -> None:
     code, out, _ = grpocli("train", "--help")
     assert code == 0
-    assert "algorithm: dapo, dgpo, drgrpo, grpo" in out
+    assert "algorithm: cispo, dapo, dgpo, dppo, drgrpo, gmpo, grpo" in out
     code, out, _ = grpocli("train", "--cfg", "job", "algorithm=dapo")
     assert code == 0
     assert "high: 0.28" in out
