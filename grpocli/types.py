@@ -154,6 +154,7 @@ class Row:
     ratio: π_θ / π_old in the last update; None while every update was the first after sampling, where it is 1.
     clipped: 1 for tokens that the objective clipped in an update; None as `ratio`.
     selected: 1 for tokens in the policy-gradient term; None: all.
+    task: the name of its prompt's task.
     """
 
     prompt_ids: list[int]
@@ -169,6 +170,7 @@ class Row:
     selected: Tensor | None = None
     ratio: Tensor | None = None
     clipped: Tensor | None = None
+    task: str = ""
 
     @property
     def n_tokens(self) -> int:
@@ -182,8 +184,9 @@ class Row:
         import torch
 
         done = rollout.completion
+        ids, task = rollout.prompt.token_ids, rollout.prompt.task
         mask, old_logp = done.loss_mask(mask_truncated), torch.tensor(done.logprobs) if old_is_sampler else None
-        return cls(rollout.prompt.token_ids, done.token_ids, mask, advantage, group, done.logprobs, old_logp)
+        return cls(ids, done.token_ids, mask, advantage, group, done.logprobs, old_logp, task=task)
 
     @classmethod
     def empty(cls) -> Row:

@@ -1,12 +1,14 @@
-"""KL penalties to a reference policy, for each token [B, T], in nats.
+"""KL terms towards a reference, the start policy or a teacher, for each token [B, T], in nats.
 
-The estimators of http://joschu.net/blog/kl-approx.html, with x = log pi_ref - log pi_theta.
+k1, k2 and k3 are the estimators of http://joschu.net/blog/kl-approx.html, with x = log pi_ref - log pi_theta.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
 
 from grpocli.algorithm.objective import FARTHEST
 from grpocli.config.formula import Formula
@@ -38,16 +40,25 @@ class NoKL:
 
 @section("algorithm.kl")
 class KL:
-    """Base of the three estimators."""
+    """Base of the KL terms: the coefficient, and the reference, which is the start policy or a teacher."""
 
-    estimator: ClassVar[tuple[str, ...]] = ()  # its formulas; the last is D_it
-    sources: ClassVar[tuple[str, ...]] = ("joschu.net/blog/kl-approx.html",)
+    lines: ClassVar[tuple[str, ...]] = ()  # the formulas; the last is D_it
+    sources: ClassVar[tuple[str, ...]] = ()
 
     beta: float = 0.04
     """KL coefficient in the loss; with 0, no reference model is loaded."""
-    on_policy: bool = False
-    """Multiply by the importance ratio pi_theta / pi_old, so that the estimate is an expectation under the current
-    policy (NeMo RL's GRPO guide)."""
+    model: Any = None
+    """Reference model, the teacher of a distillation: a folder, a name on the hub, or a mapping from each task to one
+    of these. null: the start policy. Its tokenizer must be that of the policy."""
+    revision: str | None = None
+    """Branch, tag or commit of algorithm.kl.model on the hub; null: the default branch."""
+    base_url: Any = None
+    """URL of a vLLM server whose model is the reference, such as `http://127.0.0.1:8000`, or a mapping from each task
+    to one; null: none. It scores the tokens of a step while the trainer computes its own log-probs."""
+    api_key: str = "VLLM_API_KEY"
+    """Name of the environment variable with the key of algorithm.kl.base_url, if the server needs one."""
+    timeout: float = 600.0
+    """Seconds in which algorithm.kl.base_url must score a step."""
     sync_every: int = 0
     """Steps between updates of the reference; 0: never. It becomes alpha x policy + (1 - alpha) x reference, TR-DPO
     (arXiv 2404.09656)."""
@@ -56,17 +67,43 @@ class KL:
 
     def __post_init__(self) -> None:
         require(self, "beta", 0 <= self.beta < math.inf, "must be a finite number of 0 or more")
+        require(self, "model", _names(self.model), "must be a folder, a name on the hub, or a mapping {task: one}")
+        require(self, "base_url", _urls(self.base_url), "must be a URL such as http://127.0.0.1:8000, or {task: URL}")
+        require(self, "timeout", 0 < self.timeout < math.inf, "must be above 0 seconds")
         require(self, "sync_every", self.sync_every >= 0, "must be 0 (never) or more")
         require(self, "sync_alpha", 0 <= self.sync_alpha <= 1, "must be between 0 and 1")
+        problem = "the policy cannot be mixed into a teacher: leave algorithm.kl.model and algorithm.kl.base_url null"
+        require(self, "sync_every", not (self.sync_every and self.has_teacher), problem)
+        both = self.models.keys() & self.urls.keys()
+        require(self, "base_url", not both, "a task has one teacher: choose this or algorithm.kl.model")
+        needs_a_name = "is a revision of algorithm.kl.model on the hub, which is null"
+        require(self, "revision", self.revision is None or self.model is not None, needs_a_name)
 
     def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
-        kl_BT = self.estimate(ref_logp_BT - logp_BT)
-        if not self.on_policy:
-            return kl_BT
-        return kl_BT * (logp_BT - old_logp_BT).clamp(-FARTHEST, FARTHEST).exp()
-
-    def estimate(self, x_BT: Tensor) -> Tensor:
         raise NotImplementedError
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The folder or name of each task's teacher; the key EVERY_TASK for one teacher of all tasks."""
+        return _by_task(self.model)
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """The URL of each task's served teacher, with the keys of `models`."""
+        return {task: url.rstrip("/").removesuffix("/v1") for task, url in _by_task(self.base_url).items()}
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the reference is a model other than the start policy."""
+        return bool(self.models or self.urls)
+
+    def check_ready(self) -> None:
+        """Raise ConfigError if the folder of a teacher is missing. Loads nothing."""
+        from grpocli.hub import check_folder
+
+        for task, path in self.models.items() if self.beta else ():
+            if path != BUILT_IN:
+                check_folder(key_of_teacher("model", task), path)
 
     def clamped(self, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor | None:
         """The tokens [B, T] whose estimate is at its bound; None if the estimator has no bound."""
@@ -75,44 +112,139 @@ class KL:
     def formula(self) -> Formula:
         if not self.beta:
             return Formula(symbols={"β": "beta"}, note="β = 0, so no reference model is loaded")
-        *before, estimate = self.estimator
-        lines = ["x_it = log π_ref(o_it) − log π_θ(o_it)", *before, f"D_it = {estimate}"]
-        symbols, sources = {"β": "beta"}, list(self.sources)
-        if self.on_policy:
-            lines[-1] = f"D_it = ( π_θ(o_it) / π_old(o_it) ) ({estimate})"
-            sources.append("importance weight: NeMo RL's GRPO guide")
+        lines, symbols, sources = list(self._lines()), {"β": "beta"}, list(self.sources)
         if self.sync_every:
             lines.append("after every m steps:  θ_ref ← α θ + (1 − α) θ_ref")
             symbols |= {"m": "sync_every", "α": "sync_alpha"}
             sources.append("reference sync: TR-DPO (arXiv 2404.09656)")
         return Formula(tuple(lines), symbols, tuple(sources))
 
+    def _lines(self) -> tuple[str, ...]:
+        return self.lines
+
+
+EVERY_TASK = ""
+"""The key of a teacher of all tasks in `KL.models` and `KL.urls`."""
+BUILT_IN = "tiny-teacher"
+"""The value of `algorithm.kl.model` for the teacher of the built-in model (`models/teacher.py`)."""
+
+
+def key_of_teacher(field: str, task: str) -> str:
+    """The config key of a task's teacher: `algorithm.kl.model`, or `algorithm.kl.model.gsm8k` in a mapping."""
+    return f"algorithm.kl.{field}" + (f".{task}" if task else "")
+
+
+def has_teacher(kl: object) -> bool:
+    """Whether the reference of a KL part is a model other than the start policy; users' parts have no such keys."""
+    return isinstance(kl, KL) and kl.has_teacher
+
+
+def teachers_in(kl: object) -> tuple[object, ...]:
+    """What tells apart the teachers of two KL parts; () without one."""
+    return (kl.models, kl.revision, kl.urls) if isinstance(kl, KL) and kl.has_teacher else ()
+
+
+def _by_task(value: Any) -> dict[str, str]:
+    if isinstance(value, dict):
+        return {str(task): str(one) for task, one in value.items()}
+    return {} if value is None else {EVERY_TASK: str(value)}
+
+
+def _names(value: Any) -> bool:
+    values = list(value.values()) if isinstance(value, dict) else [] if value is None else [value]
+    return value != {} and all(isinstance(one, str) and one for one in values)
+
+
+def _urls(value: Any) -> bool:
+    def known(url: str) -> bool:
+        try:
+            parts = urlsplit(url)
+            return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:  # brackets that do not match, or a port that is not a number
+            return False
+
+    return _names(value) and all(known(url) for url in _by_task(value).values())
+
+
+@section("algorithm.kl")
+class Estimator(KL):
+    """Base of the three estimators of the KL divergence."""
+
+    sources: ClassVar[tuple[str, ...]] = ("joschu.net/blog/kl-approx.html",)
+
+    on_policy: bool = False
+    """Multiply by the importance ratio pi_theta / pi_old, so that the estimate is an expectation under the current
+    policy (NeMo RL's GRPO guide)."""
+
+    def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+        kl_BT = self.estimate(ref_logp_BT - logp_BT)
+        return kl_BT * _ratio(logp_BT, old_logp_BT) if self.on_policy else kl_BT
+
+    def estimate(self, x_BT: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def formula(self) -> Formula:
+        found = super().formula()
+        weighted = self.beta and self.on_policy
+        return replace(found, source=(*found.source, "importance weight: NeMo RL's GRPO guide")) if weighted else found
+
+    def _lines(self) -> tuple[str, ...]:
+        *before, estimate = self.lines
+        weighted = f"( π_θ(o_it) / π_old(o_it) ) ({estimate})" if self.on_policy else estimate
+        return ("x_it = log π_ref(o_it) − log π_θ(o_it)", *before, f"D_it = {weighted}")
+
+
+def _ratio(logp_BT: Tensor, old_logp_BT: Tensor) -> Tensor:
+    return (logp_BT - old_logp_BT).clamp(-FARTHEST, FARTHEST).exp()
+
+
+@part("algorithm/kl", "reverse")
+class Reverse(KL):
+    """On-policy distillation: r (log pi - log T) with r = pi_theta / pi_old; the difference has no gradient.
+
+    The policy gradient of the reverse KL divergence from a teacher T, sampled from the policy: each token's advantage
+    is log T - log pi. With algorithm/advantage=none it is pure distillation, without rewards. On-policy its gradient
+    is that of k2. GKD (arXiv 2306.13649) and MiniLLM (arXiv 2306.08543) minimise the same divergence.
+    """
+
+    lines = ("r_it = π_θ(o_it) / π_old(o_it)", "D_it = r_it sg[ log π_θ(o_it) − log T(o_it) ],  T: the reference")
+    sources = (
+        "On-Policy Distillation (thinkingmachines.ai, 2025)",
+        "MiniLLM (arXiv 2306.08543), GKD (arXiv 2306.13649): the reverse KL divergence on the student's samples",
+    )
+
+    beta: float = 1.0
+    """KL coefficient in the loss; with 0, no reference model is loaded."""
+
+    def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+        return _ratio(logp_BT, old_logp_BT) * (logp_BT - ref_logp_BT).detach()
+
 
 @part("algorithm/kl", "k1")
-class K1(KL):
+class K1(Estimator):
     """-x with x = log pi_ref - log pi_theta: unbiased, high variance, may be negative."""
 
-    estimator = ("−x_it",)
+    lines = ("−x_it",)
 
     def estimate(self, x_BT: Tensor) -> Tensor:
         return -x_BT
 
 
 @part("algorithm/kl", "k2")
-class K2(KL):
+class K2(Estimator):
     """x^2 / 2 with x = log pi_ref - log pi_theta: low variance, biased.
 
     On-policy, its expected gradient is that of the KL divergence.
     """
 
-    estimator = ("x_it² / 2",)
+    lines = ("x_it² / 2",)
 
     def estimate(self, x_BT: Tensor) -> Tensor:
         return x_BT.square() / 2
 
 
 @part("algorithm/kl", "k3")
-class K3(KL):
+class K3(Estimator):
     """exp(x) - x - 1 with x = log pi_ref - log pi_theta: unbiased and never negative up to 10, where it is cut off.
 
     GRPO (arXiv 2402.03300), equation 4. The bound is that of NeMo RL and verl: exp(89) is infinite in float32. Beyond
@@ -120,7 +252,7 @@ class K3(KL):
     such tokens. k1 and k2 cannot overflow.
     """
 
-    estimator = ("d_it = exp(x_it) − x_it − 1", f"min(d_it, {MAX_K3:g})")
+    lines = ("d_it = exp(x_it) − x_it − 1", f"min(d_it, {MAX_K3:g})")
     sources = ("GRPO, DeepSeekMath (arXiv 2402.03300), equation 4", BOUND)
 
     def estimate(self, x_BT: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
@@ -80,7 +81,14 @@ def build_run(config: DictConfig) -> Run:
     for name, reward in run.reward.items():  # errors name the key in this run rather than the choice
         object.__setattr__(reward, "config_key", f"reward.{name}")
     check_run(run)
-    return run
+    return without_no_reward(run)
+
+
+def without_no_reward(run: Run) -> Run:
+    """The run without `reward=none`, which is a run without rewards."""
+    from grpocli.rewards.no_reward import NoReward
+
+    return replace(run, reward={name: one for name, one in run.reward.items() if not isinstance(one, NoReward)})
 
 
 def build_algorithm(*overrides: str) -> Algorithm:

@@ -21,9 +21,10 @@ def opening_lines(run: Run, job: EngineJob, devices: Devices, choices: Mapping[s
     gpus = len(devices.train)
     where = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "the CPU"
     engine = choice_of("engine", run.engine.resolved())
+    scored = f"scored by {', '.join(run.reward)}" if run.reward else "without rewards"
     return [
         f"model   {model}, in {job.dtype} on {where}",
-        f"task    {', '.join(tasks_of(run.task))}, scored by {', '.join(run.reward)}",
+        f"task    {', '.join(tasks_of(run.task))}, {scored}",
         f"method  algorithm={choices.get('algorithm', '?')}, engine={engine}",
     ]
 
@@ -55,7 +56,7 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
 def _evaluation(run: Run) -> list[str]:
     """The completions of each evaluation, and the key that reduces them."""
     every = f", every {_count(run.eval.every, 'step')}" if run.eval.every else ""
-    if not (problems := run.eval.n_problems(cpu=False)):
+    if not (problems := run.eval.n_problems(cpu=False)) or not run.reward:
         return []
     tasks = len(tasks_of(run.task))
     of_each = f"{_count(tasks, 'task')} x " if tasks > 1 else ""

@@ -27,6 +27,7 @@ import grpocli.rewards.group_length
 import grpocli.rewards.judge
 import grpocli.rewards.length
 import grpocli.rewards.math
+import grpocli.rewards.no_reward
 import grpocli.rewards.python
 import grpocli.rewards.reasoning_gym
 import grpocli.rewards.reward_model

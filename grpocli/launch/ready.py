@@ -24,7 +24,36 @@ def check_ready(run: Run) -> None:
     _check_engine(run)
     _check_part(run.engine)
     _check_part(run.model)
+    check_teachers(run)
     check_data(run)
+
+
+def check_teachers(run: Run) -> None:
+    """`check_ready` for the models of `algorithm.kl.model` only; raises ConfigError if one is missing there."""
+    from grpocli.algorithm.kl import has_teacher
+
+    _check_signal(run)
+    if has_teacher(run.algorithm.kl):
+        from grpocli.models.teacher import teachers_of
+
+        for teacher in teachers_of(run.algorithm.kl, run.model):
+            teacher.check_ready()
+
+
+def _check_signal(run: Run) -> None:
+    """Raise ConfigError if the policy would learn nothing; not in `check_run`, as such a config can be explained."""
+    from grpocli.algorithm.advantage import NoAdvantage
+    from grpocli.algorithm.kl import KL, has_teacher
+
+    algorithm = run.algorithm
+    if not isinstance(algorithm.advantage, NoAdvantage) or algorithm.needs_entropy_gradient:
+        return
+    if not algorithm.needs_reference:
+        problem = "nothing trains: choose algorithm/kl=reverse with algorithm.kl.model=TEACHER, or another advantage"
+        raise ConfigError(problem, key="algorithm/advantage", value="none")
+    if isinstance(algorithm.kl, KL) and not has_teacher(algorithm.kl):
+        problem = "the start policy would be its own teacher: give a folder or a name on the hub"
+        raise ConfigError(problem, key="algorithm.kl.model", value="null")
 
 
 def check_data(run: Run) -> None:

@@ -221,6 +221,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         with errors_below(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples("train")[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
+    _check_teachers(run, model_path, view)
     dtype = choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device)
     nodes = run.hardware.rollout_nodes
     transport = run.sync.choose(locate_servers(run.hardware.device, run.engine.urls, devices.shared, nodes))
@@ -242,6 +243,23 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         nodes=nodes,
     )
     return TrainerJob(engine, None, node.session if node else "")
+
+
+def _check_teachers(run: Run, model_path: str, view: View) -> None:
+    """Make the built-in teacher, and check that teachers have the policy's tokenizer, before any weights are loaded."""
+    from grpocli.algorithm.kl import has_teacher
+
+    kl = run.algorithm.kl
+    if not (has_teacher(kl) and kl.beta):
+        return
+    from grpocli.models.loading import load_tokenizer
+    from grpocli.models.teacher import check_tokenizers, teachers_of
+    from grpocli.training.served_teacher import check_served
+
+    view.stage("comparing the teacher's tokenizer with the policy's")
+    tokenizer = load_tokenizer(run.model, model_path)
+    check_tokenizers(teachers_of(kl, run.model), tokenizer, lambda fraction, text: view.stage(text, fraction))
+    check_served(kl, tokenizer, run.rollout.longest_row)
 
 
 def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:

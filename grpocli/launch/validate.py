@@ -17,6 +17,7 @@ def check_run(run: Run) -> None:
     _check_engine(run)
     _check_rewards(run)
     _check_stop_at(run)
+    _check_teachers(run)
     _check_difficulty(run)
     _check_curriculum(run)
     _check_batch(run)
@@ -35,7 +36,8 @@ def _check_rewards(run: Run) -> None:
     from grpocli.tasks.mixture import key_of, tasks_of
 
     if not run.reward:
-        raise ConfigError("choose at least one reward", key="reward", value="[]")
+        raise ConfigError("choose at least one reward, or reward=none", key="reward", value="[]")
+    _check_no_reward(run)
     names = list(run.reward)
     for key, name in (
         ("eval.reward", run.eval.reward),
@@ -104,6 +106,66 @@ def _check_stop_at(run: Run) -> None:
         if value == 0:
             problem = f"ends the run after an evaluation, but {key}=0 leaves none within the run: raise it"
             raise ConfigError(problem, key="eval.stop_at.metric", value=stop_at.metric)
+
+
+def _check_no_reward(run: Run) -> None:
+    """Refuse combinations in which nothing is learned, or which need rewards that do not train."""
+    from grpocli.algorithm.advantage import NoAdvantage
+    from grpocli.algorithm.keep import Dynamic
+    from grpocli.rewards.no_reward import NoReward
+
+    algorithm, names = run.algorithm, list(run.reward)
+    unscored = any(isinstance(reward, NoReward) for reward in run.reward.values())
+    unused = isinstance(algorithm.advantage, NoAdvantage)
+    shown = f"[{','.join(names)}]"
+    if unscored and len(names) > 1:
+        raise ConfigError("none is not a reward beside others: leave it out", key="reward", value=shown)
+    if unscored and not unused:
+        problem = "without rewards there is no advantage: add algorithm/advantage=none, or choose a reward"
+        raise ConfigError(problem, key="reward", value="none")
+    if unused and isinstance(algorithm.keep, Dynamic):
+        problem = "groups whose rewards differ do not train more than others: choose algorithm/keep=all"
+        raise ConfigError(problem, key="algorithm/advantage", value="none")
+
+
+def _check_teachers(run: Run) -> None:
+    """Require a teacher for each task, and for a served one the distribution that a server scores."""
+    from grpocli.algorithm.kl import EVERY_TASK, KL, key_of_teacher
+    from grpocli.tasks.mixture import tasks_of
+
+    kl = run.algorithm.kl
+    if not isinstance(kl, KL) or not kl.has_teacher:
+        return
+    taught, tasks = [*kl.models, *kl.urls], list(tasks_of(run.task))
+    if EVERY_TASK not in taught:
+        for task in taught:
+            if task not in tasks:
+                field = "model" if task in kl.models else "base_url"
+                problem = f"this run has no such task, only {', '.join(tasks)}{nearest(task, tasks)}"
+                value = {**kl.models, **kl.urls}[task]
+                raise ConfigError(problem, key=key_of_teacher(field, task), value=value)
+        for task in tasks:
+            if task not in taught:
+                problem = f"names no teacher for the task {task}: add {task}: PATH, or give one teacher for all tasks"
+                raise ConfigError(problem, key="algorithm.kl.model", value=kl.model)
+    elif len(taught) > 1:
+        problem = "is the teacher of every task: give a mapping {task: URL} beside a mapping of models, or one of them"
+        raise ConfigError(problem, key="algorithm.kl.base_url", value=kl.base_url)
+    sampling = run.rollout.sampling
+    plain = sampling.temperature == 1 and not sampling.truncates and sampling.repetition_penalty == 1
+    if kl.urls and not plain:
+        changed: dict[str, tuple[float, float]] = {
+            "temperature": (sampling.temperature, 1),
+            "top_p": (sampling.top_p, 1),
+            "top_k": (sampling.top_k, 0),
+            "min_p": (sampling.min_p, 0),
+            "repetition_penalty": (sampling.repetition_penalty, 1),
+        }
+        name, (value, default) = next((n, pair) for n, pair in changed.items() if pair[0] != pair[1])
+        problem = (
+            f"must be {default} with algorithm.kl.base_url: a server scores tokens under the model's own distribution"
+        )
+        raise ConfigError(problem, key=f"rollout.{name}", value=value)
 
 
 def _check_difficulty(run: Run) -> None:

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpocli.algorithm.kl import has_teacher, teachers_in
 from grpocli.errors import GrpoError
 from grpocli.files import check_regular
 from grpocli.models.loading import load_policy
 from grpocli.training import checkpoint
 from grpocli.training.build import choose_layout, load_reference, load_updater
 from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing_check import pack
+from grpocli.training.packing_check import find_head, pack
 from grpocli.training.resume_point import UNREADABLE, checkpoints
+from grpocli.training.teachers import loaded_teachers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
     from grpocli.training.optim import AdamW
     from grpocli.training.policy import Reference
+    from grpocli.training.teachers import Teachers
     from grpocli.training.update import Updater
     from grpocli.types import Row
 
@@ -129,8 +132,7 @@ class Weights:
     def under(self, run: Run, job: EngineJob) -> Weights | None:
         """These weights as a resume with another config uses them; None if it needs a checkpoint for that."""
         before = self.run
-        loads = (before.model, _without_rate(before.optim), before.algorithm.needs_reference)
-        if loads != (run.model, _without_rate(run.optim), run.algorithm.needs_reference):
+        if _loads(before) != _loads(run):
             return None
         updater = replace(
             self.updater,
@@ -142,20 +144,25 @@ class Weights:
         )
         return replace(self, run=run, job=job, updater=updater)
 
-    def reference_for(self, run: Run) -> Reference | None:
-        """The reference that a run's algorithm needs: the loaded one, or the initial model.
+    def reference_for(self, run: Run) -> Reference | Teachers | None:
+        """The reference that a run's algorithm needs: the loaded one, its teachers, or the initial model.
 
         Raises GrpoError if there is neither.
         """
-        if not run.algorithm.needs_reference or self.updater.reference:
-            return self.updater.reference if run.algorithm.needs_reference else None
-        if not self.job.model_path:
+        if not run.algorithm.needs_reference:
+            return None
+        taught = has_teacher(run.algorithm.kl)
+        if self.updater.reference and teachers_in(run.algorithm.kl) == teachers_in(self.run.algorithm.kl):
+            return self.updater.reference
+        if not self.job.model_path and not taught:
             raise GrpoError(
                 "this algorithm needs the initial model as its reference, which is not available; add --algorithm "
                 "algorithm/kl=none"
             )
         policy = self.updater.policy
         reference = load_reference(run, self.job, policy, None)
+        for teacher in loaded_teachers(reference):
+            find_head(teacher, self.world)
         if policy.packs:
             pack(policy, reference, self.world, self.run.rollout.longest_row)
         return reference
@@ -193,6 +200,11 @@ class Weights:
             name: float((mine.detach().cpu() - theirs[name].detach()).abs().max()) if mine.numel() else 0.0
             for name, mine in _trained(self.updater.policy.model)
         }
+
+
+def _loads(run: Run) -> tuple[object, ...]:
+    """The parts of a config that decide which weights are loaded."""
+    return run.model, _without_rate(run.optim), run.algorithm.needs_reference, teachers_in(run.algorithm.kl)
 
 
 def _without_rate(optim: AdamW) -> tuple[type, dict[str, Any]]:

@@ -139,6 +139,7 @@ class Scorer:
         unscored = {
             task: sum(all(score is None for score in one.scores.values()) for one in own)
             for task, own in by_task.items()
+            if self.rewards
         }
         return ScoreStats(Counter({t: len(own) for t, own in by_task.items()}), seconds, rewards, Counter(unscored))
 

@@ -114,7 +114,7 @@ class TaskPrompts:
             train = EpochPrompts(prompts, seed, keys.order)
         order = None if keys.counts(streaming) else ProblemOrder(train, keys, ProblemScores())
         held_out = None
-        wanted = run.eval.n_problems(cpu=False)  # a started run has a number here
+        wanted = run.eval.n_problems(cpu=False) if run.reward else 0  # a started run has a number here
         if wanted:
             problems = task.examples("eval")
             held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted)
@@ -237,7 +237,9 @@ def accuracy_reward_of(task: object, rewards: Mapping[str, object], preferred: s
 
 
 def accuracy_rewards_of(run: Run) -> dict[str, str]:
-    """`accuracy_reward_of` each task of a run."""
+    """`accuracy_reward_of` each task of a run; empty without rewards."""
+    if not run.reward:
+        return {}
     return {name: accuracy_reward_of(task, run.reward, run.eval.reward) for name, task in tasks_of(run.task).items()}
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm import Algorithm
+from grpocli.algorithm.kl import KL, has_teacher
 from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
 from grpocli.progress import Progress, Watch
@@ -28,6 +29,7 @@ from grpocli.training.packing_check import find_head, pack
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.prefetch import Prefetcher
 from grpocli.training.resume_point import restoring
+from grpocli.training.teachers import Teachers, load_teachers, loaded_teachers
 from grpocli.training.trainer import Trainer
 from grpocli.training.update import Updater
 from grpocli.training.update_checks import UpdateChecks
@@ -102,7 +104,7 @@ class _Loaded:
     state: checkpoint.State
     leftover: list[Group]
     policy: Policy
-    reference: Reference | None
+    reference: Reference | Teachers | None
     updater: Updater
 
 
@@ -141,8 +143,10 @@ def load_updater(
     return _updater(run, world, policy, reference, optimizer, updates, progress)
 
 
-def choose_layout(run: Run, world: World, policy: Policy, reference: Reference | None) -> Iterator[str]:
+def choose_layout(run: Run, world: World, policy: Policy, reference: Reference | Teachers | None) -> Iterator[str]:
     """Turn on packing and log-probs at the output head if the model supports them; otherwise yield a note."""
+    for teacher in loaded_teachers(reference):
+        find_head(teacher, world)
     if not find_head(policy, world):
         yield "all logits of a micro-batch are kept: this model changes what its output head returns"
     if run.train.packed and not pack(policy, reference, world, run.rollout.longest_row):
@@ -158,7 +162,7 @@ def _checkpointer(run: Run, world: World, loaded: _Loaded, data: PromptSource, r
         policy=loaded.policy,
         optimizer=loaded.updater.optimizer,
         tokenizer=data.tokenizer,
-        reference=loaded.reference if run.algorithm.kl.sync_every else None,
+        reference=loaded.reference if isinstance(loaded.reference, Reference) and run.algorithm.kl.sync_every else None,
         world=world,
         progress=recorder.progress_of("checkpoint"),
         writer=BackgroundWriter(world),
@@ -214,10 +218,14 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, 
     return Policy(model, wrapped, dtype, world.parallel), optimizer
 
 
-def load_reference(run: Run, job: EngineJob, policy: Policy, checkpoint_path: Path | None) -> Reference | None:
-    """The reference of a checkpoint, or the initial model; None if the run's algorithm needs none. Collective."""
+def load_reference(
+    run: Run, job: EngineJob, policy: Policy, checkpoint_path: Path | None
+) -> Reference | Teachers | None:
+    """The teachers, a checkpoint's reference, or the initial model; None if the algorithm needs none. Collective."""
     if not run.algorithm.needs_reference:
         return None
+    if has_teacher(run.algorithm.kl):
+        return load_teachers(run, policy)
     if run.model.lora.rank and not run.algorithm.kl.sync_every:
         return BaseReference(policy)
     path = job.model_path
@@ -273,14 +281,15 @@ def _prefetcher(
         with restoring(checkpoint_path):
             wanted = run.rollout.max_staleness > 0
             ready = saved_rollouts.load_prefetched(checkpoint_path, collector, data.redraw, wanted)
-    return Prefetcher(collector, world, run.rollout, run.train.steps, step, ready)
+    served = bool(isinstance(run.algorithm.kl, KL) and run.algorithm.kl.urls)
+    return Prefetcher(collector, world, run.rollout, run.train.steps, step, ready, returnable=served)
 
 
 def _updater(
     run: Run,
     world: World,
     policy: Policy,
-    reference: Reference | None,
+    reference: Reference | Teachers | None,
     optimizer: Any,
     updates: int,
     progress: Progress,

@@ -171,18 +171,23 @@ class RolloutStats:
     @property
     def groups(self) -> int:
         """The number of groups."""
-        return len(next(iter(self.rewards.values())))
+        return len(self.tasks)
 
-    def metrics(self, scores_PG: Tensor) -> dict[str, float]:
-        """Means and deviations of rewards, and lengths of completions."""
+    def metrics(self, scores_PG: Tensor | None) -> dict[str, float]:
+        """Means and deviations of rewards, and lengths of completions. scores_PG: None in a run without rewards."""
         from grpocli.algorithm.statistics import constant_P1, count_P1, std_P1
 
         flat = {name: values.reshape(1, -1) for name, values in self.rewards.items()}
         terminated = [n for n, cut in zip(self.lengths, self.truncated, strict=True) if not cut]
+        rewards = {}
+        if scores_PG is not None:
+            rewards = {
+                "reward": scores_PG.nanmean().item(),
+                "reward_std": std_P1(scores_PG).mean().item(),
+                "frac_reward_zero_std": constant_P1(scores_PG).double().mean().item(),
+            }
         return {
-            "reward": scores_PG.nanmean().item(),
-            "reward_std": std_P1(scores_PG).mean().item(),
-            "frac_reward_zero_std": constant_P1(scores_PG).double().mean().item(),
+            **rewards,
             **_length_metrics("length", self.lengths),
             **_length_metrics("terminated_length", terminated),
             "completions/clipped_ratio": float(np.mean(self.truncated)),
@@ -271,8 +276,8 @@ class Collector:
 
     def advantages(self, groups: Sequence[Group]) -> Tensor:
         """The advantages [P, G] of the groups that a step trains on."""
-        if not groups:
-            return torch.zeros(0, self.group_size, dtype=torch.float64)
+        if not groups or not self.reward_weights:
+            return torch.zeros(len(groups), self.group_size, dtype=torch.float64)
         accuracy = self._accuracy([group.prompt.task for group in groups])
         return advantages_of(groups, self.algorithm, self.reward_weights, accuracy)
 
@@ -312,9 +317,9 @@ class Collector:
             "tokens/generated": float(sum(sampled.stats.lengths)) if sampled.stats else 0.0,
             "num_tokens": sum(sampled.stats.lengths) + sampled.stats.prompt_tokens if sampled.stats else 0,
         }
-        scores_PG = self.algorithm.scores(stats.rewards, self.reward_weights)
+        scores_PG = self.algorithm.scores(stats.rewards, self.reward_weights) if self.reward_weights else None
         metrics |= sampled.score_stats.metrics | stats.metrics(scores_PG)
-        if len(self.accuracy_rewards) > 1:
+        if scores_PG is not None and len(self.accuracy_rewards) > 1:
             metrics |= stats.task_metrics(scores_PG, self.accuracy_rewards)
             metrics |= {
                 f"task/{task}/errors": float(sampled.score_stats.errors_of(task)) for task in self.accuracy_rewards
@@ -331,8 +336,7 @@ class Collector:
             self.sampler.scorer.check_errors(sampled.score_stats, self.prompts_per_step * self.group_size)
             stats = RolloutStats.of(groups, list(self.reward_weights))
             sampled.outcomes += self._outcomes(groups, stats)
-            kept_P = self.algorithm.kept(stats.rewards, self.reward_weights, self._accuracy(stats.tasks))
-            for group, keep in zip(groups, kept_P.tolist(), strict=True):
+            for group, keep in zip(groups, self._kept(stats), strict=True):
                 if keep:
                     sampled.kept.append(group)
                 elif self.keeps_untrained:
@@ -349,6 +353,14 @@ class Collector:
             (group.prompt, rewards[name][p]) for p, (group, name) in enumerate(zip(groups, names, strict=True)) if name
         ]
         return outcomes_of([prompt for prompt, _ in known], [scores for _, scores in known])
+
+    def _kept(self, stats: RolloutStats) -> list[bool]:
+        """Whether the algorithm keeps each group; all of them in a run without rewards."""
+        if not self.reward_weights:
+            return [True] * stats.groups
+        kept_P = self.algorithm.kept(stats.rewards, self.reward_weights, self._accuracy(stats.tasks))
+        kept: list[bool] = kept_P.tolist()
+        return kept
 
     def _refill(self, missing: int, sampled: SamplingState) -> int:
         """The number of prompts that are likely to give `missing` groups, by the share of groups kept in this step."""
@@ -392,7 +404,9 @@ def records_of(
     outcomes = [*((Status.TRAINED, group) for group in batch.groups), *batch.untrained]
     if not outcomes:
         return []
-    scores_PG = algorithm.scores(rewards_of([group for _, group in outcomes], list(weights)), weights)
+    scores_PG = torch.full((len(outcomes), len(outcomes[0][1].rollouts)), math.nan)
+    if weights:
+        scores_PG = algorithm.scores(rewards_of([group for _, group in outcomes], list(weights)), weights)
     records = [
         Record(rollout, number, status, step - (group.uid in batch.leftover_uids), score)
         for number, ((status, group), scores) in enumerate(zip(outcomes, scores_PG.tolist(), strict=True))

@@ -14,6 +14,7 @@ from grpocli.models import shared_prompt_attention as attention
 from grpocli.training.logprobs import completion_logp, marked, output_head
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Layout, Packed, Padded
+from grpocli.training.teachers import LoadedTeacher, Teachers, loaded_teachers
 from grpocli.types import Row, Sampling
 
 if TYPE_CHECKING:
@@ -30,33 +31,37 @@ FLOAT32_TOLERANCE = 1e-4
 """The same in float32."""
 
 
-def find_head(policy: Policy, world: World) -> bool:
+def find_head(owner: Policy | LoadedTeacher, world: World) -> bool:
     """Set and return whether the model's logits are exactly the output of its output head. Collective."""
 
     def tried() -> bool:
-        logits, mark = _marked(policy)
+        logits, mark = _marked(owner)
         return logits.shape == mark.shape and torch.equal(logits.float(), mark.float())
 
-    policy.at_head = not world.any(output_head(policy.model) is None or not _passes(tried))
-    return policy.at_head
+    owner.at_head = not world.any(output_head(owner.model) is None or not _passes(tried))
+    return owner.at_head
 
 
-def _marked(policy: Policy) -> tuple[Tensor, Tensor]:
+def _marked(policy: Policy | LoadedTeacher) -> tuple[Tensor, Tensor]:
     head = output_head(policy.model)
     assert head is not None
     with policy.parallel.autocast(policy.model, torch.float32):
         return marked(head, policy.model)
 
 
-def pack(policy: Policy, reference: Reference | None, world: World | None = None, longest: int = sys.maxsize) -> bool:
-    """Switch both models to packed rows if that gives the log-probs of padded rows; return whether it does. Collective.
+def pack(
+    policy: Policy, reference: Reference | Teachers | None, world: World | None = None, longest: int = sys.maxsize
+) -> bool:
+    """Switch all models to packed rows if that gives the log-probs of padded rows; return whether it does. Collective.
 
-    longest: the most tokens of a row.
+    longest: the most tokens of a row. A reference that is not a teacher has the policy's architecture.
     """
-    models = [policy.model, *([reference.model] if reference else [])]
-    agreed = all(attention.enable(model, longest) for model in models) and output_head(policy.model) is not None
+    models = [policy.model, *(reference.models if reference else [])]
+    tested: list[Policy | LoadedTeacher] = [policy, *loaded_teachers(reference)]
+    heads = all(output_head(one.model) is not None for one in tested)
+    agreed = all(attention.enable(model, longest) for model in models) and heads
     if agreed:
-        agreed = _passes(lambda: agrees(policy))
+        agreed = _passes(lambda: all(agrees(one) for one in tested))
     policy.packs = not world.any(not agreed) if world else agreed
     if not policy.packs:
         for model in models:
@@ -75,7 +80,7 @@ def _passes(test: Callable[[], bool]) -> bool:
         return False
 
 
-def agrees(policy: Policy) -> bool:
+def agrees(policy: Policy | LoadedTeacher) -> bool:
     """Whether packed and padded rows have the same log-probs, and packed rows do not influence each other."""
     rows = _rows(policy)
     exact = _marked(policy)[1].dtype == torch.float32
@@ -88,7 +93,7 @@ def agrees(policy: Policy) -> bool:
 
 
 @torch.no_grad()
-def _logp(policy: Policy, rows: list[Row], layout: type[Layout]) -> Tensor:
+def _logp(policy: Policy | LoadedTeacher, rows: list[Row], layout: type[Layout]) -> Tensor:
     """Log-probs of all completion tokens, row by row."""
     batch = MicroBatch.build(rows, policy.model.device, layout)
     context = policy.parallel.autocast(policy.model, torch.float32)
@@ -101,7 +106,7 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return bool((a - b).abs().mean() <= tolerance * b.abs().mean())
 
 
-def _rows(policy: Policy) -> list[Row]:
+def _rows(policy: Policy | LoadedTeacher) -> list[Row]:
     """Two groups of two rows, one that fits into one block of attention and one that needs two."""
     config = policy.model.config.get_text_config()
     long = min(

@@ -11,6 +11,7 @@ import torch
 from grpocli.distributed.parallel import Parallel, SingleProcess
 from grpocli.models.head import weights_kept
 from grpocli.models.lora import is_adapted, merged, switched_off
+from grpocli.progress import Progress, unreported
 from grpocli.training.logprobs import completion_logp
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Layout, Packed, Padded
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from grpocli.types import Sampling
+    from grpocli.distributed.world import World
+    from grpocli.types import Row, Sampling
 
 
 class Policy:
@@ -105,11 +107,36 @@ class Reference:
         self.model: Any = policy.parallel.prepare_frozen(model.eval(), policy.dtype)
         self.policy = policy
 
+    @property
+    def models(self) -> list[Any]:
+        """The models in this process."""
+        return [self.model]
+
+    @property
+    def at_head(self) -> bool:
+        """As the policy's, whose architecture it has."""
+        return self.policy.at_head
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Called with this process's rows of a step, before `score`."""
+
+    def score(self, rows: Sequence[Row], batch: MicroBatch, sampling: Sampling) -> None:
+        """Set `ref_logp` of the rows of a micro-batch that lack it. Collective if weights are sharded."""
+        for row, logp_T in zip(rows, self.logp(batch, sampling), strict=True):
+            if row.ref_logp is None:
+                row.ref_logp = logp_T[: len(row.completion_ids)]
+
+    def finish(self, rows: Sequence[Row], world: World, progress: Progress = unreported) -> None:
+        """Called after `score` of all micro-batches of a step, before the first update. Collective."""
+
+    def close(self) -> None:
+        """Called when the run ends."""
+
     @torch.no_grad()
     def logp(self, batch: MicroBatch, sampling: Sampling) -> Tensor:
         """Log-probs [B, T] of the completions, in nats."""
         context = self.policy.parallel.autocast(self.model, self.policy.dtype)
-        return completion_logp(self.model, batch, sampling, context, at_head=self.policy.at_head)[0]
+        return completion_logp(self.model, batch, sampling, context, at_head=self.at_head)[0]
 
     @torch.no_grad()
     def mix(self, alpha: float) -> None:

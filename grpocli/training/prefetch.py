@@ -145,8 +145,13 @@ class Prefetcher:
         steps: int,
         done: int = 0,
         ready: Sequence[RolloutBatch] = (),
+        returnable: bool = False,
     ) -> None:
-        """steps: of the whole run. done: steps trained so far. ready: batches of a checkpoint, for the next steps."""
+        """steps: of the whole run. done: steps trained so far. ready: batches of a checkpoint, for the next steps.
+
+        returnable: whether `give_back` may be called.
+        """
+        self.returnable = returnable
         self.collector, self.world, self.steps = collector, world, steps
         self.max_staleness, self.in_flight = rollout.max_staleness, rollout.in_flight
         self._changed = threading.Condition()
@@ -155,6 +160,7 @@ class Prefetcher:
         self._pause_after = self._stop_after = math.inf
         collector.collected = self._collected
         self._collector_state = _state(collector) if self.max_staleness else None
+        self._taken: RolloutBatch | PrefetchState | None = None
         self._call: MainThreadCall | None = None
         self._error: BaseException | None = None
         self._error_raised = self._closing = False
@@ -175,6 +181,7 @@ class Prefetcher:
         Raises the error of the rollout thread.
         """
         if not self.max_staleness:
+            self._taken = _state(self.collector) if self.returnable else None
             return self.collector.collect()
         self._start_thread()
         with self._changed:
@@ -183,7 +190,16 @@ class Prefetcher:
         self._wait(lambda: bool(self._ready))
         with self._changed:
             batch = self._ready.popleft()
+            self._taken = batch
         return without_stale(batch, step, self.max_staleness)
+
+    def give_back(self) -> None:
+        """Undo the last call of `rollouts` in `state`, because its step was not trained and the run ends."""
+        with self._changed:
+            if isinstance(self._taken, PrefetchState):
+                self._collector_state = self._taken
+            elif self._taken:
+                self._ready.appendleft(self._taken)
 
     @contextmanager
     def collection_paused_before(self, step: int) -> Iterator[None]:

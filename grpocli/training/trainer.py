@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.policy import Policy, Reference
     from grpocli.training.prefetch import Prefetcher
+    from grpocli.training.teachers import Teachers
 
 
 CLOSE_SECONDS = 2.0
@@ -54,7 +55,7 @@ class Trainer:
     run: Run
     world: World
     policy: Policy
-    reference: Reference | None
+    reference: Reference | Teachers | None
     tokenizer: Any
     engine: Engine
     collector: Collector
@@ -143,7 +144,11 @@ class Trainer:
         self.wait_for_checkpoint()
         step = self.next_step
         with self.timed("train"):
-            self.metrics |= self.updater.train_step(rows, n_groups, step)
+            try:
+                self.metrics |= self.updater.train_step(rows, n_groups, step)
+            except ServiceGone:  # the teacher's server, before the first update: the step is not done
+                self.prefetcher.give_back()
+                raise
         self.update_checks(step, self.metrics)
         updates, num_tokens = self.updater.updates, self.metrics["num_tokens"]
         self.state = replace(self.state, step=step, updates=updates, num_tokens=num_tokens, evaluation=None)
@@ -259,6 +264,8 @@ class Trainer:
             closing.callback(self.collector.sampler.episodes.close)
             closing.callback(self.engine.close)
             closing.callback(self.prefetcher.close, wait=not interrupted)
+            if self.reference:
+                closing.callback(self.reference.close)
 
     # Steps and time
 

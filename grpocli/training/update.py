@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from grpocli.training.optim import AdamW
     from grpocli.training.packing import Layout
     from grpocli.training.policy import Policy, Reference
+    from grpocli.training.teachers import Teachers
     from grpocli.types import Sampling
 
 ROUNDING = 1e-5
@@ -47,7 +48,7 @@ class Updater:
 
     world: World
     policy: Policy
-    reference: Reference | None
+    reference: Reference | Teachers | None
     algorithm: Algorithm
     optim_config: AdamW
     optimizer: Any
@@ -75,8 +76,13 @@ class Updater:
         self.policy.wrapped.train()
         spans = group_spans(n_groups, self.train.minibatches)
         self.windows = [self._window(i, [r for r in rows if r.group in span]) for i, span in enumerate(spans)]
+        own = [row for window in self.windows for micro_batch in window.micro_batches for row in micro_batch]
+        if self.reference:
+            self.reference.begin(own)
         for window in self.windows:
             self._score_before_updates(window)
+        if self.reference:
+            self.reference.finish(own, self.world, self.progress)
         return self.windows
 
     def train_step(self, rows: Sequence[Row], n_groups: int, step: int) -> dict[str, float]:
@@ -185,7 +191,7 @@ class Updater:
             self.progress(i, len(window.micro_batches), "micro-batches", "log-probs before the update")
             batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
             if self.reference:
-                _set_missing(rows, "ref_logp", self.reference.logp(batch, self.sampling))
+                self.reference.score(rows, batch, self.sampling)
             if needs_old or needs_entropy:
                 logp, entropies = self.policy.logp_without_gradient(batch, self.sampling)
                 if needs_old:

@@ -180,6 +180,22 @@ def test_on_policy_every_objective_has_the_plain_policy_gradient(name: str, wind
 
 @given(window=windows())
 @few
+def test_on_policy_distillation_has_the_gradient_of_k2(window: Window) -> None:
+    """If pi = pi_old, both have beta (log pi - log T) for each token; off-policy only `reverse` has the ratio."""
+    reverse, k2 = (built("algorithm=opd", f"algorithm/kl={kl}", "algorithm.kl.beta=0.3") for kl in ("reverse", "k2"))
+    gradients = []
+    for algorithm in (reverse, k2):
+        leaf = window.logp.clone().requires_grad_()
+        options = {"group_ids": window.group_ids, "ref_logp": window.ref}
+        loss, _ = algorithm.loss(leaf, window.logp, torch.zeros(len(leaf)).double(), window.mask, **options)
+        gradients.append(torch.autograd.grad(loss, leaf)[0])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-13)
+    at_the_teacher, _ = reverse.loss(leaf, window.old, torch.zeros(len(leaf)), window.mask, ref_logp=leaf.detach())
+    assert torch.autograd.grad(at_the_teacher, leaf)[0].eq(0).all()
+
+
+@given(window=windows())
+@few
 @pytest.mark.parametrize(
     ("one", "other"),
     [

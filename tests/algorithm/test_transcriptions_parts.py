@@ -450,6 +450,32 @@ def test_kl(batch: Batch, name: str, on_policy: bool) -> None:
     assert_same(batch, token_mean(batch, term), *CLIP, "algorithm/aggregate=token_mean", *options)
 
 
+@transcribes("kl=reverse")
+@pytest.mark.parametrize("beta", [1.0, 0.3])
+def test_distillation(batch: Batch, beta: float) -> None:
+    """Each token's advantage gains -beta (log pi - log T), a number; its weight is pi / pi_old (verl docs/algo/opd.md,
+    Thinking Machines' train_on_policy.py)."""
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        gain = -beta * (batch.logp[at].item() - batch.ref[at].item())
+        return clipped(batch, at, a) + batch.ratio(at) * gain
+
+    options = ("algorithm/kl=reverse", f"algorithm.kl.beta={beta}")
+    assert_same(batch, token_mean(batch, term), *CLIP, "algorithm/aggregate=token_mean", *options)
+
+
+@transcribes("advantage=none")
+def test_distillation_without_rewards(batch: Batch) -> None:
+    """The whole loss is the sampled reverse KL divergence."""
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        return -batch.ratio(at) * (batch.logp[at].item() - batch.ref[at].item())
+
+    algorithm = built("algorithm=opd")
+    assert not algorithm.advantages({"r": batch.rewards}).any()
+    assert_same(batch, token_mean(batch, term), "algorithm=opd")
+
+
 def test_a_correction_does_not_change_the_kl_term(batch: Batch) -> None:
     """NeMo RL's guide multiplies "the first term of the loss function" only."""
 

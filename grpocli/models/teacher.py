@@ -1,0 +1,122 @@
+"""Teachers of a distillation: the models of `algorithm.kl.model`, and the check that their tokenizers are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grpocli.algorithm.kl import BUILT_IN, key_of_teacher
+from grpocli.errors import ConfigError
+from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import ModelPart, Progress, load_config, load_model, load_tokenizer
+from grpocli.models.tiny import Tiny
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from grpocli.algorithm.kl import KL
+
+WARMER = {"warm_start_steps": 360, "noise": 0.0}
+"""The warm start of the built-in teacher: twice the steps of the default model, and no wrong digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """One teacher. name: the value of its key. tasks: those that it scores. part: its choice of `model`."""
+
+    key: str
+    name: str
+    tasks: tuple[str, ...]
+    part: ModelPart
+
+    def check_ready(self) -> None:
+        """Raise ConfigError if its folder is missing or the hub does not answer. Loads nothing."""
+        if isinstance(self.part, HuggingFace):
+            with self.errors():
+                self.part.check_ready()
+
+    def prepare(self, progress: Progress | None = None) -> str:
+        """The absolute path of its folder, or its name on the hub; makes the built-in teacher."""
+        with self.errors():
+            path: str = self.part.prepare(progress)  # type: ignore[attr-defined]
+            return path
+
+    def load(self) -> PreTrainedModel:
+        """The model, as `load_model` loads it."""
+        path = self.prepare()
+        with self.errors():
+            return load_model(self.part, path)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """A block whose errors about `model.path` name the teacher's key."""
+        try:
+            yield
+        except ConfigError as error:
+            if error.key != "model.path":
+                raise
+            raise ConfigError(error.problem, key=self.key, value=self.name, hint=error.hint) from error
+
+
+def teachers_of(kl: KL, student: Any) -> list[Teacher]:
+    """The teachers that are loaded, each once. student: the run's choice of `model`, whose options they share."""
+    tasks: dict[str, list[str]] = {}
+    for task, name in kl.models.items() if kl.beta else ():
+        tasks.setdefault(name, []).append(task)
+    return [
+        Teacher(key_of_teacher("model", own[0]), name, tuple(own), _part(name, kl.revision, student))
+        for name, own in tasks.items()
+    ]
+
+
+def _part(name: str, revision: str | None, student: Any) -> ModelPart:
+    if name == BUILT_IN:
+        problem = {"digits": student.digits, "operation": student.operation} if isinstance(student, Tiny) else {}
+        return Tiny(**{"digits": 2, "operation": "+"} | problem | WARMER)  # type: ignore[arg-type]
+    return HuggingFace(
+        dtype=student.dtype,
+        attn_implementation=student.attn_implementation,
+        path=name,
+        revision=revision,
+        trust_remote_code=getattr(student, "trust_remote_code", False),
+    )
+
+
+def check_tokenizers(
+    teachers: list[Teacher], tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None
+) -> None:
+    """Raise ConfigError unless every teacher has the policy's tokens and scores all of them. Loads no weights."""
+    ours = tokenizer.get_vocab()
+    for teacher in teachers:
+        path = teacher.prepare(progress)
+        with teacher.errors():
+            theirs = load_tokenizer(teacher.part, path).get_vocab()
+            scored = int(load_config(teacher.part, path).get_text_config().vocab_size)
+        problem = difference(ours, theirs)
+        if not problem and (largest := max(ours.values())) >= scored:
+            problem = f"its vocab_size is {scored:,}, and the policy's tokenizer has the token {largest:,}"
+        if problem:
+            hint = "a teacher scores the policy's tokens: choose one with the same tokenizer"
+            raise ConfigError(problem, key=teacher.key, value=teacher.name, hint=hint)
+
+
+def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
+    """The first token, by its number, in which two vocabularies {token: number} differ, as a phrase; "" if none."""
+    if ours == theirs:
+        return ""
+    by_number = {number: token for token, number in theirs.items()}
+    known = {number: token for token, number in ours.items()}
+    for number in sorted({*by_number, *known}):
+        mine, its = known.get(number), by_number.get(number)
+        if mine != its:
+            return (
+                f"its tokenizer is not the policy's: token {number:,} is {_shown(its)} there and {_shown(mine)} in the "
+                "policy's"
+            )
+    return "its tokenizer is not the policy's: it gives two tokens the same number"
+
+
+def _shown(token: str | None) -> str:
+    return "missing" if token is None else repr(token)
