@@ -161,11 +161,11 @@ def _check_teachers(run: Run) -> None:
             "min_p": (sampling.min_p, 0),
             "repetition_penalty": (sampling.repetition_penalty, 1),
         }
-        name, (value, default) = next((n, pair) for n, pair in changed.items() if pair[0] != pair[1])
+        name, (given, default) = next((n, pair) for n, pair in changed.items() if pair[0] != pair[1])
         problem = (
             f"must be {default} with algorithm.kl.base_url: a server scores tokens under the model's own distribution"
         )
-        raise ConfigError(problem, key=f"rollout.{name}", value=value)
+        raise ConfigError(problem, key=f"rollout.{name}", value=given)
 
 
 def _check_difficulty(run: Run) -> None:

@@ -77,6 +77,7 @@ def _part(name: str, revision: str | None, student: Any) -> ModelPart:
         return Tiny(**{"digits": 2, "operation": "+"} | problem | WARMER)  # type: ignore[arg-type]
     return HuggingFace(
         dtype=student.dtype,
+        head_dtype=getattr(student, "head_dtype", None),
         attn_implementation=student.attn_implementation,
         path=name,
         revision=revision,

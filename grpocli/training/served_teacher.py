@@ -32,6 +32,8 @@ CONCURRENCY = 64
 CONNECT_TIMEOUT = 10.0
 FIRST_DELAY = 0.5
 """Seconds at most before the first retry at a busy server."""
+LOST = 3
+"""Retries of a request whose connection failed."""
 LARGEST_ANSWER = 2**28
 """Bytes of an answer; a token's log-prob takes about a hundred."""
 POLL = 0.5
@@ -70,6 +72,7 @@ class ServedTeacher:
             headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
             timeout=httpx.Timeout(self.timeout, connect=min(CONNECT_TIMEOUT, self.timeout), pool=None),
             limits=httpx.Limits(max_connections=CONCURRENCY),
+            verify=self.url.startswith("https"),  # reading certificates is slow
             trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
         )
 
@@ -79,19 +82,24 @@ class ServedTeacher:
         return next((card for card in cards if not card.get("parent")), cards[0])
 
     async def _json(self, http: httpx.AsyncClient, method: str, path: str, body: Any = None) -> Any:
-        """The answer's JSON, retried while the server is busy; the caller sets the deadline.
+        """The answer's JSON, retried while the server is busy, and LOST times without a connection.
+
+        The caller sets the deadline.
 
         Raises _Refused for an HTTP error that a retry does not mend, httpx.HTTPError without a connection.
         """
         tries = 0
         while True:
-            response = await bounded(http, method, path, LARGEST_ANSWER, json=body)
-            if response.is_success:
+            tries, response = tries + 1, None
+            try:
+                response = await bounded(http, method, path, LARGEST_ANSWER, json=body)
+            except httpx.HTTPError:
+                if tries > LOST:
+                    raise
+            if response is not None and response.is_success:
                 return response.json()
-            summary = f"{path}: HTTP {response.status_code} {' '.join(response.text.split())[:200]}".rstrip()
-            if response.status_code not in BUSY:
-                raise _Refused(summary)
-            tries += 1
+            if response is not None and response.status_code not in BUSY:
+                raise _Refused(f"{path}: HTTP {response.status_code} {' '.join(response.text.split())[:200]}".rstrip())
             await asyncio.sleep(retry_delay(tries, FIRST_DELAY, response))
 
     async def score(self, http: httpx.AsyncClient, model: str, row: Row) -> list[float]:

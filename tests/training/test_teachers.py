@@ -1,0 +1,254 @@
+"""Teachers as references: each scores its tasks' rows, from weights here or at a server."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+from composed import built
+from training.updating import train_step
+
+from grpocli.algorithm.kl import EVERY_TASK
+from grpocli.config.schema import Train
+from grpocli.distributed.world import World
+from grpocli.errors import ConfigError, RunError, ServiceGone
+from grpocli.hardware.hardware import Single
+from grpocli.models.tiny import make_tokenizer
+from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.optim import AdamW
+from grpocli.training.policy import Policy
+from grpocli.training.served_teacher import PROBE, ServedTeacher, check_served
+from grpocli.training.teachers import LoadedTeacher, Teachers
+from grpocli.training.update import Updater
+from grpocli.types import Row, Sampling
+
+SAMPLING = Sampling(10)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(Single(device="cpu"))
+
+
+def rows() -> list[Row]:
+    """Three groups of two, of the tasks a, b and a."""
+    made = []
+    for group, task in enumerate("aba"):
+        for k in range(2):
+            ids = [3 + (7 * group + 5 * k + i) % 30 for i in range(3 + k)]
+            made.append(Row([2, 5 + group], ids, [1] * len(ids), 0.0, group, [-1.0] * len(ids), task=task))
+    return made
+
+
+def other(little_model: Any, seed: int, vocabulary: int = 40) -> Any:
+    """A model of another shape, with a padded vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = little_model.config.to_dict() | {"hidden_size": 48, "num_attention_heads": 3, "vocab_size": vocabulary}
+    return LlamaForCausalLM(LlamaConfig(**config | {"head_dim": 16})).eval()
+
+
+@torch.no_grad()
+def literal(model: Any, row: Row) -> torch.Tensor:
+    """The log-probs of a row's completion, straight from the model's logits."""
+    ids = torch.tensor([*row.prompt_ids, *row.completion_ids])
+    logp = model(ids[None]).logits[0].log_softmax(-1)
+    return torch.stack([logp[i - 1, ids[i]] for i in range(len(row.prompt_ids), len(ids))])
+
+
+def updater(little_model: Any, world: World, teachers: dict[str, Any], *overrides: str, **train: int) -> Updater:
+    model = copy.deepcopy(little_model)
+    optim = AdamW(lr=1e-3, max_grad_norm=0.0)
+    wrapped, optimizer = world.parallel.prepare(model, torch.float32, optim.make)
+    policy = Policy(model, wrapped, torch.float32, world.parallel)
+    loaded = [LoadedTeacher(copy.deepcopy(one), policy, (task,)) for task, one in teachers.items()]
+    algorithm = built("algorithm=opd", "algorithm/correction=none", *overrides)
+    arguments = (algorithm, optim, optimizer, Train(**train), SAMPLING, 10)
+    return Updater(world, policy, Teachers(loaded), *arguments)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [10_000, 12])
+def test_each_teacher_scores_only_the_rows_of_its_tasks(little_model, world, micro_batch_tokens: int) -> None:
+    teachers = {"a": other(little_model, 1), "b": other(little_model, 2, vocabulary=64)}
+    up = updater(little_model, world, teachers, micro_batch_tokens=micro_batch_tokens)
+    scored = rows()
+    train_step(up, scored, n_groups=3)
+    for row in scored:
+        assert row.ref_logp is not None
+        torch.testing.assert_close(row.ref_logp, literal(teachers[row.task], row), rtol=1e-5, atol=1e-5)
+
+
+def test_one_teacher_scores_every_task(little_model, world) -> None:
+    teacher = other(little_model, 1)
+    scored = rows()
+    train_step(updater(little_model, world, {EVERY_TASK: teacher}), scored, n_groups=3)
+    for row in scored:
+        torch.testing.assert_close(row.ref_logp, literal(teacher, row), rtol=1e-5, atol=1e-5)
+
+
+def test_a_teacher_with_the_policys_weights_teaches_nothing(little_model, world) -> None:
+    metrics = train_step(updater(little_model, world, {EVERY_TASK: little_model}), rows(), n_groups=3)
+    assert metrics["grad_norm"] < 1e-5
+    assert abs(metrics["kl"]) < 1e-6
+    learns = train_step(updater(little_model, world, {EVERY_TASK: other(little_model, 1)}), rows(), n_groups=3)
+    assert learns["grad_norm"] > 0.1
+
+
+def test_with_sharded_weights_every_process_calls_every_teacher(little_model, world, monkeypatch) -> None:
+    """A forward of sharded weights needs all processes, also those that have no row of the teacher's task."""
+    up = updater(little_model, world, {"a": little_model, "b": little_model, "c": little_model})
+    assert isinstance(up.reference, Teachers)
+    calls: list[tuple[str, int]] = []
+
+    class Counted(LoadedTeacher):
+        def score(self, rows: Sequence[Row], batch: MicroBatch, sampling: Sampling) -> None:
+            calls.append((self.tasks[0], sum(any(row.mask) for row in rows)))
+            super().score(rows, batch, sampling)
+
+    for teacher in up.reference.loaded:
+        teacher.__class__ = Counted
+    scored = rows()
+    batch = MicroBatch.build(scored, world.device)
+    up.reference.score(scored, batch, SAMPLING)
+    assert calls == [("a", 4), ("b", 2)]
+    calls.clear()
+    monkeypatch.setattr(type(world.parallel), "replicated", False)
+    up.reference.score(scored, batch, SAMPLING)
+    assert calls == [("a", 4), ("b", 2), ("c", 0)]
+
+
+class Server:
+    """A stand-in for a vLLM server: the log-prob of a token is minus its number divided by 100."""
+
+    def __init__(self) -> None:
+        self.scored, self.busy, self.refuses, self.hangs = 0, 0, False, False
+        self.tokenizer: Any = make_tokenizer()
+        self.card: dict[str, Any] = {"id": "teacher", "max_model_len": 512}
+        self.keys: set[str | None] = set()
+        self.closed, self.lock = threading.Event(), threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                adapter = {"id": "adapter", "parent": "teacher"}
+                self.reply(200, {"data": [adapter, outer.card]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                assert body["model"] == "teacher"
+                if self.path == "/tokenize":
+                    ids = outer.tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"]).input_ids
+                    return self.reply(200, {"tokens": ids})
+                if self.path == "/detokenize":
+                    return self.reply(200, {"prompt": outer.tokenizer.decode(body["tokens"])})
+                with outer.lock:
+                    outer.keys.add(self.headers.get("Authorization"))
+                    outer.busy -= 1
+                    busy = outer.busy >= 0
+                    outer.scored += not busy
+                if outer.hangs and outer.scored > 2:
+                    outer.closed.wait(60)
+                elif outer.refuses:
+                    self.reply(400, {"error": "too long"})
+                elif busy:
+                    self.reply(503, {"error": "later"})
+                else:
+                    entries = [None, *({str(i): {"logprob": -i / 100}} for i in body["prompt"][1:])]
+                    self.reply(200, {"choices": [{"prompt_logprobs": entries}]})
+
+            def reply(self, code: int, body: Any) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(code)
+                for name, value in {"Content-Length": str(len(data)), "Retry-After": "0"}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: object) -> None: ...
+
+        class Quiet(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """A client that has given up closes its connection."""
+
+        self.http = Quiet(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.closed.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+def teachers_at(url: str, timeout: float = 30.0, tasks: tuple[str, ...] = (EVERY_TASK,)) -> Teachers:
+    return Teachers([], [ServedTeacher(url, tasks, "algorithm.kl.base_url", "secret-key", timeout)])
+
+
+def test_a_server_scores_the_rows_of_its_tasks(little_model, world, server: Server) -> None:
+    up = updater(little_model, world, {"b": little_model}, micro_batch_tokens=12)
+    assert isinstance(up.reference, Teachers)
+    up.reference.served += teachers_at(server.url, tasks=("a",)).served
+    server.busy = 2
+    scored = rows()
+    train_step(up, scored, n_groups=3)
+    for row in scored:
+        served = torch.tensor([-i / 100 for i in row.completion_ids])
+        expected = served if row.task == "a" else literal(little_model, row)
+        torch.testing.assert_close(row.ref_logp, expected, rtol=1e-5, atol=1e-5)
+    assert server.scored == 4
+    assert server.keys == {"Bearer secret-key"}
+
+
+def finish(teachers: Teachers, world: World) -> None:
+    scored = rows()
+    teachers.begin(scored)
+    teachers.finish(scored, world)
+
+
+def test_a_server_that_is_late_or_gone_stops_the_run_and_one_that_refuses_fails_it(world, server: Server) -> None:
+    server.hangs = True
+    with pytest.raises(ServiceGone, match=r"scored \d of 6 completions within algorithm.kl.timeout=0.5 s"):
+        finish(teachers_at(server.url, timeout=0.5), world)
+    server.hangs, server.refuses = False, True
+    with pytest.raises(RunError, match=r"refused to score a completion .*HTTP 400.*too long") as refused:
+        finish(teachers_at(server.url), world)
+    assert not isinstance(refused.value, ServiceGone)
+    server.close()
+    with pytest.raises(ServiceGone, match=f"algorithm.kl.base_url={server.url}: .* cannot be reached"):
+        finish(teachers_at(server.url), world)
+
+
+def test_a_server_is_checked_before_the_run(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_KEY", "secret-key")
+    kl = built("algorithm=opd", f"algorithm.kl.base_url={server.url}/v1/", "algorithm.kl.api_key=TEACHER_KEY").kl
+    ours = make_tokenizer()
+    check_served(kl, ours, longest=100)
+    assert server.keys == {"Bearer secret-key"}
+
+    server.card["max_model_len"] = 100
+    with pytest.raises(ConfigError, match="max_model_len=100 has no room for a completion of 100 tokens and one more"):
+        check_served(kl, ours, longest=100)
+    assert len(set(PROBE)) > 60, "the text has many different characters"
+    server.tokenizer = make_tokenizer()
+    server.tokenizer.add_tokens(["fox"])
+    with pytest.raises(ConfigError, match="its tokenizer is not the policy's: a fixed text is split differently"):
+        check_served(kl, ours, longest=50)
+    server.refuses, server.tokenizer = True, ours
+    with pytest.raises(ConfigError, match=r"is not a vLLM server that scores tokens \(/v1/completions: HTTP 400"):
+        check_served(kl, ours, longest=50)
