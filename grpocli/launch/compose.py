@@ -85,10 +85,13 @@ def build_run(config: DictConfig) -> Run:
 
 
 def without_no_reward(run: Run) -> Run:
-    """The run without `reward=none`, which is a run without rewards."""
+    """The run itself, or for `reward=none` a run without rewards, whose tasks need no column of answers."""
     from grpocli.rewards.no_reward import NoReward
+    from grpocli.tasks.mixture import without_answers
 
-    return replace(run, reward={name: one for name, one in run.reward.items() if not isinstance(one, NoReward)})
+    if not any(isinstance(reward, NoReward) for reward in run.reward.values()):
+        return run
+    return replace(run, reward={}, task=without_answers(run.task))
 
 
 def build_algorithm(*overrides: str) -> Algorithm:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import named
 from grpocli.config.user_parts import choice_of, name_of
@@ -63,6 +64,14 @@ def tasks_of(chosen: object) -> dict[str, Task]:
     one: Task = chosen  # type: ignore[assignment]
     choice = choice_of("task", chosen)
     return {getattr(chosen, "task_name", None) or name_of(choice): one}
+
+
+def without_answers(chosen: Any) -> Any:
+    """The task, or the mixture, that requires no column of answers."""
+    if isinstance(chosen, Mixture):
+        return Mixture(**{name: without_answers(task) for name, task in chosen.tasks.items()})
+    has_answers = is_dataclass(chosen) and getattr(chosen, "answer_column", None) is not None
+    return replace(chosen, answer_column=None) if has_answers else chosen
 
 
 def error_limits_of(chosen: object) -> dict[str, ErrorLimit]:

@@ -125,10 +125,14 @@ def test_with_sharded_weights_every_process_calls_every_teacher(little_model, wo
 
 
 class Server:
-    """A stand-in for a vLLM server: the log-prob of a token is minus its number divided by 100."""
+    """A stand-in for a vLLM server: the log-prob of a token is minus its number divided by 100.
+
+    loses_after: the number of scored completions after which it drops connections.
+    """
 
     def __init__(self) -> None:
         self.scored, self.busy, self.refuses, self.hangs = 0, 0, False, False
+        self.loses_after: int | None = None
         self.tokenizer: Any = make_tokenizer()
         self.card: dict[str, Any] = {"id": "teacher", "max_model_len": 512}
         self.keys: set[str | None] = set()
@@ -153,7 +157,9 @@ class Server:
                     outer.busy -= 1
                     busy = outer.busy >= 0
                     outer.scored += not busy
-                if outer.hangs and outer.scored > 2:
+                if outer.loses_after is not None and outer.scored > outer.loses_after:
+                    self.close_connection = True
+                elif outer.hangs and outer.scored > 2:
                     outer.closed.wait(60)
                 elif outer.refuses:
                     self.reply(400, {"error": "too long"})

@@ -1,0 +1,126 @@
+"""Whole runs that learn from a teacher: with and without rewards, resumed, from a server, and from a teacher that is
+gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from cli.running import assert_same_run, killed_after, metrics, run_here
+from training.test_teachers import Server
+
+from grpocli.models.tiny import make_model, make_tokenizer
+from grpocli.tracking.rollouts import read_rollouts
+
+pytestmark = pytest.mark.processes
+
+RUN = [
+    *("train", "algorithm=opd", "model.warm_start_steps=20", "rollout.prompts_per_step=2", "rollout.group_size=2"),
+    *("train.steps=3", "eval.problems=0", "checkpoint.every=1", "checkpoint.keep=0"),
+]
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    folder = tmp_path / "teacher"
+    make_model(5).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A task without answers."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+{n + 1}="}) + "\n" for n in range(10, 90)))
+    return path
+
+
+def test_a_task_without_answers_trains_and_resumes_exactly(
+    tmp_path: Path, teacher: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = tmp_path / "whole"
+    options = ["task=jsonl", f"task.path={prompts}", f"algorithm.kl.model={teacher}"]
+    assert run_here(*RUN, *options, "reward=none", f"hydra.run.dir={whole}") == 0
+    shown = capsys.readouterr().out
+    assert "without rewards" in shown
+    assert "reward " not in shown.partition("starting engine")[2]
+    assert "nan" not in shown.lower()
+    for row in metrics(whole):
+        assert row["kl"] == pytest.approx(row["loss"]) != 0
+        assert row["grad_norm"] > 0
+        assert not [name for name in row if "reward" in name and name != "time/reward"]
+        assert None not in row.values()
+        for one in read_rollouts(whole / "rollouts" / f"step_{row['step']:06d}.parquet"):
+            assert one["reward"] is None
+            assert one["status"] == "trained"
+    summary = json.loads((whole / "summary.json").read_text())
+    assert not [name for name in summary if name.startswith("eval/")]
+    assert run_here("report", str(whole)) == 0
+
+    killed = killed_after(1, whole, tmp_path / "killed")
+    assert run_here("train", f"resume={killed}") == 0
+    assert_same_run(killed, whole)
+
+    shutil.rmtree(teacher)
+    again = killed_after(1, whole, tmp_path / "again")
+    assert run_here("train", f"resume={again}") == 2
+    assert f"algorithm.kl.model={teacher}: there is no such folder" in capsys.readouterr().err
+
+
+def test_rewards_do_not_change_a_distillation(tmp_path: Path, teacher: Path) -> None:
+    with_rewards, without = tmp_path / "with", tmp_path / "without"
+    for folder, reward in ((with_rewards, "[exact_match]"), (without, "none")):
+        options = [f"reward={reward}", f"algorithm.kl.model={teacher}", "train.steps=1", f"hydra.run.dir={folder}"]
+        assert run_here(*RUN, *options) == 0
+    one, other = ((folder / "model" / "model.safetensors").read_bytes() for folder in (with_rewards, without))
+    assert one == other
+    assert "reward" in metrics(with_rewards)[0]
+
+
+def test_a_run_whose_teacher_is_lost_stops_with_a_checkpoint_and_resumes_exactly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server()
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    options = [*RUN, f"algorithm.kl.base_url={server.url}", "algorithm.kl.timeout=20", "train.minibatches=2"]
+    assert run_here(*options, f"hydra.run.dir={whole}") == 0
+    server.loses_after = server.scored + 1 + 4 + 2  # the check, a step, and half of the next
+    assert run_here(*options, f"hydra.run.dir={stopped}") == 3
+    sentence = capsys.readouterr().err
+    assert f"algorithm.kl.base_url={server.url}" in sentence
+    assert "stopped after step 1, which is saved" in sentence
+    server.loses_after = None
+    assert run_here("train", f"resume={stopped}") == 0
+    assert_same_run(stopped, whole)
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["algorithm=opd"], "algorithm.kl.model=null: the start policy would be its own teacher"),
+        (["algorithm=drgrpo", "algorithm/advantage=none"], "algorithm/advantage=none: nothing trains"),
+        (["reward=none"], "reward=none: without rewards there is no advantage"),
+        (["algorithm=opd", "reward=[none,format]"], "reward=[none,format]: none is not a reward beside others"),
+        (["algorithm=opd", "algorithm/keep=dynamic"], "choose algorithm/keep=all"),
+        (["algorithm=opd", "algorithm.kl.model=x", "algorithm.kl.sync_every=2"], "cannot be mixed into a teacher"),
+        (["algorithm=opd", "algorithm.kl.model={arithmetic: x, b: y}"], "algorithm.kl.model.b=y: this run has no such"),
+        (["algorithm=opd", "algorithm.kl.base_url=localhost:8000"], "must be a URL such as"),
+        (["algorithm=opd", "algorithm.kl.base_url=http://h", "algorithm.kl.model=x"], "a task has one teacher"),
+        (["algorithm=opd", "algorithm.kl.base_url=http://h", "rollout.top_p=0.9"], "rollout.top_p=0.9: must be 1 with"),
+        (
+            ["algorithm=opd", "algorithm.kl.revision=v2"],
+            "algorithm.kl.revision=v2: is a revision of algorithm.kl.model",
+        ),
+        (["algorithm=opd", "algorithm.kl.base_url=http://127.0.0.1:9"], "no vLLM server answers there"),
+    ],
+)
+def test_a_distillation_that_cannot_work_is_refused(
+    overrides: list[str], sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run_here("train", *overrides, "model.warm_start_steps=20", f"hydra.run.dir={tmp_path / 'run'}") == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
