@@ -63,12 +63,15 @@ def _judged(overrides: list[str], config_dir: str | None) -> Judged:
     """The config of these overrides. Raises ConfigError if it cannot be composed."""
     from functools import partial
 
+    from grpocli.algorithm.kl import has_teacher
     from grpocli.doctor.config import Judged, runs_in
     from grpocli.launch.compose import build_run
-    from grpocli.launch.ready import check_data
+    from grpocli.launch.ready import check_data, check_teachers
 
     run = build_run(composed(overrides, config_dir))
     ready = {"tracker": run.tracker.check, "data and rewards": partial(check_data, run)}
     if model := getattr(run.model, "check_ready", None):
         ready["model"] = model
+    if has_teacher(run.algorithm.kl):
+        ready["teacher"] = partial(check_teachers, run)
     return Judged(run, overrides, ready, "hydra/launcher=slurm" in overrides, runs_in(overrides, Path.cwd()))

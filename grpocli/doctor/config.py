@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpocli.algorithm.kl import BUILT_IN, has_teacher
 from grpocli.doctor.checkup import Finding, MachineCheck, ok, problem, warning
 from grpocli.doctor.devices import TORCH_SECONDS, torch_report
 from grpocli.doctor.needs import Module, Needs
@@ -33,6 +34,7 @@ FIXES = {
     "tracker": "tracker=none",
     "data and rewards": "task.path=FILE, or another task=NAME or reward=[NAME]",
     "model": "model=hf model.path=FOLDER, or on a machine that reaches the hub: hf download NAME, and copy HF_HOME",
+    "teacher": "algorithm.kl.model=FOLDER, a model with the policy's tokenizer",
 }
 """What to do where an error has no hint."""
 BYTES_PER_PARAMETER = 12
@@ -192,6 +194,9 @@ def _on_hub(run: Run, machine: Machine) -> Iterator[str]:
     path = getattr(run.model, "path", None)
     if isinstance(path, str) and not Path(path).expanduser().exists() and not in_cache(machine, path, "models"):
         yield f"model.path={path}"
+    for name in run.algorithm.kl.models.values() if has_teacher(run.algorithm.kl) else ():
+        if name != BUILT_IN and not Path(name).expanduser().exists() and not in_cache(machine, name, "models"):
+            yield f"algorithm.kl.model={name}"
     for name, task in tasks_of(run.task).items():
         path = getattr(task, "path", None)
         if not isinstance(path, str) or looks_local(path) or Path(path).exists():

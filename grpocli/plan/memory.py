@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from grpocli.algorithm.kl import has_teacher
 from grpocli.plan.resources import GIB, shares_weights
 
 if TYPE_CHECKING:
@@ -61,7 +62,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """The inputs of the memory and work formulas. dtype_bytes: bytes per number in the dtype of the computation."""
+    """The inputs of the memory and work formulas.
+
+    dtype_bytes: bytes per number in the dtype of the computation. teachers: the models of `algorithm.kl.model`.
+    """
 
     run: Run
     engine: Any
@@ -71,6 +75,7 @@ class PlanInputs:
     packed: bool
     micro_batches: int
     dtype_bytes: int
+    teachers: tuple[ModelSize, ...] = ()
 
     @property
     def shards(self) -> int:
@@ -140,7 +145,12 @@ def _state(inputs: PlanInputs) -> list[Item]:
         _gradients(inputs, gradients),
         Item("optimizer", moments, moments, f"AdamW's two moments, float32{_sharded(inputs.optimizer_shards)}"),
     ]
-    if run.algorithm.needs_reference and (not run.model.lora.rank or run.algorithm.kl.sync_every):
+    for teacher in inputs.teachers:
+        held = FLOAT32 * teacher.parameters / inputs.shards
+        note = f"{teacher.parameters:,} parameters, float32{_sharded(inputs.shards)}"
+        items.append(Item("teacher", held, held, note))
+    copied = not run.model.lora.rank or run.algorithm.kl.sync_every
+    if run.algorithm.needs_reference and copied and not has_teacher(run.algorithm.kl):
         reference = FLOAT32 * (size.parameters - size.adapter) / inputs.shards
         items.append(Item("reference model", reference, reference, f"float32{_sharded(inputs.shards)}"))
     return items

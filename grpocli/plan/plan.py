@@ -67,9 +67,22 @@ def make_plan(run: Run, options: DeviceOptions, stage: Callable[[str], None] = l
     rows, micro_batches = _micro_batch(run, resources, packed)
     stage("tracing a micro-batch")
     traced = trace(run, size, rows, getattr(torch, dtype))
-    inputs = PlanInputs(run, engine, size, resources, traced, packed, micro_batches, getattr(torch, dtype).itemsize)
+    itemsize, teachers = getattr(torch, dtype).itemsize, _teachers(run)
+    inputs = PlanInputs(run, engine, size, resources, traced, packed, micro_batches, itemsize, teachers)
     found = devices(inputs)
     return Plan(run, size, resources, dtype, rows, micro_batches, traced, found, work(inputs, found))
+
+
+def _teachers(run: Run) -> tuple[ModelSize, ...]:
+    """The sizes of the models of `algorithm.kl.model`, from their own configs."""
+    from grpocli.algorithm.kl import has_teacher
+    from grpocli.models.teacher import teachers_of
+
+    sizes = []
+    for teacher in teachers_of(run.algorithm.kl, run.model) if has_teacher(run.algorithm.kl) else ():
+        with teacher.errors():
+            sizes.append(find_model_size(teacher.part))
+    return tuple(sizes)
 
 
 def _engine(run: Run) -> Any:

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from grpocli.algorithm.kl import has_teacher
 from grpocli.plan.memory import FLOAT32, PlanInputs, sampled_rows, sequence_bytes
 from grpocli.plan.resources import FLOAT32_SLOWER, GIB
 
 if TYPE_CHECKING:
     from grpocli.plan.memory import Device
+    from grpocli.plan.model_size import ModelSize
     from grpocli.plan.resources import Resources
 
 EFFICIENCY = 0.4
@@ -50,7 +52,7 @@ def work(inputs: PlanInputs, devices: list[Device]) -> Work:
     prompt, completion = run.rollout.max_prompt_tokens, run.rollout.max_completion_tokens
     rows = run.rollout.prompts_per_step * run.rollout.group_size
     prompts = run.rollout.prompts_per_step
-    of_prompt, of_row = forward_flops(inputs, prompt, 0), forward_flops(inputs, prompt, completion)
+    of_prompt, of_row = forward_flops(size, prompt, 0), forward_flops(size, prompt, completion)
     generation = prompts * of_prompt + rows * (of_row - of_prompt)  # each prompt once for its group
     once = generation if inputs.packed else rows * of_row
     forward, backward = _passes(inputs)
@@ -94,9 +96,9 @@ def _extra_head_flops(inputs: PlanInputs, forward: float, backward: float, again
     return (FLOAT32_SLOWER[inputs.resources.kind] - 1) * ((forward + backward) * once + again)
 
 
-def forward_flops(inputs: PlanInputs, prompt: int, completion: int) -> float:
+def forward_flops(size: ModelSize, prompt: int, completion: int) -> float:
     """FLOPs of a row: two per token and multiplied parameter (head: completion tokens only), and attention."""
-    size, length = inputs.size, prompt + completion
+    length = prompt + completion
     attention = 2 * size.layers * size.attention_width * length**2  # two products over half the pairs of tokens
     return 2 * size.multiplied * length + 2 * size.head * completion + attention
 
@@ -107,11 +109,23 @@ def _passes(inputs: PlanInputs) -> tuple[float, float]:
     A backward pass costs two: gradients of activations, and of weights unless LoRA freezes them.
     """
     run, train = inputs.run, inputs.run.train
-    scoring = float(run.algorithm.needs_reference)
+    scoring = _reference_passes(inputs)
     scoring += 1 if run.algorithm.tokens.needs_entropy else (train.minibatches - 1) / train.minibatches
     again = train.epochs if train.gradient_checkpointing else 0
     weights = 1 if not run.model.lora.rank else 0
     return scoring + train.epochs + again, train.epochs * (1 + weights)
+
+
+def _reference_passes(inputs: PlanInputs) -> float:
+    """Forward passes of the reference, in units of the policy's; of several teachers each scores its share of rows."""
+    run = inputs.run
+    if not has_teacher(run.algorithm.kl):
+        return float(run.algorithm.needs_reference)
+    lengths = run.rollout.max_prompt_tokens, run.rollout.max_completion_tokens
+    own = forward_flops(inputs.size, *lengths)
+    passes = [forward_flops(teacher, *lengths) / own for teacher in inputs.teachers]
+    servers = len(set(run.algorithm.kl.urls.values()))
+    return sum(passes) / (len(passes) + servers) if passes else 0.0
 
 
 def decoding_bytes(inputs: PlanInputs, devices: list[Device]) -> float:

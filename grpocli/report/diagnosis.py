@@ -205,6 +205,8 @@ def _warning(rule: Rule, curves: Curves, flat: Mapping[str, Any]) -> RunWarning 
         return None  # as reasoning grows, which is healthy
     if rule.kind == "mismatch" and _mismatch_expected(curves, flat):
         return None
+    if rule.kind in ("KL", "no spread") and has_teacher(flat):
+        return None  # a teacher is far at the start, and teaches groups with equal rewards too
     points = curves.series(rule.metric)
     start = statistics.fmean(value for _, value in points[:ENDS]) if points else 0.0
     for step, value, width in _means(rule, points, rule.limit(start, flat)):
@@ -289,7 +291,7 @@ def verdict(curves: Curves, state: str, found: Sequence[RunWarning]) -> Verdict:
     look = f"{alarms[0].kind}, from step {alarms[0].step}." if alarms else "the completions of the last step."
     if not curves.steps:
         return Verdict("unclear", "unclear", "The run has no step yet.")
-    level, word, text = _by_accuracy(curves) or _by_reward(curves)
+    level, word, text = _by_accuracy(curves) or _by_teacher(curves) or _by_reward(curves)
     if state == "failed" and level == "good":
         level, word = "unclear", "unclear"
     return Verdict(level, word, text, look)
@@ -312,6 +314,27 @@ def _by_accuracy(curves: Curves) -> tuple[str, str, str] | None:
     return "unclear", "unclear", f"No clear change: held-out accuracy went {numbers}, and the intervals overlap."
 
 
+def has_teacher(flat: Mapping[str, Any]) -> bool:
+    """Whether the reference of a run is a model other than its start policy."""
+    keys = ("algorithm.kl.model", "algorithm.kl.base_url")
+    return any(value is not None and f"{key}.".startswith(tuple(f"{k}." for k in keys)) for key, value in flat.items())
+
+
+def _by_teacher(curves: Curves) -> tuple[str, str, str] | None:
+    """The verdict of a run without rewards, by the divergence from its teacher; None for any other run."""
+    if curves.series("reward") or not (values := [value for _, value in curves.series("kl")]):
+        return None
+    if len(values) < FEW_STEPS:
+        return "unclear", "unclear", f"{len(values)} steps are too few to judge the KL to the teacher."
+    level, numbers = _change(values)
+    word = {"good": "KL rose", "bad": "KL fell", "unclear": "unclear"}[level]
+    turned = {"good": "bad", "bad": "good", "unclear": "unclear"}[level]
+    text = {"good": "The KL to the teacher rose", "bad": "The KL to the teacher fell"}.get(
+        level, "No clear change: the KL to the teacher went"
+    )
+    return turned, word, f"{text} {numbers}."
+
+
 def _by_reward(curves: Curves) -> tuple[str, str, str]:
     change = _reward_change(curves)
     if change is None:
@@ -325,10 +348,13 @@ def _by_reward(curves: Curves) -> tuple[str, str, str]:
 
 
 def _reward_change(curves: Curves) -> tuple[str, str] | None:
-    """The level of the change from the first to the last tenth of the steps, and its numbers; None for few steps."""
+    """`_change` of the reward; None for few steps."""
     rewards = [value for _, value in curves.series("reward")]
-    if len(rewards) < FEW_STEPS:
-        return None
+    return _change(rewards) if len(rewards) >= FEW_STEPS else None
+
+
+def _change(rewards: Sequence[float]) -> tuple[str, str]:
+    """The level of the change from the first to the last tenth of the values, and its numbers. A rise is good."""
     n = max(ENDS, len(rewards) // 10 // BLOCKS * BLOCKS)
     (before, first), (after, last) = (_mean_and_error(part) for part in (rewards[:n], rewards[-n:]))
     numbers = (
