@@ -117,7 +117,13 @@ class KL:
             lines.append("after every m steps:  θ_ref ← α θ + (1 − α) θ_ref")
             symbols |= {"m": "sync_every", "α": "sync_alpha"}
             sources.append("reference sync: TR-DPO (arXiv 2404.09656)")
-        return Formula(tuple(lines), symbols, tuple(sources))
+        return Formula(tuple(lines), symbols, tuple(sources), self._teachers())
+
+    def _teachers(self) -> str:
+        """`π_ref: FOLDER.`, or `π_ref: FOLDER for a, URL for b.`; empty without a teacher."""
+        named = {**self.models, **self.urls}
+        shown = [f"{name} for {task}" if task else name for task, name in named.items()]
+        return f"π_ref: {', '.join(shown)}." if shown else ""
 
     def _lines(self) -> tuple[str, ...]:
         return self.lines
@@ -207,7 +213,7 @@ class Reverse(KL):
     is that of k2. GKD (arXiv 2306.13649) and MiniLLM (arXiv 2306.08543) minimise the same divergence.
     """
 
-    lines = ("r_it = π_θ(o_it) / π_old(o_it)", "D_it = r_it sg[ log π_θ(o_it) − log T(o_it) ],  T: the reference")
+    lines = ("r_it = π_θ(o_it) / π_old(o_it)", "D_it = r_it sg[ log π_θ(o_it) − log π_ref(o_it) ]")
     sources = (
         "On-Policy Distillation (thinkingmachines.ai, 2025)",
         "MiniLLM (arXiv 2306.08543), GKD (arXiv 2306.13649): the reverse KL divergence on the student's samples",

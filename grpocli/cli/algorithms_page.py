@@ -19,7 +19,7 @@ from grpocli.launch.hydra_sources import conf_dir
 
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
 EXAMPLE = "docs/examples/own_trainer.py"
-MORE = ("gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "maxrl", "dppo")
+MORE = ("gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "maxrl", "dppo", "opd")
 """Algorithms that the page shows by their differences from grpo."""
 TITLES = (*ALGORITHMS, *MORE, "Parts", "In your own trainer")
 VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
@@ -32,6 +32,7 @@ VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("objective", "dppo"): [{"divergence": "kl"}, {"drift": 0.001}],
     ("objective", "mirror"): [{"tau": 0.0}],
     ("correction", "auto"): [{"max_staleness": 1}],
+    ("kl", "reverse"): [{"model": "FOLDER"}],
     ("kl", "k3"): [{"on_policy": True, "sync_every": 64}, {"beta": 0.0}],
     ("aggregate", "token_mean"): [{"informative_only": True}, {"scope": "group"}, {"scope": "micro_batch"}],
 }

@@ -202,6 +202,8 @@ def _symbols(owner: object, prefix: str, keys: dict[str, tuple[str, str]]) -> tu
 
 
 def _score(run: Run) -> Section:
+    if not run.reward:
+        return Section("score", "none", (), "reward=none: completions have no score.")
     rewards = [_reward(k, name, reward) for k, (name, reward) in enumerate(run.reward.items(), 1)]
     terms = [f"ω_{k} R_{k}(o_i)" for k in range(1, len(rewards) + 1)]
     total = " + ".join(terms) if len(terms) <= 3 else "Σ_k ω_k R_k(o_i)"

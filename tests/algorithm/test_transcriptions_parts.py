@@ -464,12 +464,12 @@ def test_distillation(batch: Batch, beta: float) -> None:
     assert_same(batch, token_mean(batch, term), *CLIP, "algorithm/aggregate=token_mean", *options)
 
 
-@transcribes("advantage=none")
 def test_distillation_without_rewards(batch: Batch) -> None:
-    """The whole loss is the sampled reverse KL divergence."""
+    """The whole loss is the sampled reverse KL divergence; the sampler is the old policy."""
 
     def term(at: tuple[int, int], a: float) -> torch.Tensor:
-        return -batch.ratio(at) * (batch.logp[at].item() - batch.ref[at].item())
+        ratio = torch.exp(batch.logp[at]) / torch.exp(batch.sampler[at])
+        return -ratio * (batch.logp[at].item() - batch.ref[at].item())
 
     algorithm = built("algorithm=opd")
     assert not algorithm.advantages({"r": batch.rewards}).any()
