@@ -375,8 +375,7 @@ SKYRL += [
         TOKENS + importance("token", 1.3, "sequence", 0.9, 1.2),
     ),
 ]
-LATER = "algorithm/kl=reverse"  # until it is there
-LOSSES = [one for one in VERL + NEMO + SLIME + PRIME + SKYRL if LATER not in one.overrides]
+LOSSES = VERL + NEMO + SLIME + PRIME + SKYRL
 
 
 @dataclass(frozen=True, slots=True)
@@ -579,4 +578,4 @@ def one_by_one() -> Iterator[Difference]:
     )
 
 
-DIFFERENCES = {f"{one.peer}: {one.name}": one for one in one_by_one() if "kl=reverse" not in one.ours}
+DIFFERENCES = {f"{one.peer}: {one.name}": one for one in one_by_one()}
