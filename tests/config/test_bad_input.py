@@ -21,7 +21,7 @@ BAD = [
     ("algoritm=grpo", 'there is no key algoritm; did you mean "algorithm"?'),
     ("+nonsense=1", "there is no key nonsense"),
     ("+train.nonsense=1", "there is no key train.nonsense"),
-    ("algorithm=gpro", 'algorithm=gpro: choose one of cispo, dapo, dgpo, dppo, drgrpo, gmpo, grpo, gspo, luspo, '),
+    ("algorithm=gpro", "algorithm=gpro: choose one of cispo, dapo, dgpo, dppo, drgrpo, gmpo, grpo, gspo, luspo, "),
     ("reward=[maths]", 'did you mean "math"?'),
     ("task=gsm9k", 'did you mean "gsm8k"?'),
     ("engine=vlm", 'did you mean "vllm"?'),
