@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from grpocli.algorithm.statistics import centred_PG, count_P1, mean_P1, std_P1
+from grpocli.algorithm.statistics import centred_PG, count_P1, mean_P1, rounding, std_P1
 from grpocli.config.formula import Formula
 from grpocli.config.parts import one_of, part, require, section
 from grpocli.errors import ConfigError
@@ -161,9 +161,11 @@ class ReinforcePlusPlus:
             )
         tokens_PG = lengths_PG.to(centred.dtype).masked_fill(unscored_PG, 0.0)
         share_PG = tokens_PG / tokens_PG.sum().clamp(min=1)
-        centred = centred - (share_PG * centred).sum()
+        mean = (share_PG * centred).sum()
+        mean = mean.where(mean.abs() > rounding((share_PG * centred.abs()).sum()), 0.0)  # 0, if lengths are equal
+        centred = centred - mean
         std = (share_PG * centred.square()).sum().sqrt()
-        return _divide(centred, std, self.eps).masked_fill(unscored_PG, 0.0)
+        return _divide(centred, std, self.eps).masked_fill(unscored_PG | (std == 0), 0.0)
 
     def formula(self) -> Formula:
         sources = ("REINFORCE++-baseline (arXiv 2501.03262)",)

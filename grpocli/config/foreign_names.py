@@ -789,6 +789,16 @@ NEMO_RL = {
 """Keys of NeMo RL's examples/configs/grpo_math_1B.yaml, with its values as defaults, and a few beside them."""
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+VERL_LOSSES = {
+    "vanilla": "algorithm/objective=clip",
+    "gspo": "algorithm/objective=clip algorithm.objective.level=sequence",
+    "sapo": "algorithm/objective=sapo",
+    "cispo": "algorithm/objective=cispo",
+    "geo_mean": "algorithm/objective=geometric",
+    "dppo_tv": "algorithm/objective=dppo",
+    "dppo_kl": "algorithm/objective=dppo algorithm.objective.divergence=kl",
+    "dro": "algorithm/objective=mirror",
+}
 VERL = {
     f"{ACTOR}.clip_ratio": TRL["epsilon"],
     f"{ACTOR}.clip_ratio_c": Equivalent("algorithm.objective.dual={}"),
@@ -798,6 +808,8 @@ VERL = {
     f"{ACTOR}.grad_clip": TRL["max_grad_norm"],
     f"{ACTOR}.kl_loss_coef": TRL["beta"],
     f"{ACTOR}.kl_loss_type": Equivalent("algorithm/kl=k3"),
+    f"{ACTOR}.policy_loss.loss_mode": Equivalent(VERL_LOSSES["vanilla"], values=VERL_LOSSES),
+    f"{ACTOR}.policy_loss.dro_beta": Equivalent("algorithm/objective=mirror algorithm.objective.tau={}"),
     f"{ACTOR}.loss_agg_mode": Equivalent(
         "algorithm/aggregate=token_mean",
         values={

@@ -19,6 +19,7 @@ def check_run(run: Run) -> None:
     _check_stop_at(run)
     _check_teachers(run)
     _check_difficulty(run)
+    _check_max_rl(run)
     _check_curriculum(run)
     _check_batch(run)
     _check_structure(run)
@@ -185,6 +186,22 @@ def _check_difficulty(run: Run) -> None:
                 key="algorithm.question_weight.reward",
                 value=name,
             )
+
+
+def _check_max_rl(run: Run) -> None:
+    """Refuse rewards below 0 with MaxRL, which divides by a group's mean score."""
+    from grpocli.algorithm.advantage import MaxRL
+    from grpocli.rewards.length import Overlong
+    from grpocli.rewards.reward import Correctness
+
+    if not isinstance(run.algorithm.advantage, MaxRL):
+        return
+    why = "algorithm/advantage=max_rl needs scores of 0 or more"
+    for name, reward in run.reward.items():
+        if isinstance(reward, Correctness) and reward.wrong < 0:
+            raise ConfigError(f"{why}: leave it at 0", key=f"reward.{name}.wrong", value=reward.wrong)
+        if isinstance(reward, Overlong):
+            raise ConfigError(f"{why}, and this one is negative: leave it out", key="reward", value=f"[{name}]")
 
 
 def _check_curriculum(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from grpocli.replay.replay import Replay
 from grpocli.rewards.scorer import Scorer
 from grpocli.tasks.mixture import tasks_of
 from grpocli.tasks.prompt_source import accuracy_rewards_of, rewards_for
-from grpocli.training.collector import advantages_of, rewards_of
+from grpocli.training.collector import advantages_of, lengths_of, rewards_of
 from grpocli.training.micro_batch import rows_of
 from grpocli.types import Group
 
@@ -64,6 +65,9 @@ def other_reward(groups: Sequence[Group], replay: Replay, step: int, rewards: Ma
     known = ~(mine_PG.isnan() | other_PG.isnan())
     mine, other = mine_PG[known], other_PG[known]
     constant = [(scores == scores[:, :1]).all(1) for scores in (mine_PG, other_PG)]
+    advantage = run.algorithm.advantage
+    if run.algorithm.needs_lengths:
+        advantage = functools.partial(advantage, lengths_PG=lengths_of(groups, run.algorithm))
     return {
         "rewards": list(rewards),
         "mean": {
@@ -75,9 +79,7 @@ def other_reward(groups: Sequence[Group], replay: Replay, step: int, rewards: Ma
         "equal": int((mine == other).sum()),
         "higher": int((other > mine).sum()),
         "lower": int((other < mine).sum()),
-        "correlation of advantages": _correlation(
-            run.algorithm.advantage(mine_PG)[known], run.algorithm.advantage(other_PG)[known]
-        ),
+        "correlation of advantages": _correlation(*(advantage(scores)[known] for scores in (mine_PG, other_PG))),
         "groups that become informative": int((constant[0] & ~constant[1]).sum()),
         "groups that become uninformative": int((~constant[0] & constant[1]).sum()),
         "largest disagreements": _largest(groups, mine_PG, other_PG),

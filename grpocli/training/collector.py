@@ -47,11 +47,14 @@ def advantages_of(
     groups: Sequence[Group], algorithm: Algorithm, weights: dict[str, float], accuracy: Sequence[str] | None
 ) -> Tensor:
     """The advantages [P, G] of groups. weights: of the rewards; accuracy: each group's accuracy reward."""
-    lengths = None
-    if algorithm.needs_lengths:
-        masked = algorithm.keep.mask_truncated
-        lengths = torch.tensor([[sum(r.completion.loss_mask(masked)) for r in g.rollouts] for g in groups])
+    lengths = lengths_of(groups, algorithm) if algorithm.needs_lengths else None
     return algorithm.advantages(rewards_of(groups, list(weights)), weights, accuracy, lengths)
+
+
+def lengths_of(groups: Sequence[Group], algorithm: Algorithm) -> Tensor:
+    """The number of each completion's tokens in the loss [P, G]."""
+    masked = algorithm.keep.mask_truncated
+    return torch.tensor([[sum(r.completion.loss_mask(masked)) for r in g.rollouts] for g in groups])
 
 
 @dataclass(slots=True)

@@ -11,7 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm.windows import ALGORITHMS, NAN, OF_CHOICES, WEIGHTS, Window, choices, deal, run, splits, suited, windows
+from algorithm.windows import (
+    ALGORITHMS,
+    NAN,
+    OF_CHOICES,
+    WEIGHTS,
+    Window,
+    advantages_in,
+    choices,
+    deal,
+    run,
+    splits,
+    suited,
+    windows,
+)
 from composed import built
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,6 +47,7 @@ OPTIONS = {
         "algorithm.objective.drift=0.1",
     ),
     "dppo without bounds": ("algorithm/objective=dppo", "algorithm.objective.low=inf", "algorithm.objective.high=inf"),
+    "reinforce_pp over tokens": ("algorithm/advantage=reinforce_pp", "algorithm.advantage.over=tokens"),
     "leave_one_out, scaled": ("algorithm/advantage=leave_one_out", "algorithm.advantage.scale=others"),
     "token_mean by group": ("algorithm/aggregate=token_mean", "algorithm.aggregate.scope=group"),
     "token_mean of informative": ("algorithm/aggregate=token_mean", "algorithm.aggregate.informative_only=true"),
@@ -60,8 +74,10 @@ OPTIONS = {
     "top_entropy and bonus": ("algorithm/tokens=top_entropy", "algorithm/entropy=bonus"),
     "no eps": ("algorithm.advantage.eps=0",),
 }
-VARIED = ("normalize_then_sum", "no eps", "leave_one_out, scaled")
+VARIED = ("normalize_then_sum", "no eps", "leave_one_out, scaled", "reinforce_pp over tokens")
 """Options of the advantages."""
+UNLIKE = ("advantage=none", "reinforce_pp over tokens")
+"""Advantages that are 0 everywhere, or not where a group is constant."""
 # The base has every term, so that a choice is tried together with the others.
 VARIANTS = {
     **{name: (f"algorithm={name}",) for name in ALGORITHMS},
@@ -77,8 +93,7 @@ def variants(fast: int) -> list[Any]:
 
 
 def advantages_of(name: str, window: Window) -> torch.Tensor:
-    algorithm = built(*ALL[name])
-    return algorithm.advantages(suited(algorithm, window.rewards), WEIGHTS).reshape(-1)
+    return advantages_in(built(*ALL[name]), window)
 
 
 def assert_close(name: str, one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor, tolerance: float) -> None:
@@ -122,9 +137,10 @@ def test_advantages_follow_their_completions(name: str, window: Window, seed: in
     p, g = window.rewards["a"].shape
     questions, completions = torch.randperm(p, generator=generator), torch.randperm(g, generator=generator)
     rewards = suited(algorithm, window.rewards)
-    one = algorithm.advantages(rewards, WEIGHTS)
+    lengths = window.mask.sum(1).reshape(p, g)
+    one = algorithm.advantages(rewards, WEIGHTS, lengths=lengths)
     moved = {reward: values[questions][:, completions] for reward, values in rewards.items()}
-    other = algorithm.advantages(moved, WEIGHTS)
+    other = algorithm.advantages(moved, WEIGHTS, lengths=lengths[questions][:, completions])
     assert one.isfinite().all()
     torch.testing.assert_close(other, one[questions][:, completions], rtol=1e-9, atol=1e-12)
     assert other.any(1).tolist() == one.any(1)[questions].tolist()
@@ -144,7 +160,7 @@ def test_constant_groups_give_no_gradient(name: str, window: Window, value: floa
     levels = value * torch.arange(1, len(a) + 1, dtype=a.dtype)[:, None].expand_as(a)
     for dtype in (torch.float64, torch.float32):
         rewards = {"a": levels.masked_fill(a.isnan(), NAN).to(dtype), "b": torch.full_like(a, NAN).to(dtype)}
-        advantages = algorithm.advantages(suited(algorithm, rewards), WEIGHTS).reshape(-1)
+        advantages = advantages_in(algorithm, window, rewards)
         assert advantages.eq(0).all()
         for pieces in ([torch.arange(len(advantages))], deal(len(advantages), split)):
             result = run(algorithm, window, advantages, pieces, dtype)
@@ -153,9 +169,7 @@ def test_constant_groups_give_no_gradient(name: str, window: Window, value: floa
             assert all(value.isfinite() for value in result.metrics.values())
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in (*choices("advantage", "question_weight"), *VARIED) if n != "advantage=none"]
-)
+@pytest.mark.parametrize("name", [n for n in (*choices("advantage", "question_weight"), *VARIED) if n not in UNLIKE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_constant_group_among_others_gives_no_gradient(name: str, dtype: torch.dtype) -> None:
     """Its advantages are exactly 0; with a rounding error `informative_only` would count the group."""

@@ -36,6 +36,13 @@ def suited(algorithm: Algorithm, rewards: dict[str, torch.Tensor]) -> dict[str, 
     return {name: x.abs() for name, x in rewards.items()} if isinstance(algorithm.advantage, MaxRL) else rewards
 
 
+def advantages_in(algorithm: Algorithm, window: Window, rewards: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    """The advantages [B] of a window, of its own or of other rewards."""
+    rewards = suited(algorithm, window.rewards if rewards is None else rewards)
+    shape = next(iter(rewards.values())).shape
+    return algorithm.advantages(rewards, WEIGHTS, lengths=window.mask.sum(1).reshape(shape)).reshape(-1)
+
+
 @dataclass(frozen=True)
 class Window:
     """All rows of an update: rewards {name: [P, G]}, token values [B, T], mask [B, T], group_ids [B]."""

@@ -14,7 +14,7 @@ from grpocli.cli.completion import main
 
 LINES = {
     "grpocli tra": {"train"},
-    "grpocli train algorithm=d": {"algorithm=dapo", "algorithm=dgpo", "algorithm=drgrpo"},
+    "grpocli train algorithm=d": {"algorithm=dapo", "algorithm=dgpo", "algorithm=dppo", "algorithm=drgrpo"},
     "grpocli explain algorithm=dapo vs algorithm=gr": {"algorithm=grpo"},
 }
 SCRIPT = """

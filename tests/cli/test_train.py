@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli.running import SMALL, metrics, run_here, without_times
+from tables import table
 
 pytestmark = pytest.mark.processes
 
@@ -98,14 +99,17 @@ def test_the_final_model_is_a_hugging_face_folder(grpocli, run: Path, tmp_path: 
     assert "model.warm_start_steps" in err
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "drgrpo", "dgpo"])
+NAMED = ["gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "maxrl", "dppo"]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "drgrpo", "dgpo", *table(NAMED, 1, pytest.mark.survival)])
 def test_every_algorithm_trains(algorithm: str, grpocli, tmp_path: Path) -> None:
     options = ["eval.problems=0", "train.steps=2"]
     code, _, err = grpocli(*SMALL_RUN, f"algorithm={algorithm}", *options, f"hydra.run.dir={tmp_path}/run")
     assert (code, err) == (0, "")
     rows = metrics(tmp_path / "run")
     assert len(rows) == 2
-    assert ("kl" in rows[0]) == (algorithm == "grpo")
+    assert ("kl" in rows[0]) == (algorithm in ("grpo", "rloo", "reinforce_pp"))
     if algorithm == "dapo":
         assert rows[0]["sampling/rounds"] >= 1
         assert "rewards/overlong/mean" in rows[0]

@@ -142,6 +142,11 @@ BAD = [
         "recipe=gsm8k-qwen2.5-1.5b engine=fake",
         "keys instead of recipe=gsm8k-qwen2.5-1.5b: algorithm=dapo model=qwen2.5-1.5b",
     ),
+    ("algorithm=maxrl reward.exact_match.wrong=-1", "reward.exact_match.wrong=-1.0: algorithm/advantage=max_rl needs"),
+    (
+        "algorithm=maxrl reward=[exact_match,overlong]",
+        "reward=[overlong]: algorithm/advantage=max_rl needs scores",
+    ),
     ("algorithm=dgpo reward.exact_match.wrong=-1", "leave reward.exact_match.right=1 and reward.exact_match.wrong=0"),
     (
         "algorithm=dgpo task=[arithmetic,gsm8k] reward=[format,math] task.gsm8k.rewards=[math] reward.math.wrong=-1",

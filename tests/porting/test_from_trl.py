@@ -33,7 +33,7 @@ VARIANTS = [
     "loss_type='cispo', epsilon_high=5.0",
     "loss_type='sapo', beta=0.001",
     "loss_type='vespo'",
-    "epsilon_high=0.28, delta=1.5, top_entropy_quantile=0.2, entropy_coef=0.01",
+    "epsilon_high=0.28, delta=1.5, off_policy_mask_threshold=0.5, top_entropy_quantile=0.2, entropy_coef=0.01",
     "use_vllm=True, vllm_gpu_memory_utilization=0.4",
     "use_vllm=True, vllm_mode='server', vllm_importance_sampling_mode='token_mask'",
     "max_completion_length=16384, warmup_ratio=0.1, lr_scheduler_type='cosine', bf16=True",
