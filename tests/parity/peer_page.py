@@ -36,6 +36,7 @@ and a `clip_ratio_c` are off where they are not named, other settings have the t
 NOTES = {
     "first": "in the first update of a step",
     "no gap": "where μ = π_old",
+    "one empty": "also where a completion has no token in the loss",
     "near": "where no probability falls by more than 0.2",
 }
 

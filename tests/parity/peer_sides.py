@@ -99,7 +99,8 @@ class Verl(Side):
             weights, _ = helper.compute_rollout_correction_weights(gap, mask, rollout_is, rollout_is_threshold)
         if rollout_rs is not None:
             mask, _ = helper.compute_rollout_rejection_mask(gap, mask, rollout_rs, rollout_rs_threshold)
-        config = Settings({"clip_ratio": 0.2, "clip_ratio_c": 1e9, "global_batch_info": {}, **actor})
+        counts = {"batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}  # as `ppo_loss` gives them
+        config = Settings({"clip_ratio": 0.2, "clip_ratio_c": 1e9, "global_batch_info": counts, **actor})
         old = rows.old
         config["policy_loss"] = Settings(dro_beta=dro_beta, rollout_correction=Settings(loss_type="ppo_clip"))
         if bypass_mode:
@@ -108,7 +109,7 @@ class Verl(Side):
         loss, _ = policy_loss(old, rows.logp, rows.advantages_BT, mask, loss_agg_mode, config, weights)
         if kl_loss_type is not None:
             kl = core.kl_penalty(rows.logp, rows.ref, kl_loss_type)
-            loss = loss + kl_loss_coef * core.agg_loss(kl, mask, loss_agg_mode)
+            loss = loss + kl_loss_coef * core.agg_loss(kl, mask, loss_agg_mode, **config.global_batch_info)
         return loss
 
     def advantages(self, scores_PG: Tensor, lengths_PG: Tensor, adv_estimator: str, **options: Any) -> Tensor:

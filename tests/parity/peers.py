@@ -33,6 +33,8 @@ def side(peer: str) -> Side:
 
 def random_rows(seed: int, kind: str = "updated", lengths: tuple[int, ...] = LENGTHS) -> Rows:
     """Ratios far enough from 1 to reach every bound, for both signs of the advantage; one advantage is 0."""
+    if kind == "one empty":
+        lengths = (*lengths[:-1], 0)
     batch = random_batch(torch.float64, seed, lengths)
     old, ref, sampler = (v.clamp(max=-0.01) for v in (batch.old_logp, batch.ref_logp, batch.rollout_logp))
     generator = torch.Generator().manual_seed(seed + 1000)

@@ -66,13 +66,6 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
     return ours(built(*GRPO), rows), theirs, ours(built(*GRPO, guard="rows"), rows)
 
 
-@proves("verl: loss_agg_mode=seq-mean-*")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0, lengths=(*LENGTHS[:-1], 0))
-    mine, n = ours(built(*GRPO), rows), len(LENGTHS)
-    return mine, side("verl").loss(rows, loss_agg_mode="seq-mean-token-mean"), mine * n / (n - 1)
-
-
 @proves("verl: sapo, geo_mean")
 def _() -> tuple[Tensor, Tensor, Tensor]:
     rows = random_rows(0)
