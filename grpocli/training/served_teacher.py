@@ -45,6 +45,10 @@ PROBE = (
 """Text whose tokens are compared: words, digits, code, spaces, and characters outside of ASCII."""
 
 
+SAMPLED = 256
+"""Tokens of the vocabulary whose text is compared, beside the last and the end token."""
+
+
 class _Refused(Exception):
     """The server answered that the request cannot be served."""
 
@@ -199,7 +203,8 @@ def served_teachers(kl: KL) -> list[ServedTeacher]:
 def check_served(kl: KL, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
     """Raise ConfigError unless every server is a vLLM server with the policy's tokenizer and room for a row.
 
-    The server tokenizes a fixed text and turns our end token into text; both must agree with ours.
+    The server tokenizes a fixed text, and turns tokens from all over our vocabulary into text, the last one and the end
+    token among them; both must agree with ours.
     longest: the most tokens of a row.
     """
     for teacher in served_teachers(kl):
@@ -210,14 +215,16 @@ def check_served(kl: KL, tokenizer: PreTrainedTokenizerBase, longest: int) -> No
 
 async def _problem(teacher: ServedTeacher, tokenizer: Any, longest: int) -> str:
     ours: list[int] = tokenizer(PROBE, add_special_tokens=False).input_ids
+    known = sorted(tokenizer.get_vocab().values())
+    sampled = [*known[:: -(-len(known) // SAMPLED)], known[-1], tokenizer.eos_token_id]
     try:
         async with asyncio.timeout(min(teacher.timeout, 60.0)), teacher.http() as http:
             card = await teacher.model(http)
             room = card.get("max_model_len")
             body = {"model": card["id"], "prompt": PROBE, "add_special_tokens": False}
             theirs: list[int] = (await teacher._json(http, "POST", "/tokenize", body))["tokens"]
-            body = {"model": card["id"], "tokens": [tokenizer.eos_token_id]}
-            end = str((await teacher._json(http, "POST", "/detokenize", body))["prompt"])
+            body = {"model": card["id"], "tokens": sampled}
+            text = str((await teacher._json(http, "POST", "/detokenize", body))["prompt"])
             row = Row(ours[:1], ours[1:2], [1], 0.0, 0, [])
             await teacher.score(http, str(card["id"]), row)
     except _Refused as refused:
@@ -234,8 +241,8 @@ async def _problem(teacher: ServedTeacher, tokenizer: Any, longest: int) -> str:
         place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
         first = f"token {ours[place]} is {theirs[place]} there" if place >= 0 else "it has more or fewer tokens there"
         return f"its tokenizer is not the policy's: a fixed text is split differently, {first}"
-    if end != tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id):
-        return f"its tokenizer is not the policy's: our end token {tokenizer.eos_token!r} is {end!r} there"
+    if text != tokenizer.decode(sampled):
+        return "its tokenizer is not the policy's: tokens from all over the vocabulary have another text there"
     if room is not None and room <= longest:
         return (
             f"its max_model_len={room} has no room for a completion of {longest} tokens and one more: start the server "

@@ -135,7 +135,10 @@ BAD = [
         "algorithm.tokens.quantile=0.3",
         "algorithm.tokens.quantile belongs to algorithm/tokens=top_entropy; now it is all",
     ),
-    ("algorithm=dapo algorithm.kl.beta=0.1", "algorithm.kl.beta belongs to algorithm/kl=k1, k2 or k3; now it is none"),
+    (
+        "algorithm=dapo algorithm.kl.beta=0.1",
+        "kl.beta belongs to algorithm/kl=k1, k2, k3 or reverse; now it is none",
+    ),
     ("algorithm=dapo algorithm.keep.reward=style", "algorithm.keep.reward=style: choose one of this run's rewards"),
     ("recipe=dapo-small algorithm/keep=all", "dapo-qwen2.5-32b sets algorithm.keep.reward, which the choice of"),
     (

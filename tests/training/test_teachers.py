@@ -133,6 +133,7 @@ class Server:
     def __init__(self) -> None:
         self.scored, self.busy, self.refuses, self.hangs = 0, 0, False, False
         self.loses_after: int | None = None
+        self.detokenizes_wrong = False
         self.tokenizer: Any = make_tokenizer()
         self.card: dict[str, Any] = {"id": "teacher", "max_model_len": 512}
         self.keys: set[str | None] = set()
@@ -151,7 +152,8 @@ class Server:
                     ids = outer.tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"]).input_ids
                     return self.reply(200, {"tokens": ids})
                 if self.path == "/detokenize":
-                    return self.reply(200, {"prompt": outer.tokenizer.decode(body["tokens"])})
+                    tokens = body["tokens"][:-2] if outer.detokenizes_wrong else body["tokens"]
+                    return self.reply(200, {"prompt": outer.tokenizer.decode(tokens)})
                 with outer.lock:
                     outer.keys.add(self.headers.get("Authorization"))
                     outer.busy -= 1
@@ -255,6 +257,10 @@ def test_a_server_is_checked_before_the_run(server: Server, monkeypatch: pytest.
     server.tokenizer.add_tokens(["fox"])
     with pytest.raises(ConfigError, match="its tokenizer is not the policy's: a fixed text is split differently"):
         check_served(kl, ours, longest=50)
-    server.refuses, server.tokenizer = True, ours
+    server.tokenizer = make_tokenizer()
+    server.detokenizes_wrong = True
+    with pytest.raises(ConfigError, match="tokens from all over the vocabulary have another text there"):
+        check_served(kl, ours, longest=50)
+    server.refuses, server.detokenizes_wrong = True, False
     with pytest.raises(ConfigError, match=r"is not a vLLM server that scores tokens \(/v1/completions: HTTP 400"):
         check_served(kl, ours, longest=50)
