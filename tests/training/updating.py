@@ -41,6 +41,8 @@ ALGORITHMS = {
     "dgpo": ("algorithm=dgpo",),
     "cispo": ("algorithm=dapo", "algorithm/objective=cispo"),
     "gspo": ("algorithm=grpo", "algorithm/kl=none", "algorithm.objective.level=sequence"),
+    "gmpo": ("algorithm=gmpo",),
+    "dppo": ("algorithm=dppo",),
     "top_entropy and bonus": (
         "algorithm=grpo",
         "algorithm/tokens=top_entropy",
