@@ -16,6 +16,7 @@ import pytest
 import torch
 from algorithm.windows import choices
 from composed import built
+from tables import table
 
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
@@ -296,11 +297,14 @@ def test_gspo_token(batch: Batch) -> None:
     assert all(flags.shape == (P * G, T) for flags in sides.values())
 
 
+BOUNDS = [[0.05, 0.03], [0.0, 0.0], [math.inf, 0.01], [math.inf, math.inf]]
+
+
 @transcribes("objective=dppo")
 @pytest.mark.parametrize("drift", [0.0, 0.05])
-@pytest.mark.parametrize("bounds", [(0.05, 0.03), (0.0, 0.0), (math.inf, math.inf), (math.inf, 0.01)], ids=str)
+@pytest.mark.parametrize("bounds", table(BOUNDS, 2, pytest.mark.survival), ids=str)
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
-def test_dppo(batch: Batch, divergence: str, bounds: tuple[float, float], drift: float) -> None:
+def test_dppo(batch: Batch, divergence: str, bounds: list[float], drift: float) -> None:
     """DPPO, equations 12 to 14: M r A, M = 0 where pi has left pi_old's neighbourhood in the direction of A.
 
     The Bernoulli divergences: TV = |pi - mu|; KL = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)). The quadratic
