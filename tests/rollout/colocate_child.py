@@ -148,6 +148,12 @@ def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
             for s in (engine.llm.score(engine.verifier.token_ids), policy.score(engine.verifier.token_ids))
         ]
         found[name] = [said, *means]
+    policy.sent = None
+    engine.sync(8)
+    policy.sent = {name: p for name, p in policy.model.named_parameters() if "layers.0.self_attn.o_proj" not in name}
+    engine.sync(9)
+    engine._proven = False
+    found["kept"] = [refusal(lambda: engine.sync(9)), engine.llm.weight_version()]
     policy.sent = weights | {"model.layers.0.new.weight": weights["model.norm.weight"]}
     found["unknown"] = [refusal(lambda: engine.sync(10))]
     policy.sent = None

@@ -77,6 +77,12 @@ def test_wrong_weights_are_refused_with_both_numbers(found: Any, name: str) -> N
     assert f"{trainer:.5f}" in said
 
 
+def test_a_parameter_that_never_arrives_is_found_by_the_canary(found: Any) -> None:
+    said, version = found["corrupted"]["kept"]
+    assert "does not follow the trainer's weights" in said
+    assert version == "canary"
+
+
 def test_an_unknown_parameter_is_refused(found: Any) -> None:
     assert "could not load the weights" in found["corrupted"]["unknown"][0]
 

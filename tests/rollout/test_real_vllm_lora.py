@@ -89,7 +89,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with Vllm().launch(job):
         processes = [pid for pid in descendants() if pid not in before]
         endpoint = Endpoint.load(run_file(job.run_dir))
-        yield Running(endpoint, policy, EngineContext(job, policy, TOKENIZER, Alone()))  # type: ignore[arg-type]
+        yield Running(endpoint, policy, EngineContext(job, policy, TOKENIZER, Alone(), SyncConfig(canary=False)))  # type: ignore[arg-type]
     assert len(processes) >= 3
     assert wait_gone(processes, 5) == []
     assert not Path(endpoint.shm_dir).exists()
@@ -208,6 +208,31 @@ def test_a_corrupted_adapter_is_refused(running: Running, monkeypatch: pytest.Mo
     assert list(client.adapters()) == ["policy-v1"], "the next run removes the folder of a failed one"
     assert running.folders() == list(client.adapters().values())
     next_run.close()
+
+
+@pytest.mark.parametrize("part", ["", "down_proj"], ids=["no module", "no down_proj"])
+def test_an_adapter_that_is_bound_to_nothing_is_found_by_the_canary(
+    running: Running, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """While B is 0 the probe cannot see it."""
+
+    def unbound(model: Any) -> list[tuple[str, torch.Tensor]]:
+        return [(name, w * 0 if "lora_B" in name and part in name else w) for name, w in adapter_tensors(model)]
+
+    policy = LoraPolicy(Path(running.context.job.model_path))
+    monkeypatch.setattr(lora, "adapter_tensors", unbound)
+    _, blind = running.connect(policy=policy, sync=SyncConfig(canary=False))
+    blind(1)
+    blind.close()
+    client, sync = running.connect(policy=policy, sync=SyncConfig())
+    with pytest.raises(
+        EngineError,
+        match=rf"a canary, with random updates of the 2 layers called {part or '.*_proj'}, moves .*; the server went "
+        r"0% of the way .*vLLM binds the adapter to no",
+    ):
+        sync(1)
+    assert (client.adapters(), running.folders()) == ({}, [])
+    assert all((p == 0).all() for name, p in policy.model.named_parameters() if "lora_B" in name)
 
 
 def test_target_modules_that_vllm_lacks_are_named(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

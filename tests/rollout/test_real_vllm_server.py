@@ -28,7 +28,7 @@ from grpocli.processes.guard import wait_gone
 from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.transformers_engine import Transformers
-from grpocli.rollout.vllm.client import Refused, ServerClient
+from grpocli.rollout.vllm.client import CANARY, Refused, ServerClient
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server import free_port
@@ -250,6 +250,27 @@ def test_a_sync_without_a_parameter_is_refused(running: Running) -> None:
         running.engine.sync(60)
     running.policy.sent = None
     running.engine.sync(61)
+
+
+def test_a_parameter_that_a_new_run_never_sends_is_found_by_the_canary(running: Running) -> None:
+    """The server has the run's weights already, so its probe agrees; it does not follow a canary."""
+    running.engine.sync(62)
+    running.policy.sent = {
+        name: p for name, p in running.policy.model.named_parameters() if "layers.0.self_attn.o_proj" not in name
+    }
+    running.engine.sync(63)
+    (client,) = running.engine.pool.clients
+    client.proven = False
+    before = {name: p.detach().clone() for name, p in running.policy.model.named_parameters()}
+    with pytest.raises(EngineError, match=r"does not follow the trainer's weights.*loader skips or renames"):
+        running.engine.sync(64)
+    assert client.weight_version() == CANARY
+    assert all(torch.equal(p, before[name]) for name, p in running.policy.model.named_parameters())
+    with pytest.raises(EngineError, match="sampled with a canary's weights before its sync ended"):
+        running.engine.generate([Request([5], 1, seed=0)], Sampling(4))
+    running.policy.sent = None
+    running.engine.sync(65)
+    assert client.proven
 
 
 def test_weights_change_under_running_requests(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

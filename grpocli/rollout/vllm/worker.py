@@ -62,6 +62,8 @@ class LoaderWeightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc
         with without_packing_embeddings(self.model):
             finalize_layerwise_reload(self.model, self.model_config)
         pack_heads(self.model)
+        if self.device.type == "cpu":
+            pack_experts(self.model)
 
     def shutdown(self) -> None:
         """Do nothing: no connection is open."""
@@ -142,6 +144,16 @@ def pack_heads(model: torch.nn.Module) -> None:
     found = embeddings(model)
     for module in [module for module in found if isinstance(module, ParallelLMHead)] or found:
         module.quant_method.process_weights_after_loading(module)
+
+
+def pack_experts(model: torch.nn.Module) -> None:
+    """Pack experts for a CPU's kernels: vLLM 0.32 does so at its start only, and would read new ones as packed ones."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 @dataclass

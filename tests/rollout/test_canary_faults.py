@@ -1,0 +1,52 @@
+"""Which faults of a sync with real vLLM the probe alone finds, and which the canary: the table of docs/vllm.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout.vllm_tiny import build_model, build_moe
+
+pytestmark = [pytest.mark.vllm, pytest.mark.survival]
+
+SEEN_AT_ONCE = ("swapped in all layers", "which vLLM fuses")
+"""Faults that leave other weights in a place than the run's first ones, so that every check finds them."""
+OUTSIDE = "one token's embedding is kept, of a token outside the probe"
+"""No check finds it in bfloat16, nor in float32 if the head has weights of its own."""
+
+
+def table(model: Path, dtype: str, kind: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "rollout.canary_faults", str(model), dtype, kind, "--json"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {row["fault"]: row for row in json.loads(done.stdout.splitlines()[-1])}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_a_weight_that_never_arrives_is_found_by_the_canary(experts: bool, dtype: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    rows = table(build_moe(folder) if experts else build_model(folder, tied=True), dtype, "weights")
+    none = rows.pop("none")
+    assert [none["first"], none["updated"], none["canary"]] == [False] * 3
+    assert rows.pop(OUTSIDE)["canary"] == (dtype == "float32" and not experts)
+    for fault, row in rows.items():
+        assert row["canary"], row
+        packed_again = experts and fault == "a layer is missing"
+        assert row["first"] == (packed_again or any(part in fault for part in SEEN_AT_ONCE)), row
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_that_is_not_bound_is_found_by_the_canary(dtype: str, tmp_path: Path) -> None:
+    rows = table(build_model(tmp_path / "model", tied=True), dtype, "adapters")
+    none = rows.pop("none")
+    assert [none["first"], none["updated"], none["canary"]] == [False] * 3
+    for row in rows.values():
+        assert row["canary"], row
+        assert not row["first"], row
