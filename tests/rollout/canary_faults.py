@@ -98,7 +98,8 @@ class Gaps:
 
         def noted(check: Callable[..., None]) -> Callable[..., None]:
             def call(server: Any, trainer: Any, *others: Any) -> None:
-                self.seen.append(weight_verifier.mean_gap(server, trainer))
+                gap = weight_verifier.median_gap if weight_verifier.median_gap in others else weight_verifier.mean_gap
+                self.seen.append(gap(server, trainer))
                 check(server, trainer, *others)
 
             return call
