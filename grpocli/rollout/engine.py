@@ -94,6 +94,8 @@ class EngineContext:
     early; None if unknown. recover: called by `generate` when requests are unanswered and every server is lost, equally
     often in every process. None: sync in this thread. With prefetch, `training/build.py` passes a function that syncs
     in the main thread. stopping: whether a stop of the run is requested; a long wait then ends with EngineGone.
+    before_change: called in every process before a canary changes the policy's weights for a while; waits for a
+    checkpoint that is being written from them.
     """
 
     job: EngineJob
@@ -105,6 +107,7 @@ class EngineContext:
     sampling: Sampling | None = None
     recover: Callable[[], None] | None = None
     stopping: Callable[[], bool] = lambda: False
+    before_change: Callable[[], None] = lambda: None
 
 
 OnGroup = Callable[[int, list[Completion]], None]

@@ -61,7 +61,7 @@ def build_trainer(
         """Sync the engine again, in the main thread because an update may be changing the weights."""
         trainer.prefetcher.run_in_main_thread(trainer.sync_now)
 
-    engine = _engine(run, job, policy, data, world, stop, recover)
+    engine = _engine(run, job, policy, data, world, stop, recover, lambda: trainer.wait_for_checkpoint())
     sampler = _sampler(run, world, engine, data)
     watch = Watch(recorder.progress_of("rollout"))
     collector = make_collector(run, sampler, data.draw, state.draws, loaded.leftover, watch, data.curriculum)
@@ -177,8 +177,9 @@ def _engine(
     world: World,
     stop: StopSignal,
     recover: Callable[[], None],
+    before_change: Callable[[], None],
 ) -> Engine:
-    """Connect the engine. recover: syncs an engine that was lost and is back."""
+    """Connect the engine. recover: syncs an engine that was lost and is back. before_change: see `EngineContext`."""
     rollout = run.rollout
     context = EngineContext(
         job,
@@ -190,6 +191,7 @@ def _engine(
         rollout.sampling,
         recover if rollout.max_staleness else None,
         stop.requested,
+        before_change,
     )
     return connected(run.engine, context)
 

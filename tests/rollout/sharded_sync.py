@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grpocli.distributed.world import World
 from grpocli.errors import EngineError
 from grpocli.hardware.hardware import Single
+from grpocli.rollout.engine import EngineContext
 from grpocli.rollout.sync_config import ShmSyncConfig
 from grpocli.rollout.vllm.engine import make_synchronizer
 from grpocli.training.policy import Policy
@@ -68,7 +69,7 @@ def main(folder: Path) -> None:
     server: Any = Replica(folder)
     server.model = replica
     job = SimpleNamespace(lora_rank=0, dtype="bfloat16", transport="shm", quantized=False, gpus=(), max_tokens=40)
-    context: Any = SimpleNamespace(job=job, policy=policy, world=world, sync=ShmSyncConfig(), in_flight=False)
+    context = EngineContext(job, policy, None, world, ShmSyncConfig())  # type: ignore[arg-type]
     sync = make_synchronizer([server], context)
     assert sync.weights.sharded
     before = {name: shard.to_local().clone() for name, shard in model.named_parameters()}

@@ -234,6 +234,21 @@ def test_a_server_that_comes_back_gets_a_canary_and_the_others_do_not(
     ]
 
 
+def test_a_checkpoint_under_way_is_written_before_the_weights_change(
+    folder: Path, policy: TinyPolicy, tmp_path: Path
+) -> None:
+    before, seen = copies(policy), list[bool]()
+
+    def reads() -> None:
+        seen.append(all(torch.equal(tensor, before[name]) for name, tensor in copies(policy).items()))
+
+    sync = sync_of(policy, [Replica(tmp_path, folder)])
+    sync._before_change = reads
+    sync(1)
+    sync(2)
+    assert seen == [True], "a sync without a canary changes nothing and waits for nothing"
+
+
 def test_a_failed_true_sync_after_a_canary_is_repeated_without_it(
     folder: Path, policy: TinyPolicy, tmp_path: Path
 ) -> None:

@@ -11,8 +11,7 @@ import torch
 from rollout.vllm_tiny import Alone
 
 from grpocli.errors import ConfigError
-from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.sync_config import SyncConfig
+from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm import lora
 from grpocli.rollout.vllm.client import ServerGone
 from grpocli.rollout.vllm.lora import AdapterSync, lora_environment, lora_flags, lora_misfit
@@ -44,7 +43,7 @@ def test_the_first_of_several_failures_is_raised(monkeypatch: pytest.MonkeyPatch
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
     policy = SimpleNamespace(model=SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1)])))
     job = SimpleNamespace(dtype="float32", quantized=False, gpus=(), max_tokens=40)
-    context: Any = SimpleNamespace(job=job, policy=policy, world=Alone(), sync=SyncConfig(), in_flight=False)
+    context: Any = EngineContext(job, policy, object(), Alone())  # type: ignore[arg-type]
     with pytest.raises(ServerGone, match="it died during /pause"):
         AdapterSync([Dies()], context)._send(1, set())  # type: ignore[list-item]
 

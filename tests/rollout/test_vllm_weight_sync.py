@@ -259,7 +259,9 @@ def context(world: Any = ALONE, *, transport: str = "shm", in_flight: bool = Fal
     )
     job = SimpleNamespace(lora_rank=0, dtype="float32", transport=transport, quantized=False, gpus=(), max_tokens=40)
     sync = sync_config.ShmSyncConfig(**{"canary": False} | options)
-    return SimpleNamespace(job=job, policy=policy, world=world, sync=sync, in_flight=in_flight)
+    return SimpleNamespace(
+        job=job, policy=policy, world=world, sync=sync, in_flight=in_flight, before_change=lambda: None
+    )
 
 
 @pytest.fixture

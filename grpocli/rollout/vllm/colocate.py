@@ -43,6 +43,7 @@ class ColocateEngine:
         self.weights = PolicyWeights(context.policy, llm.dtype)
         self.verifier = WeightVerifier(context)
         self.version: int | None = None
+        self._before_change = context.before_change
         self._proven = False  # whether vLLM has followed a canary
         self._stop = stop_token_ids(self.policy.model, context.tokenizer)
 
@@ -75,6 +76,7 @@ class ColocateEngine:
 
     def _load_canary(self) -> None:
         """Load weights that are far from any that vLLM may have kept, and verify that it follows them (`canary.py`)."""
+        self._before_change()
         start = self.policy.score(self.verifier.token_ids)
         with canary.weights(self.policy):
             changed = self.policy.score(self.verifier.token_ids)

@@ -81,7 +81,7 @@ class AdapterSync:
 
     def __init__(self, servers: Sequence[ServerClient], context: EngineContext) -> None:
         self.servers, self.policy, self.world = list(servers), context.policy, context.world
-        self.in_flight = context.in_flight
+        self.in_flight, self._before_change = context.in_flight, context.before_change
         self.dtype: torch.dtype = getattr(torch, context.job.dtype)
         self.verifier = WeightVerifier(context)
 
@@ -92,6 +92,9 @@ class AdapterSync:
         Raises EngineError in every process if the adapter cannot be sent or verified. Raises ConfigError in every
         process if vLLM's implementation of the model does not support `model.lora.target_modules`.
         """
+        unproven = self.verifier.canary and not all(server.proven for server in self.servers)
+        if self.world.broadcast_object(unproven):
+            self._before_change()
         used = set(self.world.gather_objects([name for server in self.servers for name in server.adapters_in_use()]))
         name, failure = "", None
         metrics: dict[str, float] = {}

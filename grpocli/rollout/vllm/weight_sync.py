@@ -98,6 +98,7 @@ class WeightSync:
         self.servers, self.policy, self.world = list(servers), context.policy, context.world
         self._make_transport, self.transport = make_transport, make_transport()
         self.weights = self.transport.weights
+        self._before_change = context.before_change
         self.pause_mode = "keep" if context.in_flight else "wait"
         self.verifier = WeightVerifier(context)
 
@@ -134,6 +135,7 @@ class WeightSync:
         Raises EngineError in every process. Servers that hold requests keep their weights: a canary for some of the
         servers goes through a transport of its own, after which all are prepared again.
         """
+        self._before_change()
         whole = len(servers) == len(self.servers)
         transport = self.transport if whole else self._make_transport()
         start = self._score()
