@@ -6,21 +6,30 @@ import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rollout.test_vllm_weight_sync import Server, context
-from rollout.vllm_tiny import TinyPolicy, build_model
+from rollout.vllm_tiny import Alone, TinyPolicy, build_model
 from transformers import LlamaForCausalLM
 
 from grpocli.errors import EngineError
 from grpocli.models.lora import Lora, attach
+from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm import canary
 from grpocli.rollout.vllm.client import CANARY, ServerClient
+from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.weight_sync import PolicyWeights, WeightSync
-from grpocli.rollout.vllm.weight_verifier import TOLERANCE, mean_gap, probe_prompt, require_followed
+from grpocli.rollout.vllm.weight_verifier import (
+    ADAPTER_ATTEMPTS,
+    TOLERANCE,
+    mean_gap,
+    probe_prompt,
+    require_followed,
+)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -99,6 +108,19 @@ def test_a_canary_that_moves_nothing_is_not_sent(caplog: pytest.LogCaptureFixtur
     assert canary.tells([], []), "other processes do not decide"
 
 
+def test_a_model_that_no_canary_moves_is_synced_without_it(
+    folder: Path, policy: TinyPolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    score = policy.score(probe_prompt(96))
+    policy.score = lambda token_ids: score[: len(token_ids) - 1]  # type: ignore[method-assign]
+    server = Replica(tmp_path, folder)
+    sync = sync_of(policy, [server], tolerance=1e9)
+    sync(1)
+    sync(2)
+    assert [call for call in server.calls if "version " in call] == ["version 1", "version 2"]
+    assert caplog.text.count("proves nothing about this model") == 1
+
+
 # Adapters
 
 
@@ -114,6 +136,39 @@ def test_an_adapters_canary_moves_the_probe_and_is_undone(policy: TinyPolicy) ->
             assert moved == mean_gap(start, policy.score(probe)) > canary.LEAST
             changed = {name for name, now in copies(policy).items() if not torch.equal(now, before[name])}
             assert changed == {f"{name}.lora_B.default.weight" for name, _ in layers}, kind
+    assert all(same_bits(tensor, before[name]) for name, tensor in copies(policy).items())
+
+
+def adapter_sync(
+    policy: TinyPolicy, follows: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[AdapterSync, Any, list[str]]:
+    """A sync to one server; follows: whether its log-probs follow, for each kind of layer and attempt."""
+    server: Any = SimpleNamespace(proven=False)
+    job = EngineJob("model", "bfloat16", 64, Path(), seed=0, lora_rank=3)
+    sync = AdapterSync([server], EngineContext(job, policy, object(), Alone()))  # type: ignore[arg-type]
+    tried, start = list[str](), policy.score(sync.verifier.token_ids)
+
+    def score(server: Any, kind: str, tensors: dict[str, torch.Tensor]) -> list[float]:
+        tried.append(kind)
+        return policy.score(sync.verifier.token_ids) if follows(kind, tried.count(kind)) else start
+
+    monkeypatch.setattr(sync, "_score_adapter", score)
+    return sync, server, tried
+
+
+def test_an_adapter_is_refused_only_after_several_attempts(policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 one random adapter in twenty moves a trained model's log-probs far by rounding alone."""
+    attach(policy.model, Lora(rank=3, alpha=7.5), seed=0)
+    before = copies(policy)
+    sync, server, tried = adapter_sync(policy, lambda kind, time: time >= 2 or kind != "k_proj", monkeypatch)
+    sync._send_canaries([server])
+    assert (server.proven, len(tried), tried.count("k_proj")) == (True, 8, 2)
+    sync, server, tried = adapter_sync(policy, lambda kind, time: kind != "v_proj", monkeypatch)
+    with pytest.raises(
+        EngineError, match=r"random updates of the 2 layers called v_proj, .* in the median; the server"
+    ):
+        sync._send_canaries([server])
+    assert (server.proven, tried.count("v_proj")) == (False, ADAPTER_ATTEMPTS)
     assert all(same_bits(tensor, before[name]) for name, tensor in copies(policy).items())
 
 

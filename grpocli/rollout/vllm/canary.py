@@ -36,7 +36,7 @@ LEAST = 0.01
 """Nats that a canary must move the trainer's probe on average; it is not sent otherwise."""
 MOVED = 2.0
 """Nats by which an adapter's canary moves the trainer's probe on average, where the model can be moved as far."""
-ROW_NORM, HEAD_NORM, ELEMENT = 0.5, 8.0, 1.0
+ROW_NORM, HEAD_NORM, ELEMENT = 0.5, 5.0, 1.0
 """Norms of the rows of matrices and of embeddings and heads; the size of a vector's elements (norms, biases).
 
 Each block then adds about as much as any other, attention is soft, and logits have a standard deviation of several
@@ -177,13 +177,17 @@ def adapter_kinds(policy: PolicyView) -> dict[str, list[tuple[str, Any]]]:
 
 
 @contextmanager
-def adapter(policy: PolicyView, layers: Sequence[tuple[str, Any]], move: Callable[[], float]) -> Iterator[float]:
+def adapter(
+    policy: PolicyView, layers: Sequence[tuple[str, Any]], move: Callable[[], float], attempt: int = 0
+) -> Iterator[float]:
     """A block in which B of these layers is random and large enough to move the probe by `MOVED` nats, if it can.
 
-    move: how far the trainer's probe has moved, in nats. Yields that. Afterwards B has its own values, bit for bit.
+    move: how far the trainer's probe has moved, in nats. Yields that. attempt: each is random anew. Afterwards B has
+    its own values, bit for bit.
     """
-    kept = [(layer.lora_B[ADAPTER].weight, layer.lora_B[ADAPTER].weight.detach().clone()) for _, layer in layers]
-    units = [_unit(name, layer) for name, layer in layers]
+    b_weights = [layer.lora_B[ADAPTER].weight for _, layer in layers]
+    kept = [(weight, weight.detach().clone()) for weight in b_weights]
+    units = [_unit(f"{name} {attempt}", layer) for name, layer in layers]
     try:
         share, reached = 0.25, 0.0
         for _ in range(TRIES):
@@ -201,10 +205,10 @@ def adapter(policy: PolicyView, layers: Sequence[tuple[str, Any]], move: Callabl
                 weight.copy_(own)
 
 
-def _unit(name: str, layer: Any) -> torch.Tensor:
+def _unit(seed_text: str, layer: Any) -> torch.Tensor:
     """A random B with which the update is about as large as the layer's weight."""
     a, b = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight
-    seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    seed = torch.Generator().manual_seed(zlib.crc32(seed_text.encode()))
     signs = torch.randint(0, 2, b.shape, generator=seed, dtype=torch.float32).mul_(2).sub_(1).to(b.device, b.dtype)
     size = layer.base_layer.weight.detach().norm() / (a.norm() * math.sqrt(b.shape[0]) * layer.scaling[ADAPTER])
     return signs * (size if torch.isfinite(size) and size > 0 else 1.0)

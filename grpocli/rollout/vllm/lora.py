@@ -21,7 +21,7 @@ from grpocli.models.lora import WEIGHTS, adapter_tensors, switched_off, write_co
 from grpocli.rollout.vllm import canary
 from grpocli.rollout.vllm.client import ADAPTER, CANARY, MODEL, Refused, ServerGone, call_all
 from grpocli.rollout.vllm.weight_sync import verify_version
-from grpocli.rollout.vllm.weight_verifier import WeightVerifier, mean_gap
+from grpocli.rollout.vllm.weight_verifier import ADAPTER_ATTEMPTS, NotFollowed, WeightVerifier, mean_gap
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob
@@ -156,16 +156,35 @@ class AdapterSync:
             return
         start = self.policy.score(self.verifier.token_ids)
         for kind, layers in canary.adapter_kinds(self.policy).items():
-            with canary.adapter(
-                self.policy, layers, lambda: mean_gap(start, self.policy.score(self.verifier.token_ids))
-            ):
-                expected = self.policy.score(self.verifier.token_ids)
-                if canary.tells(start, expected):
-                    tensors = self._tensors()
-                    for scored in call_all(servers, partial(self._score_adapter, kind=kind, tensors=tensors)):
-                        self.verifier.verify_adapter_followed(scored, expected, start, kind, len(layers))
+            for attempt in range(ADAPTER_ATTEMPTS):
+                try:
+                    self._send_canary(servers, start, kind, layers, attempt)
+                    break
+                except NotFollowed:
+                    if attempt == ADAPTER_ATTEMPTS - 1:
+                        raise
         for server in servers:
             server.proven = True
+
+    def _send_canary(
+        self,
+        servers: Sequence[ServerClient],
+        start: list[float],
+        kind: str,
+        layers: Sequence[tuple[str, Any]],
+        attempt: int,
+    ) -> None:
+        """Raise EngineError unless servers follow random updates of one kind of layer."""
+
+        def moved() -> float:
+            return mean_gap(start, self.policy.score(self.verifier.token_ids))
+
+        with canary.adapter(self.policy, layers, moved, attempt):
+            expected = self.policy.score(self.verifier.token_ids)
+            if canary.tells(start, expected):
+                tensors = self._tensors()
+                for scored in call_all(servers, partial(self._score_adapter, kind=kind, tensors=tensors)):
+                    self.verifier.verify_adapter_followed(scored, expected, start, kind, len(layers))
 
     def _score_adapter(self, server: ServerClient, kind: str, tensors: dict[str, torch.Tensor]) -> list[float]:
         """The probe's log-probs of an adapter that is loaded for them alone."""

@@ -136,24 +136,28 @@ class WeightSync:
         servers goes through a transport of its own, after which all are prepared again.
         """
         self._before_change()
-        whole = len(servers) == len(self.servers)
-        transport = self.transport if whole else self._make_transport()
-        start = self._score()
+        start, failure = self._score(), ""
         with canary.weights(self.policy):
             changed = self._score()
-            if not self.world.broadcast_object(canary.tells(start, changed)):
-                return
-            _, failure = self._transfer(transport, servers, CANARY)
-            if not failure:
-                failure = self._verify_canary(servers, start, changed)
-        if not whole:
-            transport.close()
-            for server in servers:
-                server.prepared = False
+            if self.world.broadcast_object(canary.tells(start, changed)):
+                failure = self._send_changed(servers, start, changed)
         if failure:
             raise EngineError(failure)
         for server in servers:
             server.proven = True
+
+    def _send_changed(self, servers: Sequence[ServerClient], start: list[float], changed: list[float]) -> str:
+        """Send the canary's weights and return the problem, "" if the servers follow. Collective."""
+        whole = len(servers) == len(self.servers)
+        transport = self.transport if whole else self._make_transport()
+        _, failure = self._transfer(transport, servers, CANARY)
+        if not failure:
+            failure = self._verify_canary(servers, start, changed)
+        if not whole:
+            transport.close()
+            for server in servers:
+                server.prepared = False
+        return failure
 
     def _score(self) -> list[float]:
         """The trainer's log-probs of the probe, in the main process and in those that score with it."""
