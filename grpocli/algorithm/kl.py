@@ -97,14 +97,6 @@ class KL:
         """Whether the reference is a model other than the start policy."""
         return bool(self.models or self.urls)
 
-    def check_ready(self) -> None:
-        """Raise ConfigError if the folder of a teacher is missing. Loads nothing."""
-        from grpocli.hub import check_folder
-
-        for task, path in self.models.items() if self.beta else ():
-            if path != BUILT_IN:
-                check_folder(key_of_teacher("model", task), path)
-
     def clamped(self, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor | None:
         """The tokens [B, T] whose estimate is at its bound; None if the estimator has no bound."""
         return None

@@ -94,11 +94,15 @@ def _check_group_rewards(run: Run) -> None:
 
 
 def _check_stop_at(run: Run) -> None:
+    from grpocli.rewards.no_reward import NoReward
     from grpocli.tasks.mixture import tasks_of
 
     stop_at = run.eval.stop_at
     if stop_at.metric is None:
         return
+    if any(isinstance(reward, NoReward) for reward in run.reward.values()):
+        problem = "ends the run at an accuracy, and reward=none measures none: choose a reward"
+        raise ConfigError(problem, key="eval.stop_at.metric", value=stop_at.metric)
     known = run.eval.accuracies(list(tasks_of(run.task)))
     if (name := stop_at.metric.removeprefix("eval/")) not in known:
         problem = f"choose one of {', '.join(known)}{nearest(name, known)}"
@@ -191,6 +195,7 @@ def _check_difficulty(run: Run) -> None:
 def _check_max_rl(run: Run) -> None:
     """Refuse rewards below 0 with MaxRL, which divides by a group's mean score."""
     from grpocli.algorithm.advantage import MaxRL
+    from grpocli.rewards.group_length import KimiLength, LengthPenalty
     from grpocli.rewards.length import Overlong
     from grpocli.rewards.reward import Correctness
 
@@ -200,7 +205,8 @@ def _check_max_rl(run: Run) -> None:
     for name, reward in run.reward.items():
         if isinstance(reward, Correctness) and reward.wrong < 0:
             raise ConfigError(f"{why}: leave it at 0", key=f"reward.{name}.wrong", value=reward.wrong)
-        if isinstance(reward, Overlong):
+        penalty = isinstance(reward, LengthPenalty) and not reward.only_right  # a right answer's score stays above 0
+        if penalty or isinstance(reward, Overlong | KimiLength):
             raise ConfigError(f"{why}, and this one is negative: leave it out", key="reward", value=f"[{name}]")
 
 

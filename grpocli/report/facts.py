@@ -19,7 +19,7 @@ from grpocli.tracking.text import format_duration
 NAMES = {
     **{
         name: name.upper()
-        for name in ("grpo", "dapo", "dgpo", "gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "dppo")
+        for name in ("grpo", "dapo", "dgpo", "gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "dppo", "opd")
     },
     "drgrpo": "Dr. GRPO",
     "reinforce_pp": "REINFORCE++-baseline",

@@ -43,8 +43,6 @@ PROBE = (
     "Größe, naïve, ελληνικά, русский, 日本語, 한국어, \U0001f600 <|x|> [INST] </s>"
 )
 """Text whose tokens are compared: words, digits, code, spaces, and characters outside of ASCII."""
-
-
 SAMPLED = 256
 """Tokens of the vocabulary whose text is compared, beside the last and the end token."""
 
@@ -160,9 +158,9 @@ class Scoring:
             try:
                 found = self._future.result(POLL)
                 break
-            except NotDone:
-                if self._future.done():  # the deadline's own TimeoutError
-                    return self._error(TimeoutError())
+            except NotDone:  # the poll's; or, if the future has one, the deadline's
+                if self._future.done() and (missed := self._future.exception()):
+                    return self._error(missed)
             except Exception as error:  # noqa: BLE001 - it becomes a sentence
                 return self._error(error)
         for row, values in zip(self.rows, found, strict=True):

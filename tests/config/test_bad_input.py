@@ -100,6 +100,10 @@ BAD = [
         "eval.stop_at.metric=eval/accuracy: ends the run after an evaluation, but eval.problems=0 leaves none",
     ),
     (
+        "algorithm=opd reward=none eval.every=5 eval.stop_at.metric=accuracy eval.stop_at.threshold=0.9",
+        "eval.stop_at.metric=accuracy: ends the run at an accuracy, and reward=none measures none: choose a reward",
+    ),
+    (
         "reward=[length_penalty]",
         "reward=[length_penalty]: reward.length_penalty scores a group by its other rewards, so it cannot measure acc",
     ),
@@ -149,6 +153,10 @@ BAD = [
     (
         "algorithm=maxrl reward=[exact_match,overlong]",
         "reward=[overlong]: algorithm/advantage=max_rl needs scores",
+    ),
+    (
+        "algorithm=maxrl reward=[exact_match,length_penalty]",
+        "reward=[length_penalty]: algorithm/advantage=max_rl needs scores of 0 or more, and this one is negative",
     ),
     ("algorithm=dgpo reward.exact_match.wrong=-1", "leave reward.exact_match.right=1 and reward.exact_match.wrong=0"),
     (

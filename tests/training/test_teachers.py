@@ -6,6 +6,7 @@ import copy
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -23,7 +24,7 @@ from grpocli.models.tiny import make_tokenizer
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
-from grpocli.training.served_teacher import PROBE, ServedTeacher, check_served
+from grpocli.training.served_teacher import PROBE, Scoring, ServedTeacher, check_served
 from grpocli.training.teachers import LoadedTeacher, Teachers
 from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling
@@ -240,6 +241,24 @@ def test_a_server_that_is_late_or_gone_stops_the_run_and_one_that_refuses_fails_
     server.close()
     with pytest.raises(ServiceGone, match=f"algorithm.kl.base_url={server.url}: .* cannot be reached"):
         finish(teachers_at(server.url), world)
+
+
+def test_scores_that_arrive_as_a_poll_ends_are_not_late() -> None:
+    """The future can be done by the time that its `result` has given up waiting."""
+    row = rows()[0]
+    scoring = Scoring(ServedTeacher("http://127.0.0.1:1", (EVERY_TASK,), "algorithm.kl.base_url", None, 1.0), [])
+
+    class Arrives(Future[list[list[float]]]):
+        def result(self, timeout: float | None = None) -> list[list[float]]:
+            if self.done():
+                return super().result(timeout)
+            self.set_result([[-1.0] * len(row.completion_ids)])
+            raise TimeoutError
+
+    scoring.rows, scoring._future = [row], Arrives()
+    assert scoring.wait() is None
+    assert row.ref_logp is not None
+    assert row.ref_logp.tolist() == [-1.0] * len(row.completion_ids)
 
 
 def test_a_server_is_checked_before_the_run(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
