@@ -191,6 +191,15 @@ def test_the_number_of_processes_changes_nothing(results, tied_model, name: str)
             assert (result[name]["weights"] - alone["weights"]).norm() <= 0.05 * change.norm(), process
 
 
+def test_a_canary_is_the_same_in_every_kind_of_process(results) -> None:
+    """Each process changes the part that it holds, and takes the change back bit for bit."""
+    alone = results[1, 0, "ddp"]["canary"]
+    for process, result in results.items():
+        assert result["canary"]["same"], process
+        assert torch.equal(result["canary"]["weights"], alone["weights"]), process
+        assert result["canary"]["scored"] == pytest.approx(alone["scored"], abs=1e-4), process
+
+
 @pytest.mark.parametrize("name", updating.ALGORITHMS)
 def test_the_main_process_gets_the_log_probs_of_every_row(results, rows: list[Row], name: str) -> None:
     """This includes entropies, ratios and clipped tokens, whichever process computed them; None if no process did."""

@@ -24,6 +24,7 @@ from grpocli.hardware.hardware import Single
 from grpocli.models.lora import Lora, attach, is_adapted
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample
+from grpocli.rollout.vllm import canary
 from grpocli.training import checkpoint
 from grpocli.training.checkpoint import State
 from grpocli.training.optim import AdamW
@@ -220,12 +221,25 @@ def sampled(world: World, folder: Path) -> list[list[int]]:
     return completions
 
 
+def canaried(world: World, folder: Path) -> dict[str, object]:
+    """Weights and log-probs under a canary, and whether the policy's own come back bit for bit."""
+    policy, _ = loaded(world, folder / "model", descent)
+    ids = [2, 5, 6, 7, 8, 9]
+    before, scored = whole(policy), policy.score(ids)
+    with canary.weights(policy):
+        changed, followed = whole(policy), policy.score(ids)
+        kept = policy.score(ids) == followed  # not a copy that an earlier forward has left
+    same = torch.equal(whole(policy), before) and policy.score(ids) == scored
+    return {"weights": changed, "scored": followed, "same": same and kept}
+
+
 def main(folder: Path, parallel: str) -> None:
     """Train every algorithm on the model and rows in the folder; write one file of results per process."""
     world = World(Single(device="cpu", parallel=parallel, timeout=120))
     shards.FILE_BYTES = 8192  # so that every process writes several
     names = [name for name in ALGORITHMS if name != "lora" or parallel != "zero3"]
     results: dict[str, Any] = {name: descended(world, folder, name) for name in names}
+    results["canary"] = canaried(world, folder)
     if world.size > 1 and parallel in ("ddp", "fsdp2"):
         results["collectives"] = dict(counted(world, folder))
     if parallel != "zero3":

@@ -91,7 +91,10 @@ def weights(policy: PolicyView) -> Iterator[None]:
 
 
 def _reshard(model: Any) -> None:
-    """Drop whole copies that FSDP2 may keep after a forward, since a change of the shards would not reach them."""
+    """Drop whole copies that FSDP2 and ZeRO-3 keep after a forward: a change of the shards would not reach them."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_shape") and parameter.ds_status.name == "AVAILABLE":
+            parameter.partition()
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
