@@ -182,7 +182,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float, wh
 def test_the_number_of_processes_changes_nothing(results, tied_model, name: str) -> None:
     alone = results[1, 0, "ddp"][name]
     start = torch.cat([p.detach().flatten() for p in tied_model.parameters()])
-    tolerance = 1e-6 if name != "bfloat16" else 0.02
+    tolerance = 1e-6 if name not in updating.IN_BFLOAT16 else 0.02
     change = alone["weights"] - start
     assert change.abs().max() > 0.005  # 5,000 times the tolerance, except in bfloat16
     for process, result in results.items():
@@ -212,7 +212,7 @@ def test_the_main_process_gets_the_log_probs_of_every_row(results, rows: list[Ro
         for one, other in zip(result.get(name, {}).get("scored", []), alone, strict=False):
             assert (one is None) == (other is None)
             if one is not None:
-                torch.testing.assert_close(one, other, rtol=0, atol=0.1 if name == "bfloat16" else 1e-5)
+                torch.testing.assert_close(one, other, rtol=0, atol=0.1 if name in updating.IN_BFLOAT16 else 1e-5)
 
 
 def test_packed_and_padded_rows_give_the_same_update(results) -> None:
@@ -223,7 +223,7 @@ def test_packed_and_padded_rows_give_the_same_update(results) -> None:
 
 def test_the_algorithms_differ(results) -> None:
     """The tests above need algorithms with different updates."""
-    names = [name for name in updating.ALGORITHMS if name not in ("checkpointing", "bfloat16", "padded")]
+    names = [name for name in updating.ALGORITHMS if name not in ("checkpointing", *updating.IN_BFLOAT16, "padded")]
     weights = [results[1, 0, "ddp"][name]["weights"] for name in names]
     for i, one in enumerate(weights):
         for other in weights[:i]:

@@ -21,6 +21,7 @@ from grpocli.distributed.parallel import Make
 from grpocli.distributed.world import World
 from grpocli.distributed.zero import Zero3
 from grpocli.hardware.hardware import Single
+from grpocli.models.head import widen_head
 from grpocli.models.lora import Lora, attach, is_adapted
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample
@@ -56,7 +57,9 @@ ALGORITHMS = {
     "clipped": ("algorithm=dapo",),
     "padded": ("algorithm=grpo",),
     "bfloat16": ("algorithm=dapo",),
+    "float32 head": ("algorithm=dapo",),
 }
+IN_BFLOAT16 = ("bfloat16", "float32 head")
 
 
 def save_rows(rows: list[Row], path: Path) -> None:
@@ -74,12 +77,16 @@ def load_rows(path: Path) -> list[Row]:
     return rows
 
 
-def loaded(world: World, path: Path, make: Make, lora: bool = False, dtype: torch.dtype = torch.float32):
+def loaded(
+    world: World, path: Path, make: Make, lora: bool = False, dtype: torch.dtype = torch.float32, wide: bool = False
+):
     """A policy and its optimizer, as `grpocli.training.build` makes them."""
     with world.parallel.loading():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         if lora:
             model = attach(model, Lora(rank=4), seed=0)
+        if wide:
+            widen_head(model)
     wrapped, optimizer = world.parallel.prepare(model, dtype, make)
     return Policy(model, wrapped, dtype, world.parallel), optimizer
 
@@ -135,15 +142,15 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
 
     Plain gradient descent, because Adam would hide a gradient's size.
     """
-    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-    policy, optimizer = loaded(world, folder / "model", descent, name == "lora", dtype)
+    dtype = torch.bfloat16 if name in IN_BFLOAT16 else torch.float32
+    policy, optimizer = loaded(world, folder / "model", descent, name == "lora", dtype, name == "float32 head")
     if name == "checkpointing":
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     limit = 0.3 if name == "clipped" else 0.0
     updater = updater_of(
         world, folder, policy, optimizer, ALGORITHMS[name], AdamW(lr=0.1, max_grad_norm=limit), name != "padded"
     )
-    if name == "bfloat16":  # rounding in earlier updates changes later ones by several per cent
+    if name in IN_BFLOAT16:  # rounding in earlier updates changes later ones by several per cent
         updater.train = dataclasses.replace(TRAIN, epochs=1, minibatches=1)
     rows = load_rows(folder / "rows.json")
     metrics = train_step(updater, rows, N_GROUPS)
