@@ -28,9 +28,9 @@ class ModelPart:
 
     dtype: str = "auto"
     """Dtype of the computation: `float32`, `bfloat16`, or `auto`, the faster one on this machine."""
-    head_dtype: str | None = None
-    """Dtype of the output head, in the trainer and in vLLM alike: `float32` multiplies in float32, with weights rounded
-    to model.dtype; null: model.dtype."""
+    head_dtype: str | None = "float32"
+    """Dtype of logits, in the trainer and in vLLM alike: `float32`, products in float32 of hidden states and weights in
+    model.dtype; null: logits rounded to model.dtype, which is faster and less exact."""
     attn_implementation: str | None = None
     """Attention of transformers, such as `sdpa` or `flash_attention_2`; null: its default."""
     lora: Lora = Lora()
