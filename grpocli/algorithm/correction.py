@@ -132,6 +132,13 @@ class Correction:
         return {"x_low": "low", "x_high": "high"}
 
 
+def _check_weights(correction: Correction, low: float, high: float) -> None:
+    """Raise ConfigError for bounds `min` and `max` that leave no weight between 0 and infinity."""
+    require(correction, "max", high > 0, "must be above 0, since no token weighs anything otherwise; inf: no bound")
+    require(correction, "min", 0 <= low <= high, "must be between 0 and algorithm.correction.max")
+    require(correction, "min", low < math.inf, "must be a finite number")
+
+
 @part("algorithm/correction", "importance")
 class Importance(Correction):
     """A weight by x = pi_old / mu (trainer / sampler), and a filter by x, each of tokens or of sequences.
@@ -151,15 +158,16 @@ class Importance(Correction):
     """Whose x must be between `low` and `high`, so that the weight is not 0: that of the `token` or the `sequence`;
     `none`: nothing is dropped."""
     low: float = 0.5
-    """Lower bound of the filter, at least 0."""
+    """Lower bound of the filter, 0 to 1."""
     high: float = 2.0
-    """Upper bound of the filter; inf: none."""
+    """Upper bound of the filter, at least 1; inf: none."""
 
     def __post_init__(self) -> None:
         one_of(self, "weigh", LEVELS)
         one_of(self, "drop", LEVELS)
-        require(self, "min", 0 <= self.min <= self.max, "must be between 0 and algorithm.correction.max")
-        require(self, "low", 0 <= self.low <= self.high, "must be between 0 and algorithm.correction.high")
+        _check_weights(self, self.min, self.max)
+        require(self, "low", 0 <= self.low <= 1, "must be between 0 and 1, the ratio of a token that agrees")
+        require(self, "high", self.high >= 1, "must be 1 or more, the ratio of a token that agrees; inf: no bound")
 
     @property
     def weighing(self) -> Range:
@@ -181,7 +189,7 @@ class Bounded(Correction):
     level = "token"
 
     def __post_init__(self) -> None:
-        require(self, "min", 0 <= self.min <= self.max, "must be between 0 and algorithm.correction.max")
+        _check_weights(self, self.min, self.max)
 
 
 @part("algorithm/correction", "token_truncate")

@@ -50,6 +50,9 @@ def _check_signal(run: Run) -> None:
         return
     if not algorithm.needs_reference:
         problem = "nothing trains: choose algorithm/kl=reverse with algorithm.kl.model=TEACHER, or another advantage"
+        if has_teacher(algorithm.kl):
+            problem = "nothing trains, as algorithm/advantage=none: give a beta above 0"
+            raise ConfigError(problem, key="algorithm.kl.beta", value=0)
         raise ConfigError(problem, key="algorithm/advantage", value="none")
     if isinstance(algorithm.kl, KL) and not has_teacher(algorithm.kl):
         problem = "the start policy would be its own teacher: give a folder or a name on the hub"

@@ -128,6 +128,8 @@ def _check_no_reward(run: Run) -> None:
     if unscored and not unused:
         problem = "without rewards there is no advantage: add algorithm/advantage=none, or choose a reward"
         raise ConfigError(problem, key="reward", value="none")
+    if unscored and (metric := run.eval.stop_at.metric):
+        raise ConfigError("reward=none measures no accuracy: choose a reward", key="eval.stop_at.metric", value=metric)
     if unused and isinstance(algorithm.keep, Dynamic):
         problem = "groups whose rewards differ do not train more than others: choose algorithm/keep=all"
         raise ConfigError(problem, key="algorithm/advantage", value="none")
@@ -212,6 +214,7 @@ def _check_max_rl(run: Run) -> None:
 
 def _check_curriculum(run: Run) -> None:
     """Require an accuracy reward where pass rates decide what is drawn."""
+    from grpocli.rewards.no_reward import NoReward
     from grpocli.tasks.curriculum import OrderKeys
     from grpocli.tasks.mixture import key_of, tasks_of
     from grpocli.tasks.prompt_source import rewards_for
@@ -223,7 +226,8 @@ def _check_curriculum(run: Run) -> None:
         rests = keys.no_resampling_pass_rate is not None
         key, value = ("no_resampling_pass_rate", keys.no_resampling_pass_rate) if rests else ("order", keys.order)
         key = f"{key_of(run.task, name)}.{key}"
-        if not rewards_for(task, run.reward):
+        scored = [n for n in rewards_for(task, run.reward) if not isinstance(run.reward[n], NoReward)]
+        if not scored:
             hint = "choose a reward" + ("" if rests else ", or give difficulty_column")
             raise ConfigError(
                 "needs the pass rates of problems, and no reward scores them", key=key, value=value, hint=hint

@@ -132,6 +132,28 @@ BAD = [
         "algorithm.entropy.coefficient=-1.0: must be a finite",
     ),
     ("algorithm.kl.beta=inf", "algorithm.kl.beta=inf: must be a finite number of 0 or more"),
+    (
+        "algorithm=opd algorithm.kl.model=tiny-teacher algorithm.kl.beta=0",
+        "algorithm.kl.beta=0: nothing trains, as algorithm/advantage=none: give a beta above 0",
+    ),
+    (
+        "algorithm=opd algorithm.kl.model=tiny-teacher reward=none task.order=difficulty",
+        "task.order=difficulty: needs the pass rates of problems, and no reward scores them",
+    ),
+    (
+        "recipe=opd-small reward=none eval.every=1 eval.stop_at.metric=accuracy eval.stop_at.threshold=0.5",
+        "eval.stop_at.metric=accuracy: reward=none measures no accuracy: choose a reward",
+    ),
+    ("algorithm/correction=importance algorithm.correction.max=nan", "algorithm.correction.max=nan: must be above 0"),
+    ("algorithm/correction=token_mask algorithm.correction.max=0", "algorithm.correction.max=0.0: must be above 0"),
+    (
+        "algorithm/correction=importance algorithm.correction.min=inf algorithm.correction.max=inf",
+        "algorithm.correction.min=inf: must be a finite number",
+    ),
+    (
+        "algorithm/correction=importance algorithm.correction.drop=token algorithm.correction.low=1.5",
+        "algorithm.correction.low=1.5: must be between 0 and 1, the ratio of a token that agrees",
+    ),
     ("algorithm.advantage.eps=inf", "algorithm.advantage.eps=inf: must be a finite number of 0 or more"),
     ("algorithm=dgpo algorithm.question_weight.temperature=1e-320", "must be above 0 (at least 1e-6) and finite"),
     ("rollout.temperature=inf", "rollout.temperature=inf: must be above 0 (at least 0.001) and finite"),

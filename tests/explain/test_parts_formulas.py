@@ -26,7 +26,7 @@ VALUES: dict[str, list[Any]] = {
     "level": ["token", "sequence"],
     "dual": [None, 3.0],
     "delta": [None, 4.0],
-    "high": [0.5, 0.6],
+    "high": [1.5, 1.6],
     "weigh": ["none", "token", "sequence"],
     "drop": ["none", "token", "sequence"],
     "low": [0.2],
