@@ -138,8 +138,11 @@ GRPO_CONFIG = {
     "disable_dropout": nothing(False, "training has no dropout, since the sampler has none"),
     "cast_lm_head_to_fp32": default(
         False,
-        Equivalent("model.head_dtype=float32", values={"false": "model.head_dtype=null"}),
-        "here in vLLM too: trainer and sampler then differ by a third less",
+        Equivalent(
+            "model.head_dtype=float32",
+            "in vLLM too: trainer and sampler then differ by a third less",
+            values={"false": "model.head_dtype=null"},
+        ),
     ),
     "num_generations": default(8, "rollout.group_size={}"),
     "num_generations_eval": default(

@@ -28,7 +28,7 @@ class ModelPart:
 
     dtype: str = "auto"
     """Dtype of the computation: `float32`, `bfloat16`, or `auto`, the faster one on this machine."""
-    head_dtype: str | None = "float32"
+    head_dtype: str | None = None
     """Dtype of logits, in the trainer and in vLLM alike: `float32`, products in float32 of hidden states and weights in
     model.dtype; null: logits rounded to model.dtype, which is faster and less exact."""
     attn_implementation: str | None = None

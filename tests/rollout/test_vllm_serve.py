@@ -119,18 +119,18 @@ DESCRIPTION = {"version": "0.32.0", "max_model_len": 128}
 
 
 def test_the_summary_shows_address_key_and_example() -> None:
-    job = EngineJob("/models/m", "bfloat16", 0, Path(), seed=0, head_dtype="float32")
+    job = EngineJob("/models/m", "bfloat16", 0, Path(), seed=0)
     said = how_to_use(Endpoint("http://127.0.0.1:8000", "s3cret", "/dev/shm/x"), Path("/c/8000.json"), job, DESCRIPTION)
     for fact in ("0.32.0", "/models/m", "bfloat16", "128 tokens", "sync=shm, through /dev/shm/x", "/c/8000.json"):
         assert fact in said
     assert "\n  grpocli train engine=vllm engine.base_url=http://127.0.0.1:8000\n" in said
     assert "engine.base_url=http://THIS_MACHINE:8000 engine.api_key_file=COPY_OF_THE_KEY" in said
     assert "s3cret" not in said
-    assert "float32 (the run's model.head_dtype must be the same)" in said
+    assert "null (the run's model.head_dtype must be the same)" in said
     endpoint = Endpoint("http://127.0.0.1:8000", "s3cret", "/dev/shm/x")
-    said = how_to_use(endpoint, Path("/c/8000.json"), replace(job, head_dtype=None), DESCRIPTION)
-    assert "engine.base_url=http://127.0.0.1:8000 model.head_dtype=null\n" in said
-    said = how_to_use(endpoint, Path("/c/8000.json"), replace(job, dtype="float32", head_dtype=None), DESCRIPTION)
+    said = how_to_use(endpoint, Path("/c/8000.json"), replace(job, head_dtype="float32"), DESCRIPTION)
+    assert "engine.base_url=http://127.0.0.1:8000 model.head_dtype=float32\n" in said
+    said = how_to_use(endpoint, Path("/c/8000.json"), replace(job, dtype="float32"), DESCRIPTION)
     assert "head_dtype" not in said
     lora = replace(job, lora_rank=8, transport="nccl")
     said = how_to_use(
