@@ -128,8 +128,6 @@ def _check_no_reward(run: Run) -> None:
     if unscored and not unused:
         problem = "without rewards there is no advantage: add algorithm/advantage=none, or choose a reward"
         raise ConfigError(problem, key="reward", value="none")
-    if unscored and (metric := run.eval.stop_at.metric):
-        raise ConfigError("reward=none measures no accuracy: choose a reward", key="eval.stop_at.metric", value=metric)
     if unused and isinstance(algorithm.keep, Dynamic):
         problem = "groups whose rewards differ do not train more than others: choose algorithm/keep=all"
         raise ConfigError(problem, key="algorithm/advantage", value="none")

@@ -100,10 +100,6 @@ BAD = [
         "eval.stop_at.metric=eval/accuracy: ends the run after an evaluation, but eval.problems=0 leaves none",
     ),
     (
-        "algorithm=opd reward=none eval.every=5 eval.stop_at.metric=accuracy eval.stop_at.threshold=0.9",
-        "eval.stop_at.metric=accuracy: ends the run at an accuracy, and reward=none measures none: choose a reward",
-    ),
-    (
         "reward=[length_penalty]",
         "reward=[length_penalty]: reward.length_penalty scores a group by its other rewards, so it cannot measure acc",
     ),
@@ -142,7 +138,7 @@ BAD = [
     ),
     (
         "recipe=opd-small reward=none eval.every=1 eval.stop_at.metric=accuracy eval.stop_at.threshold=0.5",
-        "eval.stop_at.metric=accuracy: reward=none measures no accuracy: choose a reward",
+        "eval.stop_at.metric=accuracy: ends the run at an accuracy, and reward=none measures none: choose a reward",
     ),
     ("algorithm/correction=importance algorithm.correction.max=nan", "algorithm.correction.max=nan: must be above 0"),
     ("algorithm/correction=token_mask algorithm.correction.max=0", "algorithm.correction.max=0.0: must be above 0"),

@@ -312,7 +312,7 @@ def test_a_sweep_over_user_parts_can_be_printed(
         f"hydra.sweep.dir={tmp_path}/s",
     )
     assert code == 2
-    assert "there is no key algorithm.advantage.scale" in err  # of std; the other part has it
+    assert "algorithm.advantage.scale belongs to algorithm/advantage=leave_one_out; now it is std" in err
     code, out, _ = grpocli("explain", "algorithm/advantage=mine.py:Rank", "vs", "algorithm=grpo")
     assert code == 0
     assert "mine.py:Rank" in out

@@ -105,7 +105,9 @@ class ColocateEngine:
                 self.verifier.verify_followed(self.llm.score(probe), expected, start)
         except EngineError as error:
             failures.append(str(error))
-        if caches:
+        if caches and failures:  # vLLM would not return from a request after a load that failed halfway
+            self.verifier.score_sampled([])
+        elif caches:
             try:
                 self.verifier.verify_sampled(self.llm.sample, version)
             except EngineError as error:
