@@ -221,10 +221,8 @@ def _std_of_others(scores_PG: Tensor) -> Tensor:
     """The sample standard deviation of each completion's group without the completion; 0 for fewer than two scores."""
     import torch
 
-    p, g = scores_PG.shape
-    itself_GG = torch.eye(g, dtype=torch.bool, device=scores_PG.device)
-    others_PGG = scores_PG.unsqueeze(1).expand(p, g, g).masked_fill(itself_GG, math.nan)
-    return std_P1(others_PGG.reshape(p * g, g)).reshape(p, g)
+    columns = torch.arange(scores_PG.shape[1], device=scores_PG.device)
+    return torch.cat([std_P1(scores_PG.index_fill(1, column, math.nan)) for column in columns], dim=1)
 
 
 def _divide(centred_PG: Tensor, scale_P1: Tensor, eps: float) -> Tensor:

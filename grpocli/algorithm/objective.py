@@ -276,8 +276,9 @@ class Dppo:
             RATIO,
             "p_it = π_θ(o_it);  q_it = π_old(o_it)",
             *change,
-            "k_it = 0 where A_i > 0 and v_it > δ_high, else f_it",
-            "f_it = 0 where A_i < 0 and v_it < −δ_low, else 1",
+            "d_it = sign(A_i) v_it",
+            "k_it = 0 where d_it > δ, else 1",
+            "δ = δ_high where A_i > 0, else δ_low",
             f"ℓ_it = −k_it r_it A_i{' + κ (log r_it)²' if self.drift else ''}",
         ]
         symbols = {"δ_low": "low", "δ_high": "high"} | ({"κ": "drift"} if self.drift else {})
@@ -366,8 +367,8 @@ class Geometric:
         return Formula(
             (
                 RATIO,
-                "y_it = min(log r_it, ε_high) where A_i > 0, else z_it",
-                "z_it = max(log r_it, −ε_low)",
+                "y_it = sign(A_i) min( sign(A_i) log r_it, ε )",
+                "ε = ε_high where A_i > 0, else ε_low",
                 "ℓ_it = −A_i exp( Σ_t y_it / |o_i| )",
             ),
             {"ε_low": "low", "ε_high": "high"},

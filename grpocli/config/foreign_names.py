@@ -615,7 +615,12 @@ NEMO_RL = {
     "loss_fn.ratio_clip_min": default(0.2, "algorithm.objective.low={}"),
     "loss_fn.ratio_clip_max": default(0.2, "algorithm.objective.high={}"),
     "loss_fn.ratio_clip_c": default(None, "algorithm.objective.dual={}"),
-    "loss_fn.use_on_policy_kl_approximation": default(False, "algorithm.kl.on_policy={}"),
+    "loss_fn.use_on_policy_kl_approximation": Equivalent(
+        "algorithm.kl.on_policy=true",
+        "since June 2026 NeMo RL's KL has the ratio's gradient with either value; true also weighs it by π/μ, "
+        "which is ours with algorithm/correction=sampler",
+        default=False,
+    ),
     "loss_fn.use_importance_sampling_correction": Equivalent(
         "algorithm/correction=token_truncate algorithm.correction.max=1e9",
         "NeMo RL's weight has no bound unless truncated_importance_sampling_ratio is set",

@@ -150,6 +150,8 @@ class _CommandLine:
         key, _, value = override.partition("=")
         if value[:1] in ("[", "{") and (form := self._as_text(override)):
             return _needs_quotes(override, form)
+        if inner := [known for known in self.known_keys() if known.startswith(f"{key}.")]:
+            return ConfigError("is not a key but has keys", key=key, value=value, hint=f"set {' and '.join(inner[:4])}")
         reason = str(cause).splitlines()[0] if cause else "it does not fit"
         expected = re.search(r"could not be converted to (\w+)", reason)
         return ConfigError(f"must be of type {expected[1].lower()}" if expected else reason, key=key, value=value)

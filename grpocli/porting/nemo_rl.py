@@ -158,7 +158,7 @@ class NemoRl:
         if beta:
             port.set("algorithm.kl.beta", beta, "loss_fn.reference_policy_kl_penalty")
             name = "loss_fn.use_on_policy_kl_approximation"
-            port.set("algorithm.kl.on_policy", bool(self.get(name)), name)
+            port.set("algorithm.kl.on_policy", True, name)
         else:
             port.set(
                 "algorithm/kl", "none", "loss_fn.reference_policy_kl_penalty", "loss_fn.use_on_policy_kl_approximation"

@@ -185,13 +185,14 @@ class Updater:
         """
         needs_old = window.number > 0 and not self.algorithm.takes_sampler_as_old
         needs_entropy = self.algorithm.tokens.needs_entropy
-        if self.reference is None and not needs_old and not needs_entropy:
+        scoring = self.reference if self.reference and self.reference.models else None  # servers score meanwhile
+        if scoring is None and not needs_old and not needs_entropy:
             return
         for i, rows in enumerate(window.micro_batches):
             self.progress(i, len(window.micro_batches), "micro-batches", "log-probs before the update")
             batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
-            if self.reference:
-                self.reference.score(rows, batch, self.sampling)
+            if scoring:
+                scoring.score(rows, batch, self.sampling)
             if needs_old or needs_entropy:
                 logp, entropies = self.policy.logp_without_gradient(batch, self.sampling)
                 if needs_old:

@@ -39,6 +39,10 @@ BAD = [
     ("reward.format.weight=0.2", "since format is not one of the rewards; add it: reward=[...,format]"),
     ("reward.exact_match.wieght=2", 'did you mean "reward.exact_match.weight"?'),
     ("algorithm/kl=k4", "algorithm/kl=k4: choose one of k1, k2, "),
+    (
+        "eval.stop_at=accuracy",
+        "eval.stop_at=accuracy: is not a key but has keys; set eval.stop_at.metric and eval.stop_at.threshold",
+    ),
     ("train.steps=many", "train.steps=many: must be of type integer"),
     ("algorithm.kl=k1", "algorithm.kl=k1: is not a part; choose one with algorithm/kl=k1"),
     ("recipe=nope", "recipe=nope: choose one of dapo-"),

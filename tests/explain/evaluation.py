@@ -21,6 +21,7 @@ NAMES = {
     "mean_G": lambda xs: sum(xs) / len(xs),
     "Σ_G": sum,
     "sqrt": math.sqrt,
+    "sign": lambda x: (x > 0) - (x < 0),
 }
 
 

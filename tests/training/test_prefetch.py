@@ -450,6 +450,35 @@ def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) 
     assert repr(halves) == repr(whole)
 
 
+def test_a_step_that_was_not_trained_is_given_back_ahead() -> None:
+    sampler = Sampler()
+    sampler.allow(99)
+    with ahead(collector(sampler), steps=8, returnable=True) as one:
+        for step in (1, 2):
+            sync(one, sampler, step)
+            taken = one.rollouts(step)
+        one.give_back()
+        one.wait_until_idle(3)
+        saved = one.state.ready
+        assert uids(saved[0]) == uids(taken) == [2, 3]
+        assert [uids(step) for step in saved[1:]] == [[4, 5]]
+
+
+def test_a_step_that_was_not_trained_is_drawn_again() -> None:
+    sampler = Sampler()
+    sampler.allow(99)
+    with ahead(collector(sampler), staleness=0, returnable=True) as one:
+        one.rollouts(1)
+        before = one.state
+        taken = one.rollouts(2)
+        assert one.state.draws > before.draws
+        one.give_back()
+        assert one.state == before
+        again = collector(sampler)
+        again.draws = one.state.draws
+        assert uids(again.collect()) == uids(taken) == [2, 3]
+
+
 def without_times(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
