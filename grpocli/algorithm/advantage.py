@@ -174,9 +174,9 @@ class ReinforcePlusPlus:
             return Formula(("c_i = s_i − mean_G s", *scaled), {"ε": "eps"}, sources, ZERO)
         lines = (
             "c_i = s_i − mean_G s",
-            "A_i = (c_i − m) / (√v + ε)",
-            "m = Σ_j |o_j| c_j / Σ_j |o_j|,  j: the step's completions",
-            "v = Σ_j |o_j| (c_j − m)² / Σ_j |o_j|",
+            "A_i = (c_i − b) / (√v + ε)",
+            "b = Σ_j |o_j| c_j / Σ_j |o_j|,  j: the step's completions",
+            "v = Σ_j |o_j| (c_j − b)² / Σ_j |o_j|",
         )
         note = "A_i = 0 for a completion without a score. Where all scores of a group are equal, c_i = 0, but not A_i."
         return Formula(lines, {"ε": "eps"}, sources, note)

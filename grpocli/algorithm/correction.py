@@ -246,6 +246,10 @@ class TokenMask(Bounded):
     `importance` with weigh=token max=inf and drop=token. NeMo RL's icepop, TRL's mode of the same name.
     """
 
+    def __post_init__(self) -> None:
+        require(self, "max", self.max >= 1, "must be 1 or more, the ratio of a token that agrees; inf: no bound")
+        require(self, "min", 0 <= self.min <= 1, "must be between 0 and 1, the ratio of a token that agrees")
+
     @property
     def weighing(self) -> Range:
         return Range(self.level, 0, math.inf)

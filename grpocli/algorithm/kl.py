@@ -1,6 +1,6 @@
 """KL terms towards a reference, the start policy or a teacher, for each token [B, T], in nats.
 
-k1, k2 and k3 are the estimators of http://joschu.net/blog/kl-approx.html, with x = log pi_ref - log pi_theta.
+k1, k2 and k3 are the estimators of http://joschu.net/blog/kl-approx.html, with z = log pi_ref - log pi_theta.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Estimator(KL):
         kl_BT = self.estimate(ref_logp_BT - logp_BT)
         return kl_BT * _ratio(logp_BT, old_logp_BT) if self.on_policy else kl_BT
 
-    def estimate(self, x_BT: Tensor) -> Tensor:
+    def estimate(self, z_BT: Tensor) -> Tensor:
         raise NotImplementedError
 
     def formula(self) -> Formula:
@@ -189,7 +189,7 @@ class Estimator(KL):
     def _lines(self) -> tuple[str, ...]:
         *before, estimate = self.lines
         weighted = f"( π_θ(o_it) / π_old(o_it) ) ({estimate})" if self.on_policy else estimate
-        return ("x_it = log π_ref(o_it) − log π_θ(o_it)", *before, f"D_it = {weighted}")
+        return ("z_it = log π_ref(o_it) − log π_θ(o_it)", *before, f"D_it = {weighted}")
 
 
 def _ratio(logp_BT: Tensor, old_logp_BT: Tensor) -> Tensor:
@@ -220,46 +220,46 @@ class Reverse(KL):
 
 @part("algorithm/kl", "k1")
 class K1(Estimator):
-    """-x with x = log pi_ref - log pi_theta: unbiased, high variance, may be negative."""
+    """-z with z = log pi_ref - log pi_theta: unbiased, high variance, may be negative."""
 
-    lines = ("−x_it",)
+    lines = ("−z_it",)
 
-    def estimate(self, x_BT: Tensor) -> Tensor:
-        return -x_BT
+    def estimate(self, z_BT: Tensor) -> Tensor:
+        return -z_BT
 
 
 @part("algorithm/kl", "k2")
 class K2(Estimator):
-    """x^2 / 2 with x = log pi_ref - log pi_theta: low variance, biased.
+    """z^2 / 2 with z = log pi_ref - log pi_theta: low variance, biased.
 
     On-policy, its expected gradient is that of the KL divergence.
     """
 
-    lines = ("x_it² / 2",)
+    lines = ("z_it² / 2",)
 
-    def estimate(self, x_BT: Tensor) -> Tensor:
-        return x_BT.square() / 2
+    def estimate(self, z_BT: Tensor) -> Tensor:
+        return z_BT.square() / 2
 
 
 @part("algorithm/kl", "k3")
 class K3(Estimator):
-    """exp(x) - x - 1 with x = log pi_ref - log pi_theta: unbiased and never negative up to 10, where it is cut off.
+    """exp(z) - z - 1 with z = log pi_ref - log pi_theta: unbiased and never negative up to 10, where it is cut off.
 
     GRPO (arXiv 2402.03300), equation 4. The bound is that of NeMo RL and verl: exp(89) is infinite in float32. Beyond
-    it, where x is above 2.6 or below -11, the KL term of a token has no gradient; `kl_clamped_ratio` is the share of
+    it, where z is above 2.6 or below -11, the KL term of a token has no gradient; `kl_clamped_ratio` is the share of
     such tokens. k1 and k2 cannot overflow.
     """
 
-    lines = ("d_it = exp(x_it) − x_it − 1", f"min(d_it, {MAX_K3:g})")
+    lines = ("d_it = exp(z_it) − z_it − 1", f"min(d_it, {MAX_K3:g})")
     sources = ("GRPO, DeepSeekMath (arXiv 2402.03300), equation 4", BOUND)
 
-    def estimate(self, x_BT: Tensor) -> Tensor:
-        return _k3(x_BT).clamp(max=MAX_K3)
+    def estimate(self, z_BT: Tensor) -> Tensor:
+        return _k3(z_BT).clamp(max=MAX_K3)
 
     def clamped(self, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
         return _k3(ref_logp_BT - logp_BT) > MAX_K3
 
 
-def _k3(x_BT: Tensor) -> Tensor:
-    x_BT = x_BT.clamp(-FARTHEST, FARTHEST)
-    return x_BT.exp() - x_BT - 1
+def _k3(z_BT: Tensor) -> Tensor:
+    z_BT = z_BT.clamp(-FARTHEST, FARTHEST)
+    return z_BT.exp() - z_BT - 1

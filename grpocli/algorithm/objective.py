@@ -276,12 +276,12 @@ class Dppo:
             RATIO,
             "p_it = π_θ(o_it);  q_it = π_old(o_it)",
             *change,
-            "d_it = sign(A_i) v_it",
-            "k_it = 0 where d_it > δ, else 1",
-            "δ = δ_high where A_i > 0, else δ_low",
-            f"ℓ_it = −k_it r_it A_i{' + κ (log r_it)²' if self.drift else ''}",
+            "y_it = sign(A_i) v_it",
+            "k_it = 0 where y_it > δ_i, else 1",
+            "δ_i = δ_high where A_i > 0, else δ_low",
+            f"ℓ_it = −k_it r_it A_i{' + η (log r_it)²' if self.drift else ''}",
         ]
-        symbols = {"δ_low": "low", "δ_high": "high"} | ({"κ": "drift"} if self.drift else {})
+        symbols = {"δ_low": "low", "δ_high": "high"} | ({"η": "drift"} if self.drift else {})
         source = [f"DPPO (arXiv 2602.04879), equation {13 if self.divergence == 'tv' else 14}"]
         if self.drift:
             source.append("drift: prime-rl's default loss; Kimi K2.5 (arXiv 2602.02276)")
@@ -367,8 +367,8 @@ class Geometric:
         return Formula(
             (
                 RATIO,
-                "y_it = sign(A_i) min( sign(A_i) log r_it, ε )",
-                "ε = ε_high where A_i > 0, else ε_low",
+                "y_it = sign(A_i) min( sign(A_i) log r_it, ε_i )",
+                "ε_i = ε_high where A_i > 0, else ε_low",
                 "ℓ_it = −A_i exp( Σ_t y_it / |o_i| )",
             ),
             {"ε_low": "low", "ε_high": "high"},

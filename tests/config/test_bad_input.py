@@ -145,7 +145,12 @@ BAD = [
         "eval.stop_at.metric=accuracy: ends the run at an accuracy, and reward=none measures none: choose a reward",
     ),
     ("algorithm/correction=importance algorithm.correction.max=nan", "algorithm.correction.max=nan: must be above 0"),
-    ("algorithm/correction=token_mask algorithm.correction.max=0", "algorithm.correction.max=0.0: must be above 0"),
+    ("algorithm/correction=token_truncate algorithm.correction.max=0", "algorithm.correction.max=0.0: must be above 0"),
+    ("algorithm/correction=token_mask algorithm.correction.max=0.5", "algorithm.correction.max=0.5: must be 1 or more"),
+    (
+        "algorithm/correction=sequence_mask algorithm.correction.min=1.5",
+        "algorithm.correction.min=1.5: must be between 0 and 1, the ratio of a token that agrees",
+    ),
     (
         "algorithm/correction=importance algorithm.correction.min=inf algorithm.correction.max=inf",
         "algorithm.correction.min=inf: must be a finite number",

@@ -193,9 +193,9 @@ def test_the_formulas_of_reinforce_pp_give_its_values() -> None:
     torch.testing.assert_close(ReinforcePlusPlus(eps=0.3)(scores), c / (((c**2).sum() / 11).sqrt() + 0.3))
     assert ReinforcePlusPlus("tokens", eps=0.3).formula().lines == (
         "c_i = s_i − mean_G s",
-        "A_i = (c_i − m) / (√v + ε)",
-        "m = Σ_j |o_j| c_j / Σ_j |o_j|,  j: the step's completions",
-        "v = Σ_j |o_j| (c_j − m)² / Σ_j |o_j|",
+        "A_i = (c_i − b) / (√v + ε)",
+        "b = Σ_j |o_j| c_j / Σ_j |o_j|,  j: the step's completions",
+        "v = Σ_j |o_j| (c_j − b)² / Σ_j |o_j|",
     )
     m = (lengths * c).sum() / lengths.sum()
     v = (lengths * (c - m) ** 2).sum() / lengths.sum()

@@ -93,6 +93,19 @@ def test_formulas_fit_on_80_columns_and_name_their_symbols(kind: str, choice: st
             assert symbol in said
 
 
+def test_no_symbol_has_two_meanings() -> None:
+    """Parts of different kinds are shown together, so what one defines another does not define otherwise."""
+    meanings: dict[str, dict[str, set[str]]] = {}
+    for kind, _, made in CHOICES:
+        for formula in map(formula_of, instances(made)):
+            defined = [piece.partition(" = ") for line in formula.lines for piece in line.split(";  ")]
+            said = [(name, right) for name, equals, right in defined if equals and " " not in name]
+            for symbol, meaning in [*said, *formula.symbols.items()]:
+                meanings.setdefault(symbol, {}).setdefault(kind, set()).add(meaning)
+    shared = {symbol: by_kind for symbol, by_kind in meanings.items() if len(by_kind) > 1}
+    assert {symbol for symbol, by_kind in shared.items() if len(set.union(*by_kind.values())) > 1} == set()
+
+
 def test_variants_of_the_document_exist() -> None:
     known = {(kind, choice) for kind, choice, _ in CHOICES}
     assert set(VARIANTS) <= known

@@ -55,7 +55,7 @@ def test_every_weight_changes_and_comes_back_bit_for_bit(policy: TinyPolicy) -> 
     with torch.no_grad():
         weight = policy.model.model.layers[0].mlp.down_proj.weight
         weight[0], weight[1], weight[2] = -0.0, 1e30, 3e-39
-        weight[3, 0], weight[4] = 1e-42, 1e-30
+        weight[3, 0], weight[4], weight[5, :2] = 1e-42, 1e-30, torch.tensor([1.1e-27, 1e18])
         policy.model.model.norm.weight[:3] = torch.tensor([0.0, 5e-45, -1e20])
     before = copies(policy)
     with suppress(KeyError), canary.weights(policy):  # type: ignore[arg-type]
@@ -307,8 +307,9 @@ def test_a_checkpoint_under_way_is_written_before_the_weights_change(
 def test_a_failed_true_sync_after_a_canary_is_repeated_without_it(
     folder: Path, policy: TinyPolicy, tmp_path: Path
 ) -> None:
+    """The repetition is verified as the first attempt would have been, also if few syncs are."""
     server = Replica(tmp_path, folder)
-    sync = sync_of(policy, [server])
+    sync = sync_of(policy, [server], verify_every=3)
     score, calls = server.score, list[int]()
 
     def fails_once(token_ids: list[int], first: bool) -> list[float]:
@@ -320,8 +321,13 @@ def test_a_failed_true_sync_after_a_canary_is_repeated_without_it(
     server.score = fails_once  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="it died"):
         sync(1)
+    server.calls.clear()
     sync(1)
-    assert [call for call in server.calls if "version " in call] == ["version canary", "version 1", "version 1"]
+    assert [call for call in server.calls if "version " in call] == ["version 1"]
+    assert (len(calls), server.calls.count("sample")) == (3, 1)
+    server.calls.clear()
+    sync(2)
+    assert (len(calls), server.calls.count("sample")) == (3, 0)
 
 
 def test_keys_and_values_of_the_canary_are_found(folder: Path, policy: TinyPolicy, tmp_path: Path) -> None:

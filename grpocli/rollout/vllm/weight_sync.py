@@ -99,6 +99,7 @@ class WeightSync:
         self._make_transport, self.transport = make_transport, make_transport()
         self.weights = self.transport.weights
         self._before_change = context.before_change
+        self._after_canary = False  # whether no sync of true weights has been verified since a canary was sent
         self.pause_mode = "keep" if context.in_flight else "wait"
         self.verifier = WeightVerifier(context)
 
@@ -119,9 +120,12 @@ class WeightSync:
         sent, failure = self._transfer(self.transport, self.servers, version)
         updated = time.perf_counter()
         if not failure and due:
-            failure = self._verify(version, caches=bool(unproven))
+            failure = self._verify(version, caches=self._after_canary)
         if failure:
             raise EngineError(failure)
+        if due:
+            self.verifier.passed()
+        self._after_canary = False
         return {
             "sync/bytes": float(sent),
             "sync/seconds/canary": proven - began,
@@ -140,6 +144,7 @@ class WeightSync:
         with canary.weights(self.policy):
             changed = self._score()
             if self.world.broadcast_object(canary.tells(start, changed)):
+                self._after_canary = True
                 failure = self._send_changed(servers, start, changed)
         if failure:
             raise EngineError(failure)

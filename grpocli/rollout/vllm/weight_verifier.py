@@ -85,11 +85,15 @@ class WeightVerifier:
     def due(self, new: bool = False) -> bool:
         """Whether to verify this sync: the first, then every `sync.verify_every`th, and one with a new server.
 
-        Call it once for each attempt.
+        Call it once for each attempt. A due sync that fails leaves the next attempt due; `passed` ends that.
         """
         due = new or self._since == 0
-        self._since = (1 if due else self._since + 1) % self._every
+        self._since = 0 if due else (self._since + 1) % self._every
         return due
+
+    def passed(self) -> None:
+        """Count from this sync, which was due and is verified, to the next one that is due."""
+        self._since = 1 % self._every
 
     def verify(self, servers: Sequence[ServerClient], version: int, beside_requests: bool = False) -> None:
         """Raise EngineError unless every server's log-probs are the policy's. All servers score concurrently.
