@@ -278,11 +278,16 @@ def _check_group_fits(run: Run) -> None:
 
 def _check_waits(run: Run) -> None:
     """Require that processes wait longer for each other than the main process waits for a lost server."""
-    engine, limit = run.engine, run.hardware.timeout
-    for key, seconds in engine.waits.items() if (run.hardware.processes or 1) > 1 else ():
+    from grpocli.algorithm.kl import KL
+
+    kl, limit = run.algorithm.kl, run.hardware.timeout
+    waits: dict[str, float] = {**run.engine.waits}
+    if isinstance(kl, KL) and kl.beta and kl.urls:
+        waits["algorithm.kl.timeout"] = kl.timeout
+    for key, seconds in waits.items() if (run.hardware.processes or 1) > 1 else ():
         if seconds >= limit:
             raise ConfigError(
-                f"must be above the {seconds} s that the run waits for a lost server ({key}): raise it, or lower that",
+                f"must be above the {seconds:g} s that the run waits for a lost server ({key}): raise it, or lower that",
                 key="hardware.timeout",
                 value=limit,
             )

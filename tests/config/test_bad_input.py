@@ -78,6 +78,10 @@ BAD = [
         "hardware.timeout=1800: must be above the 1860 s that the run waits for a lost server (engine.start_timeo",
     ),
     (
+        "hardware.processes=2 algorithm=opd algorithm.kl.base_url=http://127.0.0.1:1 algorithm.kl.timeout=1800",
+        "hardware.timeout=1800: must be above the 1800 s that the run waits for a lost server (algorithm.kl.timeout)",
+    ),
+    (
         "engine=transformers hardware.parallel=zero3",
         "hardware.parallel=zero3: engine=transformers cannot sample from sharded weights",
     ),
