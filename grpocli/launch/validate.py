@@ -287,7 +287,8 @@ def _check_waits(run: Run) -> None:
     for key, seconds in waits.items() if (run.hardware.processes or 1) > 1 else ():
         if seconds >= limit:
             raise ConfigError(
-                f"must be above the {seconds:g} s that the run waits for a lost server ({key}): raise it, or lower that",
+                f"must be above the {seconds:g} s that the run waits for a lost server ({key}): raise it, or lower "
+                "that",
                 key="hardware.timeout",
                 value=limit,
             )
