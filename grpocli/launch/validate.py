@@ -131,6 +131,9 @@ def _check_no_reward(run: Run) -> None:
     if unused and isinstance(algorithm.keep, Dynamic):
         problem = "groups whose rewards differ do not train more than others: choose algorithm/keep=all"
         raise ConfigError(problem, key="algorithm/advantage", value="none")
+    if unused and getattr(algorithm.aggregate, "informative_only", False):
+        problem = "nothing trains, as algorithm/advantage=none leaves no group with an advantage: set it to false"
+        raise ConfigError(problem, key="algorithm.aggregate.informative_only", value="true")
 
 
 def _check_teachers(run: Run) -> None:

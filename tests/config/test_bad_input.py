@@ -141,6 +141,10 @@ BAD = [
         "algorithm.kl.beta=0: nothing trains, as algorithm/advantage=none: give a beta above 0",
     ),
     (
+        "algorithm=opd algorithm.kl.model=tiny-teacher algorithm.aggregate.informative_only=true",
+        "algorithm.aggregate.informative_only=true: nothing trains, as algorithm/advantage=none leaves no group",
+    ),
+    (
         "algorithm=opd algorithm.kl.model=tiny-teacher reward=none task.order=difficulty",
         "task.order=difficulty: needs the pass rates of problems, and no reward scores them",
     ),
