@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -84,9 +85,15 @@ class RunKeys:
 
         try:
             config = load_yaml(run / "config.yaml")
-        except (OSError, ValueError):
+        except FileNotFoundError:
             return cls()
-        return cls(config if isinstance(config, dict) else {})
+        except (OSError, ValueError):
+            config = None
+        if not isinstance(config, dict):
+            unknown = "which problems rest is unknown, and the first reward counts as the accuracy"
+            print(f"warning: {run / 'config.yaml'} cannot be read: {unknown}", file=sys.stderr)
+            return cls()
+        return cls(config)
 
     def accuracy_reward(self, task: str, names: Sequence[str]) -> str | None:
         """The accuracy reward of a task: see `accuracy_reward_of`. names: rewards of the rollout file."""

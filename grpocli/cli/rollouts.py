@@ -137,7 +137,12 @@ def _problems(args: argparse.Namespace, conditions: Sequence[Condition]) -> int:
         with restoring(checkpoint):
             found = problem_table.saved_problems(checkpoint)
     else:
-        rows = problem_rows(step_files(args.run, args.step or ":"), list(conditions))
+        files = step_files(args.run, args.step or ":")
+        there = [int(file.stem.removeprefix("step_")) for file in files]
+        if gone := sorted(set(range(there[0], there[-1])) - set(there)):
+            steps = ("steps " if gone[1:] else "step ") + ", ".join(map(str, gone[:4])) + (" ..." if gone[4:] else "")
+            print(f"warning: rollout files of {steps} are gone: their samples are not counted", file=sys.stderr)
+        rows = problem_rows(files, list(conditions))
         found = problem_table.problems_of(rows, keys)
     if not found:
         print("no completion matches", file=sys.stderr)

@@ -181,6 +181,10 @@ class _CommandLine:
             exists = config is not None and OmegaConf.select(config, section) is not None
             return self._key_of_another_choice(section) if "." in section and not exists else None
         now = config.hydra.runtime.choices.get(group) if config is not None else None
+        if group == "task" and now == "mixture":  # the key of each of several tasks has the task's name before it
+            inner = [known for known in self.known_keys() if re.fullmatch(rf"task\.\w+\.{re.escape(name)}", known)]
+            if inner:
+                return ConfigError(f"there is no key {key} for several tasks", hint=f"set {' or '.join(inner[:4])}")
         choices = " or ".join(filter(None, [", ".join(having[:-1]), having[-1]]))
         return ConfigError(f"{key} belongs to {group}={choices}", hint=f"now it is {now}" if now else "")
 

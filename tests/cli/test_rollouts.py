@@ -251,6 +251,18 @@ def test_the_saved_config_names_the_accuracy_reward_and_the_rate_to_rest_at(grpo
     ]
 
 
+def test_problems_of_a_damaged_run_say_what_is_unknown(grpocli, tmp_path: Path) -> None:
+    problem_files(tmp_path)
+    (tmp_path / "config.yaml").write_text("{")
+    folder = tmp_path / "rollouts"
+    (folder / "step_000002.parquet").rename(folder / "step_000003.parquet")
+    code, out, err = grpocli("rollouts", str(tmp_path), "--problems")
+    assert code == 0
+    assert len(cells(out)) == 2
+    assert "config.yaml cannot be read: which problems rest is unknown" in err
+    assert "rollout files of step 2 are gone: their samples are not counted" in err
+
+
 def test_problems_of_files_without_rows_are_told_apart_by_their_prompts(grpocli, tmp_path: Path) -> None:
     problem_files(tmp_path)
     for file in (tmp_path / "rollouts").iterdir():

@@ -31,6 +31,11 @@ BAD = [
     ("reward=[number", "reward=[number: cannot be read; write KEY=VALUE or GROUP=[A,B], with every bracket"),
     ("task.nope=1,2", "there is no key task.nope"),
     ("task.system_prompt=Be_nice,_please", "task.system_prompt belongs to task="),
+    (
+        "task=[arithmetic,calculator] task.order=file",
+        "there is no key task.order for several tasks; set task.arithmetic.order or task.calculator.order",
+    ),
+    ("task=[arithmetic,calculator] task.path=a", "task.path belongs to task="),
     ("model=tiny model.path=a/b", "model.path belongs to model=hf"),
     (
         "model.chat_template_arguments.enable_thinking=false",
