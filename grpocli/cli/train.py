@@ -87,7 +87,8 @@ def _finished(run_dir: RunDir, run: Run) -> str | None:
     if done < run.train.steps:
         stop_at = run.eval.stop_at
         why = ended_early(read_summary(run_dir.summary), stop_at.metric, stop_at.threshold)
-        remedy = "a higher threshold, or eval.stop_at.metric=null with eval.stop_at.threshold=null, trains on"
+        higher = "a higher threshold, or " if (stop_at.threshold or 0) < 1 else ""
+        remedy = f"{higher}eval.stop_at.metric=null with eval.stop_at.threshold=null, trains on"
         return f"{run_dir.path} is finished after {done} of {run.train.steps} steps: {why}; {remedy}" if why else None
     return f"{run_dir.path} is finished after {done} steps; train.steps=N above {done} trains more"
 

@@ -100,6 +100,8 @@ def comparison_text(found: Comparison) -> str:
     with out.capture() as captured:
         for title in found.titles:
             out.print(Text(title, style="bold"))
+        if found.sections:
+            out.print("lines that both have are left out")
         for pair in found.sections:
             out.print()
             for line in pair_lines(pair):

@@ -275,10 +275,11 @@ class PlainView(View):
         if self._clock() < self._next_sample:
             return
         self._next_sample = self._clock() + SAMPLE_SECONDS
-        scores = "  ".join(f"{name} {format_number(value)}" for name, value in sample.rewards.items())
+        scores = [f"{name} {format_number(value)}" for name, value in sample.rewards.items()]
+        facts = "  ".join([*scores, f"advantage {format_number(sample.advantage)}"])
         said = f"{_quoted(prompt_text(sample.prompt))} -> {_quoted(sample.completion)}"
         reference = "" if sample.answer is None else f"  reference {_quoted(sample.answer)}"
-        self._print(f"  {said}{reference}  {scores}  advantage {format_number(sample.advantage)}")
+        self._print(f"  {said}{reference}  {facts}")
 
     def note(self, text: str) -> None:
         self._print(text)
