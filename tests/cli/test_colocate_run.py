@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from cli.running import SMALL, finish, metrics, start
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.survival]
 
 NOT_OURS = ("Traceback", "Warning", "WARNING", "INFO", "Loading", "it/s", "Gloo", "vLLM", "rank")
 
 
 @pytest.mark.parametrize(
     ("processes", "rank"),
-    [pytest.param(1, 4, id="one process, LoRA"), pytest.param(2, 0, id="two processes", marks=pytest.mark.survival)],
+    [pytest.param(1, 4, id="one process, LoRA"), pytest.param(2, 0, id="two processes")],
 )
 def test_a_run_syncs_samples_and_finishes(tmp_path: Path, processes: int, rank: int) -> None:
     run = tmp_path / "run"

@@ -97,6 +97,7 @@ def test_damaged_scores_are_refused(grpocli, whole: Path, tmp_path: Path) -> Non
     assert "damaged (problems.safetensors differs from what was written)" in said
 
 
+@pytest.mark.survival
 def test_prefetched_steps_draw_by_the_scores_of_the_steps_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_task_without_answers_trains_and_resumes_exactly(
     assert f"algorithm.kl.model={teacher}: there is no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.survival
 def test_rewards_do_not_change_a_distillation(tmp_path: Path, teacher: Path) -> None:
     with_rewards, without = tmp_path / "with", tmp_path / "without"
     for folder, reward in ((with_rewards, "[exact_match]"), (without, "none")):

@@ -87,6 +87,7 @@ def test_a_run_that_reaches_the_threshold_is_finished(train, capsys: pytest.Capt
     assert_same_run(run, whole)
 
 
+@pytest.mark.survival
 def test_an_evaluation_before_the_first_step_may_end_the_run(train) -> None:
     run = train("run", *HALF[:1], "eval.stop_at.threshold=0")
     assert (summary(run)["steps"], summary(run)["exit"]) == (0, "done")

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.survival
 def test_optuna_finds_the_best_of_its_trials(tmp_path: Path) -> None:
     sampler = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=tpe", "hydra.sweeper.sampler.seed=1"]
     study = ["hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]

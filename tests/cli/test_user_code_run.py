@@ -23,6 +23,7 @@ def score(completions, **kwargs):
 """
 
 
+@pytest.mark.survival
 def test_a_reward_may_misuse_threads_alarms_descriptors_and_children(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(REWARD)
     run = ["train", *SMALL, "eval.problems=0", "train.steps=2", f"reward=[{tmp_path}/r.py:score]"]

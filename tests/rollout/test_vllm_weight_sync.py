@@ -465,6 +465,7 @@ def test_every_dtype_of_a_job_has_a_tolerance(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.survival
 def test_sharded_weights_are_gathered_in_lockstep(tmp_path: Path) -> None:
     """Two processes hold half of every parameter each: one sync succeeds, another fails in the middle."""
     script = Path(__file__).with_name("sharded_sync.py")
