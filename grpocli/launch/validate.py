@@ -134,6 +134,9 @@ def _check_no_reward(run: Run) -> None:
     if unused and getattr(algorithm.aggregate, "informative_only", False):
         problem = "nothing trains, as algorithm/advantage=none leaves no group with an advantage: set it to false"
         raise ConfigError(problem, key="algorithm.aggregate.informative_only", value="true")
+    if unused and algorithm.tokens.needs_entropy:
+        problem = "selects tokens of the policy gradient, which algorithm/advantage=none does not have: choose all"
+        raise ConfigError(problem, key="algorithm/tokens", value="top_entropy")
 
 
 def _check_teachers(run: Run) -> None:

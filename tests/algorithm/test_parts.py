@@ -118,7 +118,7 @@ def test_corrections() -> None:
     torch.testing.assert_close(TokenMask(min=0.5)(trainer, sampler, mask), torch.tensor([[0.0, 1.0, 0.0]]))
     mean = torch.tensor([[0.75]]).pow(1 / 3)
     torch.testing.assert_close(SequenceTruncate()(trainer, sampler, mask), mean)
-    assert SequenceMask(max=0.9)(trainer, sampler, mask).item() == 0
+    assert SequenceMask(min=0.95)(trainer, sampler, mask).item() == 0
 
 
 def test_rewards_are_weighted_and_may_not_apply() -> None:

@@ -150,6 +150,10 @@ BAD = [
         "algorithm.aggregate.informative_only=true: nothing trains, as algorithm/advantage=none leaves no group",
     ),
     (
+        "algorithm=opd algorithm.kl.model=tiny-teacher algorithm/tokens=top_entropy",
+        "algorithm/tokens=top_entropy: selects tokens of the policy gradient, which algorithm/advantage=none",
+    ),
+    (
         "algorithm=opd algorithm.kl.model=tiny-teacher reward=none task.order=difficulty",
         "task.order=difficulty: needs the pass rates of problems, and no reward scores them",
     ),
