@@ -217,6 +217,12 @@ def key_of(owner: object, field: str) -> str:
     return f"{prefix}.{field}" if prefix else field
 
 
+def require_part(value: object, key: str) -> None:
+    """Raise ConfigError if an override has put a plain value in the place of a part."""
+    if value is None or isinstance(value, str | int | float | list | dict):
+        raise ConfigError("must be a part, not a value", key=key, value=value, hint=f"set its keys: {key}.KEY=VALUE")
+
+
 def require(owner: object, field: str, ok: bool, problem: str) -> None:
     """Raise ConfigError with the field's key and value unless `ok`."""
     if not ok:

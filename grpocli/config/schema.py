@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpocli.config.parts import Escaped, one_of, part, require, section
+from grpocli.config.parts import Escaped, one_of, part, require, require_part, section
 from grpocli.errors import ConfigError
 from grpocli.types import Sampling
 
@@ -264,4 +264,6 @@ class Run:
             if isinstance(getattr(self, group), dict):
                 hint = f"choose one with {group}=NAME, or start your YAML with `defaults: [NAME, _self_]`"
                 raise ConfigError("the keys belong to no choice", key=group, hint=hint)
+        for name, reward in self.reward.items():
+            require_part(reward, f"reward.{name}")
         require(self, "seed", self.seed >= 0, "must be 0 or more")

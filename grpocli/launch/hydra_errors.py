@@ -151,7 +151,8 @@ class _CommandLine:
         if value[:1] in ("[", "{") and (form := self._as_text(override)):
             return _needs_quotes(override, form)
         if inner := [known for known in self.known_keys() if known.startswith(f"{key}.")]:
-            return ConfigError("is not a key but has keys", key=key, value=value, hint=f"set {' and '.join(inner[:4])}")
+            keys = ", ".join(inner[:3]) + (" ..." if inner[3:] else "")
+            return ConfigError("is a section, not a key", key=key, value=value, hint=f"set its keys: {keys}")
         reason = str(cause).splitlines()[0] if cause else "it does not fit"
         expected = re.search(r"could not be converted to (\w+)", reason)
         return ConfigError(f"must be of type {expected[1].lower()}" if expected else reason, key=key, value=value)

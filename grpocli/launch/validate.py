@@ -135,8 +135,8 @@ def _check_no_reward(run: Run) -> None:
         problem = "nothing trains, as algorithm/advantage=none leaves no group with an advantage: set it to false"
         raise ConfigError(problem, key="algorithm.aggregate.informative_only", value="true")
     if unused and algorithm.tokens.needs_entropy:
-        problem = "selects tokens of the policy gradient, which algorithm/advantage=none does not have: choose all"
-        raise ConfigError(problem, key="algorithm/tokens", value="top_entropy")
+        problem = "selects tokens of the policy gradient, which algorithm/advantage=none does not have"
+        raise ConfigError(problem, key="algorithm/tokens", value="top_entropy", hint="choose algorithm/tokens=all")
 
 
 def _check_teachers(run: Run) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.parts import named
+from grpocli.config.parts import named, require_part
 from grpocli.config.user_parts import choice_of, name_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.score_stats import ErrorLimit
@@ -25,6 +25,8 @@ class Mixture:
             raise ConfigError(
                 "has no tasks", key="task", value="mixture", hint="give task=[A,B], or +task@task.NAME=CHOICE"
             )
+        for name, task in tasks.items():
+            require_part(task, f"task.{name}")
         self.tasks = tasks
 
 

@@ -46,8 +46,11 @@ BAD = [
     ("algorithm/kl=k4", "algorithm/kl=k4: choose one of k1, k2, "),
     (
         "eval.stop_at=accuracy",
-        "eval.stop_at=accuracy: is not a key but has keys; set eval.stop_at.metric and eval.stop_at.threshold",
+        "eval.stop_at=accuracy: is a section, not a key; set its keys: eval.stop_at.metric, eval.stop_at.threshold",
     ),
+    ("train=5", "train=5: is a section, not a key; set its keys: train.steps, train.epochs, train.minibatches ..."),
+    ("reward.exact_match=2", "reward.exact_match=2: must be a part, not a value; set its keys: reward.exact_match.KEY"),
+    ("task=[arithmetic,calculator] task.arithmetic=3", "task.arithmetic=3: must be a part, not a value"),
     ("train.steps=many", "train.steps=many: must be of type integer"),
     ("algorithm.kl=k1", "algorithm.kl=k1: is not a part; choose one with algorithm/kl=k1"),
     ("recipe=nope", "recipe=nope: choose one of dapo-"),

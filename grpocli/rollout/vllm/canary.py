@@ -42,10 +42,11 @@ ROW_NORM, HEAD_NORM, ELEMENT = 0.5, 5.0, 1.0
 Each block then adds about as much as any other, attention is soft, and logits have a standard deviation of several
 nats. Measured on SmolLM2-135M in docs/vllm.md.
 """
-MOST = 60
+MAX_POWER = 60
 """The largest power of two by which a row is scaled, up or down."""
 SMALLEST = 2.0**-66
-"""A row with an element below is not scaled down: by 2^-MOST it would be subnormal, below 2^-126, and lose bits."""
+"""A row with a smaller element is not scaled down: by 2^-MAX_POWER
+it would be subnormal (below 2^-126) and lose bits."""
 CHUNK = 2**22  # elements whose sizes are looked at together
 LARGEST_SHARE, TRIES = 16.0, 6
 
@@ -154,7 +155,7 @@ def _factors(weight: torch.Tensor, signs: torch.Tensor, target: float) -> torch.
     if not weight.numel():
         return signs.unsqueeze(-1) if matrix else signs
     norms = torch.linalg.vector_norm(weight, dim=-1, dtype=torch.float32) if matrix else weight.abs().float()
-    powers = torch.exp2(torch.log2((target if matrix else ELEMENT) / norms).round_().clamp_(-MOST, MOST))
+    powers = torch.exp2(torch.log2((target if matrix else ELEMENT) / norms).round_().clamp_(-MAX_POWER, MAX_POWER))
     powers = torch.where(torch.isfinite(norms) & (norms > 0), powers, 1.0)
     powers = torch.where(_has_tiny(weight), powers.clamp(min=1.0), powers)
     factors = (signs * powers).to(weight.dtype)
