@@ -11,6 +11,9 @@ from grpocli.config.parts import Escaped, UserCode, part, require, section
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.types import Message
 
+STEP_SHARE = 0.9
+"""Share of `timeout` after which a step of a library's environment fails alone; after all of it, its worker ends, and
+with it all episodes that the worker holds."""
 ROLES = ("system", "user", "tool", "developer")
 """The roles of an environment's messages, which exclude the model's."""
 
@@ -34,7 +37,11 @@ class Environment(Protocol):
     """A class of the user. Each worker process makes one object, with the arguments `task.environment.arguments`.
 
     The object keeps no state of an episode, since any process may compute its next step. The state is `metadata`, JSON
-    values.
+    values. With `task.environment.stateful=true` all steps of an episode run in one process, so the object may keep
+    what cannot be JSON, such as a connection, under a name in the metadata.
+
+    It may have a third method, `finish(messages, metadata)`: called once for an episode that a limit ends before `step`
+    does; it returns the reward, as `step` does, or None.
     """
 
     def reset(self, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +72,9 @@ class EnvironmentConfig:
     """Seconds for a step of the environment."""
     workers: int = 0
     """Processes that step episodes in parallel; 0: one per core."""
+    stateful: bool = False
+    """Whether the class's objects keep the state of running episodes; then all steps of an episode run in one process,
+    and the episode fails if that process ends."""
     env: list[str] = field(default_factory=list)
     """Names of the environment variables that the class needs; keys and tokens are not passed otherwise."""
 

@@ -37,9 +37,18 @@ def step(name: str, arguments: str, messages: list[Message], metadata: dict[str,
     return [_messages(observation), _rewards(reward), bool(done), _json(state)]
 
 
+def finish(name: str, arguments: str, messages: list[Message], metadata: dict[str, Any]) -> list[Any]:
+    """Tell the environment, if it has `finish`, that a limit ended the episode; return its [rewards by name]."""
+    function = getattr(_environment(name, arguments), "finish", None)
+    return [_rewards(_call_user(function, messages, metadata), "finish") if function else {}]
+
+
+METHODS: dict[str, Callable[..., list[Any]]] = {"reset": reset, "step": step, "finish": finish}
+
+
 def call(kind: str, *given: Any) -> list[Any]:
-    """Call `reset` or `step`, so that one pool serves both."""
-    return reset(*given) if kind == "reset" else step(*given)
+    """Call one of METHODS, so that one pool serves all."""
+    return METHODS[kind](*given)
 
 
 @lru_cache(maxsize=64)
@@ -73,11 +82,11 @@ def _messages(observation: Any) -> list[Message]:
     return list(observation)
 
 
-def _rewards(reward: Any) -> dict[str, float]:
+def _rewards(reward: Any, method: str = "step") -> dict[str, float]:
     named = reward if isinstance(reward, Mapping) else {"reward": 0.0 if reward is None else reward}
     found = {str(name): float(value) for name, value in named.items()}
     if not all(math.isfinite(value) for value in found.values()):
-        raise ValueError(f"step rewarded {reward!r}, expected finite numbers")
+        raise ValueError(f"{method} rewarded {reward!r}, expected finite numbers")
     return found
 
 

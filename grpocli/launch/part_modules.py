@@ -44,7 +44,9 @@ import grpocli.tasks.gsm8k
 import grpocli.tasks.jsonl
 import grpocli.tasks.letter_counting
 import grpocli.tasks.mixture
+import grpocli.tasks.openenv
 import grpocli.tasks.reasoning_gym
 import grpocli.tasks.sliding_puzzle
+import grpocli.tasks.verifiers
 import grpocli.tracking.trackers
 import grpocli.training.optim

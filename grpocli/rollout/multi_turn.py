@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -29,12 +30,15 @@ WORKER = "grpocli.environments.worker:call"
 
 
 @lru_cache(maxsize=8)
-def _pool(workers: int, timeout: float, variables: tuple[str, ...]) -> WorkerPool:
-    return WorkerPool(WORKER, workers or default_workers(), timeout, variables)
+def _pools(workers: int, timeout: float, variables: tuple[str, ...], stateful: bool) -> tuple[WorkerPool, ...]:
+    sizes = [1] * workers if stateful else [workers]
+    return tuple(WorkerPool(WORKER, size, timeout, variables) for size in sizes)
 
 
-def _pool_of(environment: EnvironmentConfig) -> WorkerPool:
-    return _pool(environment.workers, environment.timeout, tuple(environment.env))
+def _pools_of(environment: EnvironmentConfig) -> tuple[WorkerPool, ...]:
+    """The pools of an environment: one of all workers, or for a stateful one a pool for each worker."""
+    workers = environment.workers or default_workers()
+    return _pools(workers, environment.timeout, tuple(environment.env), environment.stateful)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +59,21 @@ class _RunningEpisode:
     spans: list[tuple[int, int]] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
     finish_reason: str = "stop"
+    done: bool = False
     problem: str | None = None
     turns: int = 0
+    number: int = 0
+    """The number of the episode among those that run together; chooses the worker of a stateful environment."""
+
+    @property
+    def pool(self) -> WorkerPool:
+        """The pool that computes all steps of this episode."""
+        pools = _pools_of(self.environment)
+        return pools[self.number % len(pools)]
+
+    def add_rewards(self, rewards: Mapping[str, float]) -> None:
+        for name, value in rewards.items():
+            self.rewards[name] = self.rewards.get(name, 0.0) + value
 
     @property
     def conversation(self) -> list[Message]:
@@ -128,6 +145,8 @@ class MultiTurnEngine:
         if not self.environments:
             return completions
         running = [] if watch.cancelled() else self._start_episodes(prompts, requests, first)
+        for number, episode in enumerate(running):
+            episode.number = number
         episodes = list(running)
         self._reset(running)
         # an episode runs only if generation was not cancelled, so its first turn is complete
@@ -170,6 +189,7 @@ class MultiTurnEngine:
                     key="task.environment.name",
                     value=episode.environment.name,
                 )
+        self._finish(running)
 
     def _reset(self, running: Sequence[_RunningEpisode]) -> None:
         answers = self._call_environments(running, "reset", [[_as_json(episode.prompt.columns)] for episode in running])
@@ -192,19 +212,32 @@ class MultiTurnEngine:
             for episode, answer in zip(acting, answers, strict=True)
             if self._apply_step(episode, answer, sampling)
         ]
-        for episode in set(running).difference(continuing):
+        kept = set(continuing)
+        ended = [episode for episode in running if episode not in kept]
+        for episode in ended:
             episode.reusable.state = None
+        self._finish([episode for episode in ended if episode.problem is None and not episode.done])
         return continuing
+
+    def _finish(self, limited: Sequence[_RunningEpisode]) -> None:
+        """Tell the environments of episodes that a limit ended."""
+        answers = self._call_environments(
+            limited, "finish", [[episode.conversation, episode.state] for episode in limited]
+        )
+        for episode, answer in zip(limited, answers, strict=True):
+            if isinstance(answer, Failure):
+                episode.problem = f"the environment's finish failed: {answer.reason}"
+            else:
+                episode.add_rewards(*answer)
 
     def _apply_step(self, episode: _RunningEpisode, answer: Any, sampling: Sampling) -> bool:
         """Apply an environment's answer to the episode; return whether the episode continues."""
         if isinstance(answer, Failure):
             episode.problem = f"the environment's turn {episode.turns} failed: {answer.reason}"
             return False
-        observation, rewards, done, episode.state = answer
-        for name, value in rewards.items():
-            episode.rewards[name] = episode.rewards.get(name, 0.0) + value
-        if done:
+        observation, rewards, episode.done, episode.state = answer
+        episode.add_rewards(rewards)
+        if episode.done:
             episode.finish_reason = "stop" if len(episode.token_ids) < sampling.max_tokens else episode.finish_reason
             return False
         try:
@@ -236,20 +269,23 @@ class MultiTurnEngine:
     ) -> list[Any]:
         """Call a method of each episode's environment in worker processes, concurrently; return the results."""
         answers: list[Any] = [None] * len(running)
-        for pool in dict.fromkeys(_pool_of(episode.environment) for episode in running):
-            own = [i for i, episode in enumerate(running) if _pool_of(episode.environment) is pool]
-            items = [
-                [method, running[i].environment.name, json.dumps(running[i].environment.arguments), *arguments[i]]
-                for i in own
-            ]
-            for i, answer in zip(own, pool.map(items), strict=True):
-                answers[i] = answer
+        items: dict[WorkerPool, dict[int, list[Any]]] = {}
+        for i, episode in enumerate(running):
+            environment = episode.environment
+            item = [method, environment.name, json.dumps(environment.arguments), *arguments[i]]
+            items.setdefault(episode.pool, {})[i] = item
+        with ThreadPoolExecutor(max(len(items), 1), "environments") as threads:
+            found = [threads.submit(pool.map, list(own.values())) for pool, own in items.items()]
+            for own, results in zip(items.values(), found, strict=True):
+                for i, answer in zip(own, results.result(), strict=True):
+                    answers[i] = answer
         return answers
 
     def close(self) -> None:
         """End the worker processes."""
         for environment in self.environments.values():
-            _pool_of(environment).close()
+            for pool in _pools_of(environment):
+                pool.close()
 
 
 def check_environment(task: str, environment: EnvironmentConfig, example: Mapping[str, Any]) -> None:

@@ -1,0 +1,108 @@
+"""task=openenv: episodes of an OpenEnv server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import field, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import MISSING
+
+from grpocli.config.parts import Escaped, one_of, part, require
+from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig
+from grpocli.errors import ConfigError
+from grpocli.rewards.reward import Failure
+from grpocli.rewards.worker_pool import WorkerPool
+from grpocli.tasks.task import BaseTask
+
+if TYPE_CHECKING:
+    from grpocli.tasks.task import Example
+
+MISSING_LIBRARY = "needs the library openenv: pip install 'openenv<0.5'"
+OPENINGS = "grpocli.environments.openenv:openings"
+
+
+@part("task", "openenv")
+class OpenEnvTask(BaseTask):
+    """Episodes of an OpenEnv server, which gives observations and rewards; use `reward=[environment]`.
+
+    An example is one way to reset the server, and its prompt is the first observation. Each running completion has a
+    session, so the server must allow rollout.prompts_per_step x rollout.group_size of them at a time.
+    """
+
+    environment: EnvironmentConfig = EnvironmentConfig(
+        name="grpocli.environments.openenv:OpenEnv", stateful=True, turns=16, timeout=60.0
+    )
+    base_url: str = MISSING
+    """Address of the server: `http://127.0.0.1:8000`."""
+    resets: list[dict[str, Any]] = field(default_factory=list)
+    """Arguments of the server's reset, one example each; empty: `seed`, counted up from 0."""
+    observation: str | None = None
+    """Field of an observation that the model sees as text; null: the whole observation as JSON."""
+    action: str | None = None
+    """Field of an action that is the model's turn as text; null: the schema's only required field if it is a text,
+    otherwise the turn must be a JSON object."""
+    system_prompt: Escaped | None = None
+    """System message of every prompt; null: none."""
+    format: str = "chat"
+    """`chat`: messages for the chat template; `plain`: text."""
+    train_size: int = 256
+    """Number of examples to train on: those after the ones to evaluate on."""
+    eval_size: int = 32
+    """Number of examples to evaluate on: the first ones; with `resets` at most a fifth."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        url = self.base_url
+        require(
+            self, "base_url", url.startswith(("http://", "https://")), "must be an address with http:// or https://"
+        )
+        one_of(self, "format", ("chat", "plain"))
+        require(self, "system_prompt", not (self.system_prompt and self.format == "plain"), "needs task.format=chat")
+        require(self, "train_size", self.train_size >= 1, "must be at least 1")
+        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
+        given = {"base_url": self.base_url, "observation": self.observation, "action": self.action}
+        arguments = {**given, "seconds": STEP_SHARE * self.environment.timeout}
+        object.__setattr__(self, "environment", replace(self.environment, arguments=arguments))
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        if find_spec("openenv") is None:
+            raise ConfigError(MISSING_LIBRARY, key="task", value="openenv")
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """Examples with `prompt`, `reset` (arguments of the server's reset) and `opening` (its first observation)."""
+        resets = self.resets or [{"seed": seed} for seed in range(self.eval_size + self.train_size)]
+        held_out = min(self.eval_size, max(len(resets) // 5, 1)) if self.resets else self.eval_size
+        chosen = resets[:held_out] if split == "eval" else resets[held_out:]
+        if not chosen:
+            raise ConfigError(f"has {len(resets)} of them, too few for {split}", key="task.resets", value="...")
+        texts = _openings(self.base_url, self.observation, self.environment.timeout, json.dumps(chosen))
+        return [
+            {"prompt": self._prompt(text), "reset": reset, "opening": text}
+            for reset, text in zip(chosen, texts, strict=True)
+        ]
+
+    def _prompt(self, text: str) -> Any:
+        if self.format == "plain":
+            return text
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": text}]
+
+
+@lru_cache(maxsize=8)
+def _openings(base_url: str, observation: str | None, timeout: float, resets: str) -> list[str]:
+    """The first observation of each reset, from a worker process. timeout: seconds for a step."""
+    wanted = json.loads(resets)
+    pool = WorkerPool(OPENINGS, 1, timeout * len(wanted))
+    try:
+        (found,) = pool.map([[base_url, observation, STEP_SHARE * timeout, wanted]])
+    finally:
+        pool.close()
+    if isinstance(found, Failure):
+        raise ConfigError(f"cannot reset its environment: {found.reason}", key="task.base_url", value=base_url)
+    texts: list[str] = found
+    return texts
