@@ -1,4 +1,8 @@
-"""The model hub: whether it is reachable, and checks of names and of model folders."""
+"""The model hub: whether it is reachable, names on it, downloads from it, and checks of model folders.
+
+The token is the one that huggingface_hub finds: HF_TOKEN, or that of `hf auth login`. grpocli neither reads nor stores
+it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,23 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from grpocli.errors import ConfigError
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+PREFIX = "hub:"
+REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_PATH = re.compile(rf"{PREFIX}(?P<repo>{REPO.pattern})(?P<folder>(/[\w.-]+)*)(@(?P<revision>[\w./-]+))?")
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
+"""The files of a model: no pickled weights. Python files run only with trust_remote_code."""
 CREDENTIALS = re.compile(r"//[^/@\s]*@")
 CONNECT_SECONDS = 3.0
 READ_SECONDS = 0.5
@@ -82,3 +95,90 @@ def _check_files(key: str, path: str, folder: Path) -> None:
     for what, patterns in needs.items():
         if not any(True for pattern in patterns for _ in folder.glob(pattern)):
             raise ConfigError(f"the folder has no {what}; give one that transformers saved", key=key, value=path)
+
+
+@dataclass(frozen=True, slots=True)
+class HubPath:
+    """`hub:OWNER/NAME/FOLDER@REVISION`, the last two of which may be missing."""
+
+    repo: str
+    folder: str = ""
+    revision: str | None = None
+
+
+def hub_path(text: str, key: str) -> HubPath | None:
+    """The place that a text beginning with `hub:` names; None for another text. Raises ConfigError if it is no name."""
+    if not text.startswith(PREFIX):
+        return None
+    found = HUB_PATH.fullmatch(text)
+    if not found or ".." in text:
+        raise ConfigError("expected hub:OWNER/NAME, hub:OWNER/NAME@REVISION", key=key, value=text)
+    return HubPath(found["repo"], found["folder"].strip("/"), found["revision"])
+
+
+def download_model(text: str, key: str) -> str:
+    """The local folder of the model `hub:...`, whose files are downloaded unless the cache has them.
+
+    Raises ConfigError for `key` if that fails, or if the model has no safetensors.
+    """
+    place = hub_path(text, key)
+    assert place is not None
+    patterns = [f"{place.folder}/{name}" if place.folder else name for name in MODEL_FILES]
+    # of the whole repository only the model's own files, not those of its checkpoints
+    others = [] if place.folder else ["checkpoints/*", "rollouts/*"]
+    with hub_errors(key, text):
+        from huggingface_hub import snapshot_download
+
+        root = snapshot_download(place.repo, revision=place.revision, allow_patterns=patterns, ignore_patterns=others)
+    folder = Path(root) / place.folder
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {place.folder} on the hub", key=key, value=text)
+    _check_files(key, text, folder)
+    return str(folder)
+
+
+@contextmanager
+def hub_errors(key: str, value: object) -> Iterator[None]:
+    """A block of requests whose errors become a ConfigError for `key`, in one sentence."""
+    if reason := why_unreachable():
+        raise ConfigError(f"the hub does not answer ({reason})", key=key, value=value)
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(request_problem(error), key=key, value=value) from error
+
+
+def request_problem(error: BaseException) -> str:
+    """What went wrong in a request to the hub, as one sentence without its address."""
+    from huggingface_hub import errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "the hub's libraries are offline (HF_HUB_OFFLINE)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the hub has no such revision"
+    if status == 401:
+        return "the hub does not accept the token, or wants one: export HF_TOKEN, or `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has no such repository, or the token may not read it"
+    if status == 403:
+        return "the token may not do this: choose one with write permission for this name"
+    if error.__cause__ is not None and status is None:  # the client names the file, and its cause the reason
+        return f"{error}".rstrip(".") + f": {request_problem(error.__cause__)}"
+    said = getattr(error, "server_message", None) or str(error)
+    cause = next((line.strip() for line in str(said).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {CREDENTIALS.sub('//', cause)}"[:300]
+
+
+def hub_api(bars: bool = False) -> Any:
+    """A client of the hub, with the token that huggingface_hub finds. bars: show its progress bars."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    from grpocli.version import __version__
+
+    if not bars:
+        disable_progress_bars()
+    return HfApi(library_name="grpocli", library_version=__version__)

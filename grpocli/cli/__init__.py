@@ -29,6 +29,7 @@ COMMANDS = {
     "rollouts": ("grpocli.cli.rollouts", "show, filter and export the completions of a run"),
     "compare": ("grpocli.cli.compare", "print a table of runs"),
     "report": ("grpocli.cli.report", "write a page about runs: curves, warnings, completions"),
+    "push": ("grpocli.cli.push", "push a run to the Hugging Face hub: model, card, report, completions"),
     "watch": ("grpocli.cli.watch", "serve a live page about runs on this machine, until Ctrl-C"),
     "replay": ("grpocli.cli.replay", "compute recorded steps again and compare them with the record"),
 }

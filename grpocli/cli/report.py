@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from grpocli.errors import ConfigError
 
@@ -19,9 +18,6 @@ examples
 """
 
 
-PLAIN_REWARD = "grpocli.rewards.reward.BaseReward"
-
-
 def main(argv: Sequence[str]) -> int:
     """Write the page. Returns the exit code. Raises ConfigError for a folder without runs or a file that fails."""
     args = _parser().parse_args(argv)
@@ -30,71 +26,16 @@ def main(argv: Sequence[str]) -> int:
     out = args.out or args.folders[0] / "report.html"
     _check_writable(out, args.folders)
     from grpocli.files import write_atomic
-    from grpocli.report.build import Builder
-    from grpocli.report.html import page_html
+    from grpocli.launch.report_page import report_page
     from grpocli.tracking.text import clean
 
-    data = Builder(formula_lines_of, args.completions, _progress).page(args.folders)
-    html = page_html(data)
+    html = report_page(args.folders, args.completions, _progress)
     try:
         write_atomic(out, html)
     except OSError as error:
         raise _unwritable(out, error.strerror or str(error)) from error
     print(clean(str(out)))
     return 0
-
-
-def formula_lines_of(run: Path) -> list[str]:
-    """The objective of a run as `grpocli explain resume=RUN` prints it."""
-    from omegaconf import OmegaConf
-
-    from grpocli.config.build import build
-    from grpocli.explain.explanation import explanation
-    from grpocli.explain.render import formula_lines
-    from grpocli.launch.compose import register_parts
-    from grpocli.tracking.run_dir import RunDir
-    from grpocli.tracking.runs import load_yaml
-
-    register_parts()
-    config = OmegaConf.create(own_parts(load_yaml(RunDir(run).config)))
-    return formula_lines(explanation(build(config), config, []))
-
-
-def own_parts(saved: dict[str, Any]) -> dict[str, Any]:
-    """The config of a run without code outside grpocli, which a report does not run.
-
-    Rewards become a reward without a formula; parts that the formula does not show become built-in ones. Raises
-    ConfigError if the algorithm or the task names such code.
-    """
-    config = dict(saved) | {
-        "overrides": [],
-        "engine": {"_target_": "engine/auto"},
-        "tracker": {"_target_": "tracker/none"},
-    }
-    rewards = config.get("reward") or {}
-    config["reward"] = {
-        name: reward if not _foreign(reward) else {"_target_": PLAIN_REWARD, "weight": reward.get("weight", 1.0)}
-        for name, reward in rewards.items()
-    }
-    if foreign := _foreign({**config, "reward": {}}):
-        hint = "grpocli explain resume=RUN runs it"
-        raise ConfigError(
-            "is code outside grpocli, which a report does not run", value=foreign, key="_target_", hint=hint
-        )
-    return config
-
-
-def _foreign(node: Any) -> str:
-    """The first `_target_` below a plain config that is not a registered part; "" if there is none."""
-    from grpocli.config.former_targets import FORMER
-    from grpocli.config.parts import CLASSES
-
-    if not isinstance(node, dict):
-        return ""
-    target = str(node.get("_target_", ""))
-    if target and FORMER.get(target, target) not in CLASSES:
-        return target
-    return next((found for child in node.values() if (found := _foreign(child))), "")
 
 
 def _check_writable(out: Path, folders: Sequence[Path]) -> None:

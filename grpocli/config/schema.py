@@ -10,6 +10,7 @@ from typing import Any
 
 from grpocli.config.parts import Escaped, one_of, part, require, require_part, section
 from grpocli.errors import ConfigError
+from grpocli.hub import REPO
 from grpocli.types import Sampling
 
 MAX_COMPLETIONS = 10_000_000
@@ -224,6 +225,32 @@ class Eval:
         return names + [f"{task}/{name}" for task in (tasks if len(tasks) > 1 else ()) for name in names]
 
 
+@section("hub")
+class Hub:
+    """Pushing the run to the Hugging Face hub, with the token of HF_TOKEN or `hf auth login`."""
+
+    push: str | None = None
+    """OWNER/NAME of a model repository that gets the finished run: final model, card, report, config, metrics; null: no
+    network is used."""
+    revision: str | None = None
+    """Branch to push to; null: the default branch."""
+    private: bool = True
+    """Create the repository as a private one; an existing repository stays as it is."""
+    rollouts: bool = True
+    """Push the sampled completions, too."""
+    checkpoints: bool = False
+    """Push each checkpoint while training goes on, and delete those that checkpoint.keep has deleted."""
+    timeout: float = 3600.0
+    """Most seconds that the end of the run waits for its push."""
+
+    def __post_init__(self) -> None:
+        ok = self.push is None or REPO.fullmatch(self.push) is not None
+        require(self, "push", ok, "expected OWNER/NAME")
+        ok = self.push is not None or not self.checkpoints
+        require(self, "checkpoints", ok, "needs hub.push=OWNER/NAME")
+        require(self, "timeout", 0 < self.timeout < math.inf, "must be above 0 and finite")
+
+
 @part("", "run_schema")
 class Run:
     """A whole run: its config groups, and the keys below, which belong to no group."""
@@ -250,6 +277,7 @@ class Run:
     rollout: Rollouts = Rollouts()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
+    hub: Hub = Hub()
     seed: int = 0
     """Seed of everything random, at least 0."""
     resume: str | None = None

@@ -26,6 +26,15 @@ def check_ready(run: Run) -> None:
     _check_part(run.model)
     check_teachers(run)
     check_data(run)
+    _check_hub(run)
+
+
+def _check_hub(run: Run) -> None:
+    """Raise ConfigError if the run could not be pushed at its end."""
+    if run.hub.push is not None:
+        from grpocli.launch.push import KEY, check_may_push
+
+        check_may_push(KEY, run.hub)
 
 
 def check_teachers(run: Run) -> None:

@@ -24,6 +24,8 @@ from grpocli.hardware.devices import Devices, devices_of, visible_gpus
 from grpocli.hardware.hardware import node_of
 from grpocli.launch.compose import build_run, mode_of, save
 from grpocli.launch.overview import opening_lines, plan_lines
+from grpocli.launch.push import KEY as PUSH_KEY
+from grpocli.launch.push import push_finished, refuse_other_run
 from grpocli.launch.ready import check_ready
 from grpocli.launch.resume import changes
 from grpocli.launch.trainer_job import TrainerJob, wait_for_job
@@ -126,6 +128,7 @@ def _run_locked(
         begin()
         clean(run_dir.path)
         check_ready(run)  # before heavy imports
+        refuse_other_run(PUSH_KEY, run.hub, run_dir)
         devices = devices_of(run.hardware, run.engine.resolved())
         run = _with_eval_problems(config, run, devices)
         job = prepare(run, run_dir, view, devices, node)
@@ -141,7 +144,9 @@ def _run_locked(
             view.note(f"changed {key}: {format_value(old)} -> {format_value(new)}")
         if any(key.startswith(("reward", "algorithm")) for key in changed):
             view.note(f"rewards from now on: {', '.join(run.reward)}")
-        return _train(run, job, run_dir, view, devices, node)
+        accuracy = _train(run, job, run_dir, view, devices, node)
+        push_finished(run.hub, run_dir, view)  # the GPUs are free by now
+        return accuracy
     finally:
         view.stop()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ENDLESS = 10**9
 """A step that no run reaches, as the end of the last session."""
-HARMLESS = ("engine", "sync", "hardware", "tracker", "checkpoint", "eval", "resume_fallback", "train.steps")
+HARMLESS = ("engine", "sync", "hardware", "tracker", "checkpoint", "eval", "hub", "resume_fallback", "train.steps")
 """Keys that do not change what a step computes. A schedule of the learning rate makes `train.steps` one that does."""
 
 

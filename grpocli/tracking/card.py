@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from grpocli.files import regular
+from grpocli.hub import REPO, hub_path
+from grpocli.tracking.published import Publisher
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import SessionSteps, format_value, read_sessions, steps_by_session
@@ -50,16 +52,16 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")
 def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
     """The README of a run's final model. base: the folder or hub id of the start model.
 
-    The card may be published, so it has the names of environment variables, never their values.
+    The card may be published, so it has the names of environment variables, never their values, and no local folders.
     """
     config = yaml.safe_load(regular(run_dir.config).read_text()) or {}
     named = str((config.get("model") or {}).get("path"))
-    base = named if "${" in named else base
+    base = named if "${" in named else _hub_name(named) or _hub_name(base) or base
     choices = saved_choices(run_dir.path, config)
     trained = steps_by_session(read_sessions(run_dir), summary["steps"])
     why = str(summary.get("eval/incomparable", ""))
     return CARD.format(
-        front=front_matter(base),
+        front=front_matter(base, _datasets(config.get("task")), _results(run_dir.name, choices, summary)),
         name=run_dir.name,
         version=__version__,
         base=_base(base, choices),
@@ -76,7 +78,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
         greedy_before=_share(summary, "eval/accuracy_greedy_before"),
         greedy_after=_share(summary, "eval/accuracy_greedy"),
         incomparable=f"\n{why[0].upper()}{why[1:]}.\n" if why else "",
-        config=regular(run_dir.config).read_text().strip(),
+        config=Publisher.of(config, run_dir.path)(regular(run_dir.config).read_text().strip()),
     )
 
 
@@ -100,26 +102,60 @@ def _in_turn(last: Any, trained: Sequence[SessionSteps]) -> str:
     return ", then ".join(map(_code, names))
 
 
-def front_matter(base: str) -> str:
+def front_matter(base: str, datasets: Sequence[str] = (), results: Sequence[Mapping[str, Any]] = ()) -> str:
     """The YAML that the hub reads. `base_model` is left out for a local folder."""
     facts: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["grpocli", "grpo", "reinforcement-learning"],
     }
-    if _on_hub(base):
+    if REPO.fullmatch(base):
         facts["base_model"] = base
+    if datasets:
+        facts["datasets"] = list(datasets)
+    if results:
+        facts["model-index"] = list(results)
     text: str = yaml.safe_dump(facts, sort_keys=False)
     return text
 
 
-def _on_hub(base: str) -> bool:
-    return re.fullmatch(r"[\w][\w.-]*/[\w.-]+", base) is not None
+def _hub_name(name: str) -> str:
+    """OWNER/NAME of a model on the hub; empty for a folder."""
+    if Path(name).expanduser().exists():
+        return ""
+    place = hub_path(name, "model.path") if name.startswith("hub:") else None
+    return place.repo if place else name if REPO.fullmatch(name) else ""
+
+
+def _datasets(task: Any) -> list[str]:
+    """The data sets on the hub that a task, or the tasks of a mixture, read."""
+    if not isinstance(task, Mapping):
+        return []
+    own = [str(task["path"])] if REPO.fullmatch(str(task.get("path"))) else []
+    own = [name for name in own if not Path(name).exists()]
+    return list(dict.fromkeys([*own, *(name for part in task.values() for name in _datasets(part))]))
+
+
+def _results(name: str, choices: Mapping[str, str], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The accuracies as the hub's model index."""
+    measured = {"temperature 1": summary.get("eval/accuracy"), "greedy": summary.get("eval/accuracy_greedy")}
+    metrics = [
+        {"type": "accuracy", "name": f"held-out accuracy, {how}", "value": round(float(value), 4)}
+        for how, value in measured.items()
+        if value is not None
+    ]
+    if not metrics:
+        return []
+    task = choices.get("task") or "unknown"
+    data = {"name": task, "type": task}
+    return [{"name": name, "results": [{"task": {"type": "text-generation"}, "dataset": data, "metrics": metrics}]}]
 
 
 def _base(base: str, choices: Mapping[str, str]) -> str:
+    """The start model: its name on the hub, or its choice; a folder of this machine is nobody else's business."""
     name = choices.get("model")
-    return _code(base) if _on_hub(base) or not name else f"{_code(name)} ({_code(base)})"
+    shown = base if REPO.fullmatch(base) or "${" in base else Path(base).name
+    return _code(shown) if REPO.fullmatch(base) or not name else f"{_code(name)} ({_code(shown)})"
 
 
 def _code(text: Any) -> str:

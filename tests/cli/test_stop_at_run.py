@@ -10,7 +10,7 @@ import pytest
 from cli.copied import config_dir
 from cli.running import SMALL, assert_same_run, metrics, run_here, without_times
 
-from grpocli.cli.report import formula_lines_of
+from grpocli.launch.report_page import formula_lines_of
 from grpocli.report.build import Builder
 from grpocli.report.page_data import RunView
 

@@ -14,7 +14,7 @@ from grpocli.launch.compose import register_parts
 
 register_parts()
 OWN = {name: cls for name, cls in CLASSES.items() if cls.__module__.startswith("grpocli.")}
-SECTIONS = ("train", "rollout", "checkpoint", "eval")
+SECTIONS = ("train", "rollout", "checkpoint", "eval", "hub")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli.running import SMALL, killed_after, run_here
 
-from grpocli.cli.report import formula_lines_of
+from grpocli.launch.report_page import formula_lines_of
 from grpocli.report.build import Builder, state_of
 from grpocli.report.html import page_html
 from grpocli.report.page_data import PageData, RunView

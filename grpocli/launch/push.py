@@ -1,0 +1,220 @@
+"""`hub.push` and `grpocli push`: a run's folder as a model repository on the hub.
+
+The final model is at the repository's root, where transformers looks for it; everything else has the path that it has
+in the run's folder, so that `resume=hub:OWNER/NAME` finds a run. A push uploads only what the repository lacks. Texts
+are pushed without secrets and local folders (tracking/published.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpocli.errors import ConfigError, GrpoError
+from grpocli.files import regular
+from grpocli.hub import hub_api, hub_errors
+from grpocli.launch.report_page import report_page
+from grpocli.progress import Progress, unreported
+from grpocli.tracking.published import Publisher
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.sessions import run_id
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Hub
+    from grpocli.tracking.view import View
+
+logger = logging.getLogger(__name__)
+
+KEY = "hub.push"
+TEXTS = ("config.yaml", "sessions.jsonl", "metrics.jsonl", "summary.json")
+"""The files of a run, beside its folders, that are pushed."""
+CARD = "README.md"
+REPORT = "report.html"
+COMMIT_FILES = 100
+"""Most files of a commit; the hub advises no more."""
+HERE = "PATH_TO_THIS_FOLDER"
+"""Stands in the model card for the model's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The file `path` of the repository: a file of this machine, or bytes."""
+
+    path: str
+    source: Path | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pusher:
+    """Pushes a run's folder to `hub.push`. key: of errors."""
+
+    run_dir: RunDir
+    hub: Hub
+    key: str = KEY
+    api: Any = field(default_factory=hub_api)
+
+    @property
+    def repo(self) -> str:
+        assert self.hub.push is not None
+        return self.hub.push
+
+    def push(self, progress: Progress = unreported) -> str:
+        """Push everything that `hub` asks for and that the repository lacks. Returns the repository's address.
+
+        Safe to repeat: files that are there already are not sent again. Raises ConfigError, in one sentence.
+        """
+        commits = [*self._rollouts(), *self._checkpoints(), self._model()]
+        if not any(commits):
+            raise ConfigError("has neither a final model nor a checkpoint yet", key="RUN", value=self.run_dir.path)
+        check_may_push(self.key, self.hub)
+        refuse_other_run(self.key, self.hub, self.run_dir)
+        with hub_errors(self.key, self.repo):
+            for done, contents in enumerate(commits):
+                progress(done, len(commits), "parts")
+                self._commit(f"grpocli: {self.run_dir.name}", [*self._texts(), *contents])
+        return f"{self.api.endpoint}/{self.repo}"
+
+    def push_checkpoint(self, folder: Path, step: int) -> None:
+        """Push a checkpoint, with the texts that a resume needs, and delete those that the run has deleted.
+
+        folder: the checkpoint, or a copy of it.
+        """
+        with hub_errors(self.key, self.repo):
+            name = self.run_dir.checkpoint(step).name
+            self._commit(f"grpocli: {name}", [*self._texts(), *_files(folder, f"checkpoints/{name}")], prune=True)
+
+    def _texts(self) -> list[Content]:
+        publish = Publisher.of_file(self.run_dir.config, self.run_dir.path)
+        paths = [self.run_dir.path / name for name in TEXTS if (self.run_dir.path / name).is_file()]
+        return [Content(path.name, publish(regular(path).read_text(errors="replace")).encode()) for path in paths]
+
+    def _rollouts(self) -> Iterator[list[Content]]:
+        files = _files(self.run_dir.rollouts(0).parent, "rollouts") if self.hub.rollouts else []
+        yield from (files[start : start + COMMIT_FILES] for start in range(0, len(files), COMMIT_FILES))
+
+    def _checkpoints(self) -> Iterator[list[Content]]:
+        for path in self._kept() if self.hub.checkpoints else []:
+            yield _files(path, f"checkpoints/{path.name}")
+
+    def _model(self) -> list[Content]:
+        """The final model with its card, and the report; nothing before the run has a model."""
+        model = self.run_dir.model
+        if not model.is_dir():
+            return []
+        publish = Publisher.of_file(self.run_dir.config, self.run_dir.path)
+        card = regular(model / CARD).read_text() if (model / CARD).is_file() else ""
+        card = publish(card).replace(HERE, self.repo)
+        files = [content for content in _files(model, "") if content.path != CARD]
+        ended = self.run_dir.summary if self.run_dir.summary.is_file() else self.run_dir.config
+        # the date of the run's end, so that a repeated push has the same page
+        made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ended.stat().st_mtime))
+        page = publish(report_page([self.run_dir.path], made=made))
+        return [*files, Content(REPORT, page.encode()), Content(CARD, card.encode())]
+
+    def _commit(self, message: str, contents: Sequence[Content], prune: bool = False) -> None:
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        # rollouts belong to this model: they are no data set of their own
+        warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
+        gone = sorted(self._pushed_checkpoints() - {path.name for path in self._kept()}) if prune else []
+        added = [CommitOperationAdd(one.path, one.source) for one in contents]
+        deleted = [CommitOperationDelete(f"checkpoints/{name}/", is_folder=True) for name in gone]
+        self.api.create_commit(self.repo, [*added, *deleted], commit_message=message, revision=self.hub.revision)
+
+    def _kept(self) -> list[Path]:
+        """The run's checkpoints. Imported here, as torch comes with them."""
+        from grpocli.training.resume_point import checkpoints
+
+        return checkpoints(self.run_dir.checkpoints)
+
+    def _pushed_checkpoints(self) -> set[str]:
+        files = self.api.list_repo_files(self.repo, revision=self.hub.revision)
+        return {path.split("/")[1] for path in files if path.startswith("checkpoints/")}
+
+
+def _files(folder: Path, below: str) -> list[Content]:
+    """The files below a folder, without hidden ones. below: their folder in the repository."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return [Content(f"{below}/{name}" if below else name, path) for name, path in zip(names, paths, strict=True)]
+
+
+def refuse_other_run(key: str, hub: Hub, run_dir: RunDir) -> None:
+    """Raise ConfigError if the repository holds another run, whose files would mix with this one's."""
+    if hub.push is None:
+        return
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    with hub_errors(key, hub.push):
+        try:
+            sessions = hf_hub_download(hub.push, run_dir.sessions.name, revision=hub.revision)
+        except EntryNotFoundError:
+            return
+        other = run_id(RunDir(Path(sessions).parent))
+        if other != run_id(run_dir):
+            hint = "choose another name, or another branch with hub.revision=BRANCH"
+            raise ConfigError("holds another run", key=key, value=hub.push, hint=hint)
+
+
+@lru_cache
+def _checked(repo: str, revision: str | None, private: bool) -> None:
+    api = hub_api()
+    api.create_repo(repo, private=private, exist_ok=True)
+    api.auth_check(repo, write=True)  # create_repo accepts a repository that exists and may not be written
+    if revision:
+        api.create_branch(repo, branch=revision, exist_ok=True)
+
+
+def check_may_push(key: str, hub: Hub) -> None:
+    """Create the repository unless it exists. Raises ConfigError if the token may not write to it."""
+    if hub.push is None:
+        return
+    from huggingface_hub import get_token
+
+    with hub_errors(key, hub.push):
+        if get_token() is None:
+            problem = "needs a token of the hub with write permission: export HF_TOKEN, or `hf auth login`"
+            raise ConfigError(problem, key=key, value=hub.push)
+        _checked(hub.push, hub.revision, hub.private)
+
+
+def push_finished(hub: Hub, run_dir: RunDir, view: View) -> None:
+    """Push a finished run. A failure is a warning with the command that repeats the push: the run has its model."""
+    if hub.push is None:
+        return
+    view.stage(f"pushing to the hub, {hub.push}")
+    error: list[BaseException] = []
+    address: list[str] = []
+
+    def work() -> None:
+        try:
+            address.append(Pusher(run_dir, hub).push(view.progress))
+        except Exception as failed:
+            logger.exception("the push failed")
+            error.append(failed)
+
+    pushing = threading.Thread(target=work, name="push", daemon=True)
+    pushing.start()
+    pushing.join(hub.timeout)
+    if address:
+        logger.info("pushed to %s", address[0])
+        view.note(f"pushed to {address[0]}")
+        return
+    reason = f"no end after hub.timeout={hub.timeout:g} seconds"
+    if error:
+        reason = str(error[0]) if isinstance(error[0], GrpoError) else f"{type(error[0]).__name__}: {error[0]}"
+    view.warn(f"not pushed: {reason}; the run is whole, push it with: {push_command(run_dir, hub)}")
+
+
+def push_command(run_dir: RunDir, hub: Hub) -> str:
+    """The command that pushes a run as its config asks."""
+    return f"grpocli push {shlex.quote(str(run_dir.path))} --to {hub.push}"

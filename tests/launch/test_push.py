@@ -1,0 +1,256 @@
+"""Pushing a run's folder to the hub, with the real client against a stand-in server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub.constants as hub_constants
+import pytest
+import yaml
+from stand_in_hub import StandInHub, serving
+
+from grpocli.config.schema import Hub
+from grpocli.errors import ConfigError
+from grpocli.hub import why_unreachable
+from grpocli.launch import push as pushing
+from grpocli.launch.push import Pusher
+from grpocli.tracking.published import Publisher
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.sessions import Session, add_session
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"
+)  # huggingface_hub's use of its client
+
+TOKEN = "hf_writer_token"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
+    """A stand-in hub that the real client talks to, with a token that may write to repositories of `me`."""
+    with serving(StandInHub()) as server:
+        use_hub(server, monkeypatch, tmp_path)
+        yield server
+    forget_hub()
+
+
+def use_hub(server: StandInHub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let this process talk to the stand-in, with an empty cache below `folder`."""
+    monkeypatch.setattr(hub_constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub_constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(folder / "hub-cache"))
+    monkeypatch.setattr(hub_constants, "HF_TOKEN_PATH", str(folder / "no-token"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    forget_hub()
+
+
+def forget_hub() -> None:
+    why_unreachable.cache_clear()
+    pushing._checked.cache_clear()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """The folder of a finished run, without weights that a model could use."""
+    return make_run(tmp_path / "runs" / "day" / "time")
+
+
+def make_run(path: Path, name: str = "first") -> RunDir:
+    run = RunDir(path)
+    (path / "model").mkdir(parents=True)
+    (path / "rollouts").mkdir()
+    run.config.write_text(yaml.safe_dump({"model": {"path": "some/base"}, "task": {"path": "some/data"}, "seed": 0}))
+    run.metrics.write_text('{"step": 1, "reward": 0.5}\n')
+    run.summary.write_text(json.dumps({"steps": 1, "exit": "done", "exit_kind": "done"}))
+    add_session(run, Session(0, "2026-01-01T00:00:00Z", {}, run=name))
+    (path / "model" / "model.safetensors").write_bytes(os.urandom(10_000))
+    (path / "model" / "config.json").write_text("{}")
+    (path / "model" / "README.md").write_text('---\nlibrary_name: transformers\n---\nload("PATH_TO_THIS_FOLDER")\n')
+    (path / "rollouts" / "step_000001.parquet").write_bytes(b"PAR1")
+    return run
+
+
+def add_checkpoint(run: RunDir, step: int) -> Path:
+    folder = run.checkpoint(step)
+    folder.mkdir(parents=True)
+    (folder / "trainer.json").write_text(json.dumps({"step": step}))
+    (folder / "model.safetensors").write_bytes(os.urandom(9_000))
+    return folder
+
+
+def test_a_run_is_pushed_with_its_model_at_the_root(hub: StandInHub, run: RunDir) -> None:
+    assert Pusher(run, Hub(push="me/new")).push() == f"{hub.url}/me/new"
+    repo = hub.repos["me/new"]
+    assert repo.private
+    files = repo.files("main") or {}
+    assert sorted(files.keys() - {".gitattributes"}) == [
+        "README.md",
+        "config.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "model.safetensors",
+        "report.html",
+        "rollouts/step_000001.parquet",
+        "sessions.jsonl",
+        "summary.json",
+    ]
+    assert files["model.safetensors"] == (run.model / "model.safetensors").read_bytes()
+    assert b'load("me/new")' in files["README.md"]
+
+
+def test_a_repeated_push_sends_nothing_again(hub: StandInHub, run: RunDir) -> None:
+    Pusher(run, Hub(push="me/new")).push()
+    sent, commits = len(hub.uploads), len(hub.repos["me/new"].commits)
+    (run.model / "extra.safetensors").write_bytes(os.urandom(9_000))
+    Pusher(run, Hub(push="me/new")).push()
+    assert len(hub.uploads) == sent + 1
+    assert len(hub.repos["me/new"].commits) == commits + 1
+
+
+def test_a_push_that_was_interrupted_goes_on_where_it_was(hub: StandInHub, run: RunDir) -> None:
+    hub.refuse["/api/models/me/new/commit"] = 400
+    with pytest.raises(ConfigError, match=r"^hub\.push=me/new: .*refused by the test"):
+        Pusher(run, Hub(push="me/new", rollouts=False)).push()
+    sent = list(hub.uploads)
+    assert len(sent) >= 1  # the weights were sent before the commit
+    hub.refuse.clear()
+    Pusher(run, Hub(push="me/new", rollouts=False)).push()
+    assert hub.uploads.count(sent[0]) == 1
+    assert "model.safetensors" in (hub.repos["me/new"].files("main") or {})
+
+
+def test_rollouts_and_checkpoints_are_chosen(hub: StandInHub, run: RunDir) -> None:
+    add_checkpoint(run, 1)
+    Pusher(run, Hub(push="me/less", rollouts=False)).push()
+    Pusher(run, Hub(push="me/more", checkpoints=True)).push()
+    less, more = (hub.repos[name].files("main") or {} for name in ("me/less", "me/more"))
+    assert not [path for path in less if path.startswith(("rollouts/", "checkpoints/"))]
+    assert "checkpoints/step_000001/model.safetensors" in more
+
+
+def test_a_pushed_checkpoint_replaces_those_that_the_run_has_deleted(hub: StandInHub, run: RunDir) -> None:
+    pusher = Pusher(run, Hub(push="me/new", checkpoints=True))
+    pusher.push()
+    for step in (1, 2):
+        pusher.push_checkpoint(add_checkpoint(run, step), step)
+    shutil.rmtree(run.checkpoint(1))
+    pusher.push_checkpoint(add_checkpoint(run, 3), 3)
+    files = hub.repos["me/new"].files("main") or {}
+    there = {path.split("/")[1] for path in files if path.startswith("checkpoints/")}
+    assert there == {"step_000002", "step_000003"}
+
+
+def test_another_branch_keeps_the_default_branch_as_it_is(hub: StandInHub, run: RunDir) -> None:
+    Pusher(run, Hub(push="me/new", revision="second")).push()
+    repo = hub.repos["me/new"]
+    assert "model.safetensors" in (repo.files("second") or {})
+    assert "model.safetensors" not in (repo.files("main") or {})
+
+
+def test_another_run_is_not_overwritten(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:
+    Pusher(run, Hub(push="me/new")).push()
+    with pytest.raises(ConfigError, match=r"^hub\.push=me/new: holds another run; .*hub\.revision=BRANCH"):
+        Pusher(make_run(tmp_path / "other" / "run", "second"), Hub(push="me/new")).push()
+
+
+@pytest.mark.parametrize(
+    ("token", "name", "problem"),
+    [
+        ("hf_reader_token", "me/new", "the token may not do this"),
+        (TOKEN, "you/new", "the token may not do this"),
+        ("hf_nobody_token", "me/new", "does not accept the token"),
+        (None, "me/new", "needs a token of the hub"),
+    ],
+)
+def test_a_token_that_may_not_write_is_refused_in_a_sentence(
+    hub: StandInHub, run: RunDir, monkeypatch: pytest.MonkeyPatch, token: str | None, name: str, problem: str
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        Pusher(run, Hub(push=name)).push()
+    assert "\n" not in str(caught.value)
+    assert token is None or token not in str(caught.value)
+
+
+def test_a_token_that_may_only_read_an_existing_repository_is_refused(
+    hub: StandInHub, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Pusher(run, Hub(push="me/new", private=False)).push()
+    forget_hub()
+    monkeypatch.setenv("HF_TOKEN", "hf_reader_token")
+    with pytest.raises(ConfigError, match="the token may not do this"):
+        Pusher(run, Hub(push="me/new")).push()
+
+
+def test_secrets_and_local_folders_are_not_pushed(
+    hub: StandInHub, run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-the-user")
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "model": {"path": "/data/models/base"},
+        "task": {"path": str(Path.home() / "data" / "train.jsonl"), "eval_path": str(tmp_path / "eval.jsonl")},
+        "reward": {"mine": {"function": "/srv/project/rewards.py:score"}},
+        "prompt": "answer in <think> tags </think> and/or words",
+        "overrides": ["reward=[/srv/project/rewards.py:score,math]", "engine.extra=a-secret-of-the-user"],
+    }
+    run.config.write_text(yaml.safe_dump(config))
+    run.summary.write_text(
+        json.dumps({"steps": 1, "exit": f"cannot read {tmp_path}/x with {TOKEN}", "exit_kind": "failed"})
+    )
+    (run.model / "README.md").write_text(f"{run.config.read_text()}\n{run.path}")
+    Pusher(run, Hub(push="me/new")).push()
+    files = hub.repos["me/new"].files("main") or {}
+    texts = {
+        path: content.decode()
+        for path, content in files.items()
+        if path.endswith((".md", ".yaml", ".jsonl", ".json", ".html"))
+    }
+    for path, text in texts.items():
+        for hidden in (str(tmp_path), f"{Path.home()}/", "/data/models", "/srv/project", TOKEN, "a-secret-of-the-user"):
+            assert hidden not in text, (path, hidden)
+    pushed = yaml.safe_load(texts["config.yaml"])
+    assert pushed["task"] == {"path": "~/data/train.jsonl", "eval_path": "eval.jsonl"}
+    assert pushed["model"]["path"] == "<path>/base"
+    assert pushed["reward"]["mine"]["function"] == "<path>/rewards.py:score"
+    assert pushed["prompt"] == config["prompt"]
+    assert pushed["overrides"][0] == "reward=[<path>/rewards.py:score,math]"
+
+
+def test_texts_without_anything_to_hide_stay_as_they_are() -> None:
+    text = "https://example.org/a/b and/or 1/2 </answer> /no_think"
+    assert Publisher.of({"a": text})(text) == text
+
+
+def test_the_command_pushes_a_run_and_repeats_it(
+    hub: StandInHub, run: RunDir, grpocli: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, _ = grpocli("push", str(run.path), "--to", "me/new", "--no-rollouts")
+    assert (code, out.strip()) == (0, f"{hub.url}/me/new")
+    assert grpocli("push", str(run.path), "--to", "me/new")[0] == 0
+    assert "rollouts/step_000001.parquet" in (hub.repos["me/new"].files("main") or {})
+
+
+def test_the_command_wants_a_name(run: RunDir, grpocli: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, said = grpocli("push", str(run.path))
+    assert code == 2
+    assert "--to: name the repository: --to OWNER/NAME" in said
+    assert "--to=new: expected OWNER/NAME" in grpocli("push", str(run.path), "--to", "new")[2]
+
+
+def test_a_running_run_is_not_pushed(run: RunDir, grpocli: Callable[..., tuple[int, str, str]]) -> None:
+    with run.locked():
+        code, _, said = grpocli("push", str(run.path), "--to", "me/new")
+    assert code == 2
+    assert "is running" in said
