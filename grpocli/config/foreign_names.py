@@ -319,19 +319,19 @@ TRAINING_ARGUMENTS = {
     ),
     "lr_scheduler_type": default(
         "linear",
-        Equivalent("optim.schedule={}", "constant, linear or cosine, after optim.warmup_steps"),
+        Equivalent("optim.schedule={}", "those of transformers that follow no metric, after optim.warmup_steps"),
         "constant here, as in the papers of GRPO, DAPO and DGPO",
     ),
-    "lr_scheduler_kwargs": missing(None, "the schedules have no arguments"),
+    "lr_scheduler_kwargs": Equivalent("", "each entry is optim.schedule_arguments.NAME=VALUE", default=None),
     "warmup_steps": default(0, "optim.warmup_steps={}"),
     "warmup_ratio": Equivalent(
         "", "optim.warmup_steps=N counts updates: train.steps x train.minibatches x train.epochs"
     ),
     "optim": default(
         "adamw_torch_fused",
-        Equivalent("optim=adamw", "it is the only optimizer, fused, in float32; 8-bit and paged ones are not there"),
+        Equivalent("optim=adamw", "also adamw_8bit, muon, adafactor and sgd; paged ones are not there"),
     ),
-    "optim_args": missing(None, "optim=adamw has the keys lr, weight_decay, betas and eps"),
+    "optim_args": missing(None, "arguments are keys, such as optim.betas and optim.eps"),
     "weight_decay": default(0.0, "optim.weight_decay={}"),
     "adam_beta1": default(0.9, "optim.betas=[{},0.999]"),
     "adam_beta2": default(0.999, "optim.betas=[0.9,{}]"),
@@ -890,6 +890,9 @@ CHOICES = {
     ("optim", "adam"): Equivalent("optim=adamw"),
     ("optim", "adamw_torch"): Equivalent("optim=adamw"),
     ("optim", "adamw_torch_fused"): Equivalent("optim=adamw"),
+    ("optim", "adamw_bnb_8bit"): Equivalent("optim=adamw_8bit"),
+    ("optim", "adam8bit"): Equivalent("optim=adamw_8bit"),
+    ("optim", "paged_adamw_8bit"): Equivalent("optim=adamw_8bit", "its state stays in the device's memory"),
     ("reward", "accuracy"): Equivalent("reward=[math]"),
     ("reward", "accuracy_reward"): Equivalent("reward=[math]"),
     ("reward", "think_format_reward"): Equivalent("reward=[format]"),

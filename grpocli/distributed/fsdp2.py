@@ -44,7 +44,7 @@ class Fsdp2:
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
         self._shard_all(model, dtype)
-        return model, make(model.parameters())
+        return model, make(model)
 
     def prepare_frozen(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         return self._shard_all(model.requires_grad_(False), dtype)
@@ -106,7 +106,8 @@ class Fsdp2:
 
     def moments(self, optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in optimizer.state.get(parameter, {}).items():
-            yield name, self.gather(tensor)
+            if tensor is not None:  # torch's SGD without momentum
+                yield name, self.gather(tensor)
 
     def restore_moments(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, StoredTensor]) -> None:
         if moments:

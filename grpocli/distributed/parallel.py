@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from grpocli.distributed.sharded_safetensors import StoredTensor
 
-Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-"""Makes the optimizer of a model's parameters."""
+Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
+"""Makes the optimizer of a model."""
 
 
 class Parallel(Protocol):
@@ -83,6 +83,11 @@ class Parallel(Protocol):
         ...
 
 
+def is_counter(tensor: Tensor) -> bool:
+    """Whether a stored tensor was an integer of Python, such as the number of updates in bitsandbytes."""
+    return tensor.ndim == 0 and tensor.dtype == torch.int64
+
+
 class SingleProcess:
     """A single process: plain torch."""
 
@@ -96,7 +101,7 @@ class SingleProcess:
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
         model.to(self.device)
-        return model, make(model.parameters())
+        return model, make(model)
 
     def prepare_frozen(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         return model.requires_grad_(False).to(self.device)
@@ -125,12 +130,17 @@ class SingleProcess:
         return tensor
 
     def moments(self, optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in optimizer.state.get(parameter, {}).items():
-            yield name, self.gather(tensor)
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:  # torch's SGD without momentum
+                yield name, self.gather(torch.as_tensor(value))
 
     def restore_moments(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, StoredTensor]) -> None:
         if moments:
-            optimizer.state[parameter] = {name: stored.whole().to(self.device) for name, stored in moments.items()}
+            tensors = {name: stored.whole() for name, stored in moments.items()}
+            optimizer.state[parameter] = {
+                name: tensor.item() if is_counter(tensor) else tensor.to(self.device)
+                for name, tensor in tensors.items()
+            }
 
 
 class Ddp(SingleProcess):
@@ -141,7 +151,7 @@ class Ddp(SingleProcess):
         self.accelerator = accelerator
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
-        return self.accelerator.prepare_model(model), make(model.parameters())
+        return self.accelerator.prepare_model(model), make(model)
 
     def accumulating(self, wrapped: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Gradients are exchanged in the last backward of an update only."""
@@ -155,7 +165,7 @@ class Ddp(SingleProcess):
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, limit: float) -> Tensor:
     """`Parallel.update` with torch, for parameters that are plain tensors or DTensors."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_share", 1.0)
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf")).detach()
     optimizer.step()

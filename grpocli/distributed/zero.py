@@ -46,7 +46,7 @@ class Zero2(SingleProcess):
         }
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
-        optimizer = make(model.parameters())
+        optimizer = make(model)
         engine, optimizer, _, _ = self.deepspeed.initialize(
             model=model, optimizer=optimizer, config=self.config(dtype), dist_init_required=False
         )

@@ -17,11 +17,13 @@ from grpocli.doctor.surroundings import in_cache
 from grpocli.errors import ConfigError
 from grpocli.hardware.devices import split
 from grpocli.hardware.hardware import Single
+from grpocli.models.quantization import INSTALL
 from grpocli.rewards.code import CodeReward
 from grpocli.rollout.sync_config import ServerLocation
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.tasks.loading import looks_local
 from grpocli.tasks.mixture import key_of, tasks_of
+from grpocli.training.optim import AdamW8bit
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -217,6 +219,8 @@ def _modules(run: Run) -> Iterator[Module]:
         yield Module("deepspeed", parallel, "in a clone of grpocli: pip install '.[deepspeed]'")
     if run.model.lora.rank:
         yield Module("peft", "model.lora.rank", "pip install peft")
+    if isinstance(run.optim, AdamW8bit):
+        yield Module("bitsandbytes", "optim=adamw_8bit", INSTALL)
     if run.model.attn_implementation == "flash_attention_2":
         key = "model.attn_implementation"
         yield Module("flash_attn", key, "model.attn_implementation=null, or pip install flash-attn")

@@ -24,6 +24,7 @@ def check_ready(run: Run) -> None:
     _check_engine(run)
     _check_part(run.engine)
     _check_part(run.model)
+    _check_part(run.optim)
     check_teachers(run)
     check_data(run)
     _check_hub(run)

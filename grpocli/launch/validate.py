@@ -354,6 +354,7 @@ def _check_parallel(run: Run) -> None:
     from grpocli.config.user_parts import choice_of
 
     parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
+    _check_optimizer(run)
     if parallel not in ("zero3", "fsdp2"):  # returns early, since resolving engine=auto imports torch
         return
     engine = run.engine.resolved()
@@ -373,6 +374,16 @@ def _check_parallel(run: Run) -> None:
     for problem, holds in refused.items():
         if holds:
             raise ConfigError(problem, key="hardware.parallel", value=parallel)
+
+
+def _check_optimizer(run: Run) -> None:
+    """Refuse an optimizer whose state cannot be sharded as hardware.parallel shards it."""
+    from grpocli.config.user_parts import choice_of
+
+    parallel, works = run.hardware.parallel, getattr(run.optim, "parallel", None)
+    if works is not None and parallel not in works:
+        name = choice_of("optim", run.optim)
+        raise ConfigError(f"works with hardware.parallel={' or '.join(works)}, not {parallel}", key="optim", value=name)
 
 
 def check_prefetch(run: Run, engine: EnginePart) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.kl import has_teacher
 from grpocli.plan.resources import GIB, shares_weights
+from grpocli.training.optim import Optimizer
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -139,11 +141,11 @@ def _state(inputs: PlanInputs) -> list[Item]:
     size, run = inputs.size, inputs.run
     weights = FLOAT32 * size.parameters / inputs.shards
     gradients = FLOAT32 * size.trained / inputs.optimizer_shards
-    moments = 2 * FLOAT32 * size.trained / inputs.optimizer_shards
+    moments, kinds = optimizer_bytes(inputs)
     items = [
         Item("weights", weights, weights, f"float32{_sharded(inputs.shards)}"),
         _gradients(inputs, gradients),
-        Item("optimizer", moments, moments, f"AdamW's two moments, float32{_sharded(inputs.optimizer_shards)}"),
+        Item("optimizer", moments, moments, f"{kinds}{_sharded(inputs.optimizer_shards)}"),
     ]
     for teacher in inputs.teachers:
         held = FLOAT32 * teacher.parameters / inputs.shards
@@ -154,6 +156,16 @@ def _state(inputs: PlanInputs) -> list[Item]:
         reference = FLOAT32 * (size.parameters - size.adapter) / inputs.shards
         items.append(Item("reference model", reference, reference, f"float32{_sharded(inputs.shards)}"))
     return items
+
+
+def optimizer_bytes(inputs: PlanInputs) -> tuple[float, str]:
+    """The bytes of the optimizer's state in a process, and what it is. Of a user's optimizer: as much as AdamW's."""
+    optim, size = inputs.run.optim, inputs.size
+    if not isinstance(optim, Optimizer):
+        return 2 * FLOAT32 * size.trained / inputs.optimizer_shards, "assumed: two moments, float32"
+    tensors = chain.from_iterable(optim.state_of(*parameter).values() for parameter in size.trained_shapes)
+    total = sum(tensor.size * math.prod(tensor.shape) for tensor in tensors if tensor.shape)
+    return total / inputs.optimizer_shards, optim.state_note
 
 
 def _gradients(inputs: PlanInputs, whole: float) -> Item:

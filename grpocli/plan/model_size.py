@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
+from grpocli.training.optim import matrices_in_layers
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,8 @@ class ModelSize:
 
     config: the config of transformers. source: where it was found. trained: parameters with a gradient. layers:
     decoder layers. layer: parameters of the largest one. embedding: of the input embedding. head: of the output head.
-    tied: embedding and head are one matrix. adapter: parameters of LoRA.
+    tied: embedding and head are one matrix. adapter: parameters of LoRA. trained_shapes: of the parameters with a
+    gradient, and whether each is a matrix between embedding and head.
     """
 
     config: Any
@@ -36,6 +38,7 @@ class ModelSize:
     head: int
     tied: bool
     adapter: int
+    trained_shapes: tuple[tuple[tuple[int, ...], bool], ...] = ()
 
     @property
     def outside(self) -> int:
@@ -71,7 +74,7 @@ def find_model_size(part: Any) -> ModelSize:
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapter = trained if part.lora.rank else 0
-    layers = decoder_layers(model)
+    layers, matrices = decoder_layers(model), matrices_in_layers(model)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return ModelSize(
         config=config,
@@ -84,6 +87,9 @@ def find_model_size(part: Any) -> ModelSize:
         head=head.numel(),
         tied=head is embedding,
         adapter=adapter,
+        trained_shapes=tuple(
+            (tuple(p.shape), name in matrices) for name, p in model.named_parameters() if p.requires_grad
+        ),
     )
 
 

@@ -19,9 +19,12 @@ from grpocli.config.foreign_names import (
 from grpocli.porting.overrides import Port
 from grpocli.porting.source import Data, RewardCall, ScriptSource, Unread, number_of
 from grpocli.porting.trl_data import path_of, rows_of, set_data, set_rewards
+from grpocli.training.schedule import ARGUMENTS
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd": "sgd"}
+"""Names of transformers beside AdamW's own; adafactor is another implementation than torch's."""
+PAGED = ("paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit")
 CLIPPED = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo", "vespo")
 NEEDS: tuple[tuple[tuple[str, ...], str, tuple[Any, ...]], ...] = (
     (("vllm_",), "use_vllm", (True,)),
@@ -156,6 +159,9 @@ class Translation:
 
     def _template_argument(self, key: str, value: Any, name: str) -> None:
         self.port.set(f"model.chat_template_arguments.{key}", value, name)
+
+    def _schedule_argument(self, key: str, value: Any, name: str) -> None:
+        self.port.set(f"optim.schedule_arguments.{key}", value, name)
 
     def _model_key_of(self, key: str, value: Any, name: str) -> None:
         if value is None or key in ("device_map", "use_cache"):
@@ -408,14 +414,23 @@ class Translation:
         betas = [self.number("adam_beta1"), self.number("adam_beta2")]
         if betas != [0.9, 0.999]:
             port.set("optim.betas", betas, "adam_beta1", "adam_beta2")
-        if not str(self.get("optim")).startswith("adamw_torch"):
-            port.lack("optim", self.get("optim"), "optim=adamw in float32 is used instead")
+        name = str(self.get("optim"))
+        if name in OPTIMIZERS:
+            port.set("optim", OPTIMIZERS[name], "optim")
+        elif name in PAGED:
+            chosen = "adamw_8bit" if name.endswith("8bit") else "adamw"
+            port.lack("optim", name, f"optim={chosen} is used instead, with its state in the device's memory")
+            port.set("optim", chosen)
+        elif not name.startswith("adamw_torch"):
+            port.lack("optim", name, "optim=adamw in float32 is used instead")
 
     def _schedule(self) -> None:
         port, schedule = self.port, str(self.get("lr_scheduler_type"))
-        if schedule not in SCHEDULES:
-            port.lack("lr_scheduler_type", schedule, "cosine is used instead")
-        port.set("optim.schedule", SCHEDULES.get(schedule, "cosine"), "lr_scheduler_type")
+        if schedule not in ARGUMENTS:
+            port.lack("lr_scheduler_type", schedule, "cosine is used instead, since it needs no metric")
+        port.set("optim.schedule", schedule if schedule in ARGUMENTS else "cosine", "lr_scheduler_type")
+        if schedule in ARGUMENTS:
+            self._mapping("lr_scheduler_kwargs", self._schedule_argument)
         ratio = self.optional("warmup_ratio") or (self.number("warmup_steps") if self.number("warmup_steps") < 1 else 0)
         steps = port.value("train.steps")
         if ratio and steps:

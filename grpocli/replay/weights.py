@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.progress import Progress
     from grpocli.rollout.engine import EngineJob
-    from grpocli.training.optim import AdamW
+    from grpocli.training.optim import Optimizer
     from grpocli.training.policy import Reference
     from grpocli.training.teachers import Teachers
     from grpocli.training.update import Updater
@@ -207,7 +207,7 @@ def _loads(run: Run) -> tuple[object, ...]:
     return run.model, _without_rate(run.optim), run.algorithm.needs_reference, teachers_in(run.algorithm.kl)
 
 
-def _without_rate(optim: AdamW) -> tuple[type, dict[str, Any]]:
+def _without_rate(optim: Optimizer) -> tuple[type, dict[str, Any]]:
     """The optimizer's config without its learning rate, which each update sets."""
     return type(optim), {name: value for name, value in asdict(optim).items() if name != "lr"}
 

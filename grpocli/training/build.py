@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from grpocli.training import checkpoint, saved_rollouts
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
 from grpocli.training.checkpointer import BackgroundWriter, Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, Sampler
+from grpocli.training.optim import make_optimizer
 from grpocli.training.packing_check import find_head, pack
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.prefetch import Prefetcher
@@ -139,7 +141,7 @@ def load_updater(
         policy, optimizer = _policy(run, job, world, str(checkpoint_path) if checkpoint_path else job.model_path)
         reference = load_reference(run, job, policy, checkpoint_path)
     if checkpoint_path:
-        checkpoint.load_optimizer(checkpoint_path, policy, optimizer)
+        checkpoint.load_optimizer(checkpoint_path, policy, optimizer, run.optim)
     return _updater(run, world, policy, reference, optimizer, updates, progress)
 
 
@@ -216,7 +218,7 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, 
     if run.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dtype = getattr(torch, job.dtype)
-    wrapped, optimizer = world.parallel.prepare(model, dtype, run.optim.make)
+    wrapped, optimizer = world.parallel.prepare(model, dtype, partial(make_optimizer, run.optim))
     return Policy(model, wrapped, dtype, world.parallel), optimizer
 
 

@@ -19,12 +19,15 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpocli.config.user_parts import choice_of, is_spec
 from grpocli.distributed import sharded_safetensors as shards
+from grpocli.errors import ConfigError
 from grpocli.files import atomic_folder, full_disk_as_oserror, regular
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
 from grpocli.tasks import problem_scores
 from grpocli.training import checksums, saved_rollouts
+from grpocli.training.optim import Optimizer, matrices_in_layers
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.tasks.problem_scores import TaskProblems
     from grpocli.training.collector import RolloutBatch
+    from grpocli.training.optim import StateTensor
     from grpocli.training.policy import Policy, Reference
     from grpocli.types import Group
 
@@ -230,10 +234,11 @@ def _whole(policy: Policy, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.{kind}", tensor
 
 
-def load_optimizer(path: Path, policy: Policy, optimizer: Any) -> None:
+def load_optimizer(path: Path, policy: Policy, optimizer: Any, optim: Any = None) -> None:
     """Restore the optimizer's state; each process reads its part. Learning rates and decay are the config's.
 
-    Raises ValueError if the state does not fit the policy, or cannot be read.
+    optim: the run's choice of `optim`; a user's may not say which tensors its state has. Raises ConfigError if the
+    state is another optimizer's. Raises ValueError if it does not fit the policy, or cannot be read.
     """
     from safetensors import SafetensorError
 
@@ -248,12 +253,24 @@ def load_optimizer(path: Path, policy: Policy, optimizer: Any) -> None:
             unknown = state.keys() - {name for name, _ in _trained(policy)}
             if unknown:
                 raise ValueError(f"there is optimizer state for {min(unknown)!r}, which is not trained")
-            if len({frozenset(kinds) for kinds in state.values()}) > 1:
-                raise ValueError(f"{OPTIMIZER_INDEX} does not have the same tensors for each parameter")
+            matrices = matrices_in_layers(policy.model)
+            ours = isinstance(optim, Optimizer) and not is_spec(choice_of("optim", optim))
             for name, parameter in _trained(policy):
-                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves a parameter flat
-                if other := [kind for kind, one in state[name].items() if one.shape not in ((), shape)]:
-                    raise ValueError(f"{name}.{other[0]} does not have the shape of {name}, {shape}")
+                if ours:
+                    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves a parameter flat
+                    _check_state(name, state[name], optim.state_of(shape, name in matrices), optim)
                 policy.parallel.restore_moments(optimizer, parameter, state[name])
     except (OSError, SafetensorError) as error:
         raise ValueError(f"optimizer: {error}") from error
+
+
+def _check_state(
+    name: str, state: Mapping[str, shards.StoredTensor], expected: Mapping[str, StateTensor], optim: Optimizer
+) -> None:
+    """Raise unless a parameter has no state so far, or the tensors that its optimizer keeps."""
+    if state and state.keys() != expected.keys():
+        problem = f"the checkpoint has another optimizer's state ({', '.join(sorted(state))}): keep that of the run"
+        raise ConfigError(problem, key="optim", value=choice_of("optim", optim))
+    for kind, tensor in state.items():
+        if tensor.shape != expected[kind].shape:
+            raise ValueError(f"{name}.{kind} has the shape {tensor.shape}, and should have {expected[kind].shape}")

@@ -1,45 +1,101 @@
-"""The optimizer and its learning rate."""
+"""The config group `optim`: optimizers of torch and bitsandbytes, and the schedule of their learning rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from dataclasses import field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from grpocli.config.parts import one_of, part, require
+from grpocli.config.parts import one_of, part, require, section
+from grpocli.models.quantization import check_bitsandbytes, import_bitsandbytes
+from grpocli.training import schedule
 
 if TYPE_CHECKING:
     import torch
 
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-}
+QUANTIZED_FROM, BLOCK = 4096, 256
+"""bitsandbytes: numbers from which a state has 8 bits, and numbers that share a scale."""
 
 
-@part("optim", "adamw")
-class AdamW:
-    """AdamW (arXiv 1711.05101) on float32 weights."""
+class StateTensor(NamedTuple):
+    """A tensor of an optimizer's state. size: bytes of a number."""
+
+    shape: tuple[int, ...]
+    size: int = 4
+
+
+@section("optim")
+class Optimizer:
+    """Base class of the config group `optim`."""
 
     lr: float = 1e-6
     """Learning rate of an update, after the warm-up."""
     weight_decay: float = 0.0
     """Decoupled weight decay: the share of a weight that an update takes away, times the learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates, per update, of the first and the second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
     warmup_steps: int = 0
     """Number of updates over which the learning rate rises linearly from 0."""
     schedule: str = "constant"
-    """After the warm-up: `constant`, or `linear` or `cosine` towards 0, which is reached one update after the last."""
+    """After the warm-up: `constant`, or `linear` or `cosine` towards 0, which is reached one update after the last, or
+    another schedule of transformers, such as `cosine_with_min_lr` or `warmup_stable_decay`."""
+    schedule_arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the schedule: `optim.schedule_arguments.min_lr_rate=0.1`."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this Euclidean norm over all weights; 0: never."""
+
+    parallel: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2", "zero2", "zero3")
+    """The choices of hardware.parallel that it works with."""
+    state_note: ClassVar[str] = ""
+    """The state, as `grpocli plan` names it."""
 
     def __post_init__(self) -> None:
         require(self, "lr", 0 <= self.lr < math.inf, "must be a finite number of 0 or more")
         require(self, "weight_decay", 0 <= self.weight_decay < math.inf, "must be a finite number of 0 or more")
+        require(self, "warmup_steps", self.warmup_steps >= 0, "must be 0 or more")
+        schedule.check_schedule(self.schedule, self.schedule_arguments)
+        require(self, "max_grad_norm", self.max_grad_norm >= 0, "must be 0 (no clipping) or more")
+
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over the parameters with gradients."""
+        raise NotImplementedError
+
+    def make_for(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of a model, for optimizers that treat its layers differently."""
+        return self.make(model.parameters())
+
+    def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
+        """The state of a parameter by name, after the first update.
+
+        in_layers: whether it is a matrix between embedding and output head.
+        """
+        raise NotImplementedError
+
+    def rate(self, update: int, total: int) -> float:
+        """The learning rate of update number `update` (from 0) of `total`: a pure function, without state to save."""
+        return schedule.rate(self.lr, self.schedule, self.schedule_arguments, self.warmup_steps, update, total)
+
+    def groups(self, parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
+        """The parameters with gradients in groups: norms and biases have no weight decay."""
+        trained = [p for p in parameters if p.requires_grad]
+        dims = {p: len(getattr(p, "ds_shape", p.shape)) for p in trained}  # ZeRO-3 flattens weights
+        groups = [
+            {"params": [p for p in trained if dims[p] >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if dims[p] < 2], "weight_decay": 0.0},
+        ]
+        return [g for g in groups if g["params"]]
+
+
+@section("optim")
+class Adam(Optimizer):
+    """Base class of optimizers with Adam's two moments."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates, per update, of the first and the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self,
             "betas",
@@ -47,31 +103,192 @@ class AdamW:
             "must be two numbers of at least 0 and below 1",
         )
         require(self, "eps", self.eps > 0, "must be above 0")
-        require(self, "warmup_steps", self.warmup_steps >= 0, "must be 0 or more")
-        one_of(self, "schedule", SCHEDULES)
-        require(self, "max_grad_norm", self.max_grad_norm >= 0, "must be 0 (no clipping) or more")
+
+    @property
+    def pair(self) -> tuple[float, float]:
+        """`betas`, which is a list in a composed config."""
+        return self.betas[0], self.betas[1]
+
+
+@part("optim", "adamw")
+class AdamW(Adam):
+    """AdamW (arXiv 1711.05101) on float32 weights."""
+
+    state_note: ClassVar[str] = "AdamW's two moments, float32"
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over the parameters with gradients. Norms and biases have no weight decay."""
         import torch
 
-        trained = [p for p in parameters if p.requires_grad]
-        dims = {p: len(getattr(p, "ds_shape", p.shape)) for p in trained}  # ZeRO-3 flattens weights
-        groups = [
-            {"params": [p for p in trained if dims[p] >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if dims[p] < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            lr=self.lr,
-            betas=(self.betas[0], self.betas[1]),
-            eps=self.eps,
-            fused=True,
+        return torch.optim.AdamW(self.groups(parameters), lr=self.lr, betas=self.pair, eps=self.eps, fused=True)
+
+    def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
+        return {"step": StateTensor(()), "exp_avg": StateTensor(shape), "exp_avg_sq": StateTensor(shape)}
+
+
+@part("optim", "adamw_8bit")
+class AdamW8bit(Adam):
+    """AdamW with moments of 8 bits, in blocks of 256 numbers with a common scale (arXiv 2110.02861); bitsandbytes'.
+
+    Tensors of fewer than 4,096 numbers have moments in float32.
+    """
+
+    parallel: ClassVar[tuple[str, ...]] = ("ddp",)
+    state_note: ClassVar[str] = "AdamW's two moments, 8 bits, with a scale for 256 numbers"
+
+    def check_ready(self) -> None:
+        """Raise ConfigError if bitsandbytes is not installed."""
+        check_bitsandbytes("optim", "adamw_8bit")
+
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over the parameters with gradients. Norms and biases have no weight decay."""
+        import_bitsandbytes("optim", "adamw_8bit")
+        from grpocli.training.adamw_8bit import AdamW8bitOptimizer
+
+        made: torch.optim.Optimizer = AdamW8bitOptimizer(
+            self.groups(parameters), lr=self.lr, betas=self.pair, eps=self.eps, min_8bit_size=QUANTIZED_FROM
+        )
+        return made
+
+    def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
+        step, count = {"step": StateTensor((), 8)}, math.prod(shape)
+        if count < QUANTIZED_FROM:
+            return step | {"state1": StateTensor(shape), "state2": StateTensor(shape)}
+        moments = {f"state{i}": StateTensor(shape, 1) for i in (1, 2)}
+        scales = {f"absmax{i}": StateTensor((-(-count // BLOCK),)) for i in (1, 2)}
+        return step | moments | scales
+
+
+@part("optim", "muon")
+class Muon(Adam):
+    """Muon (Jordan et al. 2024; torch's) for matrices in the layers; AdamW for embedding, head, norms and biases."""
+
+    momentum: float = 0.95
+    """Decay rate, per update, of the average gradient of a matrix."""
+    nesterov: bool = True
+    """Step along the gradient beside its average, instead of along the average alone."""
+    scale: str = "match_rms_adamw"
+    """Size of a matrix's update: `match_rms_adamw` takes the learning rates of AdamW (arXiv 2502.16982), `original`
+    needs larger ones, such as 0.02."""
+    adamw_lr_share: float = 1.0
+    """Learning rate of the weights that AdamW trains, as a multiple of that of the matrices."""
+
+    parallel: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2")
+    state_note: ClassVar[str] = "Muon's average of each matrix, AdamW's two moments of the rest, float32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "momentum", 0 <= self.momentum < 1, "must be at least 0 and below 1")
+        one_of(self, "scale", ("match_rms_adamw", "original"))
+        require(self, "adamw_lr_share", 0 <= self.adamw_lr_share < math.inf, "must be a finite number of 0 or more")
+
+    def make_for(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        matrices = matrices_in_layers(model)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return self._make(
+            [p for name, p in trained if name in matrices], [p for name, p in trained if name not in matrices]
         )
 
-    def rate(self, update: int, total: int) -> float:
-        """The learning rate of update number `update` (from 0) of `total`: a pure function, without state to save."""
-        if update < self.warmup_steps:
-            return self.lr * (update + 1) / (self.warmup_steps + 1)
-        rest = max(total - self.warmup_steps, 1)
-        return self.lr * SCHEDULES[self.schedule]((update - self.warmup_steps) / rest)
+    def _make(self, matrices: list[torch.nn.Parameter], others: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        import torch
+
+        from grpocli.training.combined_optimizer import CombinedOptimizer
+
+        parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            parts.append(
+                torch.optim.Muon(
+                    matrices,
+                    lr=self.lr,
+                    weight_decay=self.weight_decay,
+                    momentum=self.momentum,
+                    nesterov=self.nesterov,
+                    adjust_lr_fn=self.scale,
+                )
+            )
+        if others:
+            groups = [group | {"lr_share": self.adamw_lr_share} for group in self.groups(others)]
+            parts.append(torch.optim.AdamW(groups, lr=self.lr, betas=self.pair, eps=self.eps, fused=True))
+        return CombinedOptimizer(parts)
+
+    def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
+        if in_layers:
+            return {"momentum_buffer": StateTensor(shape)}
+        return {"step": StateTensor(()), "exp_avg": StateTensor(shape), "exp_avg_sq": StateTensor(shape)}
+
+
+@part("optim", "adafactor")
+class Adafactor(Optimizer):
+    """Adafactor (arXiv 1804.04235; torch's): one number for each row and column of a matrix as its second moment."""
+
+    lr: float = 1e-4
+    """Learning rate of an update, after the warm-up, relative to the size of a weight; at most 1 / sqrt(updates)."""
+    beta2_decay: float = -0.8
+    """Exponent with which the decay rate of the second moment approaches 1."""
+    clip: float = 1.0
+    """Updates of a tensor are scaled down to this root mean square."""
+
+    parallel: ClassVar[tuple[str, ...]] = ("ddp",)
+    state_note: ClassVar[str] = "a number for each row and column of a matrix, float32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "beta2_decay", -1 <= self.beta2_decay < 0, "must be at least -1 and below 0")
+        require(self, "clip", 0 < self.clip < math.inf, "must be a finite number above 0")
+
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over the parameters with gradients. Norms and biases have no weight decay."""
+        import torch
+
+        return torch.optim.Adafactor(self.groups(parameters), lr=self.lr, beta2_decay=self.beta2_decay, d=self.clip)
+
+    def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
+        step = {"step": StateTensor(())}
+        if len(shape) < 2:
+            return step | {"variance": StateTensor(shape)}
+        rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+        return step | {"row_var": StateTensor(rows), "col_var": StateTensor(columns)}
+
+
+@part("optim", "sgd")
+class Sgd(Optimizer):
+    """Stochastic gradient descent (torch's); without momentum it has no state."""
+
+    lr: float = 0.01
+    """Learning rate of an update, after the warm-up. Gradients are not divided by their size, so it is larger than
+    AdamW's."""
+    momentum: float = 0.0
+    """Decay rate, per update, of the summed gradients; 0: none. Above it, weight decay is summed with them."""
+
+    parallel: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2")
+    state_note: ClassVar[str] = "SGD's momentum, float32; none without"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "momentum", 0 <= self.momentum < 1, "must be at least 0 and below 1")
+
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over the parameters with gradients. Norms and biases have no weight decay."""
+        import torch
+
+        return torch.optim.SGD(self.groups(parameters), lr=self.lr, momentum=self.momentum)
+
+    def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
+        return {"momentum_buffer": StateTensor(shape)} if self.momentum else {}
+
+
+def make_optimizer(part: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a choice of `optim`; parts of users may have only `make(parameters)`."""
+    made: torch.optim.Optimizer
+    made = part.make_for(model) if isinstance(part, Optimizer) else part.make(model.parameters())
+    return made
+
+
+def matrices_in_layers(model: torch.nn.Module) -> set[str]:
+    """The names of the matrices that are neither the embedding nor the output head; LoRA's are among them."""
+    import torch
+
+    ends = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, torch.nn.Embedding)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    ends |= {f"{name}.weight" for name, module in model.named_modules() if module is head}
+    return {name for name, p in model.named_parameters() if p.ndim == 2 and name not in ends}

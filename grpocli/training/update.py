@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Train
     from grpocli.distributed.world import World
-    from grpocli.training.optim import AdamW
+    from grpocli.training.optim import Optimizer
     from grpocli.training.packing import Layout
     from grpocli.training.policy import Policy, Reference
     from grpocli.training.teachers import Teachers
@@ -50,7 +50,7 @@ class Updater:
     policy: Policy
     reference: Reference | Teachers | None
     algorithm: Algorithm
-    optim_config: AdamW
+    optim_config: Optimizer
     optimizer: Any
     train: Train
     sampling: Sampling

@@ -25,7 +25,12 @@ MATH = Path(conf_dir(), "reward", "math.yaml").read_text()
             "seed=1",
             "optim/adamw.yaml: Hydra would use the file of this name in conf/",
         ),
-        ("optim/mine", "lr: 1", "optim=mime", 'optim=mime: choose one of adamw, mine; did you mean "mine"?'),
+        (
+            "optim/mine",
+            "lr: 1",
+            "optim=mime",
+            'optim=mime: choose one of adafactor, adamw, adamw_8bit, mine, muon, sgd; did you mean "mine"?',
+        ),
         ("optim/mine", "lr: 1", "optim=mine", "optim: the keys belong to no choice; choose one with optim=NAME"),
         (
             "optim/mine",

@@ -138,7 +138,7 @@ def updated(
     mine = copy.deepcopy(model)
     optim = AdamW(lr=0.02, max_grad_norm=0.0)  # plain gradient descent: AdamW would enlarge rounding errors
     wrapped, optimizer = world.parallel.prepare(
-        mine, torch.float32, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        mine, torch.float32, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     )
     gradients: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(

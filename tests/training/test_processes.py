@@ -239,6 +239,20 @@ def test_any_number_of_processes_resumes_a_checkpoint(processes: Processes, save
         assert_same(result[f"saved_2_{saved}"], alone, 1e-5, process)
 
 
+@pytest.mark.parametrize("name", ["muon", "momentum"])
+def test_other_optimizers_make_the_same_updates_in_any_number_of_processes(processes: Processes, results, name) -> None:
+    """Also from a checkpoint of two processes, with weights and states in shards."""
+    alone, start = results[1, 0, "ddp"], processes.folder / "model"
+    before = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).parameters()
+    change = alone[name]["weights"] - torch.cat([p.detach().flatten() for p in before])
+    for process, result in results.items():
+        for kind in (name, *(f"{name}_2_{parallel}" for parallel in updating.SHARED)):
+            if kind in result:
+                difference = (result[kind]["weights"] - alone[kind]["weights"]).norm()
+                assert difference <= 0.05 * change.norm(), (process, kind)  # Muon computes in bfloat16
+    assert {f"{name}_2_ddp", f"{name}_2_fsdp2"} <= alone.keys()
+
+
 RESUMED = ["1_ddp", *(pytest.param(f"3_{parallel}", marks=THREE) for parallel in PARALLEL[3])]
 
 

@@ -67,7 +67,7 @@ def literal(model: Any, row: Row) -> torch.Tensor:
 def updater(little_model: Any, world: World, teachers: dict[str, Any], *overrides: str, **train: int) -> Updater:
     model = copy.deepcopy(little_model)
     optim = AdamW(lr=1e-3, max_grad_norm=0.0)
-    wrapped, optimizer = world.parallel.prepare(model, torch.float32, optim.make)
+    wrapped, optimizer = world.parallel.prepare(model, torch.float32, optim.make_for)
     policy = Policy(model, wrapped, torch.float32, world.parallel)
     loaded = [LoadedTeacher(copy.deepcopy(one), policy, (task,)) for task, one in teachers.items()]
     algorithm = built("algorithm=opd", "algorithm/correction=none", *overrides)

@@ -45,7 +45,7 @@ def rows(little_model) -> list[Row]:
 def updater(little_model, world: World, *algorithm: str, **train: int) -> Updater:
     model = copy.deepcopy(little_model)
     optim = AdamW(lr=1e-3, max_grad_norm=0.0)
-    wrapped, optimizer = world.parallel.prepare(model, torch.float32, optim.make)
+    wrapped, optimizer = world.parallel.prepare(model, torch.float32, optim.make_for)
     policy = Policy(model, wrapped, torch.float32, world.parallel)
     algo = built(*algorithm)
     return Updater(

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from grpocli.rollout.sampler import sample
 from grpocli.rollout.vllm import canary
 from grpocli.training import checkpoint
 from grpocli.training.checkpoint import State
-from grpocli.training.optim import AdamW
+from grpocli.training.optim import AdamW, Muon, Optimizer, Sgd
 from grpocli.training.packing_check import pack
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.update import Updater
@@ -97,7 +97,7 @@ def updater_of(
     policy: Policy,
     optimizer: Any,
     overrides: tuple[str, ...],
-    optim: AdamW,
+    optim: Optimizer,
     packed: bool = True,
 ) -> Updater:
     algorithm = build_algorithm(*overrides)
@@ -169,19 +169,28 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
     return result
 
 
-def descent(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
+def descent(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+OPTIMIZERS = {
+    "saved": AdamW(lr=1e-3, weight_decay=0.1),
+    "muon": Muon(lr=1e-3, weight_decay=0.1),
+    "momentum": Sgd(lr=0.1, momentum=0.9),
+}
+"""Optimizers that work with fsdp2, by the first word of their folders."""
 
 
 def went_on(world: World, folder: Path, start: Path, end: Path) -> dict[str, object]:
-    """One AdamW step from `start` (or the given model), saved as `end`; the loaded state is saved beside it."""
-    optim = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0)
-    policy, optimizer = loaded(world, start, optim.make)
+    """One step of `end`'s optimizer from `start` (or the given model), saved as `end`; the loaded state is saved
+    beside it."""
+    optim = OPTIMIZERS[end.name.partition("_")[0]]
+    policy, optimizer = loaded(world, start, optim.make_for)
     tokenizer = make_tokenizer()
     resumed = (start / checkpoint.STATE).is_file()
     contents = checkpoint.Contents(policy, optimizer, tokenizer)
     if resumed:
-        checkpoint.load_optimizer(start, policy, optimizer)
+        checkpoint.load_optimizer(start, policy, optimizer, optim)
         checkpoint.save(end.with_suffix(".again"), State(), contents, world)
     updater = updater_of(world, folder, policy, optimizer, ("algorithm=dapo",), optim)
     metrics = train_step(updater, load_rows(folder / "rows.json"), N_GROUPS)
@@ -240,6 +249,9 @@ def canaried(world: World, folder: Path) -> dict[str, object]:
     return {"weights": changed, "scored": followed, "same": same and kept}
 
 
+SHARED = ("ddp", "fsdp2")
+
+
 def main(folder: Path, parallel: str) -> None:
     """Train every algorithm on the model and rows in the folder; write one file of results per process."""
     world = World(Single(device="cpu", parallel=parallel, timeout=120))
@@ -253,7 +265,9 @@ def main(folder: Path, parallel: str) -> None:
         results["sampled"] = sampled(world, folder)
     ran = f"{world.size}_{parallel}"
     results["model"] = went_on(world, folder, folder / "model", folder / f"saved_{ran}")
-    for saved in [] if world.size == 2 else ["saved_2_ddp", "saved_2_fsdp2"]:
+    others = ["muon", "momentum"] if parallel in ("ddp", "fsdp2") else []
+    results |= {name: went_on(world, folder, folder / "model", folder / f"{name}_{ran}") for name in others}
+    for saved in [] if world.size == 2 else [f"{name}_2_{kind}" for name in ("saved", *others) for kind in SHARED]:
         results[saved] = went_on(world, folder, folder / saved, folder / f"{saved}_to_{ran}")
     torch.save(results, folder / f"{world.size}_{world.rank}_{parallel}.pt")
     if parallel == sys.argv[-1]:

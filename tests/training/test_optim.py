@@ -1,0 +1,250 @@
+"""Optimizers take the library's steps, resume to the bit, and have the state that plans count; schedules too."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.optimization
+from transformers import LlamaConfig, LlamaForCausalLM, SchedulerType, get_scheduler
+
+from grpocli.distributed.parallel import step
+from grpocli.distributed.world import World
+from grpocli.errors import ConfigError
+from grpocli.hardware.hardware import Single
+from grpocli.launch.compose import build_run, compose
+from grpocli.models.tiny import make_tokenizer
+from grpocli.training import schedule
+from grpocli.training.checkpoint import Contents, State, load_optimizer, save
+from grpocli.training.optim import (
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    Muon,
+    Optimizer,
+    Sgd,
+    make_optimizer,
+    matrices_in_layers,
+)
+from grpocli.training.policy import Policy
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": AdamW(lr=0.01, weight_decay=0.1),
+    "adamw_8bit": AdamW8bit(lr=0.01, weight_decay=0.1),
+    "muon": Muon(lr=0.01, weight_decay=0.1, adamw_lr_share=0.5),
+    "adafactor": Adafactor(lr=0.01, weight_decay=0.1),
+    "sgd": Sgd(lr=0.1, momentum=0.9),
+    "sgd without momentum": Sgd(lr=0.1),
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(Single(device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """A model with matrices of more and of fewer than 4,096 numbers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def optim(request: pytest.FixtureRequest) -> Optimizer:
+    return OPTIMIZERS[request.param]
+
+
+def updates(model: LlamaForCausalLM, optimizer: Any, numbers: range) -> None:
+    """Updates with gradients that depend on the number of the update alone."""
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        step(model, optimizer, 0.01 / (number + 1), 1.0)
+
+
+def weights(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_a_resumed_optimizer_continues_to_the_bit(model, world: World, optim: Optimizer, tmp_path: Path) -> None:
+    straight = copy.deepcopy(model)
+    optimizer = make_optimizer(optim, straight)
+    updates(straight, optimizer, range(3))
+    policy = Policy(straight, straight, torch.float32, world.parallel)
+    save(tmp_path / "step_3", State(step=3), Contents(policy, optimizer, make_tokenizer()), world)
+    resumed = LlamaForCausalLM.from_pretrained(tmp_path / "step_3", dtype=torch.float32)
+    again = make_optimizer(optim, resumed)
+    load_optimizer(tmp_path / "step_3", Policy(resumed, resumed, torch.float32, world.parallel), again, optim)
+    updates(straight, optimizer, range(3, 6))
+    updates(resumed, again, range(3, 6))
+    expected = weights(straight)
+    assert all(tensor.equal(expected[name]) for name, tensor in weights(resumed).items())
+    assert not any(tensor.equal(expected[name]) for name, tensor in weights(model).items())
+
+
+def test_the_state_is_what_plans_count_and_a_resume_expects(model, optim: Optimizer) -> None:
+    trained = copy.deepcopy(model)
+    optimizer = make_optimizer(optim, trained)
+    updates(trained, optimizer, range(1))
+    matrices = matrices_in_layers(trained)
+    for name, parameter in trained.named_parameters():
+        kept = {key: torch.as_tensor(value) for key, value in optimizer.state[parameter].items() if value is not None}
+        found = {key: (tuple(tensor.shape), tensor.element_size()) for key, tensor in kept.items()}
+        assert found == dict(optim.state_of(tuple(parameter.shape), name in matrices)), name
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(model, world: World, tmp_path: Path) -> None:
+    policy = Policy(model, model, torch.float32, world.parallel)
+    optimizer = make_optimizer(OPTIMIZERS["adamw"], model)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": parameter.clone(),
+            "exp_avg_sq": parameter + 1,
+        }
+    save(tmp_path / "step_1", State(step=1), Contents(policy, optimizer, make_tokenizer()), world)
+    said = r"^optim=muon: the checkpoint has another optimizer's state \(exp_avg, exp_avg_sq, step\)"
+    with pytest.raises(ConfigError, match=said):
+        load_optimizer(tmp_path / "step_1", policy, make_optimizer(Muon(), model), Muon())
+
+
+def test_muon_takes_torchs_steps_for_matrices_in_layers_and_adamws_for_the_rest(model) -> None:
+    optim = OPTIMIZERS["muon"]
+    mine, theirs = copy.deepcopy(model), copy.deepcopy(model)
+    updates(mine, make_optimizer(optim, mine), range(3))
+
+    layers = [p for name, p in theirs.named_parameters() if "proj" in name]
+    ends = [theirs.model.embed_tokens.weight, theirs.lm_head.weight]
+    norms = [p for p in theirs.parameters() if p.ndim == 1]
+    muon = torch.optim.Muon(layers, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [{"params": ends, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}], fused=True
+    )
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        for parameter in theirs.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        for optimizer, share in ((muon, 1.0), (adamw, 0.5)):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (number + 1) * share
+            optimizer.step()
+    expected = weights(theirs)
+    assert all(tensor.equal(expected[name]) for name, tensor in weights(mine).items())
+    assert len(layers) + len(ends) + len(norms) == len(list(theirs.parameters()))
+
+
+def test_eight_bits_follow_adamw(model) -> None:
+    """Steps of 8-bit moments differ from AdamW's by a small part of a step."""
+    runs = {}
+    for name in ("adamw", "adamw_8bit"):
+        trained = copy.deepcopy(model)
+        updates(trained, make_optimizer(OPTIMIZERS[name], trained), range(5))
+        runs[name] = torch.cat(
+            [(new - old).flatten() for new, old in zip(weights(trained).values(), weights(model).values(), strict=True)]
+        )
+    difference = (runs["adamw_8bit"] - runs["adamw"]).norm() / runs["adamw"].norm()
+    assert 0 < difference < 0.05
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "zero2"])
+def test_an_optimizer_that_cannot_be_sharded_is_refused(parallel: str) -> None:
+    config = compose(["optim=adamw_8bit", f"hardware.parallel={parallel}", "engine=transformers"])
+    with pytest.raises(ConfigError, match=f"^optim=adamw_8bit: works with hardware.parallel=ddp, not {parallel}$"):
+        build_run(config)
+
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr": 0.02},
+    "warmup_stable_decay": {"num_decay_steps": 4, "decay_type": "linear"},
+    "polynomial": {"lr_end": 0.01, "power": 2},
+    "inverse_sqrt": {"timescale": 7},
+    "cosine": {"num_cycles": 1.5},
+    "cosine_with_restarts": {"num_cycles": 2},
+}
+WARMUP, TOTAL, LR = 3, 20, 0.2
+
+
+def theirs(name: str, arguments: dict[str, Any]) -> Iterator[float]:
+    """The learning rate of each update as transformers' Trainer takes it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
+    made: Any = get_scheduler(name, optimizer, WARMUP, TOTAL, arguments)
+    for _ in range(TOTAL):
+        yield optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        made.step()
+
+
+@pytest.mark.parametrize("name", schedule.ARGUMENTS)
+def test_rates_after_the_warm_up_are_those_of_transformers(name: str) -> None:
+    arguments = EXAMPLES.get(name, {})
+    optim = AdamW(lr=LR, warmup_steps=WARMUP, schedule=name, schedule_arguments=arguments)
+    rates = [optim.rate(update, TOTAL) for update in range(TOTAL)]
+    assert rates[:WARMUP] == [LR * (update + 1) / (WARMUP + 1) for update in range(WARMUP)]
+    assert rates[WARMUP:] == pytest.approx(list(theirs(name, arguments))[WARMUP:], rel=1e-12)
+    assert name.startswith("constant") or len(set(rates[WARMUP:])) > 3
+    backwards = [optim.rate(update, TOTAL) for update in reversed(range(TOTAL))]
+    assert backwards == rates[::-1], "a rate depends on its update's number alone"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "warmup_type": "1-sqrt"}),
+    ],
+)
+def test_a_schedule_with_arguments_for_the_warm_up_has_transformers_own(name: str, arguments: dict[str, Any]) -> None:
+    optim = AdamW(lr=LR, warmup_steps=WARMUP, schedule=name, schedule_arguments=arguments)
+    rates = [optim.rate(update, TOTAL) for update in range(TOTAL)]
+    assert rates == pytest.approx(list(theirs(name, arguments)), rel=1e-12)
+
+
+def test_every_schedule_of_transformers_is_taken_or_refused_with_a_reason() -> None:
+    assert {kind.value for kind in SchedulerType} == {*schedule.ARGUMENTS, *schedule.STATEFUL}
+    common = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "_"}
+    for name, arguments in schedule.ARGUMENTS.items():
+        make = transformers.optimization.TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
+        assert inspect.signature(make).parameters.keys() - common == set(arguments), name
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("reduce_lr_on_plateau", {}, "optim.schedule=reduce_lr_on_plateau: follows a metric, and a learning rate here"),
+        ("cosin", {}, 'did you mean "cosine"'),
+        ("linear", {"power": 2}, "optim.schedule_arguments.power=2: schedule=linear has no such argument: it has none"),
+        ("cosine", {"num_cycle": 2}, 'choose of num_cycles; did you mean "num_cycles"'),
+        ("cosine", {"num_cycles": "two"}, "must be a finite number of 0 or more"),
+        ("warmup_stable_decay", {}, "schedule=warmup_stable_decay needs num_decay_steps"),
+        ("cosine_with_min_lr", {"min_lr": 0, "min_lr_rate": 0}, "needs one of min_lr and min_lr_rate"),
+        ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "sqrt"}, "choose one of linear, cosine, 1-sqrt"),
+    ],
+)
+def test_a_wrong_schedule_is_named(name: str, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AdamW(schedule=name, schedule_arguments=arguments)
+    assert said in str(caught.value)
+
+
+def test_a_value_that_transformers_refuses_is_named() -> None:
+    optim = AdamW(lr=1e-8, schedule="polynomial")
+    with pytest.raises(ConfigError, match=r"^optim.schedule_arguments=\{\}: transformers refuses these arguments"):
+        optim.rate(0, 10)
