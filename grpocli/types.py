@@ -22,6 +22,7 @@ class Prompt:
     text: the prompt as rewards get it, a string or a list of messages.
     columns: every other column of the example, such as the answer, and `task_name`.
     row: the number of the example in its task's data, from 0; None if it is unknown.
+    target_ids: the tokens of its answer, which supervised training teaches; None otherwise.
     """
 
     uid: str
@@ -29,6 +30,7 @@ class Prompt:
     text: Text
     columns: dict[str, Any] = field(default_factory=dict)
     row: int | None = None
+    target_ids: list[int] | None = None
 
     @property
     def loss_multiplier(self) -> float:

@@ -217,6 +217,24 @@ class NoAdvantage:
         return Formula(("A_i = 0",), source=source, note="Scores are reported and have no gradient.")
 
 
+@part("algorithm/advantage", "supervised")
+class Supervised:
+    """1 for every completion, and the completions are the answers of the data: supervised training (docs/sft.md).
+
+    With algorithm/objective=policy_gradient and algorithm/aggregate=token_mean, the loss is the cross-entropy of the
+    answers' tokens.
+    """
+
+    supervised = True  # the trainer takes completions from the data, and samples none
+
+    def __call__(self, scores_PG: Tensor) -> Tensor:
+        return scores_PG.new_ones(scores_PG.shape)
+
+    def formula(self) -> Formula:
+        note = "o_i is the answer of the data, not a sample of π_old."
+        return Formula(("A_i = 1",), source=("maximum likelihood",), note=note)
+
+
 def _std_of_others(scores_PG: Tensor) -> Tensor:
     """The sample standard deviation of each completion's group without the completion; 0 for fewer than two scores."""
     import torch

@@ -63,6 +63,11 @@ class Algorithm:
             require(self, kind, not given_a_value, f"is not a part; choose one with algorithm/{kind}={chosen}")
 
     @property
+    def supervised(self) -> bool:
+        """Whether the completions to train on are the answers of the data."""
+        return bool(getattr(self.advantage, "supervised", False))
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a reference model must score the rollouts."""
         return bool(self.kl.beta > 0)
@@ -110,7 +115,7 @@ class Algorithm:
         stale: whether older weights than those at the start of the step sampled it. Without a correction it is then
         off-policy. With one, the correction is the ratio of the old policy, at the start of the step, to the sampler.
         """
-        return self.takes_sampler_as_old or (stale and not self.has_correction)
+        return self.takes_sampler_as_old or (stale and not self.has_correction and not self.supervised)
 
     @property
     def needs_lengths(self) -> bool:

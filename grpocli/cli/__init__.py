@@ -16,6 +16,7 @@ from grpocli.version import __version__
 
 COMMANDS = {
     "train": ("grpocli.cli.train", "train a model; `-m` runs a sweep, `resume=RUN_DIR` continues a run"),
+    "sft": ("grpocli.cli.sft", "teach a model the answers of a task, for example before `train`"),
     "vllm-serve": ("grpocli.cli.vllm_serve", "start a vLLM server for several runs"),
     "explain": ("grpocli.cli.explain", "print the objective of a run as mathematics; `A vs B` compares two"),
     "from-trl": (
@@ -24,6 +25,7 @@ COMMANDS = {
     ),
     "doctor": ("grpocli.cli.doctor", "check whether this machine is ready, for a default run or for a config"),
     "plan": ("grpocli.cli.plan", "estimate memory and work of a run; exit code 1 if it does not fit"),
+    "data": ("grpocli.cli.data", "show the data of a run as its model will see it: tokens, too long, duplicated"),
     "reward-check": ("grpocli.cli.reward_check", "check rewards against the reference answers of tasks"),
     "eval": ("grpocli.cli.evaluate", "evaluate models and checkpoints, with confidence intervals"),
     "rollouts": ("grpocli.cli.rollouts", "show, filter and export the completions of a run"),

@@ -50,7 +50,7 @@ class Rollouts:
     prompts_per_step: int = 16
     """Number of prompts of a step."""
     group_size: int = 8
-    """Number of completions of a prompt, at least 2."""
+    """Number of completions of a prompt, at least 2; 1 with algorithm=sft."""
     max_prompt_tokens: int = 512
     """Most tokens of a prompt."""
     long_prompts: str = "drop"
@@ -90,7 +90,7 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         require(self, "prompts_per_step", self.prompts_per_step >= 1, "must be at least 1")
-        require(self, "group_size", self.group_size >= 2, "a group is compared with itself: it needs at least 2")
+        require(self, "group_size", self.group_size >= 1, "a group is compared with itself: it needs at least 2")
         problem = f"a step of more than {MAX_COMPLETIONS:,} completions fits in no memory"
         require(self, "prompts_per_step", self.prompts_per_step * self.group_size <= MAX_COMPLETIONS, problem)
         require(self, "max_prompt_tokens", self.max_prompt_tokens >= 1, "must be at least 1")

@@ -37,6 +37,8 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
     processes = devices.processes * run.hardware.train_nodes
     rounds = run.algorithm.keep.max_rounds
     refill = f", refilled up to {rounds} rounds" if rounds > 1 else ""
+    answers = f"learn   {rollout.prompts_per_step} answers a step, up to {rollout.max_prompt_tokens} + "
+    answers += f"{rollout.max_completion_tokens} tokens each"
     sample = (
         f"sample  {rollout.prompts_per_step} prompts x {rollout.group_size} = {rows} completions a step, "
         f"up to {rollout.max_prompt_tokens} + {rollout.max_completion_tokens} tokens each{refill}"
@@ -50,7 +52,14 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
         f"run     {_count(train.steps, 'step')}, {_count(train.steps * train.updates_per_step, 'update')}, "
         f"{train.steps * rows:,} completions"
     )
-    return [sample, *_overlap(rollout), update, *_evaluation(run), *_devices(run, devices), total]
+    return [
+        answers if run.algorithm.supervised else sample,
+        *_overlap(rollout),
+        update,
+        *_evaluation(run),
+        *_devices(run, devices),
+        total,
+    ]
 
 
 def _evaluation(run: Run) -> list[str]:

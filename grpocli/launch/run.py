@@ -324,10 +324,9 @@ def _launched(run: Run, job: EngineJob, view: View) -> Iterator[None]:
 
 
 def _load_data(run: Run, job: TrainerJob) -> PromptSource:
-    from grpocli.models.loading import load_tokenizer
-    from grpocli.tasks.prompt_source import PromptSource
+    from grpocli.training.build import load_prompts
 
-    return PromptSource.of(run, load_tokenizer(run.model, job.engine.model_path))
+    return load_prompts(run, job.engine.model_path)
 
 
 def _in_this_process(devices: Devices, node: Node | None) -> bool:

@@ -82,17 +82,11 @@ class TrainerProcess:
             raise RunError(f"user code ended the process: {raised(error)}") from error
 
     def _trainer(self, world: World, recorder: Recorder) -> Trainer:
-        from grpocli.models.loading import load_tokenizer
-        from grpocli.tasks.prompt_source import PromptSource
-        from grpocli.training.build import build_trainer
+        from grpocli.training.build import build_trainer, load_prompts
 
         run, job = self.run, self.job
         self.view.stage("loading the data")
-        data = (
-            self.load_data()
-            if self.load_data
-            else PromptSource.of(run, load_tokenizer(run.model, job.engine.model_path))
-        )
+        data = self.load_data() if self.load_data else load_prompts(run, job.engine.model_path)
         self.view.stage("loading the model")
         return build_trainer(run, job.engine, world, recorder, self.stop, job.checkpoint, data)
 

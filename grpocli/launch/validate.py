@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def check_run(run: Run) -> None:
     """Raise ConfigError for the first contradiction between keys."""
     _check_engine(run)
+    _check_supervised(run)
     _check_rewards(run)
     _check_stop_at(run)
     _check_teachers(run)
@@ -29,6 +30,39 @@ def check_run(run: Run) -> None:
     check_shares(run, run.hardware.processes or 1)
     _check_parallel(run)
     check_prefetch(run, run.engine)
+
+
+def _check_supervised(run: Run) -> None:
+    """Require groups of one in supervised training, of two or more elsewhere; refuse what needs samples of a policy."""
+    from grpocli.algorithm.keep import Dynamic
+    from grpocli.environments.environment import environment_of
+    from grpocli.tasks.curriculum import OrderKeys
+    from grpocli.tasks.mixture import key_of, tasks_of
+
+    algorithm, size = run.algorithm, run.rollout.group_size
+    if not algorithm.supervised:
+        if size < 2:
+            problem = "a group is compared with itself: it needs at least 2"
+            raise ConfigError(problem, key="rollout.group_size", value=size)
+        return
+    why = "supervised training has one answer for each prompt, from the data"
+    if size != 1:
+        raise ConfigError(f"{why}: set it to 1", key="rollout.group_size", value=size)
+    if run.rollout.max_staleness:
+        raise ConfigError(f"{why}: set it to 0", key="rollout.max_staleness", value=run.rollout.max_staleness)
+    if isinstance(algorithm.keep, Dynamic):
+        raise ConfigError(f"{why}: choose algorithm/keep=all", key="algorithm/keep", value="dynamic")
+    if algorithm.has_correction or algorithm.takes_sampler_as_old:
+        raise ConfigError(f"{why}, not from a sampler: choose none", key="algorithm/correction")
+    for name, task in tasks_of(run.task).items():
+        key = key_of(run.task, name)
+        if environment := environment_of(task):
+            problem = f"{why}, and this task is played in turns"
+            raise ConfigError(problem, key=f"{key}.environment.name", value=environment.name)
+        if OrderKeys.of(task).uses_pass_rates:
+            problem = f"{why}, so problems have no pass rates"
+            hint = "choose another order, or give difficulty_column"
+            raise ConfigError(problem, key=f"{key}.order", value=OrderKeys.of(task).order, hint=hint)
 
 
 def _check_rewards(run: Run) -> None:
@@ -125,7 +159,7 @@ def _check_no_reward(run: Run) -> None:
     shown = f"[{','.join(names)}]"
     if unscored and len(names) > 1:
         raise ConfigError("none is not a reward beside others: leave it out", key="reward", value=shown)
-    if unscored and not unused:
+    if unscored and not unused and not algorithm.supervised:
         problem = "without rewards there is no advantage: add algorithm/advantage=none, or choose a reward"
         raise ConfigError(problem, key="reward", value="none")
     if unused and isinstance(algorithm.keep, Dynamic):

@@ -40,6 +40,14 @@ class ModelPart:
         one_of(self, "dtype", ("auto", "float32", "bfloat16"))
         require(self, "head_dtype", self.head_dtype in (None, "float32"), "choose float32, or null for model.dtype")
 
+    def prepare(self, progress: Progress | None = None) -> str:
+        """The folder of the model, or its id on the hub; makes or fetches what it needs."""
+        raise NotImplementedError
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer alone; no weights are made or fetched."""
+        return load_tokenizer(self, self.prepare())
+
 
 def load_model(part: Any, path: str) -> PreTrainedModel:
     """The causal language model at `path` with float32 weights, on the CPU, in evaluation mode.
@@ -151,6 +159,18 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
         applied = partial(tokenizer.apply_chat_template, **arguments)
         tokenizer.apply_chat_template = applied
     return tokenizer
+
+
+def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a completion of the model at `path`: its generation config's and the tokenizer's."""
+    from transformers import GenerationConfig
+
+    try:
+        configured = GenerationConfig.from_pretrained(path).eos_token_id
+    except (OSError, ValueError):  # such a model has none
+        configured = None
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(one for one in [*ids, tokenizer.eos_token_id] if isinstance(one, int))
 
 
 def _options(part: Any, path: str) -> dict[str, Any]:

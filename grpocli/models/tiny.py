@@ -15,7 +15,7 @@ from grpocli.tasks.arithmetic import OPERATIONS, Arithmetic
 from grpocli.version import PACKAGE
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 SEED = 0
 SOURCES = (
@@ -70,6 +70,10 @@ class Tiny(ModelPart):
     def prepare(self, progress: Progress | None = None) -> str:
         """The folder of the warm-started model; makes it if it is not in the cache."""
         return str(cached_tiny(self, progress))
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, which no training makes."""
+        return make_tokenizer()
 
 
 def cached_tiny(part: Tiny, progress: Progress | None = None) -> Path:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.environment import environment_of
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.models.loading import load_tokenizer
+from grpocli.models.loading import end_token_ids, load_tokenizer
 from grpocli.replay.collection import RolloutSource
 from grpocli.rewards.scorer import Scorer
 from grpocli.tasks.mixture import tasks_of
@@ -87,24 +87,9 @@ def _tokenizer(session: ReplaySession, run_dir: Path) -> tuple[Any, str]:
 
 def _end_ids(run: Run, folder: str, tokenizer: Any) -> frozenset[int]:
     """The tokens at which the engines of grpocli end a completion; empty for an engine of the user."""
-    from transformers import GenerationConfig
-
-    from grpocli.rollout.sampling import stop_token_ids
-
     if not type(run.engine.resolved()).__module__.startswith("grpocli."):
         return frozenset()
-    try:
-        configured = GenerationConfig.from_pretrained(folder)
-    except (OSError, ValueError):  # such a model has none
-        return frozenset([tokenizer.eos_token_id])
-    return frozenset(stop_token_ids(_Configured(configured), tokenizer))
-
-
-@dataclass(frozen=True, slots=True)
-class _Configured:
-    """A model's generation config, where `stop_token_ids` looks for it."""
-
-    generation_config: Any
+    return end_token_ids(folder, tokenizer)
 
 
 def _skipped(run: Run, columns: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ import random
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from grpocli.config.parts import part, require
+from grpocli.config.parts import Escaped, part, require
 from grpocli.tasks.generated import Generated
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ class Countdown(Generated):
     Every puzzle has a solution; the column `answer` holds one.
     """
 
+    target_template: Escaped | None = "<answer>{answer}</answer>"
     numbers: int = 4
     """Numbers of a puzzle, 2 to 8."""
     largest: int = 99

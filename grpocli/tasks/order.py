@@ -56,6 +56,7 @@ class TaskScheduler:
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
+        self.weights = list(weights)
         self._edges = np.cumsum(weights) / np.sum(weights)
         self._start = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._task, self._nth = np.empty(0, np.int64), np.empty(0, np.int64)

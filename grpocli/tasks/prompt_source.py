@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,8 +18,9 @@ from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 from grpocli.tasks.order import FileOrder, Order, TaskScheduler
 from grpocli.tasks.problem_scores import Position, ProblemScores, Rows
-from grpocli.tasks.prompts import PromptSet
+from grpocli.tasks.prompt_set import PromptSet
 from grpocli.tasks.streaming import StreamedPrompts
+from grpocli.tasks.targets import Targets
 from grpocli.tasks.task import columns_of
 
 if TYPE_CHECKING:
@@ -98,8 +99,16 @@ class TaskPrompts:
     order: ProblemOrder | None = None
 
     @classmethod
-    def of(cls, name: str, task: Task, run: Run, tokenizer: PreTrainedTokenizerBase, alone: bool) -> Self:
-        """Load a task. alone: it is the run's only task."""
+    def of(
+        cls,
+        name: str,
+        task: Task,
+        run: Run,
+        tokenizer: PreTrainedTokenizerBase,
+        alone: bool,
+        targets: Targets | None = None,
+    ) -> Self:
+        """Load a task. alone: it is the run's only task. targets: of supervised training."""
         limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
         label = "" if alone else f"{name} "
         seed = (run.seed,) if alone else (run.seed, zlib.crc32(name.encode()))
@@ -108,16 +117,17 @@ class TaskPrompts:
         train: StreamedPrompts | EpochPrompts
         if streaming := isinstance(task, Jsonl) and task.streaming:
             buffer, shuffled = task.shuffle_buffer, keys.order != "file"
-            train = StreamedPrompts(task.stream, tokenizer, *limits, name, buffer, seed, shuffled)
+            train = StreamedPrompts(task.stream, tokenizer, *limits, name, buffer, seed, shuffled, targets)
         else:
-            prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name)
+            prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name, targets=targets)
             train = EpochPrompts(prompts, seed, keys.order)
         order = None if keys.counts(streaming) else ProblemOrder(train, keys, ProblemScores())
         held_out = None
-        wanted = run.eval.n_problems(cpu=False) if run.reward else 0  # a started run has a number here
+        # a started run has a number here
+        wanted = run.eval.n_problems(cpu=False) if run.reward or targets else 0
         if wanted:
-            problems = task.examples("eval")
-            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted)
+            problems, kept = task.examples("eval"), replace(targets, required=False) if targets else None
+            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted, kept)
         columns = columns_of(examples[0])
         return cls(
             name,
@@ -154,13 +164,19 @@ class PromptSource:
     curriculum: Curriculum
 
     @classmethod
-    def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
-        """Load all tasks. Raises ConfigError if one has no usable prompts, or trains on an evaluation prompt."""
+    def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int] = frozenset()) -> PromptSource:
+        """Load all tasks. Raises ConfigError if one has no usable prompts, or trains on an evaluation prompt.
+
+        end_ids: tokens that end a completion, beside the tokenizer's; supervised training teaches the one that the chat
+        template writes.
+        """
         chosen = tasks_of(run.task)
         tasks = []
         for name, task in chosen.items():
             with errors_below(key_of(run.task, name)):
-                tasks.append(TaskPrompts.of(name, task, run, tokenizer, len(chosen) == 1))
+                limit = run.rollout.max_completion_tokens
+                targets = Targets.of(task, tokenizer, limit, end_ids) if run.algorithm.supervised else None
+                tasks.append(TaskPrompts.of(name, task, run, tokenizer, len(chosen) == 1, targets))
         _refuse_overlap(tasks, chosen)
         for one in tasks:
             one.draw(0, "")  # fails early if streamed rows are unusable
@@ -201,6 +217,18 @@ class PromptSource:
         """The prompts to evaluate on, task by task."""
         found = [(task.held_out, i) for task in self.tasks if task.held_out for i in range(len(task.held_out))]
         return [held_out.prompt(i, uid=f"eval-{place}") for place, (held_out, i) in enumerate(found)]
+
+    @property
+    def epoch(self) -> int | None:
+        """The number of draws in which every training example is drawn once; None if it is not known.
+
+        With several tasks: of the one that takes longest.
+        """
+        if any(isinstance(task.train, StreamedPrompts) for task in self.tasks):
+            return None
+        shares = np.array(self.scheduler.weights) / sum(self.scheduler.weights)
+        sizes = [len(task.train.prompts) for task in self.tasks if isinstance(task.train, EpochPrompts)]
+        return max(int(np.ceil(size / share)) for size, share in zip(sizes, shares, strict=True))
 
     @property
     def rewards(self) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Prompts of a split: checked, tokenised once at the start, and none longer than the limit."""
+"""Prompts of examples: checked, rendered and tokenised."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
@@ -67,99 +66,15 @@ def text_hash(text: Text) -> int:
     return hash(text if isinstance(text, str) else json.dumps(text, sort_keys=True, default=str))
 
 
-class PromptSet:
-    """The examples of one split as token ids.
-
-    task: name of the task, which every prompt has as the column `task_name`. limit: limit of examples, from the first.
-    Prompts over `max_tokens` are dropped (`long_prompts="drop"`) or lose their beginning (`"truncate"`). n_dropped,
-    n_truncated: their numbers; report: a sentence about them, empty if there are none.
-    Raises ConfigError if an example has no usable prompt, the tokenizer has no chat template for a conversation, or
-    all prompts are too long.
-    """
-
-    def __init__(
-        self,
-        examples: Sequence[Example],
-        tokenizer: PreTrainedTokenizerBase,
-        max_tokens: int,
-        long_prompts: str,
-        name: str,
-        task: str = "",
-        limit: int | None = None,
-    ) -> None:
-        self.name, self.max_tokens, self.task = name, max_tokens, task
-        self._examples = examples
-        texts = [text_of(example, self._where(i)) for i, example in enumerate(islice(examples, limit))]
-        token_ids = tokenize(texts, tokenizer, self._where)
-        lengths = [len(ids) for ids in token_ids]
-        long = {i for i, n in enumerate(lengths) if n > max_tokens}
-        drop = long_prompts == "drop"
-        self._kept = [i for i in range(len(token_ids)) if not (drop and i in long)]
-        self._token_ids = {i: token_ids[i][-max_tokens:] for i in self._kept}
-        self.hashes = [text_hash(texts[i]) for i in self._kept]
-        self.n_dropped, self.n_truncated = (len(long), 0) if drop else (0, len(long))
-        if not self._kept:
-            raise ConfigError(
-                f"all {len(lengths)} {name} prompts are longer, the shortest has {min(lengths)} tokens",
-                key="rollout.max_prompt_tokens",
-                value=max_tokens,
-                hint="raise it",
-            )
-
-    @property
-    def report(self) -> str:
-        if not self.n_dropped + self.n_truncated:
-            return ""
-        what = "dropped" if self.n_dropped else "cut on the left"
-        total = len(self._kept) + self.n_dropped
-        return (
-            f"{self.n_dropped + self.n_truncated} of {total} {self.name} prompts are longer than "
-            f"rollout.max_prompt_tokens={self.max_tokens} and were {what}"
-        )
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def shared_with(self, others: PromptSet) -> list[int]:
-        """Indices of the prompts that are also among `others`, by a hash of their text."""
-        theirs = set(others.hashes)
-        return [index for index, one in enumerate(self.hashes) if one in theirs]
-
-    def prompt(self, index: int, uid: str) -> Prompt:
-        """The index-th kept prompt."""
-        place = self._kept[index]
-        return prompt_of(self._examples[place], self._token_ids[place], uid, self.task, self._numbers[place])
-
-    @property
-    def rows(self) -> list[int]:
-        """The number in the data of each kept prompt, ascending."""
-        return [self._numbers[place] for place in self._kept]
-
-    def values(self, column: str) -> dict[int, tuple[Any, str]]:
-        """{row: (its value in a column, the name of the example in errors)}, None without the column."""
-        kept, numbers = set(self._kept), self._numbers
-        examples = ((i, one) for i, one in enumerate(self._examples) if i in kept)
-        return {numbers[i]: (one.get(column), self._where(i)) for i, one in examples}
-
-    @property
-    def _numbers(self) -> Sequence[int]:
-        """The number in its data of each example."""
-        numbers: Sequence[int] = getattr(self._examples, "numbers", range(len(self._examples)))
-        return numbers
-
-    def _where(self, index: int) -> str:
-        """The name of an example in errors, with its row if it comes from a table."""
-        row = getattr(self._examples, "where", None)
-        return f"{self.name} example {index}" + (f" ({row(index)})" if row else "")
-
-
-def prompt_of(example: Example, token_ids: list[int], uid: str, task: str, row: int) -> Prompt:
+def prompt_of(
+    example: Example, token_ids: list[int], uid: str, task: str, row: int, target_ids: list[int] | None = None
+) -> Prompt:
     """The prompt of a tokenised example. row: its number in the data."""
     columns = dict(example)
     text = columns.pop("prompt")
     if task:
         columns["task_name"] = task
-    return Prompt(uid, token_ids, text, columns, row)
+    return Prompt(uid, token_ids, text, columns, row, target_ids)
 
 
 def tokenize(
@@ -211,7 +126,7 @@ def _chat_ids(
     seconds = TEMPLATE_SECONDS + len(chats) / 100
     try:
         texts = within(
-            seconds, "", lambda: [_written(chat, tokenizer, where(i)) for i, chat in chats.items()]
+            seconds, "", lambda: [rendered(chat, tokenizer, where(i)) for i, chat in chats.items()]
         )  # one deadline for all, since starting one per text takes longer than most templates
     except TimeoutError as error:
         problem = f"its chat template does not write {len(chats):,} conversations within {seconds:.0f} s"
@@ -221,11 +136,15 @@ def _chat_ids(
     return ids
 
 
-def _written(chat: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
+def rendered(chat: Any, tokenizer: PreTrainedTokenizerBase, where: str, answered: bool = False) -> str:
+    """The text that the chat template writes for a conversation. answered: it ends with the assistant's turn.
+
+    Raises ConfigError, naming `where`, if the template refuses the conversation.
+    """
     from jinja2 import TemplateError
 
     try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=not answered))
     except TemplateError as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grpocli.tasks.dataset import TableTask
+    from grpocli.tasks.targets import Targets
     from grpocli.tasks.task import Example
 
 logger = logging.getLogger(__name__)
@@ -237,7 +238,9 @@ class StreamedPrompts:
         buffer: int,
         seed: tuple[int, ...],
         shuffled: bool = True,
+        targets: Targets | None = None,
     ) -> None:
+        self._targets = targets
         self._stream, self._tokenizer, self._task = stream, tokenizer, task
         self._max_tokens, self._drops = max_tokens, long_prompts == "drop"
         self._buffer, self._seed, self._shuffled = buffer, seed, shuffled
@@ -332,17 +335,29 @@ class StreamedPrompts:
     def _prompt(self, number: int, uid: str) -> Prompt | None:
         start = number - number % self._buffer
         example = self._stream.example(self._run(start)[number - start], number)
-        where = f"{self._task} example ({self._stream.where(number)})"
+        where, row, answer = f"{self._task} example ({self._stream.where(number)})", self._stream.first + number, ""
+        if text_hash(example["prompt"]) in self._excluded:
+            return None
+        if self._targets:
+            example, answer = self._targets.split(example, where)
         text = text_of(example, where)
         if text_hash(text) in self._excluded:
             return None
         (ids,) = tokenize([text], self._tokenizer, lambda _: where)
-        if len(ids) > self._max_tokens and self._drops:
+        target_ids, long_target = None, False
+        if self._targets:
+            (whole,) = self._targets.token_ids([text], [answer], lambda _: where)
+            target_ids = whole[: self._targets.max_tokens]
+            long_target = len(whole) > self._targets.max_tokens
+        if self._drops and (long_target or len(ids) > self._max_tokens):
             self._warn()
             return None
-        return prompt_of(example, ids[-self._max_tokens :], uid, self._task, self._stream.first + number)
+        return prompt_of(example, ids[-self._max_tokens :], uid, self._task, row, target_ids)
 
     def _warn(self) -> None:
         if not self._warned:
-            logger.warning("prompts of %s over %d tokens are replaced by others", self._task, self._max_tokens)
+            targets = f", and those with a target over {self._targets.max_tokens}," if self._targets else ""
+            logger.warning(
+                "prompts of %s over %d tokens%s are replaced by others", self._task, self._max_tokens, targets
+            )
         self._warned = True

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from grpocli.config.parts import one_of, require, section
+from grpocli.config.parts import Escaped, one_of, require, section
 from grpocli.config.user_code import check_exists
 from grpocli.environments.environment import EnvironmentConfig
 
@@ -56,6 +56,9 @@ class BaseTask:
     all problems rest, all are drawn again."""
     allow_overlap: bool = False
     """Allow evaluation on prompts that are also trained on."""
+    target_template: Escaped | None = None
+    """Answer that `grpocli sft` teaches, text with {column} fields. null: the last turn of a conversation that ends
+    with the assistant's; otherwise task.shot_template, or {answer} in a task that has none."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """The environment that answers the model's turns."""
 

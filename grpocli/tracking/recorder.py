@@ -164,10 +164,16 @@ class Recorder:
             return
         if self.tracker:
             self.tracker.log(dict(results), step)
-        self.view.note(
-            f"held-out accuracy after {step} steps: {results['eval/accuracy']:.3f} at temperature 1, "
-            f"{results['eval/accuracy_greedy']:.3f} greedy"
-        )
+        if "eval/accuracy" in results:
+            self.view.note(
+                f"held-out accuracy after {step} steps: {results['eval/accuracy']:.3f} at temperature 1, "
+                f"{results['eval/accuracy_greedy']:.3f} greedy"
+            )
+        if "eval/loss" in results:
+            self.view.note(
+                f"held-out answers after {step} steps: loss {results['eval/loss']:.3f} a token, "
+                f"{results['eval/token_accuracy']:.3f} of their tokens are the most probable ones"
+            )
 
     def ends_early(self, stop_at: StopAt, value: float | None, step: int) -> None:
         """Show that the run ends after `step`, because the metric of `eval.stop_at` has reached its threshold."""

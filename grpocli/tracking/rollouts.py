@@ -131,7 +131,7 @@ def _of_record(record: Record) -> dict[str, Any]:
         "completion_ids": done.token_ids,
         "length": done.written,
         "loss_mask": row.mask if row else [0] * len(done.token_ids),
-        "logprobs": done.logprobs,
+        "logprobs": None if any(map(math.isnan, done.logprobs[:1])) else done.logprobs,
         "trainer_logprobs": _array(row.logp) if row else None,
         "entropies": _array(row.entropy) if row else None,
         "ratios": _array(row.ratio) if row else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
@@ -186,6 +186,7 @@ class Evaluator:
     completion is right if the accuracy reward of its task scores 1 or more. Every evaluation of a run uses the same
     problems and seeds, so that two of them differ only by the weights.
 
+    target_loss: the loss on the held-out problems' answers, in supervised training. Without rewards it is all there is.
     sampling: the run's. Repetition penalty, stop strings, regex and schema are kept, because they change greedy answers
     too; temperature and truncation are not. watch: gets the number of completions; it may cancel the evaluation.
     """
@@ -197,21 +198,28 @@ class Evaluator:
     sampling: Sampling
     seed: int
     watch: Watch = UNWATCHED
+    target_loss: Callable[[], dict[str, float]] | None = None
+
+    @property
+    def samples_answers(self) -> bool:
+        """Whether it measures an accuracy."""
+        return bool(self.prompts and self.accuracy_rewards.names)
 
     def __call__(self) -> dict[str, float]:
         """The metrics; empty without problems.
 
         Collective. Raises Cancelled, in every process, if `watch` is cancelled.
         """
-        if not self.prompts:
-            return {}
+        loss = {f"eval/{name}": value for name, value in self.target_loss().items()} if self.target_loss else {}
+        if not self.samples_answers:
+            return loss
         untouched = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
         sampled = self._groups(untouched, self.samples, 0)
         greedy = self._groups(replace(untouched, temperature=0.0), 1, self.samples)
         metrics = self._results("eval", sampled, greedy)
         for task in self.accuracy_rewards.names if len(self.accuracy_rewards.names) > 1 else ():
             metrics |= self._results(f"eval/{task}", *(_of_task(task, groups) for groups in (sampled, greedy)))
-        return metrics
+        return metrics | loss
 
     def _results(self, name: str, sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, float]:
         result = task_result(name, self.accuracy_rewards, greedy, sampled, self.sampling.max_tokens)

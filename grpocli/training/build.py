@@ -12,7 +12,7 @@ import torch
 
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.kl import KL, has_teacher
-from grpocli.models.loading import load_model, load_policy
+from grpocli.models.loading import end_token_ids, load_model, load_policy, load_tokenizer
 from grpocli.models.lora import trained_share
 from grpocli.progress import Progress, Watch
 from grpocli.rewards.scorer import Scorer
@@ -20,12 +20,12 @@ from grpocli.rollout.engine import Engine, EngineContext, EngineJob, connected
 from grpocli.tasks import problem_scores
 from grpocli.tasks.curriculum import Curriculum
 from grpocli.tasks.mixture import error_limits_of, errors_below
-from grpocli.tasks.prompt_source import accuracy_rewards_of
+from grpocli.tasks.prompt_source import PromptSource, accuracy_rewards_of
 from grpocli.tracking.sessions import run_id
 from grpocli.training import checkpoint, saved_rollouts
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
 from grpocli.training.checkpointer import BackgroundWriter, Checkpointer
-from grpocli.training.collector import Collector, RolloutBatch, Sampler
+from grpocli.training.collector import Collector, RolloutBatch, Sampler, TargetSampler
 from grpocli.training.optim import make_optimizer
 from grpocli.training.packing_check import find_head, pack
 from grpocli.training.policy import BaseReference, Policy, Reference
@@ -35,14 +35,20 @@ from grpocli.training.teachers import Teachers, load_teachers, loaded_teachers
 from grpocli.training.trainer import Trainer
 from grpocli.training.update import Updater
 from grpocli.training.update_checks import UpdateChecks
+from grpocli.types import Row, Sampling
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
     from grpocli.processes.signals import StopSignal
-    from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tracking.recorder import Recorder
     from grpocli.types import Group, Prompt
+
+
+def load_prompts(run: Run, model_path: str) -> PromptSource:
+    """The prompts of a run, tokenised for the model at a path."""
+    tokenizer = load_tokenizer(run.model, model_path)
+    return PromptSource.of(run, tokenizer, end_token_ids(model_path, tokenizer))
 
 
 def build_trainer(
@@ -65,8 +71,12 @@ def build_trainer(
 
     engine = _engine(run, job, policy, data, world, stop, recover, lambda: trainer.wait_for_checkpoint())
     sampler = _sampler(run, world, engine, data)
+    updater = loaded.updater
     watch = Watch(recorder.progress_of("rollout"))
-    collector = make_collector(run, sampler, data.draw, state.draws, loaded.leftover, watch, data.curriculum)
+    source = sampler
+    if run.algorithm.supervised:
+        source = TargetSampler(world, engine, data.tokenizer, sampler.scorer, sampler.environments)
+    collector = make_collector(run, source, data.draw, state.draws, loaded.leftover, watch, data.curriculum)
     trainer = Trainer(
         run=run,
         world=world,
@@ -76,9 +86,9 @@ def build_trainer(
         engine=engine,
         collector=collector,
         prefetcher=_prefetcher(run, collector, data, world, state.step, checkpoint_path),
-        updater=loaded.updater,
+        updater=updater,
         update_checks=UpdateChecks(run, recorder.run_dir, policy, world),
-        evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.requested_cached)),
+        evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.requested_cached), updater),
         recorder=recorder,
         checkpointer=_checkpointer(run, world, loaded, data, recorder),
         stop=stop,
@@ -249,12 +259,13 @@ def make_collector(
 ) -> Collector:
     """The collector of a run after `draws` prompts. draw: the prompt of a draw number."""
     algorithm: Algorithm = run.algorithm
+    rewards = {} if algorithm.supervised else run.reward
     return Collector(
         sampler=sampler,
         algorithm=algorithm,
         draw=draw,
-        reward_weights={name: reward.weight for name, reward in run.reward.items()},
-        accuracy_rewards=accuracy_rewards_of(run),
+        reward_weights={name: reward.weight for name, reward in rewards.items()},
+        accuracy_rewards=accuracy_rewards_of(run) if rewards else {},
         prompts_per_step=run.rollout.prompts_per_step,
         group_size=run.rollout.group_size,
         sampling=run.rollout.sampling,
@@ -306,20 +317,28 @@ def _updater(
         optim_config=run.optim,
         optimizer=optimizer,
         train=run.train,
-        sampling=run.rollout.sampling,
+        # answers of the data are not sampled: their log-probs are the model's own
+        sampling=Sampling(run.rollout.max_completion_tokens) if run.algorithm.supervised else run.rollout.sampling,
         total_updates=run.train.steps * run.train.updates_per_step,
         updates=updates,
         progress=progress,
     )
 
 
-def _evaluator(run: Run, sampler: Sampler, data: PromptSource, watch: Watch) -> Evaluator:
+def _evaluator(run: Run, sampler: Sampler, data: PromptSource, watch: Watch, updater: Updater) -> Evaluator:
+    prompts = data.problems()
+    rows = [
+        Row(prompt.token_ids, ids, [1] * len(ids), 1.0, number, [0.0] * len(ids))
+        for number, prompt in enumerate(prompts)
+        if (ids := prompt.target_ids)
+    ]
     return Evaluator(
         sampler=sampler,
-        prompts=data.problems(),
+        prompts=prompts,
         samples=run.eval.samples,
         accuracy_rewards=AccuracyRewards(accuracy_rewards_of(run), run.reward),
         sampling=run.rollout.sampling,
         seed=run.seed,
         watch=watch,
+        target_loss=partial(updater.target_loss, rows) if rows else None,
     )

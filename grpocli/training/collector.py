@@ -114,6 +114,26 @@ class Sampler:
         return text
 
 
+class TargetSampler(Sampler):
+    """Gives the targets of the data as completions, for supervised training. Rewards do not score them.
+
+    Evaluations use a plain `Sampler`.
+    """
+
+    __slots__ = ()
+
+    def generate_and_score(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch = UNWATCHED
+    ) -> tuple[list[Group], ScoreStats]:
+        """One group of `n` equal rollouts for each prompt, the same in every process. Samples nothing."""
+        groups = []
+        for prompt in prompts:
+            ids = prompt.target_ids or []
+            done = Completion(ids, [math.nan] * len(ids), "stop", 0)
+            groups.append(Group(prompt, [Rollout(prompt, done, self._text(ids)) for _ in range(n)]))
+        return groups, ScoreStats()
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
     """The groups that one step trains on, with statistics of everything that was sampled for it.
@@ -280,7 +300,8 @@ class Collector:
     def advantages(self, groups: Sequence[Group]) -> Tensor:
         """The advantages [P, G] of the groups that a step trains on."""
         if not groups or not self.reward_weights:
-            return torch.zeros(len(groups), self.group_size, dtype=torch.float64)
+            unscored_PG = torch.zeros(len(groups), self.group_size, dtype=torch.float64)
+            return self.algorithm.advantage(unscored_PG) if self.algorithm.supervised else unscored_PG
         accuracy = self._accuracy([group.prompt.task for group in groups])
         return advantages_of(groups, self.algorithm, self.reward_weights, accuracy)
 

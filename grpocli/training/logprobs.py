@@ -1,7 +1,7 @@
 """Log-probs and entropies of completions, computed at the model's output head without all logits in memory.
 
-A causal model of transformers ends with its output head. In a `scoring` block that module returns log-probs and
-entropies instead of logits, so the model's forward returns small tensors, also under DDP, FSDP and ZeRO. Logits are
+A causal model of transformers ends with its output head. In a `scoring` block that module returns `TokenScores` instead
+of logits, so the model's forward returns small tensors, also under DDP, FSDP and ZeRO. Logits are
 computed for LOGITS_AT_ONCE numbers at a time, and again in the backward pass.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +32,17 @@ IN_CACHE = 2**20
 """The same in the forward pass on a CPU: few enough to stay in the cache while log-probs are computed from them."""
 COLUMNS = 1024
 """Tokens of the vocabulary per matrix product in that pass: the smallest number at which products are fast."""
+
+
+class TokenScores(NamedTuple):
+    """What the model says about given tokens, all of one shape.
+
+    logp: log-probs in nats. entropy: of the distribution, in nats. top: 1 where no other token is more probable.
+    """
+
+    logp: Tensor
+    entropy: Tensor
+    top: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +80,9 @@ class TokenHistory:
 
 @contextmanager
 def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
-    """A block in which `head` returns log-probs and entropies of the targets, in nats and float32.
+    """A block in which `head` returns the `TokenScores` of the targets in float32.
 
-    They are [..., 2] for hidden states [..., H], or [1, N, 2] if one hidden state predicts several targets.
+    They are [..., 3] for hidden states [..., H], or [1, N, 3] if one hidden state predicts several targets.
     """
 
     def forward(hidden: Tensor) -> Tensor:
@@ -80,11 +91,11 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
         plain = sampling.repetition_penalty == 1 and not sampling.truncates and not targets.entropy_gradient
         if plain and type(head) in (torch.nn.Linear, Float32Head) and getattr(head, "bias", None) is None:
             how = _How(sampling.temperature or 1.0, isinstance(head, Float32Head), targets.on_cpu)
-            logp_N, entropy_N = _Scores.apply(hidden_NH, head.weight, targets.ids_N, how)  # type: ignore[no-untyped-call]
+            scores = _Scores.apply(hidden_NH, head.weight, targets.ids_N, how)  # type: ignore[no-untyped-call]
         else:
-            logp_N, entropy_N = _any_scores(head, hidden_NH, targets)
+            scores = _any_scores(head, hidden_NH, targets)
         shape = hidden.shape[:-1] if targets.predictor_N is None else (1, len(targets.ids_N))
-        return torch.stack([logp_N, entropy_N], -1).view(*shape, 2)
+        return torch.stack(scores, -1).view(*shape, 3)
 
     with replaced(head, forward):
         yield
@@ -175,21 +186,21 @@ class _How:
 
 
 class _Scores(torch.autograd.Function):
-    """Log-probs and entropies for a linear head with only a temperature; entropies have no gradient."""
+    """`TokenScores` for a linear head with only a temperature; entropies have no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, how: _How) -> tuple[Tensor, ...]:
         device = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
         cast_NH, cast_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
         in_cache = device == "cpu" if how.on_cpu is None else how.on_cpu
         rows = max(1, (IN_CACHE if in_cache else LOGITS_AT_ONCE) // COLUMNS)
         found = [_row_scores(cast_NH[piece], cast_VH, ids_N[piece], how) for piece in _pieces(len(ids_N), rows)]
-        logp_N, entropy_N, normalizer_N = (torch.cat(parts) for parts in zip(*found, strict=True))
+        logp_N, entropy_N, top_N, normalizer_N = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(cast_NH, cast_VH, ids_N, normalizer_N)
         ctx.how, ctx.dtypes = how, (hidden_NH.dtype, weight_VH.dtype)
-        ctx.mark_non_differentiable(entropy_N)
-        return logp_N, entropy_N
+        ctx.mark_non_differentiable(entropy_N, top_N)
+        return logp_N, entropy_N, top_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -215,10 +226,11 @@ class _Scores(torch.autograd.Function):
         return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None
 
 
-def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of the ids, entropies and normalizers, by an online softmax over pieces of the vocabulary.
+def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How) -> tuple[Tensor, ...]:
+    """Log-probs of the ids, entropies, whether the ids are the most probable ones, and normalizers.
 
-    It keeps the largest logit so far and, relative to it, the sums of exp(logit) and of exp(logit) * logit.
+    By an online softmax over pieces of the vocabulary, which keeps the largest logit so far and, relative to it, the
+    sums of exp(logit) and of exp(logit) * logit.
     """
     n = len(ids_n)
     largest_n = hidden_nH.new_full((n,), torch.finfo(torch.float32).min, dtype=torch.float32)
@@ -235,13 +247,14 @@ def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How) 
         sum_n = less_n.exp() * sum_n + weights_nv.sum(-1)
         weighted_n = weighted_n + weights_nv.mul_(logits_nv).sum(-1)
     normalizer_n = largest_n + sum_n.log()
-    return chosen_n - normalizer_n, sum_n.log() - weighted_n / sum_n, normalizer_n
+    top_n = (chosen_n >= largest_n).to(chosen_n.dtype)
+    return chosen_n - normalizer_n, sum_n.log() - weighted_n / sum_n, top_n, normalizer_n
 
 
-def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies for any head and any sampling parameters, with torch's autograd."""
+def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> TokenScores:
+    """Scores for any head and any sampling parameters, with torch's autograd."""
 
-    def scores(hidden_nH: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
+    def scores(hidden_nH: Tensor, piece: slice) -> TokenScores:
         logits_nV = type(head).forward(head, hidden_nH)
         seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
         return _token_scores(logits_nV, targets.ids_N[piece], targets.sampling, targets.entropy_gradient, seen_nV)
@@ -251,30 +264,31 @@ def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> t
         checkpoint(scores, hidden_NH[piece], piece, use_reentrant=False)
         for piece in _pieces(len(targets.ids_N), _rows_at_once(vocabulary))
     ]
-    return torch.cat([logp_n for logp_n, _ in pieces]), torch.cat([entropy_n for _, entropy_n in pieces])
+    return TokenScores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
 
-def of_logits(logits_NV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies from logits [N, V], for a model that scales or caps the output of its head."""
+def of_logits(logits_NV: Tensor, targets: Targets) -> TokenScores:
+    """Scores from logits [N, V], for a model that scales or caps the output of its head."""
     pieces = []
     for piece in _pieces(len(targets.ids_N), _rows_at_once(logits_NV.shape[1])):
         seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
         pieces.append(
             _token_scores(logits_NV[piece], targets.ids_N[piece], targets.sampling, targets.entropy_gradient, seen_nV)
         )
-    return torch.cat([logp_n for logp_n, _ in pieces]), torch.cat([entropy_n for _, entropy_n in pieces])
+    return TokenScores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
 
 def _token_scores(
     logits_NV: Tensor, ids_N: Tensor, sampling: Sampling, entropy_gradient: bool, seen_NV: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> TokenScores:
     logits_NV = sampling_logits(logits_NV, sampling, keep_N=ids_N, seen_NV=seen_NV)
     normalizer_N = logits_NV.logsumexp(-1)
-    logp_N = logits_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1) - normalizer_N
+    chosen_N = logits_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1)
+    top_N = (chosen_N >= logits_NV.amax(-1)).to(chosen_N.dtype).detach()
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         probs_NV = (logits_NV - normalizer_N.unsqueeze(1)).exp()
         entropy_N = normalizer_N - (probs_NV * logits_NV.masked_fill(logits_NV.isinf(), 0.0)).sum(-1)
-    return logp_N, entropy_N
+    return TokenScores(chosen_N - normalizer_N, entropy_N, top_N)
 
 
 def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
@@ -284,7 +298,7 @@ def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
     return head
 
 
-def completion_logp(
+def completion_scores(
     model: torch.nn.Module,
     batch: MicroBatch,
     sampling: Sampling,
@@ -292,8 +306,8 @@ def completion_logp(
     entropy_gradient: bool = False,
     at_head: bool = True,
     on_cpu: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [B, T] of a micro-batch's completions under any causal model of transformers, in nats.
+) -> TokenScores:
+    """The scores [B, T] of a micro-batch's completions under any causal model of transformers.
 
     Values at padding are undefined. at_head: whether the model's logits are exactly the output of its output head.
     on_cpu: as in `Targets`.
@@ -308,8 +322,22 @@ def completion_logp(
     targets = Targets(layout.targets(ids_BT), layout.predictor_N, sampling, seen, entropy_gradient, on_cpu)
     with context, scoring(head, targets) if at_head and head is not None else repeating(head, layout.predictor_N):
         output = layout.forward(model)
-    logp_N, entropy_N = output.unbind(-1) if at_head else of_logits(output, targets)
-    return layout.spread(logp_N), layout.spread(entropy_N)
+    scores = output.unbind(-1) if at_head else of_logits(output, targets)
+    return TokenScores(*(layout.spread(values_N) for values_N in scores))
+
+
+def completion_logp(
+    model: torch.nn.Module,
+    batch: MicroBatch,
+    sampling: Sampling,
+    context: AbstractContextManager[Any],
+    entropy_gradient: bool = False,
+    at_head: bool = True,
+    on_cpu: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [B, T] of `completion_scores`."""
+    scores = completion_scores(model, batch, sampling, context, entropy_gradient, at_head, on_cpu)
+    return scores.logp, scores.entropy
 
 
 def _vocabulary(head: Any) -> int:

@@ -12,7 +12,7 @@ from grpocli.distributed.parallel import Parallel, SingleProcess
 from grpocli.models.head import weights_kept
 from grpocli.models.lora import is_adapted, merged, switched_off
 from grpocli.progress import Progress, unreported
-from grpocli.training.logprobs import completion_logp
+from grpocli.training.logprobs import TokenScores, completion_logp, completion_scores
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Layout, Packed, Padded
 
@@ -84,17 +84,23 @@ class Policy:
         logp: list[float] = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist()
         return logp
 
-    def logp(self, batch: MicroBatch, sampling: Sampling, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def scores(self, batch: MicroBatch, sampling: Sampling, entropy_gradient: bool = False) -> TokenScores:
         """Log-probs [B, T] of the completions under the sampling distribution (with gradient), and entropies [B, T].
 
         In nats; entropies have a gradient only if asked for. Calls `wrapped`: every process must call it equally often.
         """
-        return completion_logp(self.wrapped, batch, sampling, self.autocast(), entropy_gradient, self.at_head)
+        return completion_scores(self.wrapped, batch, sampling, self.autocast(), entropy_gradient, self.at_head)
+
+    @torch.no_grad()
+    def scores_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> TokenScores:
+        """Like `scores`, but without gradients and only in this process."""
+        return completion_scores(self.model, batch, sampling, self.autocast(), at_head=self.at_head)
 
     @torch.no_grad()
     def logp_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Like `logp`, but without gradients and only in this process."""
-        return completion_logp(self.model, batch, sampling, self.autocast(), at_head=self.at_head)
+        """Log-probs and entropies of `scores_without_gradient`."""
+        scores = self.scores_without_gradient(batch, sampling)
+        return scores.logp, scores.entropy
 
 
 class Reference:

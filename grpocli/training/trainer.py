@@ -96,7 +96,8 @@ class Trainer:
         (prefetched ones are older, see `Row.of`), and it stays π_old in every epoch of `update`.
         """
         self.begin_step()
-        self.sync()
+        if not self.run.algorithm.supervised:  # the engine only samples evaluations
+            self.sync()
         batch = self.generate_and_score()
         advantages_PG = self.collector.advantages(batch.groups)
         rows = rows_of(batch.groups, advantages_PG, self.run.algorithm, self.engine_version)
@@ -130,7 +131,7 @@ class Trainer:
 
     def generate_and_score(self) -> RolloutBatch:
         """The step's groups of scored rollouts, sampled now or, with `rollout.max_staleness`, prefetched."""
-        self.metrics["weight_version"] = self.engine_version
+        self.metrics["weight_version"] = self.next_step if self.run.algorithm.supervised else self.engine_version
         with self.timed("rollout"):
             batch = self.prefetcher.rollouts(self.next_step)
         self.metrics |= batch.metrics
@@ -181,7 +182,8 @@ class Trainer:
         if not self.evaluator.prompts:
             return {}
         if self.evaluated is None or self.evaluated[0] != self.state.step:
-            self.sync()
+            if self.evaluator.samples_answers:
+                self.sync()
             with self.timed("eval"):
                 self.evaluated = self.state.step, self.evaluator()
         return dict(self.evaluated[1])

@@ -125,6 +125,19 @@ class Updater:
                 self._micro_batch(rows, window.totals)
             self.micro_batches_done += 1
 
+    def target_loss(self, rows: Sequence[Row]) -> dict[str, float]:
+        """`loss` and `token_accuracy` of rows of targets under the current weights, without an update. Collective."""
+        window = self._window(0, list(rows))
+        sums_2 = torch.zeros(2, device=self.world.device)
+        for number, some in enumerate(window.micro_batches):
+            self.progress(number, len(window.micro_batches), "micro-batches", "loss on held-out answers")
+            batch = MicroBatch.build(some, self.world.device, self.policy.layout(self.sampling))
+            scores = self.policy.scores_without_gradient(batch, self.sampling)
+            sums_2 += torch.stack([-scores.logp.where(batch.mask.bool(), 0.0).sum(), (scores.top * batch.mask).sum()])
+        loss, right = self.world.sum(sums_2).tolist()
+        tokens = max(window.totals.tokens, 1)
+        return {"loss": loss / tokens, "token_accuracy": right / tokens}
+
     def gather(self, rows: Sequence[Row]) -> None:
         """Bring the per-token values of all rows to the main process, in float32 on the CPU. Collective.
 
@@ -183,7 +196,8 @@ class Updater:
         These are: log-probs under the reference; entropies, if they select tokens; and log-probs under the old policy,
         unless it is the sampler. The first update of the first window runs the old policy, and so computes them itself.
         """
-        needs_old = window.number > 0 and not self.algorithm.takes_sampler_as_old
+        takes_no_ratio = self.algorithm.takes_sampler_as_old or self.algorithm.supervised
+        needs_old = window.number > 0 and not takes_no_ratio
         needs_entropy = self.algorithm.tokens.needs_entropy
         scoring = self.reference if self.reference and self.reference.models else None  # servers score meanwhile
         if scoring is None and not needs_old and not needs_entropy:
@@ -215,7 +229,7 @@ class Updater:
 
     def _micro_batch(self, rows: list[Row], totals: Totals) -> None:
         batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
-        logp, entropy = self.policy.logp(batch, self.sampling, self.algorithm.needs_entropy_gradient)
+        logp, entropy, top = self.policy.scores(batch, self.sampling, self.algorithm.needs_entropy_gradient)
         current_logp = old_logp = logp.detach()
         if batch.old_logp is not None:  # NaN in rows without an update so far, whose old policy is the current one
             old_logp = current_logp.where(batch.old_logp.isnan(), batch.old_logp)
@@ -229,7 +243,7 @@ class Updater:
             batch.mask,
             group_ids=batch.group_ids,
             ref_logp=batch.ref_logp,
-            rollout_logp=batch.rollout_logp,
+            rollout_logp=None if self.algorithm.supervised else batch.rollout_logp,
             entropy=entropy,
             selected=batch.selected,
             totals=totals,
@@ -237,8 +251,12 @@ class Updater:
         if batch.old_logp is not None:
             self._record_ratios(rows, batch, current_logp, old_logp)
         self.policy.parallel.backward(self.policy.wrapped, loss)
+        computed = max(totals.tokens - totals.skipped, 1)
         metrics["loss"] = loss.detach()
-        metrics["entropy"] = (entropy.detach() * batch.mask).sum() / max(totals.tokens - totals.skipped, 1)
+        metrics["entropy"] = (entropy.detach() * batch.mask).sum() / computed
+        if self.algorithm.supervised:
+            metrics["token_accuracy"] = (top * batch.mask).sum() / computed
+            del metrics["approx_entropy"]  # of targets it is their cross-entropy
         if self.algorithm.takes_sampler_as_old and self.micro_batches_done >= len(self.windows[0].micro_batches):
             # after the first update the policy is not the one that sampled, so the gap is more than rounding
             metrics = {name: value for name, value in metrics.items() if name not in OF_THE_GAP}

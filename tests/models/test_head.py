@@ -79,7 +79,7 @@ def literal(model: Any, row: Row) -> torch.Tensor:
 
 def scored(policy: Policy, layout: type = Padded) -> torch.Tensor:
     batch = MicroBatch.build(ROWS, torch.device("cpu"), layout)
-    return policy.logp(batch, Sampling(1))[0][batch.mask.bool()]
+    return policy.scores(batch, Sampling(1))[0][batch.mask.bool()]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -119,7 +119,7 @@ def test_pieces_of_the_head_are_exact(bias: bool, sampling: Sampling, monkeypatc
     logits_NV = linear(straight_through(hidden_NH), *parameters)
     expected = logprobs._token_scores(logits_NV, ids_N, sampling, False, None)
     inputs = (hidden_NH, *head.parameters())
-    gradients = [torch.autograd.grad((logp * torch.arange(23.0)).sum(), inputs) for logp, _ in (found, expected)]
+    gradients = [torch.autograd.grad((logp * torch.arange(23.0)).sum(), inputs) for logp, *_ in (found, expected)]
     for one, other in [*zip(found, expected, strict=True), *zip(*gradients, strict=True)]:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 

@@ -10,7 +10,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.tasks.jsonl import Jsonl
-from grpocli.tasks.prompts import PromptSet
+from grpocli.tasks.prompt_set import PromptSet
 
 CODE = """
 import re

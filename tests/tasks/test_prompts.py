@@ -6,7 +6,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.tasks.order import Order
-from grpocli.tasks.prompts import PromptSet
+from grpocli.tasks.prompt_set import PromptSet
 
 TEXTS = [{"prompt": "a b c", "answer": "1"}, {"prompt": "c", "answer": "2"}, {"prompt": "b b b b", "answer": "3"}]
 CHAT = [{"prompt": [{"role": "user", "content": "a b"}], "answer": "1"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.prompts import PromptSet
+from grpocli.tasks.prompt_set import PromptSet
 
 
 def ids(tokenizer, prompt) -> list[int]:

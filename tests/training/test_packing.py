@@ -37,7 +37,7 @@ from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.models import sdpa
 from grpocli.models import shared_prompt_attention as attention
-from grpocli.tasks.prompts import PromptSet
+from grpocli.tasks.prompt_set import PromptSet
 from grpocli.training import logprobs
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
@@ -238,7 +238,7 @@ def test_filler_fits_any_model(world) -> None:
     layout = Packed.build(rows, torch.device("cpu"))
     assert layout.input_ids.shape[1] - 54 * 19 > 24
     batch = MicroBatch.build(rows, torch.device("cpu"), Packed)
-    assert policy.logp(batch, Sampling(17))[0].isfinite().all()
+    assert policy.scores(batch, Sampling(17))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("groups", ["one row with a signal", "no signal", "all masked"])
@@ -271,7 +271,7 @@ def test_a_model_that_scales_or_caps_its_logits_computes_all_logits(world, name:
     ids = [5, 6, 7, 8, 9, 10]
     row = Row(ids[:2], ids[2:], [1] * 4, 1.0, 0, [-3.0] * 4)
     batch = MicroBatch.build([row], torch.device("cpu"), policy.layout(Sampling(1)))
-    assert policy.logp(batch, Sampling(1))[0][0].tolist() == pytest.approx(policy.score(ids)[1:], abs=1e-5)
+    assert policy.scores(batch, Sampling(1))[0][0].tolist() == pytest.approx(policy.score(ids)[1:], abs=1e-5)
 
 
 def test_a_model_that_ignores_segments_is_padded(world, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_a_model_without_an_output_head_computes_all_logits(world, monkeypatch: 
     policy = Policy(headless, headless, torch.float32, world.parallel)
     assert not find_head(policy, world)
     batch = MicroBatch.build([Row([2, 3], [4], [1], 1.0, 0, [-3.0])], torch.device("cpu"))
-    assert policy.logp(batch, Sampling(1))[0].item() == pytest.approx(policy.score([2, 3, 4])[-1], abs=1e-5)
+    assert policy.scores(batch, Sampling(1))[0].item() == pytest.approx(policy.score([2, 3, 4])[-1], abs=1e-5)
 
 
 def over_all_rows(query, key, value, segments, call):
@@ -382,7 +382,7 @@ def test_gradients_repeat_to_the_bit(name: str, at_head: bool, two_threads) -> N
     found = []
     for _ in range(8):
         batch = MicroBatch.build(rows, torch.device("cpu"), Packed)
-        logp = policy.logp(batch, Sampling(3))[0]
+        logp = policy.scores(batch, Sampling(3))[0]
         weights = torch.linspace(-1, 1, logp.numel()).view(logp.shape)
         gradients = torch.autograd.grad((logp * weights * batch.mask).sum(), list(large.parameters()))
         found.append(torch.cat([gradient.flatten() for gradient in gradients]))
@@ -419,7 +419,7 @@ def test_log_probs_at_the_head_equal_those_of_logits(
     with logprobs.scoring(model.get_output_embeddings(), logprobs.Targets(ids, None, sampling)):
         found.append(model.get_output_embeddings()(hidden).unbind(-1))
     found.append(logprobs._token_scores(hidden @ weight.T, ids, sampling, False, None))
-    gradients = [torch.autograd.grad((logp * torch.arange(23.0)).sum(), (hidden, weight)) for logp, _ in found]
+    gradients = [torch.autograd.grad((logp * torch.arange(23.0)).sum(), (hidden, weight)) for logp, *_ in found]
     for one, other in [*zip(*found, strict=True), *zip(*gradients, strict=True)]:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 
@@ -452,7 +452,7 @@ def test_logits_of_all_tokens_are_never_in_memory(
     row = Row([3, 4], [5] * tokens, [1] * tokens, 1.0, 0, [-3.0] * tokens)
     batch = MicroBatch.build([row], torch.device("cpu"), *([Packed] if packed else []))
     with Largest() as largest:
-        policy.logp(batch, sampling)[0].sum().backward()
+        policy.scores(batch, sampling)[0].sum().backward()
     assert largest.numbers == vocabulary * SHAPE["hidden_size"] < vocabulary * tokens
 
 
@@ -476,5 +476,5 @@ def test_a_sliding_window_longer_than_every_row_is_allowed() -> None:
     for packed in (False, True):
         assert not packed or pack(policy, None, longest=80)
         batch = MicroBatch.build(rows, torch.device("cpu"), policy.layout(Sampling(1)))
-        found.append(policy.logp(batch, Sampling(1))[0][batch.mask.bool()])
+        found.append(policy.scores(batch, Sampling(1))[0][batch.mask.bool()])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,194 @@
+"""What a run's data looks like to its model: prompts as tokens, their lengths, duplicates and overlap with evaluation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from grpocli.errors import ConfigError
+from grpocli.tasks.dataset import Examples
+from grpocli.tasks.jsonl import Jsonl
+from grpocli.tasks.mixture import errors_below, key_of, tasks_of
+from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
+from grpocli.tasks.streaming import with_columns
+from grpocli.tasks.targets import Targets
+from grpocli.types import Message, Prompt, Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpocli.config.schema import Run
+    from grpocli.tasks.task import Example, Task
+
+AT_ONCE = 1000
+"""Examples tokenised at once, between two reports of progress."""
+SPLITS = ("train", "eval")
+Report = Callable[[str, int, int], None]
+"""Called with a phrase, the examples read so far and all of them; 0 if their number is not known."""
+
+
+@dataclass(slots=True)
+class SplitView:
+    """The examples of a split of a task, as a run would read them.
+
+    total: the number of examples, None if it is not known because the data is streamed. read: of them looked at.
+    lengths, target_lengths: tokens of each prompt, and of each answer in supervised training. hashes: of each prompt.
+    columns: those that rewards get, with a type. specials: examples whose own text has a special token of the
+    tokenizer. wanted: problems that the run evaluates on, in `eval`; None if this machine decides.
+    """
+
+    task: str
+    split: str
+    total: int | None
+    lengths: list[int] = field(default_factory=list)
+    target_lengths: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    columns: dict[str, str] = field(default_factory=dict)
+    specials: list[int] = field(default_factory=list)
+    wanted: int | None = None
+
+    @property
+    def read(self) -> int:
+        return len(self.lengths)
+
+    def long(self, limit: int) -> list[int]:
+        """The examples whose prompt has more than `limit` tokens."""
+        return [i for i, n in enumerate(self.lengths) if n > limit]
+
+    def long_targets(self, limit: int) -> list[int]:
+        """The examples whose answer has more than `limit` tokens."""
+        return [i for i, n in enumerate(self.target_lengths) if n > limit]
+
+    @property
+    def duplicates(self) -> list[int]:
+        """The examples whose prompt an earlier example has."""
+        first: dict[int, int] = {}
+        return [i for i, one in enumerate(self.hashes) if first.setdefault(one, i) != i]
+
+    def shared_with(self, others: Sequence[SplitView]) -> list[int]:
+        """The examples whose prompt one of the others has."""
+        theirs = {one for other in others for one in other.hashes}
+        return [i for i, one in enumerate(self.hashes) if one in theirs]
+
+
+@dataclass(frozen=True, slots=True)
+class DataView:
+    """The data of a run: the split views, and what reads single examples again."""
+
+    run: Run
+    tokenizer: PreTrainedTokenizerBase
+    splits: list[SplitView]
+    targets: dict[str, Targets]
+
+    @classmethod
+    def of(
+        cls,
+        run: Run,
+        tokenizer: PreTrainedTokenizerBase,
+        wanted: Sequence[str] = SPLITS,
+        limit: int | None = None,
+        of_stream: int = AT_ONCE,
+        report: Report = lambda text, done, total: None,
+    ) -> DataView:
+        """Read the splits of a run. limit: read at most so many examples of each; None: all, of a stream `of_stream`.
+
+        Raises ConfigError, as the run would, for data that cannot be read and for unusable examples.
+        """
+        targets: dict[str, Targets] = {}
+        splits = []
+        for name, task in tasks_of(run.task).items():
+            if run.algorithm.supervised:
+                targets[name] = Targets.of(task, tokenizer, run.rollout.max_completion_tokens)
+            for split in wanted:
+                if split == "train" and getattr(task, "split", "") is None:
+                    continue  # the task is for evaluation only
+                most = of_stream if limit is None and split == "train" and getattr(task, "streaming", False) else limit
+                with errors_below(key_of(run.task, name)):
+                    splits.append(_split_view(run, tokenizer, name, task, split, targets.get(name), most, report))
+        if not splits:
+            raise ConfigError("the task has no such split", key="--split", value=", ".join(wanted))
+        return cls(run, tokenizer, splits, targets)
+
+    def prompt(self, view: SplitView, number: int) -> tuple[Prompt, str]:
+        """One example of a split as the run would draw it, neither dropped nor cut, and its name in the data."""
+        task = tasks_of(self.run.task)[view.task]
+        with errors_below(key_of(self.run.task, view.task)):
+            example, where = _example(task, view.split, number)
+            answer = ""
+            if targets := self.targets.get(view.task):
+                example, answer = targets.split(example, where)
+            text = text_of(example, where)
+            (ids,) = tokenize([text], self.tokenizer, lambda _: where)
+            target_ids = targets.token_ids([text], [answer])[0] if targets else None
+        return prompt_of(example, ids, "", view.task, number, target_ids), where
+
+
+def _split_view(
+    run: Run,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    task: Task,
+    split: str,
+    targets: Targets | None,
+    limit: int | None,
+    report: Report,
+) -> SplitView:
+    report(f"reading {name} {split}", 0, 0)
+    total, examples = _examples(task, split, limit)
+    view = SplitView(name, split, total)
+    if split == "eval":
+        view.wanted = run.eval.problems
+    special = [token for token in tokenizer.all_special_tokens if token]
+    types: dict[str, Counter[str]] = {}
+    while batch := list(islice(examples, AT_ONCE)):
+        start = view.read
+        names = [where for _, where in batch]
+        pairs = [targets.split(one, where) if targets else (one, "") for one, where in batch]
+        texts = [text_of(one, where) for (one, _), where in zip(pairs, names, strict=True)]
+        view.lengths += [len(ids) for ids in tokenize(texts, tokenizer, names.__getitem__)]
+        if targets:
+            answers = [answer for _, answer in pairs]
+            view.target_lengths += [len(ids) for ids in targets.token_ids(texts, answers, names.__getitem__)]
+        view.hashes += [text_hash(text) for text in texts]
+        view.specials += [start + i for i, text in enumerate(texts) if _has(text, special)]
+        for one, _ in pairs:
+            for column, value in one.items():
+                if column != "prompt":
+                    types.setdefault(column, Counter())[type(value).__name__] += 1
+        report(f"tokenising {name} {split}", view.read, total or 0)
+    view.columns = {column: " or ".join(sorted(kinds)) for column, kinds in sorted(types.items())}
+    return view
+
+
+def _has(text: Text, tokens: Sequence[str]) -> bool:
+    """Whether a prompt's own text has one of the tokens."""
+    messages: Sequence[Message] = [{"content": text}] if isinstance(text, str) else text
+    return any(token in str(message.get("content", "")) for message in messages for token in tokens)
+
+
+def _examples(task: Task, split: str, limit: int | None) -> tuple[int | None, Iterator[tuple[Example, str]]]:
+    """The number of examples of a split, None if it is not known, and the first `limit` of them with their names."""
+    if split == "train" and isinstance(task, Jsonl) and task.streaming:
+        stream = task.stream
+        rows = islice(stream.rows.read(stream.first), limit)
+        return None, (
+            (stream.example(with_columns(row, stream.columns), i), stream.where(i)) for i, row in enumerate(rows)
+        )
+    source = task.examples(split)
+    return len(source), ((one, _name(source, i)) for i, one in enumerate(islice(source, limit)))
+
+
+def _example(task: Task, split: str, number: int) -> tuple[Example, str]:
+    """One example and its name."""
+    if split == "train" and isinstance(task, Jsonl) and task.streaming:
+        _, examples = _examples(task, split, number + 1)
+        return next(islice(examples, number, None))
+    source = task.examples(split)
+    return source[number], _name(source, number)
+
+
+def _name(source: Sequence[Example], number: int) -> str:
+    return source.where(number) if isinstance(source, Examples) else f"example {number + 1}"

@@ -1,0 +1,140 @@
+"""The targets of supervised training: the answers of the data, as the tokens that the model would write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grpocli.config.parts import nearest, template_fields
+from grpocli.errors import ConfigError
+from grpocli.processes.deadline import within
+from grpocli.tasks.json_rows import encodable
+from grpocli.tasks.prompts import QUIET, TEMPLATE_SECONDS, rendered, text_of, tokenize
+from grpocli.types import Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpocli.tasks.task import Example
+
+KEY = "task.target_template"
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Makes the targets of a task's examples.
+
+    template: text with {column} fields; None: the last turn of a conversation that ends with the assistant's, otherwise
+    `otherwise`, a template, too. end_ids: tokens that end a completion. required: whether an example whose target has
+    more than `max_tokens` is left out.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    template: str | None = None
+    otherwise: str = "{answer}"
+    end_ids: frozenset[int] = frozenset()
+    required: bool = True
+
+    @classmethod
+    def of(
+        cls, task: object, tokenizer: PreTrainedTokenizerBase, max_tokens: int, end_ids: frozenset[int] = frozenset()
+    ) -> Targets:
+        """The targets of a task, by its keys `target_template` and `shot_template`."""
+        template = getattr(task, "target_template", None)
+        return cls(tokenizer, max_tokens, template, getattr(task, "shot_template", None) or "{answer}", end_ids)
+
+    def split(self, example: Example, where: str) -> tuple[Example, str]:
+        """The example without the assistant's last turn, and the text of its target.
+
+        Raises ConfigError, naming `where`, for a missing column and an empty target.
+        """
+        prompt = example["prompt"]
+        last = prompt[-1] if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict) else {}
+        if last.get("role") != "assistant":
+            return example, self._filled(example, self.template or self.otherwise, where)
+        if len(prompt) == 1:
+            raise ConfigError(f"{where} has only an answer", key="task", hint="give it a prompt before the answer")
+        text_of(example, where)  # the last turn is text
+        bare = {**example, "prompt": prompt[:-1]}
+        target = str(last["content"]) if self.template is None else self._filled(example, self.template, where)
+        return bare, self._checked(target, where)
+
+    def _filled(self, example: Example, template: str, where: str) -> str:
+        fields = dict.fromkeys(template_fields(template, KEY))
+        for column in fields:
+            if example.get(column) is None:
+                columns = [name for name, value in example.items() if value is not None and name != "prompt"]
+                problem = f"{where} has nothing in the column {column!r}; it has {', '.join(columns) or 'no other'}"
+                raise ConfigError(problem + nearest(column, columns), key=KEY, value=repr(template))
+        values: dict[str, Any] = {column: example[column] for column in fields}
+        try:
+            return self._checked(template.format(**values), where)
+        except ValueError as error:
+            raise ConfigError(f"cannot be filled with {where}: {error}", key=KEY, value=repr(template)) from error
+
+    def _checked(self, target: str, where: str) -> str:
+        if not target.strip() or not encodable(target):
+            problem = "is empty" if not target.strip() else "has a lone surrogate, half of a character"
+            raise ConfigError(f"the target of {where} {problem}", key=KEY, hint="repair or remove the row")
+        return target
+
+    def token_ids(
+        self, prompts: Sequence[Text], targets: Sequence[str], where: Callable[[int], str] = "example {}".format
+    ) -> list[list[int]]:
+        """The tokens that follow each tokenised prompt: the target and the token that ends it.
+
+        In a conversation they are what the chat template writes after the generation prompt. Raises ConfigError if the
+        template writes something else before it.
+        """
+        prompt_ids = tokenize(prompts, self.tokenizer, where)
+        seconds = TEMPLATE_SECONDS + len(prompts) / 100
+        pairs = enumerate(zip(prompts, targets, strict=True))
+        try:
+            texts = within(seconds, "", lambda: [self._texts(prompt, one, where(i)) for i, (prompt, one) in pairs])
+        except TimeoutError as error:
+            problem = f"its chat template does not write {len(prompts):,} conversations within {seconds:.0f} s"
+            raise ConfigError(problem, key="model", hint="give model.chat_template=FILE") from error
+        whole_ids = self._whole(prompts, [whole for whole, _ in texts])
+        after_ids = self.tokenizer([after for _, after in texts], add_special_tokens=False, **QUIET).input_ids
+        found = zip(prompt_ids, whole_ids, after_ids, strict=True)
+        return [self._ended(_after(before, whole, after)) for before, whole, after in found]
+
+    def _texts(self, prompt: Text, target: str, where: str) -> tuple[str, str]:
+        """The text of prompt and target together, and the part of it after the prompt."""
+        if isinstance(prompt, str):
+            return prompt + target, target
+        before = rendered(prompt, self.tokenizer, where)
+        whole = rendered([*prompt, {"role": "assistant", "content": target}], self.tokenizer, where, answered=True)
+        if not whole.startswith(before):
+            raise ConfigError(
+                f"its chat template writes the prompt of {where} in another way when an answer follows",
+                key="model",
+                hint="give model.chat_template=FILE whose generation prompt is the beginning of an answer",
+            )
+        return whole, whole.removeprefix(before)
+
+    def _whole(self, prompts: Sequence[Text], texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of texts, with the special tokens that `tokenize` gives their prompts."""
+        plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+        chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
+        ids: dict[int, list[int]] = {}
+        if plain:
+            ids |= zip(plain, tokenize([texts[i] for i in plain], self.tokenizer), strict=True)
+        if chats:
+            written = self.tokenizer([texts[i] for i in chats], add_special_tokens=False, **QUIET).input_ids
+            ids |= zip(chats, written, strict=True)
+        return [ids[i] for i in range(len(prompts))]
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """The tokens up to the last one that ends a completion; with one, if there is none."""
+        ends = self.end_ids | {int(self.tokenizer.eos_token_id)}
+        last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in ends), None)
+        return [*ids, int(self.tokenizer.eos_token_id)] if last is None else ids[: last + 1]
+
+
+def _after(prompt_ids: list[int], whole_ids: list[int], after_ids: list[int]) -> list[int]:
+    """The tokens of the whole after the prompt; those of the text alone, if a token spans the border."""
+    n = len(prompt_ids)
+    return list(whole_ids[n:]) if whole_ids[:n] == prompt_ids and len(whole_ids) > n else list(after_ids)

@@ -1,0 +1,120 @@
+"""Targets of supervised training: exactly the tokens that follow the tokenised prompt, and their end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.launch.compose import build_run, compose
+from grpocli.models.tiny import make_tokenizer
+from grpocli.tasks.prompt_set import PromptSet
+from grpocli.tasks.prompt_source import PromptSource
+from grpocli.tasks.prompts import tokenize
+from grpocli.tasks.targets import Targets
+
+TINY = make_tokenizer()
+QUESTION = [{"role": "user", "content": "1+1="}]
+
+
+def made(tokenizer: Any, prompt: Any, target: str, **options: Any) -> list[int]:
+    (ids,) = Targets(tokenizer, 99, **options).token_ids([prompt], [target])
+    return ids
+
+
+def test_a_target_is_what_the_chat_template_writes_after_the_generation_prompt() -> None:
+    ids = made(TINY, QUESTION, "two")
+    assert TINY.decode(tokenize([QUESTION], TINY)[0] + ids) == "<bos><user>1+1=<end><assistant>two<end>"
+    assert TINY.decode(ids) == "two<end>"
+
+
+def test_text_after_the_end_of_the_turn_is_not_taught() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TINY.chat_template.replace("'<end>' }}", "'<end>\n' }}")
+    assert tokenizer.decode(made(tokenizer, QUESTION, "two")) == "two<end>"
+
+
+def test_the_end_of_a_turn_is_a_token_of_the_generation_config_too(chat_tokenizer) -> None:
+    c = chat_tokenizer.convert_tokens_to_ids("c")
+    prompt = [{"role": "user", "content": "a"}]
+    assert made(chat_tokenizer, prompt, "b c a", end_ids=frozenset([c])) == chat_tokenizer.convert_tokens_to_ids(
+        ["b", "c"]
+    )
+    assert made(chat_tokenizer, prompt, "b")[-1] == chat_tokenizer.eos_token_id, "the template writes no end"
+
+
+def test_a_plain_target_continues_the_prompt_and_ends(plain_tokenizer) -> None:
+    assert made(plain_tokenizer, "a b", " c") == [*plain_tokenizer.convert_tokens_to_ids(["c"]), 2]
+
+
+def test_a_template_that_writes_answers_elsewhere_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}" + TINY.chat_template
+    with pytest.raises(ConfigError, match="another way when an answer follows"):
+        made(tokenizer, QUESTION, "two")
+
+
+def test_the_last_turn_of_a_conversation_is_its_target() -> None:
+    example = {"prompt": [*QUESTION, {"role": "assistant", "content": "two"}], "x": 1}
+    targets = Targets(TINY, 99)
+    assert targets.split(example, "row 1") == ({"prompt": QUESTION, "x": 1}, "two")
+    assert Targets(TINY, 99, template="{x}").split(example, "row 1") == ({"prompt": QUESTION, "x": 1}, "1")
+    with pytest.raises(ConfigError, match="has only an answer"):
+        targets.split({"prompt": example["prompt"][1:]}, "row 1")
+
+
+@pytest.mark.parametrize(
+    ("example", "template", "problem"),
+    [
+        ({"prompt": "a", "answer": None}, None, "row 1 has nothing in the column 'answer'"),
+        ({"prompt": "a", "answre": "1"}, "{answer}", 'did you mean "answre"'),
+        ({"prompt": "a", "answer": " "}, None, "the target of row 1 is empty"),
+        ({"prompt": "a", "answer": "\ud800"}, None, "lone surrogate"),
+        ({"prompt": "a", "answer": "b"}, "{answer:d}", "cannot be filled with row 1"),
+    ],
+)
+def test_bad_targets_are_refused_in_one_sentence(example: dict[str, Any], template: str | None, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as refused:
+        Targets(TINY, 99, template).split(example, "row 1")
+    assert refused.value.key == "task.target_template"
+
+
+def test_long_targets_are_dropped_or_cut_and_counted() -> None:
+    examples = [{"prompt": "1", "answer": "22"}, {"prompt": "1", "answer": "4444"}]
+    targets = Targets(TINY, 3)
+    prompts = PromptSet(examples, TINY, 10, "drop", "train", targets=targets)
+    assert len(prompts) == 1
+    assert "1 of 2 train targets are longer than rollout.max_completion_tokens=3 and were dropped" in prompts.report
+    cut = PromptSet(examples, TINY, 10, "truncate", "train", targets=targets)
+    assert TINY.decode(cut.prompt(1, "u").target_ids) == "444", "without an end, which would be false"
+    assert "cut at the end" in cut.report
+    with pytest.raises(ConfigError, match="all 2 train targets are longer, the shortest has 3 tokens"):
+        PromptSet(examples, TINY, 10, "drop", "train", targets=Targets(TINY, 2))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_conversations_with_answers_are_data(tmp_path: Path, streaming: bool) -> None:
+    """The usual form of chat data; the held-out conversations are not trained on, and their answers are targets."""
+    path = tmp_path / "chats.jsonl"
+    chats = [[{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i * i}"}] for i in range(20)]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    run = build_run(
+        compose(
+            [
+                *("algorithm=sft", "task=jsonl", f"task.path={path}", "task.prompt_column=messages"),
+                *("task.answer_column=null", "task.eval_size=4", "reward=none", "eval.problems=4"),
+                f"task.streaming={str(streaming).lower()}",
+            ]
+        )
+    )
+    data = PromptSource.of(run, TINY)
+    drawn = [data.draw(i) for i in range(16)]
+    for prompt in [*drawn, *data.problems()]:
+        assert len(prompt.text) == 1
+        assert TINY.decode(prompt.target_ids) == f"{int(prompt.text[0]['content']) ** 2}<end>"
+    numbers = {prompt.text[0]["content"] for prompt in drawn}
+    assert len(numbers) == 16
+    assert not numbers & {prompt.text[0]["content"] for prompt in data.problems()}
