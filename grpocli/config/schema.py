@@ -50,7 +50,7 @@ class Rollouts:
     prompts_per_step: int = 16
     """Number of prompts of a step."""
     group_size: int = 8
-    """Number of completions of a prompt, at least 2; 1 with algorithm=sft."""
+    """Number of completions of a prompt, at least 2."""
     max_prompt_tokens: int = 512
     """Most tokens of a prompt."""
     long_prompts: str = "drop"

@@ -64,8 +64,8 @@ class ChoiceFiles:
         text = file.read_text(encoding="utf-8")
         generated = "# Written by `make conf`" in text
         config = self._read(file)
-        label = f"model={file.stem}" if group == "model_defaults" else f"{group}={file.stem}"
-        if group not in ("model_defaults",) and file.stem != "parts":
+        label = f"{group.removesuffix('_defaults')}={file.stem}"
+        if not group.endswith("_defaults") and file.stem != "parts":
             self.groups.setdefault(group, {})[file.stem] = _comment(text)
         if generated or not isinstance(config, dict):
             return

@@ -67,16 +67,17 @@ def _yaml(cls: type[Any], schema: str, values: dict[str, Any], prefix: str) -> s
 
 
 @functools.cache
-def _model_defaults() -> dict[str, str]:
-    """{key: a sentence about the models that set it}, from conf/model_defaults/."""
+def _choices_defaults() -> dict[str, str]:
+    """{key: a sentence about the models and algorithms that set it}, from conf/model_defaults/ and the like."""
     found: dict[str, str] = {}
-    for file in sorted(Path(conf_dir(), "model_defaults").glob("*.yaml")):
+    for file in sorted(Path(conf_dir()).glob("*_defaults/*.yaml")):
+        choice = f"{file.parent.name.removesuffix('_defaults')}={file.stem}"
         values = yaml_text.load(file.read_text())
         config = OmegaConf.create(values)
         for key in flat_keys(values):
             value = OmegaConf.select(config, key)
             if not OmegaConf.is_config(value):
-                sets = f" model={file.stem} sets {_yaml_value(value)}, which overrides this file."
+                sets = f" {choice} sets {_yaml_value(value)}, which overrides this file."
                 found[key] = found.get(key, "") + sets
     return found
 
@@ -101,7 +102,7 @@ def _keys(cls: type[Any], values: Any, prefix: str, indent: str = "") -> Iterato
             continue
         section = type(defaults[name]) if dataclasses.is_dataclass(defaults[name]) else None
         doc = docs.get(name) or (summary(section) if section else "")
-        yield from _comment(doc + _model_defaults().get(f"{prefix}{name}", ""), indent)
+        yield from _comment(doc + _choices_defaults().get(f"{prefix}{name}", ""), indent)
         if section:
             yield f"{indent}{name}:"
             yield from _keys(section, value, f"{prefix}{name}.", f"{indent}  ")

@@ -40,7 +40,7 @@ class Teacher:
     def prepare(self, progress: Progress | None = None) -> str:
         """The absolute path of its folder, or its name on the hub; makes the built-in teacher."""
         with self.errors():
-            path: str = self.part.prepare(progress)  # type: ignore[attr-defined]
+            path: str = self.part.prepare(progress)
             return path
 
     def load(self) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""What a run's data looks like to its model: prompts as tokens, their lengths, duplicates and overlap with evaluation."""
+"""The data of a run as its model will see it: prompts as tokens, lengths, duplicates, overlap with evaluation."""
 
 from __future__ import annotations
 
@@ -191,4 +191,4 @@ def _example(task: Task, split: str, number: int) -> tuple[Example, str]:
 
 
 def _name(source: Sequence[Example], number: int) -> str:
-    return source.where(number) if isinstance(source, Examples) else f"example {number + 1}"
+    return source.where(number) if isinstance(source, Examples) else f"example {number}"

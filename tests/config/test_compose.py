@@ -104,7 +104,9 @@ def test_a_default_may_follow_another_key() -> None:
 )
 def test_every_shipped_choice_builds(path: Path) -> None:
     choice = f"[{path.stem}]" if path.parent.name == "reward" else path.stem
-    more = {"jsonl": ["task.path=x.jsonl"], "mixture": ["+task@task.one=arithmetic"]}.get(path.stem, [])
+    more = {"jsonl": ["task.path=x.jsonl"], "sft": ["algorithm=sft"], "mixture": ["+task@task.one=arithmetic"]}.get(
+        path.stem, []
+    )
     config = compose([f"{path.parent.name}={choice}", *more])
     if WRITTEN_FROM not in path.read_text():  # other choices are classes, whose keys may have no default
         build_run(config)

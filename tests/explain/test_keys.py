@@ -60,6 +60,7 @@ def test_the_choices_that_change_a_default_are_named(reference: ReferenceIndex) 
         for choice, value in key(reference, name).set_by:
             if not choice.startswith("recipe="):
                 overrides = [choice] if "overlong_half" not in choice else ["reward=[overlong_half]"]
+                overrides += [] if choice.startswith("model=") else ["model=hf", "model.path=a/b"]
                 assert OmegaConf.select(compose(overrides), name) == float(value), (name, choice)
     assert ("algorithm=dapo", "0.28") in key(reference, "algorithm.objective.high").set_by
     keep = reference.find("algorithm/keep")

@@ -26,7 +26,9 @@ class Ended:
         self.collector = SimpleNamespace(advantages=lambda groups: torch.zeros(0, 1))
         every = SimpleNamespace(every=1)
         train = SimpleNamespace(steps=3)
-        self.run = SimpleNamespace(seed=0, train=train, eval=every, checkpoint=every, algorithm=None)
+        self.run = SimpleNamespace(
+            seed=0, train=train, eval=every, checkpoint=every, algorithm=SimpleNamespace(supervised=False)
+        )
         self.state, self.world = SimpleNamespace(step=0), SimpleNamespace(rank=0, enter=lambda *_: None)
 
     train, step = Trainer.train, Trainer.step

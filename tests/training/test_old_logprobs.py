@@ -31,7 +31,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(cls, method, call)
 
-    record(Policy, "logp", "update")
+    record(Policy, "scores", "update")
     record(Policy, "logp_without_gradient", "score")
     record(Reference, "logp", "reference")
     return ran

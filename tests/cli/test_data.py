@@ -1,0 +1,123 @@
+"""`grpocli data`: counts, lengths, duplicates and overlap, prompts as the model sees them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.running import run_here
+
+from grpocli.cli.data import histogram
+
+QUESTIONS = ["1+1=", "2+2=", "1+1=", "10+20+30=", "3+3="]
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> list[str]:
+    train, evaluate = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    train.write_text(
+        "".join(json.dumps({"prompt": q, "answer": "7", "level": i}) + "\n" for i, q in enumerate(QUESTIONS))
+    )
+    evaluate.write_text("".join(json.dumps({"prompt": q, "answer": "7"}) + "\n" for q in ("3+3=", "4+4=")))
+    return ["task=jsonl", f"task.path={train}", f"task.eval_path={evaluate}", "task.format=chat"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    capsys.readouterr()
+    assert run_here("data", *argv) == 0
+    return capsys.readouterr().out
+
+
+def splits(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, Any]]:
+    found = json.loads(printed(capsys, *argv, "--json"))
+    return {one["split"]: one for one in found["splits"]}
+
+
+def test_the_view_counts_what_a_run_would_drop_repeat_and_evaluate(task, capsys) -> None:
+    """`<bos><user>10+20+30=<end><assistant>` has 13 tokens."""
+    found = splits(capsys, *task, "rollout.max_prompt_tokens=12")
+    train = found["train"]
+    assert (train["examples"], train["read"]) == (5, 5)
+    assert train["too_long"] == [3]
+    assert train["duplicates"] == [2]
+    assert train["overlap"] == [4]
+    assert (train["prompt_tokens"]["min"], train["prompt_tokens"]["max"]) == (8, 13)
+    assert train["columns"] == {"answer": "str", "level": "int"}
+    assert train["prompts"][0]["text"] == "<bos><user>1+1=<end><assistant>"
+    assert len(train["prompts"]) == 3
+    assert found["eval"]["overlap"] == []
+    shown = printed(capsys, *task, "rollout.max_prompt_tokens=12")
+    assert "1 of 5 over rollout.max_prompt_tokens=12: dropped (example 3)" in shown
+    assert "1 of 5 have the prompt of an earlier example (example 2)" in shown
+    assert "1 of 5 are evaluation prompts, too (example 4)" in shown
+    assert "<bos><user>2+2=<end><assistant>" in shown
+
+
+def test_one_example_or_the_longest_can_be_shown(task, capsys) -> None:
+    assert [p["example"] for p in splits(capsys, *task, "--split", "train", "--example", "4")["train"]["prompts"]] == [
+        4
+    ]
+    longest = splits(capsys, *task, "--split", "train", "--longest", "--prompts", "1")
+    assert [p["example"] for p in longest["train"]["prompts"]] == [3]
+    assert longest.keys() == {"train"}
+    assert run_here("data", *task, "--example", "99") == 2
+    assert "has 5 examples, numbered from 0" in capsys.readouterr().err
+
+
+def test_supervised_runs_show_the_answers_that_they_teach(task, capsys) -> None:
+    train = splits(capsys, *task, "algorithm=sft", 'task.target_template="so {answer}"')["train"]
+    assert train["prompts"][0]["target"] == "so 7<end>"
+    assert train["answer_tokens"]["max"] == 5
+    assert "taught, 5 tokens" in printed(capsys, *task, "algorithm=sft", 'task.target_template="so {answer}"')
+
+
+def test_a_stream_says_what_it_did_not_read(task, capsys) -> None:
+    shown = printed(capsys, *task, "task.streaming=true", "--rows", "3", "--split", "train")
+    assert "3 read; the rest of the stream was not" in shown
+    assert splits(capsys, *task, "task.streaming=true", "--rows", "3")["train"]["examples"] is None
+    streamed = splits(capsys, *task, "task.streaming=true")["train"]
+    assert streamed["prompt_tokens"] == splits(capsys, *task)["train"]["prompt_tokens"]
+
+
+def test_mixtures_show_each_task(capsys) -> None:
+    shown = printed(
+        capsys, "task=[arithmetic,countdown]", "rollout.max_prompt_tokens=200", "--rows", "20", "--prompts", "0"
+    )
+    for name in ("arithmetic train", "arithmetic eval", "countdown train", "countdown eval"):
+        assert name in shown
+    assert "20 of 10,000 read" in shown
+
+
+def test_text_of_the_data_cannot_control_the_terminal(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}\u001b[31m<end>", "a\u001b[0m": "x"}) + "\n" for i in range(5)))
+    shown = printed(
+        capsys,
+        "task=jsonl",
+        f"task.path={path}",
+        "task.answer_column=null",
+        "reward=none",
+        "algorithm=sft",
+        "task.target_template=x",
+    )
+    assert "\x1b" not in shown
+    assert "have special tokens of the tokenizer in their own text" in shown
+
+
+def test_bad_data_is_refused_as_by_a_run(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "", "answer": "b"}\n{"prompt": "c", "answer": "d"}\n')
+    assert run_here("data", "task=jsonl", f"task.path={path}", f"task.eval_path={path}") == 2
+    assert "row 2 of" in capsys.readouterr().err
+
+
+def test_every_length_is_in_one_bin() -> None:
+    lengths = [3, 3, 17, 40, 41, 99]
+    bins = histogram(lengths)
+    assert sum(count for _, _, count in bins) == len(lengths)
+    assert bins[0][0] == 3
+    assert bins[-1][1] == 99
+    for low, high, count in bins:
+        assert count == sum(low <= n <= high for n in lengths)
