@@ -28,7 +28,7 @@ def world() -> World:
 def updater(little_model, world: World, packed: bool = False, **train: int) -> Updater:
     model = copy.deepcopy(little_model)
     optim = AdamW(lr=1e-3, max_grad_norm=0.0)
-    wrapped, optimizer = world.parallel.prepare(model, torch.float32, optim.make)
+    wrapped, optimizer = world.parallel.prepare(model, torch.float32, optim.make_for)
     policy = Policy(model, wrapped, torch.float32, world.parallel)
     if packed:
         assert pack(policy, None, world, 16)
