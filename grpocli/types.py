@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
-Message: TypeAlias = dict[str, str]
+Message: TypeAlias = dict[str, Any]  # `role` and `content`, and for tools `tool_calls` or `name`
 Text: TypeAlias = str | list[Message]  # plain text, or a conversation
 
 
@@ -51,17 +51,20 @@ class Episode:
     turns: the number of the model's turns.
     rewards: the environment's, by name, summed over the turns.
     problem: why the environment could not continue, a phrase for the user.
+    calls, failures: the numbers of calls of tools, and of those that failed, by the tool's name; None without tools.
     """
 
     messages: list[Message]
     turns: int
     rewards: dict[str, float] = field(default_factory=dict)
     problem: str | None = None
+    calls: dict[str, int] | None = None
+    failures: dict[str, int] | None = None
 
     @property
     def last(self) -> str:
         """The text of the model's last turn."""
-        return [message["content"] for message in self.messages if message["role"] == "assistant"][-1]
+        return [str(message["content"]) for message in self.messages if message["role"] == "assistant"][-1]
 
 
 @dataclass(frozen=True, slots=True)

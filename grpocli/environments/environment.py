@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any, NamedTuple, Protocol
 
 from grpocli.config.parts import Escaped, UserCode, part, require, section
@@ -16,6 +16,11 @@ STEP_SHARE = 0.9
 with it all episodes that the worker holds."""
 ROLES = ("system", "user", "tool", "developer")
 """The roles of an environment's messages, which exclude the model's."""
+WORKER = "grpocli.environments.worker:call"
+"""The function that worker processes call for environments and tools."""
+TOOLS = "grpocli.environments.tools:tools"
+"""The name of `task.tools` in the place of a class: calls are answered, a turn without a call ends the episode."""
+TOOLS_KEY = "task.tools"
 
 
 class Step(NamedTuple):
@@ -88,8 +93,11 @@ class EnvironmentConfig:
 
 
 def environment_of(task: object) -> EnvironmentConfig | None:
-    """The environment of a task; None if it has none."""
+    """The environment of a task, or its tools as one; None if it has neither."""
     environment: EnvironmentConfig | None = getattr(task, "environment", None)
+    if environment and (tools := getattr(task, "tools", None)):
+        arguments = {"tools": list(tools), "max_calls": task.max_tool_calls, "max_tokens": task.max_tool_tokens}  # type: ignore[attr-defined]
+        return replace(environment, name=TOOLS, arguments=arguments)
     return environment if environment and environment.name else None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from grpocli.config.user_code import load
 from grpocli.environments.environment import ROLES
+from grpocli.environments.tools import run_tool, schemas
 from grpocli.types import Message
 from grpocli.user_frames import raised
 
@@ -43,7 +44,13 @@ def finish(name: str, arguments: str, messages: list[Message], metadata: dict[st
     return [_rewards(_call_user(function, messages, metadata), "finish") if function else {}]
 
 
-METHODS: dict[str, Callable[..., list[Any]]] = {"reset": reset, "step": step, "finish": finish}
+METHODS: dict[str, Callable[..., list[Any]]] = {
+    "reset": reset,
+    "step": step,
+    "finish": finish,
+    "schemas": schemas,
+    "tool": run_tool,
+}
 
 
 def call(kind: str, *given: Any) -> list[Any]:

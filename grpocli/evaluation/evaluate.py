@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.environments.environment import environment_of
+from grpocli.environments.tools import tools_of
 from grpocli.progress import Watch
 from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob, connected
@@ -114,7 +115,10 @@ class Evaluation:
     def _problems(self, name: str, task: Any, tokenizer: PreTrainedTokenizerBase) -> Problems:
         run, examples = self.run, task.examples("eval")
         limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
-        prompts = PromptSet(examples, tokenizer, *limits, f"{name} eval", name, self.options.problems or None)
+        tools = tools_of(environment_of(task))
+        prompts = PromptSet(
+            examples, tokenizer, *limits, f"{name} eval", name, self.options.problems or None, tools=tools
+        )
         accuracy_reward = accuracy_reward_of(task, run.reward, run.eval.reward)
         run.reward[accuracy_reward].check(columns_of(examples[0]))
         return Problems(name, accuracy_reward, [prompts.prompt(i, uid=f"{name}-{i}") for i in range(len(prompts))])

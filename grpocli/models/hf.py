@@ -29,16 +29,16 @@ class HuggingFace(ModelPart):
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the template beside the messages: `model.chat_template_arguments.enable_thinking=false`."""
 
+    response_template: str | None = None
+    """JSON file with a response template of transformers, which finds calls of tools in the model's turns; null: the
+    tokenizer's own, or one for the format in which the chat template writes calls."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "path", self.path not in ("", MISSING), "give model.path=FOLDER or a name on the hub")
-        template = self.chat_template
-        require(
-            self,
-            "chat_template",
-            template is None or Path(template).expanduser().is_file(),
-            "there is no such file",
-        )
+        for name in ("chat_template", "response_template"):
+            file = getattr(self, name)
+            require(self, name, file is None or Path(file).expanduser().is_file(), "there is no such file")
 
     def prepare(self, progress: Progress | None = None) -> str:
         """The absolute path of the folder, or the hub id."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -154,6 +155,8 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
     template = getattr(part, "chat_template", None)
     if template is not None:
         tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf-8")
+    if response_template := getattr(part, "response_template", None):
+        tokenizer.response_template = _read_json(response_template, "model.response_template")
     if arguments := getattr(part, "chat_template_arguments", None):
         # used by every part of the run that renders a conversation
         applied = partial(tokenizer.apply_chat_template, **arguments)
@@ -171,6 +174,13 @@ def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[in
         configured = None
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(one for one in [*ids, tokenizer.eos_token_id] if isinstance(one, int))
+
+
+def _read_json(file: str, key: str) -> Any:
+    try:
+        return json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"is not a JSON file: {error}", key=key, value=file) from error
 
 
 def _options(part: Any, path: str) -> dict[str, Any]:

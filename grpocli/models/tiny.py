@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import one_of, part, require
 from grpocli.models.cache import cached
@@ -15,7 +15,11 @@ from grpocli.tasks.arithmetic import OPERATIONS, Arithmetic
 from grpocli.version import PACKAGE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from grpocli.tasks.task import Example
 
 SEED = 0
 SOURCES = (
@@ -30,13 +34,43 @@ ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 """Printable ASCII and the line break; any other character becomes <unk>."""
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('this model knows the roles system, user and assistant') }}{% endif %}"
-    "{{ '<' + message['role'] + '>' + message['content'] + '<end>' }}{% endfor %}"
+    "{{ bos_token }}"
+    "{% if tools %}<system>{% for tool in tools %}{% if not loop.first %} {% endif %}"
+    "{{ tool.function.name }}({{ tool.function.parameters.properties | join(',') }}){% endfor %}<end>{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('this model knows the roles system, user, assistant and tool') }}{% endif %}"
+    "{{ '<' + message['role'].replace('tool', 'system') + '>' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{% if message.content or not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ call.function.name }}({% for key, value in call.function.arguments.items() %}"
+    "{% if not loop.first %},{% endif %}{{ key }}={{ value }}{% endfor %}){% endfor %}"
+    "{{ '<end>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-"""`<bos><user>47+85=<end><assistant>132<end>`"""
+"""`<bos><user>47+85=<end><assistant>132<end>`; with a tool `<bos><system>calculator(expression)<end><user>47*85=<end>
+<assistant>calculator(expression=47*85)<end><system>3995<end><assistant>3995<end>`."""
+
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"(?:\A|\n)(?P<name>[A-Za-z_]\w*)\(",
+            "close": ")",
+            "repeats": True,
+            "content": "kv-lines",
+            "content_args": {"line_sep": ",", "kv_sep": "="},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": "<end>"},
+    },
+}
+"""How transformers finds calls in this model's turns."""
+
+CALCULATOR: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "calculator", "parameters": {"properties": {"expression": {"type": "string"}}}},
+}
+"""The tool of the warm start, as the chat template reads it."""
 
 CONTEXT = 512
 
@@ -59,6 +93,8 @@ class Tiny(ModelPart):
     """Optimizer updates of the warm start."""
     noise: float = 0.3
     """Probability of a random digit at the end of the warm start, 0 to 1."""
+    tool_calls: float = 0.0
+    """How often the warm start calls a calculator, 0 to 1; above 0, every second problem has one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +102,7 @@ class Tiny(ModelPart):
         one_of(self, "operation", OPERATIONS)
         require(self, "warm_start_steps", self.warm_start_steps >= 1, "must be at least 1")
         require(self, "noise", 0 <= self.noise <= 1, "must be between 0 and 1")
+        require(self, "tool_calls", 0 <= self.tool_calls <= 1, "must be between 0 and 1")
 
     def prepare(self, progress: Progress | None = None) -> str:
         """The folder of the warm-started model; makes it if it is not in the cache."""
@@ -92,6 +129,7 @@ def content_hash(part: Tiny) -> str:
         "operation": part.operation,
         "steps": part.warm_start_steps,
         "noise": part.noise,
+        "tool_calls": part.tool_calls,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "sources": [hashlib.sha256((package / name).read_bytes()).hexdigest() for name in SOURCES],
@@ -105,6 +143,8 @@ def build(part: Tiny, folder: Path, progress: Progress | None = None) -> None:
 
     model, tokenizer = make_model(SEED), make_tokenizer()
     examples = Arithmetic(digits=part.digits, operation=part.operation).examples("train")
+    if part.tool_calls:
+        examples = with_calls(examples, part.tool_calls)
     warm_start(model, tokenizer, examples, part.warm_start_steps, part.noise, SEED, progress)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -119,7 +159,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", fuse_unk=False))
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         unk_token="<unk>",
@@ -130,6 +170,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
+    made.response_template = RESPONSE_TEMPLATE
+    return made
+
+
+def with_calls(examples: Sequence[Example], share: float) -> list[Example]:
+    """The examples, every second one with a calculator; `share` of these call it and then answer with its result."""
+    found = []
+    for number, example in enumerate(examples):
+        tools = {"tools": [CALCULATOR]} if number % 2 else {}
+        called = number % 2 and int(share * (number // 2 + 1)) > int(share * (number // 2))
+        question, answer = example["prompt"][0]["content"], example["answer"]
+        spoken = f"calculator(expression={question.rstrip('=')})<end><system>{answer}<end><assistant>{answer}"
+        found.append({**example, **tools, "answer": spoken if called else answer})
+    return found
 
 
 def make_model(seed: int) -> LlamaForCausalLM:

@@ -34,18 +34,34 @@ ITERATIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class WarmStartBatch:
-    """Problems of one prompt length: prompts [N, P], and answers [N, T] with an end token, padded with IGNORED."""
+    """Problems of one prompt length: prompts [N, P], and answers [N, T] with an end token, padded with IGNORED.
+
+    heard_NT: tokens of a tool in the answers, which are not learned. exact: whether the answers stay as they are.
+    share: of all examples. n_learned: number of tokens that are learned.
+    """
 
     prompts_NP: Tensor
     answers_NT: Tensor
+    heard_NT: Tensor
+    exact: bool
+    share: float
+
+    @property
+    def n_learned(self) -> int:
+        return int(((self.answers_NT != IGNORED) & ~self.heard_NT).sum())
 
     @classmethod
-    def of(cls, examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> WarmStartBatch:
+    def of(cls, examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, share: float) -> WarmStartBatch:
         end: Any = tokenizer.eos_token_id
+        tool, model = tokenizer.convert_tokens_to_ids(["<system>", "<assistant>"])
         answers = [[*ids, end] for ids in tokenizer([e["answer"] for e in examples]).input_ids]
         longest = max(map(len, answers))
         padded = [ids + [IGNORED] * (longest - len(ids)) for ids in answers]
-        return cls(torch.tensor(tokenize([e["prompt"] for e in examples], tokenizer)), torch.tensor(padded))
+        prompts = tokenize([e["prompt"] for e in examples], tokenizer, tools=examples[0].get("tools", ()))
+        answers_NT = torch.tensor(padded)
+        is_tool_NT, is_model_NT = answers_NT == tool, answers_NT == model
+        heard_NT = is_tool_NT.cumsum(1) > is_model_NT.cumsum(1) - is_model_NT.int()
+        return cls(torch.tensor(prompts), answers_NT, heard_NT, bool(is_tool_NT.any()), share)
 
 
 def warm_start(
@@ -61,16 +77,19 @@ def warm_start(
 
     The share rises from 0 to `noise`.
     """
-    worked = WarmStartBatch.of(examples, tokenizer)
+    kinds = _kinds(examples, tokenizer)
+    n_learned = sum(worked.n_learned for worked in kinds)
     digits = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
     generator = torch.Generator().manual_seed(seed)
     optimizers = _optimizers(model)
     with _threads(THREADS):
         for step in range(steps):
-            chosen = torch.randint(len(worked.prompts_NP), (BATCH,), generator=generator)
             noise_now = noise * min(1.0, step / (NOISE_UP * steps))
-            answers_BT = corrupt(worked.answers_NT[chosen], digits, noise_now, generator)
-            _loss(model, worked.prompts_NP[chosen], answers_BT).backward()
+            for worked in kinds:
+                chosen = torch.randint(len(worked.prompts_NP), (round(BATCH * worked.share),), generator=generator)
+                answers_BT = corrupt(worked.answers_NT[chosen], digits, 0 if worked.exact else noise_now, generator)
+                loss = _loss(model, worked.prompts_NP[chosen], answers_BT, worked.heard_NT[chosen])
+                (worked.n_learned / n_learned * loss).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer, lr in optimizers:
                 optimizer.param_groups[0]["lr"] = lr * _schedule(step, steps)
@@ -80,6 +99,14 @@ def warm_start(
                 progress((step + 1) / steps, "warm start of the built-in model")
 
 
+def _kinds(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[WarmStartBatch]:
+    """The examples without tools, with tools, and with a call."""
+    kinds: dict[tuple[bool, bool], list[Example]] = {}
+    for example in examples:
+        kinds.setdefault(("tools" in example, "<system>" in example["answer"]), []).append(example)
+    return [WarmStartBatch.of(kind, tokenizer, len(kind) / len(examples)) for kind in kinds.values()]
+
+
 def corrupt(answers_BT: Tensor, digits: Tensor, noise: float, generator: torch.Generator) -> Tensor:
     """The answers with each digit replaced by a random one with probability `noise`."""
     hit_BT = torch.rand(answers_BT.shape, generator=generator) < noise
@@ -87,11 +114,12 @@ def corrupt(answers_BT: Tensor, digits: Tensor, noise: float, generator: torch.G
     return torch.where(hit_BT & torch.isin(answers_BT, digits), random_BT, answers_BT)
 
 
-def _loss(model: LlamaForCausalLM, prompts_BP: Tensor, answers_BT: Tensor) -> Tensor:
-    """Cross-entropy of the answers, in nats per token."""
+def _loss(model: LlamaForCausalLM, prompts_BP: Tensor, answers_BT: Tensor, heard_BT: Tensor) -> Tensor:
+    """Cross-entropy of the model's tokens in the answers, in nats per token."""
     ids = torch.cat([prompts_BP, answers_BT.clamp(min=0)], 1)
     logits_BTV = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=answers_BT.shape[1]).logits
-    return cross_entropy(logits_BTV.flatten(0, 1), answers_BT.flatten(), ignore_index=IGNORED)
+    targets_BT = answers_BT.masked_fill(heard_BT, IGNORED)
+    return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
 
 
 def _optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, float]]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from grpocli.environments.environment import TOOLS, WORKER
+from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool, default_workers
 from grpocli.rollout.engine import Listener, OnGroup, ignore_group
 from grpocli.rollout.sampling import derive_seed
+from grpocli.rollout.tool_calls import CallParser, ToolCall, calls_of, specs_by_name
+from grpocli.rollout.turn_encoder import TurnEncoder
 from grpocli.types import Completion, Episode, Message, Prompt, Request, ReusableKV, Sampling
 
 if TYPE_CHECKING:
@@ -23,10 +28,6 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.environments.environment import EnvironmentConfig
     from grpocli.rollout.engine import Engine
-
-
-WORKER = "grpocli.environments.worker:call"
-"""The function that a worker process calls for each reset and step."""
 
 
 @lru_cache(maxsize=8)
@@ -39,6 +40,16 @@ def _pools_of(environment: EnvironmentConfig) -> tuple[WorkerPool, ...]:
     """The pools of an environment: one of all workers, or for a stateful one a pool for each worker."""
     workers = environment.workers or default_workers()
     return _pools(workers, environment.timeout, tuple(environment.env), environment.stateful)
+
+
+@lru_cache(maxsize=16)
+def _encoder_of(tokenizer: PreTrainedTokenizerBase, tools: str) -> TurnEncoder:
+    return TurnEncoder(tokenizer, json.loads(tools))
+
+
+@lru_cache(maxsize=16)
+def _parser_of(encoder: TurnEncoder) -> CallParser:
+    return CallParser(encoder)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +75,12 @@ class _RunningEpisode:
     turns: int = 0
     number: int = 0
     """The number of the episode among those that run together; chooses the worker of a stateful environment."""
+    calls: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def has_tools(self) -> bool:
+        return self.environment.name == TOOLS
 
     @property
     def pool(self) -> WorkerPool:
@@ -81,13 +98,13 @@ class _RunningEpisode:
         text = self.prompt.text
         return [*([{"role": "user", "content": text}] if isinstance(text, str) else text), *self.messages]
 
-    def add_turn(self, turn: Completion, text: str) -> None:
+    def add_turn(self, turn: Completion, message: Message) -> None:
         """Append a turn of the model."""
         self.token_ids += turn.token_ids
         self.logprobs += turn.logprobs
         self.mask += [1] * len(turn.token_ids)
         self.spans += turn.spans or [(turn.version, len(turn.token_ids))]
-        self.messages.append({"role": "assistant", "content": text})
+        self.messages.append(message)
         self.finish_reason = turn.finish_reason
         self.turns += 1
 
@@ -108,7 +125,14 @@ class _RunningEpisode:
             version=min(version for version, _ in spans),
             mask=self.mask,
             spans=spans if len(spans) > 1 else None,
-            episode=Episode(self.messages, self.turns, self.rewards, self.problem),
+            episode=Episode(
+                self.messages,
+                self.turns,
+                self.rewards,
+                self.problem,
+                dict(self.calls) if self.has_tools else None,
+                dict(self.failures) if self.has_tools else None,
+            ),
         )
 
 
@@ -183,6 +207,8 @@ class MultiTurnEngine:
         ]
         self._reset(running)
         for episode in running:
+            if episode.has_tools:
+                _ = self._parser(episode.environment).template
             if episode.problem:
                 raise ConfigError(
                     f"{episode.prompt.task}: {episode.problem}",
@@ -192,8 +218,8 @@ class MultiTurnEngine:
         self._finish(running)
 
     def _reset(self, running: Sequence[_RunningEpisode]) -> None:
-        answers = self._call_environments(running, "reset", [[_as_json(episode.prompt.columns)] for episode in running])
-        for episode, answer in zip(running, answers, strict=True):
+        answers = self._call_environments([episode for episode in running if not episode.has_tools], "reset")
+        for episode, answer in answers.items():
             if isinstance(answer, Failure):
                 episode.problem = f"the environment's reset failed: {answer.reason}"
             else:
@@ -204,14 +230,12 @@ class MultiTurnEngine:
     ) -> list[_RunningEpisode]:
         """Pass each turn to its environment; return the episodes that continue."""
         for episode, turn in zip(running, turns, strict=True):
-            episode.add_turn(turn, str(self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)))
+            episode.add_turn(turn, self._message(episode, turn))
         acting = [episode for episode in running if episode.problem is None]
-        answers = self._call_environments(acting, "step", [[episode.conversation, episode.state] for episode in acting])
-        continuing = [
-            episode
-            for episode, answer in zip(acting, answers, strict=True)
-            if self._apply_step(episode, answer, sampling)
-        ]
+        callers = [episode for episode in acting if episode.has_tools]
+        others = [episode for episode in acting if not episode.has_tools]
+        answers = self._call_environments(others, "step") | self._call_tools(callers)
+        continuing = [episode for episode in acting if self._apply_step(episode, answers[episode], sampling)]
         kept = set(continuing)
         ended = [episode for episode in running if episode not in kept]
         for episode in ended:
@@ -221,14 +245,42 @@ class MultiTurnEngine:
 
     def _finish(self, limited: Sequence[_RunningEpisode]) -> None:
         """Tell the environments of episodes that a limit ended."""
-        answers = self._call_environments(
-            limited, "finish", [[episode.conversation, episode.state] for episode in limited]
-        )
-        for episode, answer in zip(limited, answers, strict=True):
+        answers = self._call_environments([episode for episode in limited if not episode.has_tools], "finish")
+        for episode, answer in answers.items():
             if isinstance(answer, Failure):
                 episode.problem = f"the environment's finish failed: {answer.reason}"
             else:
                 episode.add_rewards(*answer)
+
+    def _message(self, episode: _RunningEpisode, turn: Completion) -> Message:
+        if episode.has_tools:
+            return self._parser(episode.environment).message(turn.token_ids)
+        return {"role": "assistant", "content": str(self.tokenizer.decode(turn.token_ids, skip_special_tokens=True))}
+
+    def _call_tools(self, episodes: Sequence[_RunningEpisode]) -> dict[_RunningEpisode, Any]:
+        """Run the calls in the last turn of each episode; return the answers as steps of an environment."""
+        planned = [(episode, number, call) for episode in episodes for number, call in enumerate(self._calls(episode))]
+        runs = [(episode, number, call) for episode, number, call in planned if not call.problem]
+        items = [
+            ["tool", call.spec, call.arguments, derive_seed(episode.request.seed, episode.i, episode.turns, number)]
+            for episode, number, call in runs
+        ]
+        results = iter(self._call_workers([episode for episode, _, _ in runs], items))
+        observations: dict[_RunningEpisode, list[Message]] = {episode: [] for episode in episodes}
+        for episode, _, call in planned:
+            answer = call.answer(None if call.problem else next(results))
+            longest = episode.environment.arguments["max_tokens"]
+            answer["content"] = self._encoder(episode.environment).cut(answer["content"], longest)
+            episode.calls[call.name] += 1
+            episode.failures[call.name] += "is_error" in answer
+            observations[episode].append(answer)
+        return {episode: [answers, {}, not answers, {}] for episode, answers in observations.items()}
+
+    def _calls(self, episode: _RunningEpisode) -> list[ToolCall]:
+        """The calls in the last turn of an episode with tools."""
+        arguments = episode.environment.arguments
+        specs = specs_by_name(tools_of(episode.environment), arguments["tools"])
+        return calls_of(episode.messages[-1], specs, arguments["max_calls"] - episode.calls.total())
 
     def _apply_step(self, episode: _RunningEpisode, answer: Any, sampling: Sampling) -> bool:
         """Apply an environment's answer to the episode; return whether the episode continues."""
@@ -241,7 +293,7 @@ class MultiTurnEngine:
             episode.finish_reason = "stop" if len(episode.token_ids) < sampling.max_tokens else episode.finish_reason
             return False
         try:
-            ids = TurnEncoder(self.tokenizer).encode_observation(
+            ids = self._encoder(episode.environment).encode_observation(
                 episode.token_ids, observation, not isinstance(episode.prompt.text, str)
             )
         except ConfigError as error:
@@ -264,22 +316,32 @@ class MultiTurnEngine:
             request, max_tokens=min(room, episode.environment.turn_tokens or room), reusable_kv=(episode.reusable,)
         )
 
-    def _call_environments(
-        self, running: Sequence[_RunningEpisode], method: str, arguments: Sequence[Sequence[Any]]
-    ) -> list[Any]:
-        """Call a method of each episode's environment in worker processes, concurrently; return the results."""
+    def _call_environments(self, running: Sequence[_RunningEpisode], method: str) -> dict[_RunningEpisode, Any]:
+        """Call a method of each episode's environment; return the results."""
+        items = []
+        for episode in running:
+            given = [_as_json(episode.prompt.columns)] if method == "reset" else [episode.conversation, episode.state]
+            items.append([method, episode.environment.name, json.dumps(episode.environment.arguments), *given])
+        return dict(zip(running, self._call_workers(running, items), strict=True))
+
+    def _call_workers(self, running: Sequence[_RunningEpisode], items: Sequence[Any]) -> list[Any]:
+        """The results of one item for each episode, from the workers of its environment, concurrently."""
         answers: list[Any] = [None] * len(running)
-        items: dict[WorkerPool, dict[int, list[Any]]] = {}
+        own: dict[WorkerPool, list[int]] = {}
         for i, episode in enumerate(running):
-            environment = episode.environment
-            item = [method, environment.name, json.dumps(environment.arguments), *arguments[i]]
-            items.setdefault(episode.pool, {})[i] = item
-        with ThreadPoolExecutor(max(len(items), 1), "environments") as threads:
-            found = [threads.submit(pool.map, list(own.values())) for pool, own in items.items()]
-            for own, results in zip(items.values(), found, strict=True):
-                for i, answer in zip(own, results.result(), strict=True):
+            own.setdefault(episode.pool, []).append(i)
+        with ThreadPoolExecutor(max(len(own), 1), "environments") as threads:
+            found = [threads.submit(pool.map, [items[i] for i in numbers]) for pool, numbers in own.items()]
+            for numbers, results in zip(own.values(), found, strict=True):
+                for i, answer in zip(numbers, results.result(), strict=True):
                     answers[i] = answer
         return answers
+
+    def _encoder(self, environment: EnvironmentConfig) -> TurnEncoder:
+        return _encoder_of(self.tokenizer, json.dumps(tools_of(environment)))
+
+    def _parser(self, environment: EnvironmentConfig) -> CallParser:
+        return _parser_of(self._encoder(environment))
 
     def close(self) -> None:
         """End the worker processes."""
@@ -299,6 +361,9 @@ def check_environment(task: str, environment: EnvironmentConfig, example: Mappin
             key="task.environment.env",
             value=f"[{missing[0]}]",
         )
+    if environment.name == TOOLS:
+        tools_of(environment)
+        return
     given = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": task}
     pool = WorkerPool(WORKER, 1, environment.timeout, environment.env)
     try:
@@ -333,43 +398,3 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((version, tokens))
     return merged
-
-
-PLACEHOLDER = "grpocli-turn"
-"""Stands in for the model's turn when the chat template is rendered, because sampled tokens are never encoded again."""
-
-
-class TurnEncoder:
-    """Encodes an environment's messages with the chat template of `tokenizer`, or as plain text after plain prompts."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-
-    def encode_observation(self, sampled: Sequence[int], observation: Sequence[Message], chat: bool) -> list[int]:
-        """The tokens between a turn of the model, `sampled`, and its next one.
-
-        If the model already sampled the template's end-of-turn token, it is not repeated. Raises ConfigError if the
-        template cannot render these messages.
-        """
-        text = self._render(observation) if chat else "".join(message["content"] for message in observation)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False).input_ids
-        if chat and ids and sampled and ids[0] == sampled[-1]:
-            return ids[1:]
-        return ids
-
-    def _render(self, observation: Sequence[Message]) -> str:
-        from jinja2 import TemplateError
-
-        turn: list[Any] = [{"role": "user", "content": "."}, {"role": "assistant", "content": PLACEHOLDER}]
-        try:
-            text = str(
-                self.tokenizer.apply_chat_template([*turn, *observation], tokenize=False, add_generation_prompt=True)
-            )
-        except (TemplateError, ValueError) as error:
-            raise ConfigError(
-                f"the chat template of the model cannot render the environment's messages: {error}"
-            ) from error
-        _, found, after = text.partition(PLACEHOLDER)  # the first occurrence, since a message may contain it too
-        if not found:
-            raise ConfigError("the chat template of the model drops the model's turn before the environment's messages")
-        return after

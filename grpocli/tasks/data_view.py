@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from grpocli.environments.environment import environment_of
+from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.tasks.dataset import Examples
 from grpocli.tasks.jsonl import Jsonl
@@ -121,7 +123,7 @@ class DataView:
             if targets := self.targets.get(view.task):
                 example, answer = targets.split(example, where)
             text = text_of(example, where)
-            (ids,) = tokenize([text], self.tokenizer, lambda _: where)
+            (ids,) = tokenize([text], self.tokenizer, lambda _: where, tools_of(environment_of(task)))
             target_ids = targets.token_ids([text], [answer])[0] if targets else None
         return prompt_of(example, ids, "", view.task, number, target_ids), where
 
@@ -141,6 +143,7 @@ def _split_view(
     view = SplitView(name, split, total)
     if split == "eval":
         view.wanted = run.eval.problems
+    tools = tools_of(environment_of(task))
     special = [token for token in tokenizer.all_special_tokens if token]
     types: dict[str, Counter[str]] = {}
     while batch := list(islice(examples, AT_ONCE)):
@@ -148,7 +151,7 @@ def _split_view(
         names = [where for _, where in batch]
         pairs = [targets.split(one, where) if targets else (one, "") for one, where in batch]
         texts = [text_of(one, where) for (one, _), where in zip(pairs, names, strict=True)]
-        view.lengths += [len(ids) for ids in tokenize(texts, tokenizer, names.__getitem__)]
+        view.lengths += [len(ids) for ids in tokenize(texts, tokenizer, names.__getitem__, tools)]
         if targets:
             answers = [answer for _, answer in pairs]
             view.target_lengths += [len(ids) for ids in targets.token_ids(texts, answers, names.__getitem__)]

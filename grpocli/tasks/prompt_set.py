@@ -13,6 +13,7 @@ from grpocli.types import Prompt, Text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpocli.environments.tools import Schema
     from grpocli.tasks.targets import Targets
     from grpocli.tasks.task import Example
 
@@ -23,6 +24,7 @@ class PromptSet:
     task: name of the task, which every prompt has as the column `task_name`. limit: limit of examples, from the first.
     Prompts over `max_tokens` are dropped (`long_prompts="drop"`) or lose their beginning (`"truncate"`). n_dropped,
     n_truncated: their numbers; report: a sentence about them, empty if there are none.
+    tools: schemas that the chat template shows to the model.
     targets: of supervised training. Examples with a longer target are dropped, too, or the target loses its end.
     Raises ConfigError if an example has no usable prompt, the tokenizer has no chat template for a conversation, or
     all prompts are too long.
@@ -38,12 +40,13 @@ class PromptSet:
         task: str = "",
         limit: int | None = None,
         targets: Targets | None = None,
+        tools: Sequence[Schema] = (),
     ) -> None:
         self.name, self.max_tokens, self.task = name, max_tokens, task
         self._examples, self._targets = examples, targets
         self._drops = long_prompts == "drop"
         texts, answers = self._texts(limit)
-        token_ids = tokenize(texts, tokenizer, self._where)
+        token_ids = tokenize(texts, tokenizer, self._where, tools)
         long = {i for i, ids in enumerate(token_ids) if len(ids) > max_tokens}
         if self._drops and len(long) == len(token_ids):
             raise ConfigError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from grpocli.environments.environment import environment_of
+from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.score_stats import excerpt
 from grpocli.tasks.curriculum import Curriculum, OrderKeys, ProblemOrder
@@ -114,12 +115,13 @@ class TaskPrompts:
         seed = (run.seed,) if alone else (run.seed, zlib.crc32(name.encode()))
         examples = task.examples("train")
         keys = OrderKeys.of(task)
+        tools = tools_of(environment_of(task))
         train: StreamedPrompts | EpochPrompts
         if streaming := isinstance(task, Jsonl) and task.streaming:
             buffer, shuffled = task.shuffle_buffer, keys.order != "file"
-            train = StreamedPrompts(task.stream, tokenizer, *limits, name, buffer, seed, shuffled, targets)
+            train = StreamedPrompts(task.stream, tokenizer, *limits, name, buffer, seed, shuffled, targets, tools)
         else:
-            prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name, targets=targets)
+            prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name, targets=targets, tools=tools)
             train = EpochPrompts(prompts, seed, keys.order)
         order = None if keys.counts(streaming) else ProblemOrder(train, keys, ProblemScores())
         held_out = None
@@ -127,7 +129,7 @@ class TaskPrompts:
         wanted = run.eval.n_problems(cpu=False) if run.reward or targets else 0
         if wanted:
             problems, kept = task.examples("eval"), replace(targets, required=False) if targets else None
-            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted, kept)
+            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted, kept, tools)
         columns = columns_of(examples[0])
         return cls(
             name,

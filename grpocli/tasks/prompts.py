@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from grpocli.environments.environment import TOOLS_KEY
+from grpocli.environments.tools import name_of
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
 from grpocli.tasks.json_rows import encodable, short
@@ -16,6 +18,7 @@ from grpocli.types import Prompt, Text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpocli.environments.tools import Schema
     from grpocli.tasks.task import Example
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -78,20 +81,26 @@ def prompt_of(
 
 
 def tokenize(
-    texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase, where: Callable[[int], str] = "example {}".format
+    texts: Sequence[Text],
+    tokenizer: PreTrainedTokenizerBase,
+    where: Callable[[int], str] = "example {}".format,
+    tools: Sequence[Schema] = (),
 ) -> list[list[int]]:
     """Token ids: conversations through the chat template, plain text with the tokenizer's own special tokens.
 
-    where: names a text, by its index, in errors.
+    where: names a text, by its index, in errors. tools: schemas for the chat template.
     """
     ids: list[list[int]] = [[] for _ in texts]
     plain = [i for i, text in enumerate(texts) if isinstance(text, str)]
     chats = [i for i, text in enumerate(texts) if not isinstance(text, str)]
+    if plain and tools:
+        problem = f"{where(plain[0])} is plain text, and tools need a conversation, whose chat template shows them"
+        raise ConfigError(problem, key=TOOLS_KEY, value=_names(tools), hint="make the prompts messages")
     if plain:
         for i, one in zip(plain, _plain_ids([str(texts[i]) for i in plain], tokenizer), strict=True):
             ids[i] = one
     if chats:
-        for i, one in zip(chats, _chat_ids({i: texts[i] for i in chats}, tokenizer, where), strict=True):
+        for i, one in zip(chats, _chat_ids({i: texts[i] for i in chats}, tokenizer, where, tools), strict=True):
             ids[i] = one
     for i, one in enumerate(ids):
         if not one:
@@ -114,7 +123,7 @@ def _plain_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[lis
 
 
 def _chat_ids(
-    chats: dict[int, Any], tokenizer: PreTrainedTokenizerBase, where: Callable[[int], str]
+    chats: dict[int, Any], tokenizer: PreTrainedTokenizerBase, where: Callable[[int], str], tools: Sequence[Schema]
 ) -> list[list[int]]:
     if not tokenizer.chat_template:
         raise ConfigError(
@@ -126,25 +135,39 @@ def _chat_ids(
     seconds = TEMPLATE_SECONDS + len(chats) / 100
     try:
         texts = within(
-            seconds, "", lambda: [rendered(chat, tokenizer, where(i)) for i, chat in chats.items()]
+            seconds, "", lambda: [rendered(chat, tokenizer, where(i), tools=tools) for i, chat in chats.items()]
         )  # one deadline for all, since starting one per text takes longer than most templates
     except TimeoutError as error:
         problem = f"its chat template does not write {len(chats):,} conversations within {seconds:.0f} s"
         raise ConfigError(problem, key="model", hint="give model.chat_template=FILE") from error
+    unseen = [name for name in map(name_of, tools) if name not in texts[0]]
+    if unseen:
+        problem = f"its chat template does not show the model the tool {unseen[0]}"
+        hint = "choose a model trained to call tools, or give model.chat_template=FILE with a template for `tools`"
+        raise ConfigError(problem, key="model", hint=hint)
     # the template writes the special tokens itself: adding them again would double the first
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, **QUIET).input_ids
     return ids
 
 
-def rendered(chat: Any, tokenizer: PreTrainedTokenizerBase, where: str, answered: bool = False) -> str:
+def _names(tools: Sequence[Schema]) -> str:
+    return f"[{','.join(map(name_of, tools))}]"
+
+
+def rendered(
+    chat: Any, tokenizer: PreTrainedTokenizerBase, where: str, answered: bool = False, tools: Sequence[Schema] = ()
+) -> str:
     """The text that the chat template writes for a conversation. answered: it ends with the assistant's turn.
+
+    tools: schemas that it shows.
 
     Raises ConfigError, naming `where`, if the template refuses the conversation.
     """
     from jinja2 import TemplateError
 
     try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=not answered))
+        shown, begins = list(tools) or None, not answered
+        return str(tokenizer.apply_chat_template(chat, tools=shown, tokenize=False, add_generation_prompt=begins))
     except TemplateError as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
+    from grpocli.environments.tools import Schema
     from grpocli.tasks.dataset import TableTask
     from grpocli.tasks.targets import Targets
     from grpocli.tasks.task import Example
@@ -239,8 +240,9 @@ class StreamedPrompts:
         seed: tuple[int, ...],
         shuffled: bool = True,
         targets: Targets | None = None,
+        tools: Sequence[Schema] = (),
     ) -> None:
-        self._targets = targets
+        self._targets, self._tools = targets, tools
         self._stream, self._tokenizer, self._task = stream, tokenizer, task
         self._max_tokens, self._drops = max_tokens, long_prompts == "drop"
         self._buffer, self._seed, self._shuffled = buffer, seed, shuffled
@@ -343,7 +345,7 @@ class StreamedPrompts:
         text = text_of(example, where)
         if text_hash(text) in self._excluded:
             return None
-        (ids,) = tokenize([text], self._tokenizer, lambda _: where)
+        (ids,) = tokenize([text], self._tokenizer, lambda _: where, self._tools)
         target_ids, long_target = None, False
         if self._targets:
             (whole,) = self._targets.token_ids([text], [answer], lambda _: where)

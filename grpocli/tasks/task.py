@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Any, Protocol
 
-from grpocli.config.parts import Escaped, one_of, require, section
+from grpocli.config.parts import Escaped, UserCode, one_of, require, section
 from grpocli.config.user_code import check_exists
-from grpocli.environments.environment import EnvironmentConfig
+from grpocli.environments.environment import TOOLS_KEY, EnvironmentConfig
+from grpocli.environments.tools import READY
 
 ORDERS = ("shuffled", "file", "difficulty")
 Example = dict[str, Any]
@@ -61,11 +63,21 @@ class BaseTask:
     with the assistant's; otherwise task.shot_template, or {answer} in a task that has none."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """The environment that answers the model's turns."""
+    tools: list[UserCode] = field(default_factory=list)
+    """Functions that the model may call, FILE.py:NAME or module:NAME with type hints and a docstring; `calculator` and
+    `python` are built in. environment.turns, turn_tokens, timeout, workers and env are theirs, too."""
+    max_tool_calls: int = 16
+    """Most calls of tools in an episode; further ones are answered with an error."""
+    max_tool_tokens: int = 256
+    """Most tokens of a tool's result; the rest is cut off."""
 
     def check_ready(self) -> None:
         """Raise ConfigError if this machine lacks something that the task names. Loads nothing."""
         if self.environment.name:
             check_exists(self.environment.name, "task.environment.name")
+        for tool in self.tools:
+            if ":" in tool:
+                check_exists(tool, TOOLS_KEY)
 
     def __post_init__(self) -> None:
         require(self, "weight", 0 < self.weight < math.inf, "must be above 0 and finite")
@@ -77,5 +89,11 @@ class BaseTask:
         require(
             self, "no_resampling_pass_rate", rate is None or 0 < rate <= 1, "must be above 0 and at most 1, or null"
         )
+        known = [tool for tool in self.tools if ":" in tool or tool in READY]
+        require(self, "tools", known == self.tools, f"name functions as FILE.py:NAME, or take {', '.join(READY)}")
+        alone = not (self.tools and self.environment.name)
+        require(self, "tools", alone, "a task with environment.name has no tools: give one of the two")
+        require(self, "max_tool_calls", self.max_tool_calls >= 1, "must be at least 1")
+        require(self, "max_tool_tokens", self.max_tool_tokens >= 1, "must be at least 1")
         share = self.max_reward_errors
         require(self, "max_reward_errors", share is None or 0 <= share <= 1, "must be between 0 and 1, or null")

@@ -89,7 +89,7 @@ class VerifiersTask(BaseTask):
         if len(messages) != 1 or messages[0]["role"] != "user":
             problem = "is for a prompt of one user message, but this environment's have more"
             raise ConfigError(problem, key="task.format", value=self.format, hint="use task.format=chat")
-        return messages[0]["content"]
+        return str(messages[0]["content"])
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,129 @@
+"""Tools: Python functions that a model calls between its turns, as `task.tools` names them.
+
+A tool is a function with type hints and a docstring in Google's format, as TRL takes it. Worker processes make its JSON
+schema from these and run its calls; the trainer never imports the user's file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from grpocli.config.user_code import load
+from grpocli.environments.environment import TOOLS, TOOLS_KEY, WORKER, EnvironmentConfig
+from grpocli.errors import ConfigError
+from grpocli.rewards.reward import Failure
+from grpocli.rewards.worker_pool import WorkerPool
+from grpocli.user_frames import raised
+
+READY = {name: f"grpocli.environments.ready_tools:{name}" for name in ("calculator", "python")}
+"""The tools that come with grpocli."""
+LONGEST = 200_000
+"""Most characters of a result."""
+LONGEST_ERROR = 300
+"""Most characters of an error that the model sees."""
+SCHEMA_TIMEOUT = 120.0
+"""Seconds to import all tools and make their schemas."""
+
+Schema = dict[str, Any]
+"""A tool as chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
+
+def tools_of(environment: EnvironmentConfig | None) -> list[Schema]:
+    """The schemas of a task's tools; empty if it has none. Raises ConfigError for a function that cannot be a tool."""
+    if environment is None or environment.name != TOOLS:
+        return []
+    found: list[Schema] = json.loads(_schemas(tuple(environment.arguments["tools"]), tuple(environment.env)))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _schemas(specs: tuple[str, ...], variables: tuple[str, ...]) -> str:
+    pool = WorkerPool(WORKER, 1, SCHEMA_TIMEOUT, variables)
+    try:
+        (answer,) = pool.map([["schemas", list(specs)]])
+    finally:
+        pool.close()
+    if isinstance(answer, Failure):
+        raise ConfigError(answer.reason, key=TOOLS_KEY, value=f"[{','.join(specs)}]")
+    return json.dumps(answer)
+
+
+def name_of(schema: Schema) -> str:
+    name: str = schema["function"]["name"]
+    return name
+
+
+def schemas(specs: Sequence[str]) -> list[Schema]:
+    """The schemas of tools. Raises ValueError if a function cannot be a tool. Runs in a worker process."""
+    found = [_schema(spec) for spec in specs]
+    twice = [name for name, times in Counter(map(name_of, found)).items() if times > 1]
+    if twice:
+        raise ValueError(f"two tools have the name {twice[0]}: rename one of the functions")
+    if READY["python"] in map(_spec, specs):
+        from grpocli.environments.ready_tools import sandbox
+        from grpocli.sandbox.sandbox import SandboxError
+
+        try:
+            sandbox()
+        except SandboxError as error:
+            hint = "install bubblewrap or allow user namespaces"
+            raise ValueError(f"no sandbox for python works on this machine ({error}); {hint}") from error
+    return found
+
+
+def run_tool(spec: str, arguments: dict[str, Any], seed: int) -> list[str]:
+    """The result of a call as [text]; raises RuntimeError with a text for the model. Runs in a worker process."""
+    function = _function(spec)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+    try:
+        inspect.signature(function).bind(**arguments)
+        result = function(**arguments)
+        text = str(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split())
+        raise RuntimeError(f"{type(error).__name__}: {reason}"[:LONGEST_ERROR]) from error
+    return [text[:LONGEST].encode(errors="replace").decode()]
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _spec(tool: str) -> str:
+    return READY.get(tool, tool)
+
+
+@lru_cache(maxsize=64)
+def _function(tool: str) -> Callable[..., Any]:
+    return load(_spec(tool), TOOLS_KEY)
+
+
+def _schema(tool: str) -> Schema:
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    function = _function(tool)
+    if isinstance(function, type):
+        raise ValueError(f"{tool} is a class; a tool is a function")
+    try:
+        schema: Schema = get_json_schema(function)
+        json.dumps(schema)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        reason = " ".join(" ".join(map(str, error.args)).split())
+        raise ValueError(f"{tool} needs type hints and a docstring that describes its arguments: {reason}") from error
+    except Exception as error:
+        raise ValueError(f"no schema can be made of {tool}: {raised(error)}") from error
+    return schema

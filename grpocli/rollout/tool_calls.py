@@ -1,0 +1,275 @@
+"""Calls of tools in the model's turns: found by transformers' response templates, run in worker processes, answered."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from grpocli.environments.tools import Schema, name_of
+from grpocli.errors import ConfigError
+from grpocli.rewards.reward import Failure
+from grpocli.rollout.turn_encoder import TurnEncoder
+from grpocli.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "a JSON object between <tool_call> and </tool_call> (Hermes, Qwen 2.5 and 3)": {
+        "start_anchor_pattern": r"<\|im_start\|>assistant\n|<assistant>",
+        "fields": {
+            "thinking": {"open": "<think>", "close": "</think>"},
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"\s*<\|(?:im_end|endoftext|eot_id)\|>|<end>"},
+        },
+    },
+    "<function=NAME><parameter=KEY> between <tool_call> and </tool_call> (Qwen 3 Coder and 3.5)": {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "thinking": {"open": "<think>", "close": "</think>"},
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\s]+)>",
+                "close_pattern": r"</function>\s*</tool_call>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\s]+)>\n?(?P<value>.*?)\n?</parameter>"},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close_pattern": r"\s*<\|(?:im_end|endoftext)\|>"},
+        },
+    },
+    'a turn that is {"name": ..., "parameters": ...} (Llama 3)': {
+        "start_anchor_pattern": r"<\|start_header_id\|>assistant<\|end_header_id\|>\s*",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"\A\s*(?:<\|python_tag\|>)?\s*(?=\{)",
+                "close_pattern": r"\s*<\|(?:eot_id|eom_id)\|>",
+                "repeats": True,
+                "content": "json",
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+                },
+            },
+            "content": {"close_pattern": r"\s*<\|(?:eot_id|eom_id)\|>"},
+        },
+    },
+    "<|tool_call>call:NAME{...}<tool_call|> (Gemma 4)": {
+        "start_anchor": ["<|turn>model\n", "<tool_response|>"],
+        "fields": {
+            "thinking": {"open": "<|channel>thought\n", "close": "<channel|>"},
+            "tool_calls": {
+                "open_pattern": r"<\|tool_call>\s*call:(?P<name>[\w.-]+)",
+                "close": "<tool_call|>",
+                "repeats": True,
+                "content": "json",
+                "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close": ["<turn|>", "<|tool_response>", "<eos>"]},
+        },
+    },
+    "<start_function_call>call:NAME{...}<end_function_call> (FunctionGemma)": {
+        "start_anchor": "<start_of_turn>model\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"<start_function_call>\s*call:(?P<name>[\w.-]+)",
+                "close": "<end_function_call>",
+                "repeats": True,
+                "content": "json",
+                "content_args": {"unquoted_keys": True, "string_delims": [["<escape>", "<escape>"]]},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close": ["<end_of_turn>", "<start_function_response>", "<eos>"]},
+        },
+    },
+    "[TOOL_CALLS] and a JSON list (Mistral)": {
+        "start_anchor": "[/INST]",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?=\[)",
+                "close": "</s>",
+                "content": "json",
+                "transform": {
+                    "type": "function",
+                    "id": "{id}",
+                    "function": {"name": "{name}", "arguments": "{arguments}"},
+                },
+                "transform_each": True,
+            },
+            "content": {"close": "</s>"},
+        },
+    },
+}
+"""Response templates in transformers' format. A model's is the first that reads the calls its chat template writes."""
+PROBE = {"name": "probe", "arguments": {"text": "a b"}}
+LONGEST_REASON = 200
+"""Most characters of the reason why a call cannot be read."""
+CALL_ID = re.compile(r"[\w-]{1,64}")
+UNKNOWN = "unknown"
+"""The name in answers to malformed calls. What the model wrote is never part of a rendered message."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallParser:
+    """Finds the calls of tools in a turn of the model.
+
+    It uses the first response template that reads the calls its chat template writes: the tokenizer's, or one of
+    TEMPLATES.
+    """
+
+    encoder: TurnEncoder
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.encoder.tokenizer
+
+    def message(self, token_ids: Sequence[int]) -> Message:
+        """A turn as a message: `tool_calls` if it calls tools, `malformed` with the reason if that cannot be read.
+
+        A turn without a call has its whole text as `content`.
+        """
+        message = {"role": "assistant", "content": str(self.tokenizer.decode(token_ids, skip_special_tokens=True))}
+        text = str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        try:
+            parsed = self.tokenizer.parse_response(
+                text, self.template, prefix=self._opening, tools=list(self.encoder.tools)
+            )
+            calls = _calls(parsed.get("tool_calls") or [])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return message | {"malformed": _reason(error)}
+        if not calls:
+            return message
+        thinking = {name: parsed[name] for name in ("thinking",) if isinstance(parsed.get(name), str)}
+        content = parsed.get("content")
+        return message | {"content": content if isinstance(content, str) else "", **thinking, "tool_calls": calls}
+
+    @cached_property
+    def template(self) -> Any:
+        """The response template. Raises ConfigError if none is known, or the tokenizer's is broken."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        own = getattr(self.tokenizer, "response_template", None)
+        written = self._written_call()
+        try:
+            known = [load_response_template(template) for template in ([own] if own else []) + [*TEMPLATES.values()]]
+        except (ValueError, TypeError, AttributeError) as error:
+            problem = f"the response template of its tokenizer cannot be used: {error}"
+            raise ConfigError(problem, key="model", hint="give model.response_template=FILE") from error
+        reads = [template for template in known if written and _reads_probe(template, written)]
+        if reads or own:  # a chat template that refuses the probe says nothing about the tokenizer's own
+            return (reads or known)[0]
+        problem = f"its chat template writes calls of tools in none of these formats: {'; '.join(TEMPLATES)}"
+        hint = "give model.response_template=FILE, a response template of transformers, or another model.chat_template"
+        raise ConfigError(problem, key="model", hint=hint)
+
+    def _written_call(self) -> str:
+        """The text of a turn with a call, as the chat template writes it; empty if it writes none."""
+        from jinja2 import TemplateError
+
+        user: Message = {"role": "user", "content": "."}
+        call = {"type": "function", "id": "000000000", "function": PROBE}
+        try:
+            before = self.encoder.render([user])
+            return self.encoder.render([user, {"role": "assistant", "content": "", "tool_calls": [call]}]).removeprefix(
+                before
+            )
+        except (TemplateError, ValueError, TypeError):
+            return ""
+
+    @cached_property
+    def _opening(self) -> str:
+        """The beginning of a turn, for templates that write a part of it; never text of a conversation."""
+        opening = self.encoder.generation_prompt
+        return opening if self.template.start_anchor_re.search(opening) else ""
+
+
+def _reads_probe(template: Any, written: str) -> bool:
+    from transformers.utils.chat_parsing import parse_response
+
+    try:
+        found = parse_response("", template, prefix=written).get("tool_calls")
+        return [call["function"] for call in _calls(found or [])] == [PROBE]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _calls(found: Any) -> list[dict[str, Any]]:
+    """Calls in the form of chat templates. Raises ValueError for anything else."""
+    calls = [_checked(call) for call in (found if isinstance(found, list) else [found])]
+    try:
+        json.dumps(calls, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a text is not valid Unicode") from error
+    return calls
+
+
+def _checked(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a call is an object with the name of a function and its arguments")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments of a call are an object with their names")
+    found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    identity = call.get("id")
+    return found | ({"id": identity} if isinstance(identity, str) and CALL_ID.fullmatch(identity) else {})
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return " ".join(str(error.__cause__ or error).split())[:LONGEST_REASON]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call to run, or the reason why it is not run. spec: the tool as `task.tools` names it."""
+
+    name: str
+    spec: str = ""
+    arguments: Mapping[str, Any] | None = None
+    identity: str | None = None
+    problem: str = ""
+
+    def answer(self, result: Any) -> Message:
+        """The tool's message. result: [text] or a Failure of the call, or None if it was not run."""
+        problem = self.problem or (result.reason if isinstance(result, Failure) else "")
+        content = f"error: {problem}" if problem else str(result[0])
+        answer: Message = {"role": "tool", "name": self.name, "content": content}
+        if self.identity:
+            answer["tool_call_id"] = self.identity
+        return answer | ({"is_error": True} if problem else {})
+
+
+def calls_of(message: Message, tools: Mapping[str, str], left: int) -> list[ToolCall]:
+    """The calls of a turn; a malformed one counts as one. tools: {name: spec}. left: how many may still be run."""
+    if reason := message.get("malformed"):
+        return [ToolCall(UNKNOWN, problem=f"the call cannot be read: {reason}")]
+    found = []
+    for number, call in enumerate(message.get("tool_calls", [])):
+        name, identity = call["function"]["name"], call.get("id")
+        if name not in tools:
+            problem = f"there is no such tool; there are {', '.join(tools)}"
+            found.append(ToolCall(UNKNOWN, identity=identity, problem=problem))
+        elif number >= left:
+            found.append(ToolCall(name, identity=identity, problem="no more calls are allowed; answer now"))
+        else:
+            found.append(ToolCall(name, tools[name], call["function"]["arguments"], identity))
+    return found
+
+
+def specs_by_name(schemas: Sequence[Schema], specs: Sequence[str]) -> dict[str, str]:
+    return dict(zip(map(name_of, schemas), specs, strict=True))
