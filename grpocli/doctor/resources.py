@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from grpocli.cache import cache_dir
 from grpocli.doctor.checkup import Finding, not_needed, ok, problem, warning
 from grpocli.doctor.needs import GIB, LEAST_DISK, MIB
-from grpocli.models.cache import cache_dir
 
 if TYPE_CHECKING:
     from grpocli.doctor.machine import Machine

@@ -8,8 +8,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpocli.cache import cached
 from grpocli.config.parts import one_of, part, require
-from grpocli.models.cache import cached
 from grpocli.models.loading import ModelPart, Progress
 from grpocli.tasks.arithmetic import OPERATIONS, Arithmetic
 from grpocli.version import PACKAGE

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import Escaped, part
 from grpocli.errors import ConfigError
 from grpocli.tasks.jsonl import Jsonl
+from grpocli.tasks.loading import is_one_file
 
 if TYPE_CHECKING:
     from grpocli.tasks.json_rows import Row
@@ -32,7 +32,7 @@ class Gsm8k(Jsonl):
     shot_template: Escaped = "{solution}\nThe answer is \\boxed{{{answer}}}."
 
     def source(self, split: str) -> tuple[str, str] | None:
-        if split == "eval" and self.eval_path is None and Path(self.path).expanduser().is_file():
+        if split == "eval" and self.eval_path is None and is_one_file(self.path):
             return None
         return super().source(split)
 

@@ -39,7 +39,7 @@ def read_json(file: Path, key: str) -> list[Row]:
     return [json_row(line, file, number, key) for number, line in lines if line.strip()]
 
 
-def json_row(text: str, file: Path, line: int, key: str) -> Row:
+def json_row(text: str, file: object, line: int, key: str) -> Row:
     """The row in one line of a .jsonl file."""
     text = text.strip(BLANK)
     row, end = _value(text, 0, file, key, line)
@@ -73,13 +73,13 @@ def _line(text: str, at: int) -> int:
     return 1 + text.count("\n", 0, at)
 
 
-def _object(row: Any, file: Path, number: int, key: str) -> Row:
+def _object(row: Any, file: object, number: int, key: str) -> Row:
     if not isinstance(row, dict):
         raise ConfigError(f"example {number} is not an object with columns: {short(row)}", key=key, value=file)
     return row
 
 
-def _value(text: str, at: int, file: Path, key: str, line: int = 0) -> tuple[Any, int]:
+def _value(text: str, at: int, file: object, key: str, line: int = 0) -> tuple[Any, int]:
     """The JSON value at an offset of the text, and its end. line: the line of the offset; 0: found by counting.
 
     Raises ConfigError for text that is not JSON, and for JSON that is ambiguous or unusable.
@@ -99,7 +99,7 @@ def _value(text: str, at: int, file: Path, key: str, line: int = 0) -> tuple[Any
     return value, end
 
 
-def _not_json(file: Path, key: str, line: int, problem: str) -> ConfigError:
+def _not_json(file: object, key: str, line: int, problem: str) -> ConfigError:
     return ConfigError(f"cannot be read: line {line} is not JSON ({problem}); repair or remove it", key=key, value=file)
 
 
@@ -145,11 +145,11 @@ def short(value: Any) -> str:
     return text if len(text) <= QUOTED else f"{text[:QUOTED]} ..."
 
 
-def unreadable(key: str, path: str | Path, error: BaseException) -> ConfigError:
+def unreadable(key: str, path: object, error: BaseException) -> ConfigError:
     """The error for a file that cannot be read. If it is not UTF-8, the error names the line and the remedy."""
     reason = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, UnicodeDecodeError):
-        file = Path(path).expanduser()
+        file = Path(str(path)).expanduser()
         is_text = file.is_file() and file.suffix != ".parquet"
         utf16 = is_text and error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         line = _not_utf8(file) if is_text and not utf16 else ""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
 from grpocli.config.parts import Escaped, UserCode, interpolate, one_of, part, require
 from grpocli.config.user_code import check_exists
 from grpocli.errors import ConfigError
-from grpocli.tasks.loading import check_path
+from grpocli.tasks.loading import check_path, is_one_file
+from grpocli.tasks.remote import is_remote
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
@@ -29,10 +30,14 @@ SHOTS = 1
 
 @part("task", "jsonl")
 class Jsonl(BaseTask):
-    """Examples from .jsonl, .json, .csv or .parquet files, or from the hub."""
+    """Examples from .jsonl, .json, .csv, .parquet, .arrow or .tar (webdataset) files, or from the hub."""
 
     path: str = MISSING
-    """A file, a folder of files, or the name of a dataset on the hub."""
+    """A file, a folder of files, either also at an address (s3://BUCKET/FOLDER, https://HOST/FILE.jsonl), or the name
+    of a dataset on the hub."""
+    storage_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of fsspec's file system for an address, such as `anon: true`. Keys and tokens belong into the
+    environment instead (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL ...)."""
     name: str | None = None
     """Configuration of the dataset on the hub; null: its default."""
     split: str | None = "train"
@@ -198,16 +203,17 @@ def _all(task: Jsonl, path: str, split: str) -> Examples:
     from grpocli.tasks.streaming import load_streamed
 
     ours = path == task.path
-    far = task.streaming and not Path(path).expanduser().exists()
+    far = task.streaming and not is_remote(path) and not Path(path).expanduser().exists()
     load = load_streamed if far else load_table
-    table = load(path, task.name if ours else None, split, "task.path" if ours else "task.eval_path")
+    key = "task.path" if ours else "task.eval_path"
+    table = load(path, task.name if ours else None, split, key, task.storage_options)
     return Examples(RowConverter.of(task, table.columns, path), table, range(len(table.rows)))
 
 
 def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
     if task.split is None:
         return
-    if path == task.path and (table_split == task.split or Path(path).expanduser().is_file()):
+    if path == task.path and (table_split == task.split or is_one_file(path)):
         raise ConfigError(
             f"{path} would give the examples to train on; give another split or task.eval_path, or leave both null",
             key="task.eval_split",

@@ -1,21 +1,45 @@
-"""Tables of rows from local files or the hub; an unusable file is reported in one sentence."""
+"""Tables of rows from files, addresses or the hub; an unusable file is reported in one sentence."""
 
 from __future__ import annotations
 
 import csv
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias, TypeVar, cast
 
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.hub import why_unreachable
 from grpocli.tasks.json_rows import Row, read_json, repeated, unreadable
+from grpocli.tasks.remote import (
+    RemoteFile,
+    answers,
+    check_address,
+    is_remote,
+    named_after,
+    remote_files,
+    without_secrets,
+)
 
-READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+DataFile: TypeAlias = Path | RemoteFile
+F = TypeVar("F", Path, RemoteFile)
+
+READERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".tar": "webdataset",
+}
+"""The kind of a file, as the datasets library names it."""
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""Files in the folders that `save_to_disk` of the datasets library writes: of a dataset, and of several splits."""
+OF_ARCHIVE = ("__key__", "__url__")
+"""Columns that the datasets library adds to the samples of a webdataset."""
 OTHER_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 EMPTY = "it is empty; give data with at least one example"
 MAX_COLUMNS = 1000
@@ -29,46 +53,79 @@ class Table:
     rows: Sequence[Row]
 
 
-def load_table(path: str, name: str | None, split: str, key: str = "task.path") -> Table:
-    """The table at `path`: a file, a folder of files of one kind, or a name on the hub.
+def load_table(
+    path: str, name: str | None, split: str, key: str = "task.path", options: Mapping[str, Any] | None = None
+) -> Table:
+    """The table at `path`: a file, a folder of files of one kind, either also at an address, or a name on the hub.
 
     From a folder, the files whose names begin with `split` are taken (`train.jsonl`, `train-00000-of-00002.parquet`);
     for `train`, if there are none, all files that are not named after another split.
-    Raises ConfigError, naming `key`, if the data cannot be read or is empty.
+    options: of fsspec's file system, for an address. Raises ConfigError, naming `key`, if the data cannot be read or
+    is empty.
     """
     local = Path(path).expanduser()
-    table = _local(local, split, key) if local.exists() else _hub(path, name, split, key)
+    if is_remote(path):
+        table = _remote(path, split, key, options or {})
+    else:
+        table = _local(local, split, key) if local.exists() else _hub(path, name, split, key)
     if len(table.rows) == 0:
         raise ConfigError(EMPTY, key=key, value=path)
     return table
 
 
 def looks_local(path: str) -> bool:
-    """Whether a path that does not exist is meant as a local path, not as a name on the hub."""
+    """Whether a path that does not exist is meant as a local path, not as a name on the hub or an address."""
+    if is_remote(path):
+        return False
     return path.startswith(("/", ".", "~")) or Path(path).suffix in READERS or path.count("/") > 1
 
 
 def check_path(path: str, key: str) -> None:
     """Raise ConfigError, naming `key`, if a local file or folder does not exist. Names on the hub pass."""
-    if looks_local(path) and not Path(path).expanduser().exists():
+    if is_remote(path):
+        check_address(path, key)
+    elif looks_local(path) and not Path(path).expanduser().exists():
         raise ConfigError("there is no such file or folder", key=key, value=path)
+
+
+def is_one_file(path: str) -> bool:
+    """Whether a path is a file rather than a folder or a name on the hub, so that it has no splits."""
+    if is_remote(path):
+        return PurePosixPath(path.partition("?")[0]).suffix in READERS
+    return Path(path).expanduser().is_file()
 
 
 def files_at(path: Path, split: str, key: str) -> tuple[str, list[Path]]:
     """The kind of the files, as the datasets library names it, and the files at `path`, a file or a folder."""
     if not path.is_file() and not path.is_dir():
         raise ConfigError("is neither a file nor a folder", key=key, value=path)
-    files = [path] if path.is_file() else _files_of(path, split, key)
+    files = [path] if path.is_file() else _files_of([p for p in path.iterdir() if p.is_file()], path, split, key)
+    return kind_of(files, path, key), files
+
+
+def remote_files_at(path: str, split: str, key: str, options: Mapping[str, Any]) -> tuple[str, list[RemoteFile]]:
+    """`files_at` for an address. Raises ConfigError, without a password in the address."""
+    files = remote_files(path, lambda found: _files_of(found, without_secrets(path), split, key), key, options)
+    return kind_of(files, without_secrets(path), key), files
+
+
+def size_of(file: DataFile) -> int:
+    """The bytes of a file; 1 if its server does not say."""
+    return (file.size or 1) if isinstance(file, RemoteFile) else file.stat().st_size
+
+
+def kind_of(files: Sequence[DataFile], path: str | Path, key: str) -> str:
+    """The kind that all files have. Raises ConfigError if they have none, or several."""
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) != 1 or None in kinds:
         found = ", ".join(sorted({f.suffix or f.name for f in files})) or "none of them"
         raise ConfigError(f"needs files of one kind of {', '.join(READERS)}; found {found}", key=key, value=path)
     if kinds == {"csv"}:
         _check_headers(files, key)
-    return cast(str, kinds.pop()), files
+    return cast(str, kinds.pop())
 
 
-def _check_headers(files: Sequence[Path], key: str) -> None:
+def _check_headers(files: Sequence[DataFile], key: str) -> None:
     """Raise ConfigError for a .csv with a bad header, or with other columns than the files before it."""
     first: set[str] = set()
     for file in files:
@@ -84,7 +141,7 @@ def _check_headers(files: Sequence[Path], key: str) -> None:
         first = first or found
 
 
-def _check_header(file: Path, key: str) -> None:
+def _check_header(file: DataFile, key: str) -> None:
     """Raise ConfigError for a header that is not separated by commas, names a column twice, or cannot be read."""
     try:
         with file.open(encoding="utf-8-sig") as lines:
@@ -102,15 +159,53 @@ def _check_header(file: Path, key: str) -> None:
 
 
 def _local(path: Path, split: str, key: str) -> Table:
+    if (saved := saved_dataset(path, split, key)) is not None:
+        return Table(list(saved.column_names), saved)
     kind, files = files_at(path, split, key)
     try:
-        return _json_table(files, key) if kind == "json" else _datasets_table(kind, files, key)
+        return _table(kind, files, key)
     except OSError as error:
         raise unreadable(key, path, error) from error
 
 
-def _files_of(folder: Path, split: str, key: str) -> list[Path]:
-    files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix in READERS)
+def _table(kind: str, files: Sequence[Path], key: str) -> Table:
+    return _json_table(files, key) if kind == "json" else _datasets_table(kind, files, key)
+
+
+def _remote(path: str, split: str, key: str, options: Mapping[str, Any]) -> Table:
+    kind, files = remote_files_at(path, split, key, options)
+    copies: list[Path] = []
+    for file in files:
+        with answers(str(file), key):
+            copies.append(file.copy())
+    with named_after(files, copies):
+        return _table(kind, copies, key)
+
+
+def saved_dataset(path: Path, split: str, key: str) -> Any:
+    """The dataset in a folder that the datasets library's `save_to_disk` wrote; None for another folder."""
+    if (path / SAVED_SPLITS).is_file():
+        splits = [part.name for part in sorted(path.iterdir()) if (part / SAVED).is_file()]
+        if split not in splits:
+            found = f"has the splits {', '.join(splits)}{nearest(split, splits)}"
+            raise ConfigError(found, key=f"{key.rpartition('.')[0]}.split", value=split)
+        path = path / split
+    if not (path / SAVED).is_file():
+        return None
+    from datasets import load_from_disk
+
+    quiet_datasets()
+    try:
+        saved = load_from_disk(str(path))
+        saved.data.validate(full=True)
+    except (OSError, ValueError) as error:
+        raise unreadable(key, path, error) from error
+    return saved
+
+
+def _files_of(found: Sequence[F], folder: str | Path, split: str, key: str) -> list[F]:
+    """Of the files in a folder, those of a split."""
+    files = sorted((file for file in found if file.suffix in READERS), key=lambda file: file.name)
     named = [file for file in files if _is_named(file, split)]
     if not named and split == "train":
         named = [file for file in files if not any(_is_named(file, other) for other in OTHER_SPLITS)]
@@ -123,7 +218,7 @@ def _files_of(folder: Path, split: str, key: str) -> list[Path]:
     return named
 
 
-def _is_named(file: Path, split: str) -> bool:
+def _is_named(file: DataFile, split: str) -> bool:
     return re.match(rf"{re.escape(split)}(?![A-Za-z0-9])", file.name) is not None
 
 
@@ -157,10 +252,39 @@ def _datasets_table(kind: str, files: Sequence[Path], key: str) -> Table:
         table.data.validate(full=True)  # a .parquet may have text that is not UTF-8
     except (DatasetGenerationError, ValueError) as error:
         raise unreadable(key, files[0], error.__cause__ or error) from error
+    if kind == "webdataset":
+        rows = Samples(table)
+        return Table(columns_of(rows[:100], files[0], key) if len(rows) else [], rows)
     return Table(list(table.column_names), table)
 
 
-def reader_options(kind: str, files: Sequence[Path]) -> dict[str, Any]:
+class Samples(Sequence[Any]):
+    """The samples of a webdataset: a column for each file of a sample, named after its suffix, and one for each key of
+    a .json file."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return sample_row(self._table[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(sample_row, self._table)
+
+
+def sample_row(sample: Row) -> Row:
+    """The row of a sample of a webdataset."""
+    row = {column: value for column, value in sample.items() if column not in OF_ARCHIVE}
+    inner = row.pop("json", None)
+    return {**inner, **row} if isinstance(inner, dict) else {**row, **({} if inner is None else {"json": inner})}
+
+
+def reader_options(kind: str, files: Sequence[DataFile]) -> dict[str, Any]:
     """Options for the reader of the datasets library.
 
     Cells of a .csv are read as text, and empty ones as None. Guessed types would turn the answer 007 into 7, 1.50 into
@@ -178,7 +302,7 @@ def reader_options(kind: str, files: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _header(file: Path) -> list[str]:
+def _header(file: DataFile) -> list[str]:
     """The column names of a .csv, after any blank lines."""
     with file.open(encoding="utf-8-sig", newline="") as lines:
         return next((row for row in csv.reader(lines) if row), [])

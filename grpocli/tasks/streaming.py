@@ -17,10 +17,24 @@ from grpocli.errors import ConfigError
 from grpocli.tasks.curriculum import TRIES
 from grpocli.tasks.dataset import RowConverter, choose, with_shots
 from grpocli.tasks.json_rows import Row, json_row, unreadable
-from grpocli.tasks.loading import EMPTY, Table, columns_of, files_at, from_hub, quiet_datasets, reader_options
+from grpocli.tasks.loading import (
+    EMPTY,
+    DataFile,
+    Table,
+    columns_of,
+    files_at,
+    from_hub,
+    quiet_datasets,
+    reader_options,
+    remote_files_at,
+    sample_row,
+    saved_dataset,
+    size_of,
+)
 from grpocli.tasks.order import Order, permutation
 from grpocli.tasks.problem_scores import Position
 from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
+from grpocli.tasks.remote import RemoteFile, answers, is_remote
 from grpocli.types import Prompt
 
 if TYPE_CHECKING:
@@ -50,28 +64,47 @@ class RowSource(Protocol):
         ...
 
 
-def open_rows(path: str, name: str | None, split: str, key: str) -> RowSource:
+def open_rows(path: str, name: str | None, split: str, key: str, options: Mapping[str, Any] | None = None) -> RowSource:
     """The rows at `path`, as `load_table` finds them. Raises ConfigError, naming `key`."""
-    local = Path(path).expanduser()
-    if not local.exists():
+    local, files = Path(path).expanduser(), list[DataFile]()
+    if is_remote(path):
+        kind, found = remote_files_at(path, split, key, options or {})
+        files += found
+    elif not local.exists():
         return DatasetRows(from_hub(path, name, split, key, streaming=True), path, key)
-    kind, files = files_at(local, split, key)
-    if kind == "json":
-        return JsonLines(files, key)
+    elif (saved := saved_dataset(local, split, key)) is not None:
+        return DatasetRows(saved.to_iterable_dataset(), path, key)
+    else:
+        kind, local_files = files_at(local, split, key)
+        files += local_files
+    return JsonLines(files, key) if kind == "json" else _dataset_rows(kind, files, path, key, options or {})
+
+
+def _dataset_rows(kind: str, files: Sequence[DataFile], path: str, key: str, options: Mapping[str, Any]) -> DatasetRows:
+    """The rows of files that the datasets library reads."""
     from datasets import load_dataset
 
     quiet_datasets()
-    full = [file for file in files if file.stat().st_size]
+    full = [file for file in files if size_of(file)]
+    if not full:
+        return DatasetRows(None, path, key)
     with _readable(path, key):
-        if not full:
-            return DatasetRows(None, path, key)
-        names, options = [str(file) for file in full], reader_options(kind, full)
-        return DatasetRows(load_dataset(kind, data_files=names, split="train", streaming=True, **options), path, key)
+        names = [_address(file, kind) for file in full]
+        reader = reader_options(kind, full) | ({"storage_options": dict(options)} if options else {})
+        dataset = load_dataset(kind, data_files=names, split="train", streaming=True, **reader)
+    return DatasetRows(dataset, path, key, kind == "webdataset")
 
 
-def load_streamed(path: str, name: str | None, split: str, key: str) -> Table:
+def _address(file: DataFile, kind: str) -> str:
+    """Where the datasets library reads a file; it cannot stream archives from S3, so these are copied."""
+    if isinstance(file, RemoteFile):
+        return str(file.copy()) if kind == "webdataset" else file.url
+    return str(file)
+
+
+def load_streamed(path: str, name: str | None, split: str, key: str, options: Mapping[str, Any] | None = None) -> Table:
     """All rows of one split, without downloading the files of the other splits from the hub."""
-    rows = list(open_rows(path, name, split, key).read(0))
+    rows = list(open_rows(path, name, split, key, options).read(0))
     if not rows:
         raise ConfigError(EMPTY, key=key, value=path)
     columns = columns_of(rows, path, key)
@@ -87,7 +120,7 @@ def with_columns(row: Row, columns: Sequence[str]) -> Row:
 class JsonLines:
     """Files with one JSON object a line. Skipped lines are not parsed."""
 
-    files: Sequence[Path]
+    files: Sequence[DataFile]
     key: str
 
     def read(self, start: int) -> Iterator[Row]:
@@ -97,7 +130,7 @@ class JsonLines:
     def count(self) -> int:
         return sum(1 for _ in self._lines())
 
-    def _lines(self) -> Iterator[tuple[Path, int, str]]:
+    def _lines(self) -> Iterator[tuple[DataFile, int, str]]:
         for file in self.files:
             with _readable(file, self.key), file.open(encoding="utf-8-sig", newline="\n") as lines:
                 for number, line in enumerate(lines, 1):
@@ -111,16 +144,18 @@ class JsonLines:
 
 @dataclass(frozen=True, slots=True)
 class DatasetRows:
-    """An iterable dataset of the datasets library; None if all files are empty."""
+    """An iterable dataset of the datasets library; None if all files are empty. samples: it is a webdataset."""
 
     dataset: Any
     path: str
     key: str
+    samples: bool = False
 
     def read(self, start: int) -> Iterator[Row]:
         with _readable(self.path, self.key):
             if self.dataset is not None:
-                yield from self.dataset.skip(start)
+                rows = self.dataset.skip(start)
+                yield from map(sample_row, rows) if self.samples else rows
 
     def count(self) -> int:
         with _readable(self.path, self.key):
@@ -129,7 +164,11 @@ class DatasetRows:
 
 
 @contextmanager
-def _readable(path: str | Path, key: str) -> Iterator[None]:
+def _readable(path: str | DataFile, key: str) -> Iterator[None]:
+    if isinstance(path, RemoteFile) or is_remote(str(path)):
+        with answers(str(path), key):
+            yield
+        return
     try:
         yield
     except (OSError, ValueError) as error:  # pyarrow, pandas and the hub raise subclasses of these
@@ -152,7 +191,7 @@ class ExampleStream:
     @classmethod
     def of(cls, task: TableTask) -> ExampleStream:
         """The stream of a task. Raises ConfigError if there is nothing to read or to train on."""
-        rows = open_rows(task.path, task.name, task.split or "", "task.path")
+        rows = open_rows(task.path, task.name, task.split or "", "task.path", task.storage_options)
         columns = columns_of(list(islice(rows.read(0), HEAD)), task.path, "task.path")
         if not columns:
             raise ConfigError(EMPTY, key="task.path", value=task.path)

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
+from grpocli.cache import cache_dir
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
 from grpocli.files import write_atomic
-from grpocli.models.cache import cache_dir
 from grpocli.types import Request, Sampling
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from grpocli.cache import cache_dir, cached
 from grpocli.errors import ConfigError, RunError
-from grpocli.models.cache import cache_dir, cached
 
 NEEDED = ("a", "b")
 
 SLOW_BUILDER = """
 import sys, time
 from pathlib import Path
-from grpocli.models.cache import cached
+from grpocli.cache import cached
 def make(folder):
     (folder / "a").write_text("half")
     print("half", flush=True)
@@ -106,7 +106,7 @@ def test_an_unwritable_cache_gives_a_one_sentence_error(tmp_path: Path, monkeypa
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")  # also works for root, who ignores permissions
     monkeypatch.setenv("GRPOCLI_CACHE", str(blocked / "cache"))
-    with pytest.raises(ConfigError, match=r"GRPOCLI_CACHE=.*cannot store the built-in model"):
+    with pytest.raises(ConfigError, match=r"GRPOCLI_CACHE=.*cannot store files"):
         cached("models/x", NEEDED, forbidden)
 
 

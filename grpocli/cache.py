@@ -44,7 +44,7 @@ def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None], dea
                     make(folder)
     except OSError as error:
         raise ConfigError(
-            f"cannot store the built-in model there ({error.strerror or error})",
+            f"cannot store files there ({error.strerror or error})",
             key="GRPOCLI_CACHE",
             value=cache_dir(),
             hint="set GRPOCLI_CACHE to a folder that can be written",

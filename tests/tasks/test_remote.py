@@ -1,0 +1,212 @@
+"""Data at addresses: S3 through a local server, HTTP, and fsspec's own file systems; files of every kind."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import io
+import json
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.launch.compose import build_run, compose
+from grpocli.models.tiny import make_tokenizer
+from grpocli.tasks.loading import load_table
+from grpocli.tasks.prompt_source import PromptSource
+from grpocli.tasks.streaming import load_streamed, open_rows
+
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(12)]
+READERS = pytest.mark.parametrize("load", [load_table, load_streamed])
+
+
+def jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def content(kind: str) -> bytes:
+    """ROWS as a file of a kind."""
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    table, out = pa.Table.from_pylist(ROWS), io.BytesIO()
+    if kind == "jsonl":
+        return jsonl(ROWS)
+    if kind == "json":
+        return json.dumps(ROWS).encode()
+    if kind == "csv":
+        csv.write_csv(table, out)
+    elif kind == "parquet":
+        parquet.write_table(table, out)
+    elif kind == "arrow":
+        with pa.ipc.new_stream(out, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        with tarfile.open(fileobj=out, mode="w") as archive:
+            for number, row in enumerate(ROWS):
+                for suffix, text in (("json", json.dumps({"prompt": row["prompt"]})), ("answer", row["answer"])):
+                    member = tarfile.TarInfo(f"{number:03}.{suffix}")
+                    member.size = len(text)
+                    archive.addfile(member, io.BytesIO(text.encode()))
+    return out.getvalue()
+
+
+def plain(rows: Any) -> list[dict[str, Any]]:
+    return [{k: v.decode() if isinstance(v, bytes) else v for k, v in row.items()} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["arrow", "tar"])
+@READERS
+def test_arrow_and_webdataset_files_are_read(load: Any, kind: str, tmp_path: Path, cache_folder: Path) -> None:
+    (tmp_path / f"train.{kind}").write_bytes(content(kind))
+    table = load(str(tmp_path), None, "train", "task.path")
+    assert plain(table.rows) == ROWS
+    assert sorted(table.columns) == ["answer", "prompt"]
+
+
+@pytest.mark.slow
+@READERS
+def test_folders_of_save_to_disk_are_read(load: Any, tmp_path: Path, cache_folder: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    whole = Dataset.from_list(ROWS)
+    whole.save_to_disk(tmp_path / "one")
+    DatasetDict(train=whole.select(range(8)), test=whole.select(range(8, 12))).save_to_disk(tmp_path / "two")
+    assert list(load(str(tmp_path / "one"), None, "train", "task.path").rows) == ROWS
+    assert list(load(str(tmp_path / "two"), None, "test", "task.path").rows) == ROWS[8:]
+    with pytest.raises(ConfigError, match="has the splits test, train"):
+        load(str(tmp_path / "two"), None, "tets", "task.path")
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Any]:
+    """A bucket of a server that answers as S3 does; `put(name, bytes)` writes into it."""
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    import boto3
+
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "secret-of-test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            patch.setenv(name, value)
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="data")
+        yield lambda name, body: client.put_object(Bucket="data", Key=name, Body=body)
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow", "tar"])
+def test_every_kind_of_file_is_read_from_s3(bucket: Any, kind: str, cache_folder: Path) -> None:
+    bucket(f"{kind}/train.{kind}", content(kind))
+    bucket(f"{kind}/test.{kind}", content(kind))
+    assert plain(load_table(f"s3://data/{kind}/train.{kind}", None, "train").rows) == ROWS
+    assert plain(load_table(f"s3://data/{kind}", None, "test").rows) == ROWS
+    if kind != "json":
+        assert plain(load_streamed(f"s3://data/{kind}", None, "train", "task.path").rows) == ROWS
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_s3_and_a_changed_file_is_fetched_again(bucket: Any, cache_folder: Path) -> None:
+    def answers() -> set[str]:
+        run = build_run(compose(["task=jsonl", "task.path=s3://data/run/train.jsonl", "eval.problems=2"]))
+        data = PromptSource.of(run, make_tokenizer())
+        return {data.draw(i).columns["answer"] for i in range(9)} | {p.columns["answer"] for p in data.problems()}
+
+    bucket("run/train.jsonl", jsonl(ROWS))
+    assert answers() <= {row["answer"] for row in ROWS}
+    copies = list((cache_folder / "data").glob("*/train.jsonl"))
+    assert len(copies) == 1
+    answers()
+    assert list((cache_folder / "data").glob("*/train.jsonl")) == copies, "an unchanged file is not fetched again"
+    bucket("run/train.jsonl", jsonl([{"prompt": f"{i}", "answer": "new"} for i in range(12)]))
+    assert answers() == {"new"}
+
+
+@pytest.mark.slow
+def test_errors_name_the_address_and_the_line(bucket: Any, cache_folder: Path) -> None:
+    bucket("bad/train.jsonl", b'{"a": 1}\n{"a": 1, "a": 2}\n')
+    for load in (load_table, load_streamed):
+        with pytest.raises(
+            ConfigError, match=r"task.path=s3://data/bad/train.jsonl: cannot be read: line 2 has two"
+        ) as e:
+            load("s3://data/bad/train.jsonl", None, "train", "task.path")
+        assert str(cache_folder) not in str(e.value)
+    with pytest.raises(ConfigError, match="there is no such file or folder"):
+        load_table("s3://data/absent.jsonl", None, "train")
+    with pytest.raises(ConfigError, match=r"has no dev.jsonl or other file of that name; found train.jsonl"):
+        load_table("s3://data/bad", None, "dev")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[str]:
+    """The address of a server with the files of a folder."""
+    handler = functools.partial(Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.slow
+@READERS
+def test_files_are_read_over_http(load: Any, site: str, tmp_path: Path, cache_folder: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
+    assert list(load(f"{site}/a.jsonl", None, "train", "task.path").rows) == ROWS
+    assert list(load(f"{site}/a.jsonl?signature=secret", None, "train", "task.path").rows) == ROWS
+    with pytest.raises(ConfigError, match=r"absent.jsonl: there is no such file") as refused:
+        load(f"{site}/absent.jsonl?signature=secret", None, "train", "task.path")
+    assert "secret" not in str(refused.value)
+
+
+def test_a_stream_begins_at_any_row(cache_folder: Path) -> None:
+    import fsspec
+
+    with fsspec.open("memory://folder/train-1.jsonl", "wb") as file:
+        file.write(jsonl(ROWS[:5]))
+    with fsspec.open("memory://folder/train-2.jsonl", "wb") as file:
+        file.write(jsonl(ROWS[5:]))
+    rows = open_rows("memory://folder", None, "train", "task.path")
+    assert list(rows.read(3)) == ROWS[3:]
+    assert rows.count() == 12
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("nonsense://a/b.jsonl", "nonsense:// is not known"),
+        ("gs://bucket/b.jsonl", "the package that opens gs:// is not installed; pip install gcsfs"),
+    ],
+)
+def test_an_address_that_nothing_opens_is_refused_at_once(path: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        build_run(compose(["task=jsonl", f"task.path={path}"])).task.check_ready()
+
+
+def test_a_password_in_an_address_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_table("http://me:secret@127.0.0.1:9/a.jsonl", None, "train")
+    assert "secret" not in str(refused.value)
