@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from grpocli.version import __version__
 
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
+    from grpocli.tracking.callbacks import Callback, StopTraining
 
-__all__ = ["__version__", "build_algorithm"]
+__all__ = ["Callback", "StopTraining", "__version__", "build_algorithm"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names of callbacks, imported when they are used."""
+    if name in ("Callback", "StopTraining"):
+        return getattr(importlib.import_module("grpocli.tracking.callbacks"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def build_algorithm(*overrides: str) -> Algorithm:

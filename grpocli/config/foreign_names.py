@@ -79,7 +79,7 @@ EPOCHS = Equivalent(
 )
 LENGTH = Equivalent("rollout.max_completion_tokens={}")
 MODEL = Equivalent("model={}")
-HUB = Equivalent("", "the final model is a Hugging Face folder, RUN/model: upload it with `hf upload NAME RUN/model`")
+HUB = Equivalent("", "hub.push=OWNER/NAME pushes the finished run, with hub.checkpoints=true its checkpoints, too")
 ALGORITHMS = {
     "bnpo": "algorithm=grpo algorithm/aggregate=token_mean algorithm.aggregate.scope=micro_batch",
     "cispo": "algorithm=cispo",
@@ -385,7 +385,7 @@ TRAINING_ARGUMENTS = {
     ),
     "save_only_model": nothing(False, "a checkpoint has all training state; the final RUN/model has the model alone"),
     "push_to_hub": default(False, HUB),
-    "hub_model_id": default(None, HUB),
+    "hub_model_id": default(None, "hub.push={}"),
     "hub_strategy": default("every_save", HUB),
     "load_best_model_at_end": missing(False, "the final model is the last one; checkpoint.keep=0 keeps all"),
     "metric_for_best_model": missing(None, "the final model is the last one"),
@@ -449,7 +449,9 @@ TRAINER = {
     "eval_dataset": Equivalent("", "task.eval_path=FILE or task.eval_split=NAME"),
     "processing_class": nothing(None, "the tokenizer is the model's; model.chat_template=FILE replaces its template"),
     "reward_processing_classes": nothing(None, "a reward model brings its tokenizer"),
-    "callbacks": missing(None, "callbacks are not parts; metrics are in RUN/metrics.jsonl and the tracker"),
+    "callbacks": Equivalent(
+        "", "callbacks=[FILE.py:CLASS], with a class derived from grpocli.Callback (docs/trackers.md)"
+    ),
     "optimizers": missing(None, "optim=adamw is made from its keys"),
     "peft_config": Equivalent("", "model.lora.rank=R model.lora.alpha=A model.lora.target_modules=[...]"),
     "quantization_config": missing(None, "base weights are not quantized"),
@@ -504,8 +506,8 @@ EARLIER = {
     "ddp_find_unused_parameters": nothing(None, "every parameter that trains has a gradient"),
     "eval_accumulation_steps": nothing(None, "train.micro_batch_tokens bounds the memory"),
     "greater_is_better": missing(None, "the final model is the last one"),
-    "hub_token": HUB,
-    "hub_private_repo": HUB,
+    "hub_token": nothing(None, "the token is that of HF_TOKEN or `hf auth login`"),
+    "hub_private_repo": Equivalent("hub.private={}"),
     "tokenizer": nothing(None, "the tokenizer is the model's; model.chat_template=FILE replaces its template"),
     "save_model": nothing(None, SAVED),
     "save_pretrained_merged": nothing(None, SAVED),

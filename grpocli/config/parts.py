@@ -32,7 +32,7 @@ Escaped = Annotated[str, ESCAPED]
 UserCode = Annotated[str, USER_CODE]
 """A field that names code: FILE.py:NAME or module:NAME."""
 MARKED: dict[str, set[tuple[str, str]]] = {ESCAPED: set(), USER_CODE: set()}
-"""{kind: {(first word of the key, rest of the key)}}, such as ("task", "prompt_template")."""
+"""{kind: {(first word of the key, rest of the key)}}, such as ("task", "prompt_template"); one word has no rest."""
 
 SCHEMAS = "hydra/schema"
 """The config group of the schemas of all choices, with which their YAML files begin. `--help` hides `hydra`."""
@@ -94,7 +94,7 @@ def mark_keys(cls: type[Any], first: str, prefix: str = "") -> None:
     """Register the keys of a part and its sections that are `Escaped` or `UserCode`."""
     for name, hint in get_type_hints(cls, include_extras=True).items():
         for mark in _marks(hint):
-            start, end = (first, f"{prefix}{name}") if first else tuple(f"{prefix}{name}".split(".", 1))
+            start, _, end = f"{first}.{prefix}{name}".strip(".").partition(".")
             MARKED[mark].add((start, end))
         if dataclasses.is_dataclass(hint) and hasattr(hint, "config_key"):
             mark_keys(cast("type[Any]", hint), first, f"{prefix}{name}.")
@@ -108,7 +108,9 @@ def _marks(hint: Any) -> Iterator[str]:
 
 def is_marked(key: str, mark: str) -> bool:
     """Whether a key is a field of that kind in any part, also below a name as in `task.gsm8k.system_prompt`."""
-    return any(key.startswith(f"{first}.") and key.endswith(f".{end}") for first, end in MARKED[mark])
+    return any(
+        key.startswith(f"{first}.") and key.endswith(f".{end}") if end else key == first for first, end in MARKED[mark]
+    )
 
 
 def node(made: type[Any]) -> Any:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpocli.config.parts import Escaped, one_of, part, require, require_part, section
+from grpocli.config.parts import Escaped, UserCode, one_of, part, require, require_part, section
 from grpocli.errors import ConfigError
 from grpocli.hub import REPO
 from grpocli.types import Sampling
@@ -278,6 +278,12 @@ class Run:
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     hub: Hub = Hub()
+    callbacks: list[UserCode] = dataclasses.field(default_factory=list)
+    """Callbacks of your own, FILE.py:CLASS with a class derived from grpocli.Callback, called in this order."""
+    callbacks_strict: bool = False
+    """An error in a callback ends the run; false: it is logged, and the run goes on."""
+    callbacks_timeout: float = 300.0
+    """Seconds for a call of a callback, after which it counts as failed."""
     seed: int = 0
     """Seed of everything random, at least 0."""
     resume: str | None = None
@@ -294,4 +300,9 @@ class Run:
                 raise ConfigError("the keys belong to no choice", key=group, hint=hint)
         for name, reward in self.reward.items():
             require_part(reward, f"reward.{name}")
+        for spec in self.callbacks:
+            if ":" not in spec:
+                raise ConfigError("must be FILE.py:CLASS or module:CLASS", key="callbacks", value=spec)
+        limit = self.callbacks_timeout
+        require(self, "callbacks_timeout", 0 < limit < math.inf, "must be above 0 and finite")
         require(self, "seed", self.seed >= 0, "must be 0 or more")

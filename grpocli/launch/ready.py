@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from grpocli.config.user_code import check_exists
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def check_ready(run: Run) -> None:
     _check_part(run.optim)
     check_teachers(run)
     check_data(run)
+    for spec in run.callbacks:
+        check_exists(spec, "callbacks")
     _check_hub(run)
 
 

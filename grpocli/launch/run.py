@@ -41,6 +41,7 @@ from grpocli.rollout.sync_config import locate_servers
 from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
 from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 from grpocli.tasks.task import columns_of
+from grpocli.tracking.callbacks import check_callback
 from grpocli.tracking.metrics import read_metrics
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
@@ -225,6 +226,8 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
     for name, task in tasks_of(run.task).items():
         with errors_below(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples("train")[0])
+    for spec in run.callbacks:
+        check_callback(spec)
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     _check_teachers(run, model_path, view)
     dtype = choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device)

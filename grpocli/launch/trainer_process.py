@@ -17,6 +17,7 @@ from grpocli.files import FULL, QuietFileHandler
 from grpocli.launch.trainer_job import TrainerJob
 from grpocli.masking import masked
 from grpocli.processes.cpu_tuning import keep_freed_memory
+from grpocli.tracking.callbacks import RunEnd
 from grpocli.tracking.run_dir import FORBIDDEN, RunDir
 from grpocli.user_frames import raised, where
 
@@ -64,8 +65,10 @@ class TrainerProcess:
         trainer = None
         try:
             trainer = self._trainer(world, recorder)
+            self._started(trainer, recorder)
             results = self._trained(trainer)
             finish(trainer, self.job, results)
+            recorder.callbacks.on_end(RunEnd(trainer.state.step, "done", "done", self.run_dir.model))
             return results.get("eval/accuracy")
         except BaseException as error:
             self.report(error)
@@ -73,6 +76,15 @@ class TrainerProcess:
             raise
         finally:
             close_all(*([trainer.close] if trainer else []), recorder.close, world.close)
+
+    def _started(self, trainer: Trainer, recorder: Recorder) -> None:
+        """Tell the callbacks that the session starts."""
+        from omegaconf import OmegaConf
+
+        config = OmegaConf.to_container(OmegaConf.load(self.run_dir.config))
+        assert isinstance(config, dict)
+        steps, done = self.run.train.steps, trainer.state.step
+        recorder.callbacks.on_start(self.run_dir.path, config, steps, done)  # type: ignore[arg-type]
 
     def _trained(self, trainer: Trainer) -> dict[str, float]:
         """The final evaluation of a training. Raises RunError if user code in it calls `exit`."""
@@ -99,6 +111,8 @@ class TrainerProcess:
             summarise(trainer, recorder, cause, kind)
         except OSError:
             logger.exception("the summary was not written")
+        if not isinstance(error, KeyboardInterrupt):  # a second Ctrl-C waits for nothing
+            recorder.callbacks.on_end(RunEnd(trainer.state.step if trainer else 0, kind, cause, None))
 
 
 def close_all(*closes: Callable[[], None]) -> None:
@@ -119,6 +133,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     from omegaconf import OmegaConf
 
     from grpocli.rewards.reward import answer_columns
+    from grpocli.tracking.callbacks import Callbacks, make_callbacks
     from grpocli.tracking.metrics import MetricsLog, reserve_space
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.checkpoint import load_state
@@ -136,7 +151,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     view.resumed(done)
     config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
     tracker = run.tracker.start(run_dir.path.name, run_dir.path, config)
-    return Recorder(
+    recorder = Recorder(
         run_dir,
         view,
         log,
@@ -145,6 +160,15 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
         dtype=job.engine.dtype,
         answer_columns=answer_columns(run.reward.values()),
     )
+    recorder.callbacks = Callbacks(
+        make_callbacks(run.callbacks),
+        run.callbacks_strict,
+        run.callbacks_timeout,
+        show=view.stage,
+        restore=recorder.show_stage,
+        warn=view.warn,
+    )
+    return recorder
 
 
 def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None:
@@ -179,9 +203,13 @@ def summarise(trainer: Trainer | None, recorder: Recorder, cause: str, kind: str
 
 
 def _early(trainer: Trainer) -> dict[str, object] | None:
-    """The metric that ended a run before its last step; None for another run."""
-    stop_at, value = trainer.run.eval.stop_at, trainer.reached
-    if value is None or trainer.state.step >= trainer.run.train.steps:
+    """What ended a run before its last step, a metric or a callback; None for another run."""
+    stop_at, value, callback = trainer.run.eval.stop_at, trainer.reached, trainer.recorder.callbacks.stop
+    if trainer.state.step >= trainer.run.train.steps:
+        return None
+    if callback:
+        return {"callback": callback}
+    if value is None:
         return None
     return {"metric": stop_at.name, "value": value, "threshold": stop_at.threshold}
 

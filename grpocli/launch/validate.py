@@ -322,13 +322,14 @@ def _check_waits(run: Run) -> None:
 
     kl, limit = run.algorithm.kl, run.hardware.timeout
     waits: dict[str, float] = {**run.engine.waits}
+    if run.callbacks:
+        waits["callbacks_timeout"] = run.callbacks_timeout
     if isinstance(kl, KL) and kl.beta and kl.urls:
         waits["algorithm.kl.timeout"] = kl.timeout
     for key, seconds in waits.items() if (run.hardware.processes or 1) > 1 else ():
         if seconds >= limit:
             raise ConfigError(
-                f"must be above the {seconds:g} s that the run waits for a lost server ({key}): raise it, or lower "
-                "that",
+                f"must be above the {seconds:g} s that the run may wait ({key}): raise it, or lower that",
                 key="hardware.timeout",
                 value=limit,
             )

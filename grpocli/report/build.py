@@ -22,7 +22,7 @@ from grpocli.report.page_data import PageData, RolloutSelection, RunView, Series
 from grpocli.report.rollout_sample import BUDGET, Prompts, RolloutSample
 from grpocli.report.several import differences, labels, natural, results
 from grpocli.report.token_texts import TokenTexts
-from grpocli.tracking.metrics import ended_early, read_summary
+from grpocli.tracking.metrics import ended_by_callback, ended_early, read_summary
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import RunRow, find_runs, flatten, load_yaml
 from grpocli.tracking.text import one_line
@@ -117,6 +117,7 @@ class Builder:
         found = warnings(curves, flat)
         steps = _int(flat.get("train.steps"))
         early = ended_early(summary, flat.get("eval.stop_at.metric"), flat.get("eval.stop_at.threshold"))
+        early = early or ended_by_callback(summary)
         state = state_of(row.path, summary, steps, early)
         view = RunView(
             id=f"r{place}",

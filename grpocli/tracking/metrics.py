@@ -138,6 +138,13 @@ def ended_early(summary: Mapping[str, Any], metric: Any, threshold: Any) -> str:
     return f"{name} is {value:.3f}, at least eval.stop_at.threshold={limit:g}"
 
 
+def ended_by_callback(summary: Mapping[str, Any]) -> str:
+    """Why a callback ended a run before its last step; empty if none did."""
+    early = summary.get("ended_early")
+    reason = early.get("callback") if isinstance(early, Mapping) else None
+    return reason if isinstance(reason, str) else ""
+
+
 def reserve_space(path: Path) -> None:
     """Reserve disk space for the summary at `path`, in case the disk fills up before the run ends."""
     write_atomic(path.with_name(RESERVE), os.urandom(RESERVE_BYTES))

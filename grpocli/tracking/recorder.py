@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from grpocli.tracking.callbacks import Callbacks, StepCompletion
 from grpocli.tracking.rollouts import Record, reference_answer, write_rollouts
 from grpocli.tracking.view import ShownCompletion, View
 
@@ -46,7 +47,8 @@ class Recorder:
 
     metrics, tracker: None in processes other than the main one. seconds_before: the time of earlier sessions. last: the
     metrics of the last step. mismatch_expected: constrained decoding makes the sampler's log-probs differ. dtype: the
-    compute dtype. answer_columns: the example columns that may hold the reference answer.
+    compute dtype. answer_columns: the example columns that may hold the reference answer. callbacks: of the user; none
+    in processes other than the main one.
     """
 
     run_dir: RunDir
@@ -62,11 +64,16 @@ class Recorder:
     shown_warnings: set[str] = field(default_factory=set)
     answer_columns: Sequence[str] = ("answer",)
     current_stage: str = ""
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def stage(self, name: str) -> None:
         """Begin a stage, a key of STAGES."""
         self.current_stage = name
-        self.view.stage(STAGES.get(name, name))
+        self.show_stage()
+
+    def show_stage(self) -> None:
+        """Show the current stage, also after something else was shown in its place."""
+        self.view.stage(STAGES.get(self.current_stage, self.current_stage or "starting"))
 
     def progress_of(self, name: str) -> Progress:
         """A callback that shows the progress of a stage while it is the current one; other threads may be ahead."""
@@ -115,6 +122,8 @@ class Recorder:
             )
         else:
             self._sample(groups[0], advantages_PG[0].tolist())
+        self.callbacks.after_evaluation(step, metrics)
+        self.callbacks.after_step(step, metrics, _completions(groups, advantages_PG))
 
     def _warn_of_mismatch(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Warn if the log-probs of sampler and trainer differ: every time in the log, once in the view."""
@@ -156,6 +165,7 @@ class Recorder:
         self.last |= results
         if self.tracker:
             self.tracker.log(dict(results), step)
+        self.callbacks.after_evaluation(step, results)
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Show and track an evaluation before the first step or after the last."""
@@ -174,10 +184,19 @@ class Recorder:
                 f"held-out answers after {step} steps: loss {results['eval/loss']:.3f} a token, "
                 f"{results['eval/token_accuracy']:.3f} of their tokens are the most probable ones"
             )
+        self.callbacks.after_evaluation(step, results)
+
+    def checkpointed(self, step: int) -> None:
+        """Pass on that the checkpoint after `step` is whole."""
+        if self.metrics is not None:
+            self.callbacks.after_checkpoint(step, self.run_dir.checkpoint(step))
 
     def ends_early(self, stop_at: StopAt, value: float | None, step: int) -> None:
-        """Show that the run ends after `step`, because the metric of `eval.stop_at` has reached its threshold."""
+        """Show that the run ends after `step`: a callback asks for it, or the metric of `eval.stop_at` is reached."""
         self.view.ends_after(step)
+        if self.callbacks.stop:
+            self.view.note(f"the run ends after step {step}: {self.callbacks.stop}")
+            return
         known = f"{stop_at.name} is {value:.3f}" if value is not None else stop_at.name
         self.view.note(
             f"the run ends after step {step}: {known}, at least eval.stop_at.threshold={stop_at.threshold:g}"
@@ -187,3 +206,12 @@ class Recorder:
         if self.tracker:
             self.tracker.finish()
         self.view.stop()
+
+
+def _completions(groups: Sequence[Group], advantages_PG: Tensor) -> list[StepCompletion]:
+    """The first group's completions for callbacks."""
+    return [
+        StepCompletion(rollout.prompt.text, rollout.text, dict(rollout.rewards), advantage)
+        for group, advantages in zip(groups[:1], advantages_PG[:1].tolist(), strict=True)
+        for rollout, advantage in zip(group.rollouts, advantages, strict=False)
+    ]

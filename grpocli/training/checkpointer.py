@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from os import _exit as exit_at_once  # imported early: while a user's code runs, os._exit refuses
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,8 @@ class BackgroundWriter:
 class Checkpointer:
     """Saves the checkpoints of a run and deletes the oldest. Every method is collective.
 
-    keep: how many checkpoints stay (0: all). reference: None unless training changes it.
+    keep: how many checkpoints stay (0: all). reference: None unless training changes it. unreported: the steps of
+    checkpoints that `take_saved` has not returned yet.
     """
 
     run_dir: RunDir
@@ -102,6 +103,7 @@ class Checkpointer:
     world: World
     progress: Progress
     writer: BackgroundWriter
+    unreported: list[int] = field(default_factory=list)
 
     def save(self, state: checkpoint.State, prefetched: PrefetchState) -> None:
         """Start to save. The policy, optimizer and reference must not change until `wait` returns.
@@ -118,6 +120,7 @@ class Checkpointer:
             problems=prefetched.problems,
         )
         path = self.run_dir.checkpoint(state.step)
+        self.unreported.append(state.step)
         self.writer.start(
             partial(self._write, partial(checkpoint.save, path, state, contents, self.world, self.progress))
         )
@@ -136,6 +139,12 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the checkpoint is saved. Raises the error of saving it."""
         self.writer.wait()
+
+    def take_saved(self) -> list[int]:
+        """The steps of checkpoints that are whole by now, each once. Call `wait` before."""
+        steps = self.unreported.copy()
+        self.unreported.clear()
+        return steps
 
     def close(self, timeout: float | None = None) -> None:
         """See `BackgroundWriter.close`."""

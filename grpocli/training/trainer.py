@@ -81,6 +81,7 @@ class Trainer:
             self.evaluate_at_start()
             self.raise_if_stopped()
             while self.state.step < self.run.train.steps and not self.ends_early():
+                self.recorder.callbacks.before_step(self.next_step)
                 self.step()
                 self.raise_if_stopped()
             return self.finish()
@@ -211,9 +212,10 @@ class Trainer:
             self.state = replace(self.state, unevaluated=False, evaluation=results)
 
     def ends_early(self) -> bool:
-        """Whether the evaluation after the last step, or before the first, has reached `eval.stop_at`. Collective."""
-        reached = self.reached is not None
-        return self.run.eval.stop_at.metric is not None and self.world.any(reached)
+        """Whether a callback ends the run, or the last evaluation has reached `eval.stop_at`. Collective."""
+        reached = self.reached is not None or bool(self.recorder.callbacks.stop)
+        may_end = self.run.eval.stop_at.metric is not None or bool(self.run.callbacks)
+        return may_end and self.world.any(reached)
 
     @property
     def reached(self) -> float | None:
@@ -281,6 +283,8 @@ class Trainer:
         if self.checkpointer.writing:
             with self.timed("checkpoint"):
                 self.checkpointer.wait()
+        for step in self.checkpointer.take_saved():
+            self.recorder.checkpointed(step)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:

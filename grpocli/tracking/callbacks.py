@@ -1,0 +1,242 @@
+"""callbacks=[FILE.py:CLASS]: code of the user that a run calls at its steps, evaluations and checkpoints.
+
+Only the main process calls it, with plain data that it cannot change. An error in it does not end the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from grpocli.config.user_code import load, short, staying
+from grpocli.errors import ConfigError, RunError
+from grpocli.processes.deadline import within
+from grpocli.tracking.metrics import to_json
+from grpocli.user_frames import raised
+
+logger = logging.getLogger(__name__)
+
+KEY = "callbacks"
+COMPLETIONS = 8
+"""Most completions of a step that callbacks see; the step's rollout file has all."""
+
+
+class StopTraining(Exception):
+    """Raised in a callback to end the run as if its last step were done: evaluation, checkpoint, final model."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """The start of a session. folder: of the run. config: its config.yaml. steps: those to train. done: of earlier
+    sessions."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    steps: int
+    done: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCompletion:
+    """A completion. prompt: text or messages. rewards: by name."""
+
+    prompt: Any
+    completion: str
+    rewards: Mapping[str, float]
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """A step that is done. metrics: those of metrics.jsonl. completions: of the first group it trained on."""
+
+    step: int
+    metrics: Mapping[str, Any]
+    completions: tuple[StepCompletion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation after `step` steps. metrics: its accuracies, such as `eval/accuracy`."""
+
+    step: int
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """A checkpoint that is whole on the disk; checkpoint.keep may delete it later."""
+
+    step: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """The end of a session. outcome: `done`, `stopped` or `failed`. cause: why. model: the final model's folder, if
+    done."""
+
+    step: int
+    outcome: str
+    cause: str
+    model: Path | None
+
+
+class Callback:
+    """Base class of callbacks, whose methods do nothing. A class is made once a session, without arguments."""
+
+    def on_start(self, run: RunStart) -> None:
+        """Called once everything is loaded, before the first evaluation or step."""
+
+    def before_step(self, step: int) -> None:
+        """Called before a step begins. step: its number, from 1."""
+
+    def after_step(self, step: StepEnd) -> None:
+        """Called when a step's metrics and rollouts are written."""
+
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        """Called after an evaluation, also before the first step and after the last."""
+
+    def after_checkpoint(self, checkpoint: CheckpointSaved) -> None:
+        """Called when a checkpoint is whole, which may be during the next step."""
+
+    def on_end(self, end: RunEnd) -> None:
+        """Called at the end of the session, when the final model or the last checkpoint is written."""
+
+
+@dataclass(slots=True)
+class Callbacks:
+    """Calls the callbacks of a run. callbacks: with their names.
+
+    strict: end the run at an error. timeout: seconds for a call. show, restore: show what the run waits for, and again
+    what it did before. warn: shows a warning. failures: by callback and method. stop: why a callback ends the run.
+    """
+
+    callbacks: Sequence[tuple[str, Callback]] = ()
+    strict: bool = False
+    timeout: float = 300.0
+    show: Callable[[str], None] = lambda text: None
+    restore: Callable[[], None] = lambda: None
+    warn: Callable[[str], None] = lambda text: None
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    stop: str = ""
+    evaluated: int | None = None
+
+    def on_start(self, folder: Path, config: Mapping[str, Any], steps: int, done: int) -> None:
+        self._call("on_start", RunStart(folder, _frozen(config), steps, done))
+
+    def before_step(self, step: int) -> None:
+        self._call("before_step", step)
+
+    def after_step(self, step: int, metrics: Mapping[str, Any], completions: Sequence[StepCompletion]) -> None:
+        self._call("after_step", StepEnd(step, _frozen(metrics), tuple(completions[:COMPLETIONS])))
+
+    def after_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Pass on an evaluation. The last step's is asked for again at the end of a run, and passed on once."""
+        results = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if results and self.evaluated != step:
+            self.evaluated = step
+            self._call("after_evaluation", Evaluation(step, _frozen(results)))
+
+    def after_checkpoint(self, step: int, folder: Path) -> None:
+        self._call("after_checkpoint", CheckpointSaved(step, folder))
+
+    def on_end(self, end: RunEnd) -> None:
+        """Pass on the end, which an error in a callback does not change."""
+        self.strict = False
+        self._call("on_end", end)
+        for (name, method), count in self.failures.items():
+            if count > 1:
+                self.warn(f"the callback {name} failed {count} times in {method}")
+
+    def _call(self, method: str, event: object) -> None:
+        for name, callback in self.callbacks:
+            if getattr(type(callback), method) is getattr(Callback, method):
+                continue
+            self.show(f"callback {name}, {method}")
+            try:
+                with staying(f"the callback {name}"), _randomness_kept():
+                    what = f"no end within callbacks_timeout={self.timeout:g} seconds"
+                    within(self.timeout, what, partial(getattr(callback, method), event))
+            except StopTraining as asked:
+                self._end(name, " ".join(str(asked).split()) or "without a reason")
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - reported; with callbacks_strict it is raised
+                self._failed(name, method, error)
+            finally:
+                self.restore()
+
+    def _end(self, name: str, reason: str) -> None:
+        if not self.stop:
+            self.stop = f"the callback {name} ends the run: {reason}"
+            logger.info(self.stop)
+
+    def _failed(self, name: str, method: str, error: BaseException) -> None:
+        """Report the first failure of a method, and count the others."""
+        self.failures[name, method] += 1
+        problem = f"the callback {name} failed in {method}: {raised(error)}"
+        if self.strict:
+            raise RunError(problem) from error
+        if self.failures[name, method] == 1:
+            logger.error(problem, exc_info=error)
+            self.warn(f"{problem}; the run goes on (callbacks_strict=true would end it)")
+
+
+def make_callbacks(specs: Sequence[str]) -> list[tuple[str, Callback]]:
+    """The callbacks of FILE.py:CLASS or module:CLASS, with their names. Raises ConfigError for one that is none."""
+    return [(short(spec), _made(spec)) for spec in specs]
+
+
+def check_callback(spec: str) -> None:
+    """Raise ConfigError if the code of a callback cannot be imported, or if it is a class of another kind."""
+    found = load(spec, KEY)
+    if isinstance(found, type) and not issubclass(found, Callback):
+        raise _no_callback(spec, "is a class that")
+
+
+def _made(spec: str) -> Callback:
+    make = load(spec, KEY)
+    try:
+        with staying(f"the callback {short(spec)}"):
+            callback = make()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"making it raised {raised(error)}", key=KEY, value=spec) from error
+    if not isinstance(callback, Callback):
+        raise _no_callback(spec, f"makes a {type(callback).__name__}, which")
+    return callback
+
+
+def _no_callback(spec: str, subject: str) -> ConfigError:
+    return ConfigError(f"{subject} does not derive from grpocli.Callback", key=KEY, value=spec)
+
+
+def _frozen(values: Any) -> Any:
+    """Plain JSON values that a callback cannot change."""
+    if isinstance(values, Mapping):
+        return MappingProxyType({name: _frozen(value) for name, value in values.items()})
+    if isinstance(values, list | tuple):
+        return tuple(_frozen(value) for value in values)
+    return to_json(values)
+
+
+@contextmanager
+def _randomness_kept() -> Iterator[None]:
+    """A block whose random draws do not change those of the run."""
+    import numpy as np
+    import torch
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,181 @@
+"""Callbacks of the user: what they get, and what their errors do."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpocli import Callback, StopTraining
+from grpocli.errors import ConfigError, RunError
+from grpocli.tracking.callbacks import Callbacks, StepEnd, check_callback, make_callbacks
+
+
+class Broken(Callback):
+    """Fails in every step."""
+
+    def before_step(self, step: int) -> None:
+        raise ValueError(f"step {step}\nis odd")
+
+
+class Recorded(Callback):
+    """Records the steps it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def before_step(self, step: int) -> None:
+        self.seen.append(step)
+
+    def after_step(self, step: StepEnd) -> None:
+        self.seen.append(step)
+
+
+def test_the_base_class_does_nothing() -> None:
+    Callbacks([("plain", Callback())], strict=True).before_step(1)
+
+
+def test_an_error_is_shown_once_and_counted_and_the_others_are_called(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    shown: list[str] = []
+    other = Recorded()
+    callbacks = Callbacks([("x.py:Broken", Broken()), ("x.py:Recorded", other)], warn=shown.append)
+    for step in (1, 2, 3):
+        callbacks.before_step(step)
+    assert other.seen == [1, 2, 3]
+    assert callbacks.failures["x.py:Broken", "before_step"] == 3
+    assert len(shown) == len(caplog.records) == 1
+    assert "x.py:Broken failed in before_step: ValueError: step 1 is odd (" in shown[0]
+    assert Path(__file__).name in shown[0]
+    assert "\n" not in shown[0]
+
+
+def test_with_strict_an_error_ends_the_run() -> None:
+    with pytest.raises(RunError, match=r"^the callback x\.py:Broken failed in before_step: ValueError: step 1 is odd"):
+        Callbacks([("x.py:Broken", Broken())], strict=True).before_step(1)
+
+
+class Slow(Callback):
+    def before_step(self, step: int) -> None:
+        time.sleep(60)
+
+
+def test_a_call_has_a_deadline() -> None:
+    shown: list[str] = []
+    Callbacks([("x.py:Slow", Slow())], timeout=0.05, warn=shown.append).before_step(1)
+    assert "TimeoutError: no end within callbacks_timeout=0.05 seconds" in shown[0]
+
+
+class Stops(Callback):
+    def before_step(self, step: int) -> None:
+        raise StopTraining("good\nenough")
+
+
+def test_a_callback_can_end_the_training() -> None:
+    callbacks = Callbacks([("x.py:Stops", Stops())], strict=True)
+    callbacks.before_step(3)
+    assert callbacks.stop == "the callback x.py:Stops ends the run: good enough"
+    assert not callbacks.failures
+
+
+class Leaves(Callback):
+    def before_step(self, step: int) -> None:
+        raise SystemExit(3)
+
+
+def test_exit_in_a_callback_is_an_error_like_others() -> None:
+    callbacks = Callbacks([("x.py:Leaves", Leaves())])
+    callbacks.before_step(1)
+    assert callbacks.failures["x.py:Leaves", "before_step"] == 1
+
+
+class Draws(Callback):
+    def before_step(self, step: int) -> None:
+        torch.manual_seed(9)
+        np.random.seed(9)
+        random.seed(9)
+
+
+def test_random_draws_of_a_callback_do_not_change_the_runs() -> None:
+    def draws() -> tuple[float, float, float]:
+        return torch.rand(1).item(), float(np.random.rand()), random.random()
+
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    expected = [draws(), draws()]
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    got = [draws()]
+    Callbacks([("x.py:Draws", Draws())]).before_step(1)
+    assert [*got, draws()] == expected
+
+
+def test_the_data_is_plain_and_cannot_be_changed() -> None:
+    other = Recorded()
+    metrics = {"reward": torch.tensor(0.5), "kl": float("nan"), "inner": {"a": [1, 2]}}
+    Callbacks([("x.py:Recorded", other)]).after_step(4, metrics, [])
+    (event,) = other.seen
+    assert dict(event.metrics) == {"reward": 0.5, "kl": None, "inner": {"a": (1, 2)}}
+    for change in (lambda: event.metrics.update(reward=1), lambda: setattr(event, "step", 5)):
+        with pytest.raises((AttributeError, TypeError)):
+            change()
+
+
+def test_an_evaluation_is_passed_on_once_for_a_step() -> None:
+    seen = []
+
+    class Evaluated(Callback):
+        def after_evaluation(self, evaluation: Any) -> None:
+            seen.append((evaluation.step, dict(evaluation.metrics)))
+
+    callbacks = Callbacks([("x", Evaluated())])
+    callbacks.after_evaluation(2, {"eval/accuracy": 0.5, "loss": 1.0})
+    callbacks.after_evaluation(2, {"eval/accuracy": 0.5})
+    callbacks.after_evaluation(3, {"loss": 1.0})
+    assert seen == [(2, {"eval/accuracy": 0.5})]
+
+
+CODE = """
+from functools import partial
+from grpocli import Callback
+
+class Good(Callback):
+    def __init__(self, patience=3):
+        self.patience = patience
+
+class Other:
+    pass
+
+patient = partial(Good, patience=9)
+
+class Raises(Callback):
+    def __init__(self):
+        raise KeyError("x")
+"""
+
+
+def test_callbacks_are_made_of_classes_and_factories(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(CODE)
+    (name, good), (_, patient) = make_callbacks([f"{file}:Good", f"{file}:patient"])
+    assert name == "mine.py:Good"
+    assert (good.patience, patient.patience) == (3, 9)  # type: ignore[attr-defined]
+
+
+def test_code_that_is_no_callback_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(CODE)
+    with pytest.raises(ConfigError, match=r"^callbacks=.*mine\.py:Other: is a class that does not derive from"):
+        check_callback(f"{file}:Other")
+    with pytest.raises(ConfigError, match=r"mine\.py:Raises: making it raised KeyError: 'x' \("):
+        make_callbacks([f"{file}:Raises"])
+    with pytest.raises(ConfigError, match=r'no function or class Goood; did you mean "Good"\?'):
+        check_callback(f"{file}:Goood")
