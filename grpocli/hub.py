@@ -79,8 +79,13 @@ def _go_offline() -> None:
             vars(module)["HF_HUB_OFFLINE"] = True
 
 
-def check_folder(key: str, path: str) -> None:
+def check_folder(key: str, path: str, revision: str | None = None) -> None:
     """Raise ConfigError for `key` unless `path` is a folder with a model or a possible name on the hub."""
+    if place := hub_path(path, key):
+        if revision is not None and place.revision is not None:
+            problem = f"names a revision, and {key.rpartition('.')[0]}.revision={revision} another: give one of them"
+            raise ConfigError(problem, key=key, value=path)
+        return None
     folder = Path(path).expanduser()
     if folder.is_dir():
         return _check_files(key, path, folder)
@@ -116,37 +121,49 @@ def hub_path(text: str, key: str) -> HubPath | None:
     return HubPath(found["repo"], found["folder"].strip("/"), found["revision"])
 
 
-def download_model(text: str, key: str) -> str:
-    """The local folder of the model `hub:...`, whose files are downloaded unless the cache has them.
+def model_folder(text: str, key: str, revision: str | None = None) -> str:
+    """The path of a model to load: for `hub:...` the folder of its downloaded files, else the text itself.
 
-    Raises ConfigError for `key` if that fails, or if the model has no safetensors.
+    revision: of a name without `@REVISION`. Raises ConfigError for `key` if the download fails, or if the model has no
+    safetensors.
     """
     place = hub_path(text, key)
-    assert place is not None
+    if place is None:
+        return text
     patterns = [f"{place.folder}/{name}" if place.folder else name for name in MODEL_FILES]
     # of the whole repository only the model's own files, not those of its checkpoints
     others = [] if place.folder else ["checkpoints/*", "rollouts/*"]
-    with hub_errors(key, text):
+    with hub_errors(key, text, cached=True):
         from huggingface_hub import snapshot_download
 
-        root = snapshot_download(place.repo, revision=place.revision, allow_patterns=patterns, ignore_patterns=others)
+        quiet_client()
+        root = snapshot_download(
+            place.repo, revision=place.revision or revision, allow_patterns=patterns, ignore_patterns=others
+        )
     folder = Path(root) / place.folder
-    if not folder.is_dir():
+    if place.folder and not folder.is_dir():
         raise ConfigError(f"there is no folder {place.folder} on the hub", key=key, value=text)
     _check_files(key, text, folder)
     return str(folder)
 
 
 @contextmanager
-def hub_errors(key: str, value: object) -> Iterator[None]:
-    """A block of requests whose errors become a ConfigError for `key`, in one sentence."""
-    if reason := why_unreachable():
+def hub_errors(key: str, value: object, cached: bool = False) -> Iterator[None]:
+    """A block of requests whose errors become a ConfigError for `key`, in one sentence.
+
+    cached: whether the block may work without the hub, from the cache.
+    """
+    reason = why_unreachable()
+    if reason and not cached:
         raise ConfigError(f"the hub does not answer ({reason})", key=key, value=value)
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
+        if reason:
+            problem = f"is not in the cache, and the hub does not answer ({reason})"
+            raise ConfigError(problem, key=key, value=value) from error
         raise ConfigError(request_problem(error), key=key, value=value) from error
 
 
@@ -175,10 +192,18 @@ def request_problem(error: BaseException) -> str:
 def hub_api(bars: bool = False) -> Any:
     """A client of the hub, with the token that huggingface_hub finds. bars: show its progress bars."""
     from huggingface_hub import HfApi
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     from grpocli.version import __version__
 
+    quiet_client(bars)
+    return HfApi(library_name="grpocli", library_version=__version__)
+
+
+def quiet_client(bars: bool = False) -> None:
+    """Let huggingface_hub print nothing; its errors are exceptions. bars: but its progress bars."""
+    from huggingface_hub.utils.logging import set_verbosity_error
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    set_verbosity_error()  # type: ignore[no-untyped-call]
     if not bars:
         disable_progress_bars()
-    return HfApi(library_name="grpocli", library_version=__version__)

@@ -14,7 +14,9 @@ from grpocli.cli.completion import main as complete
 from grpocli.cli.hydra_app import arguments, hydra_app, only_prints, options_first, search_path, warn_of_escapes
 from grpocli.config.environment import raw_value
 from grpocli.errors import ConfigError
-from grpocli.launch.ready import check_ready
+from grpocli.hub import PREFIX
+from grpocli.launch.pull import fetched
+from grpocli.launch.ready import check_ready, check_training
 from grpocli.launch.resume import Resume
 from grpocli.tracking.metrics import ended_early, finished_steps, read_summary
 from grpocli.tracking.run_dir import RunDir
@@ -38,6 +40,10 @@ def main(argv: list[str]) -> int:
         return 0
     if sys.stdout.isatty():  # the next output overwrites it
         print("reading the config ...", end="\r", flush=True)
+    if not args.multirun and any(text.startswith(f"resume={PREFIX}") for text in args.overrides):
+        given = fetched(args.overrides)
+        argv = [text for text in argv if text not in args.overrides] + given
+        args = arguments(argv)
     resume = Resume.requested(args.overrides)
     if resume and args.multirun:
         raise ConfigError("cannot be combined with -m", key="resume")
@@ -54,6 +60,7 @@ def main(argv: list[str]) -> int:
         return 0
     if run:
         check_ready(run)
+        check_training(run)
     hydra_app(lambda config: _task(config, resume), "train", argv)
     return 0
 

@@ -17,6 +17,7 @@ from grpocli.doctor.surroundings import in_cache
 from grpocli.errors import ConfigError
 from grpocli.hardware.devices import split
 from grpocli.hardware.hardware import Single
+from grpocli.hub import hub_path
 from grpocli.models.quantization import INSTALL
 from grpocli.rewards.code import CodeReward
 from grpocli.rollout.sync_config import ServerLocation
@@ -191,13 +192,20 @@ def replaced(error: ConfigError) -> ConfigError:
     return ConfigError(error.problem, key=error.key, value=error.value)
 
 
+def _name_on_hub(path: Any) -> Any:
+    """OWNER/NAME of `hub:OWNER/NAME@REVISION`; another path as it is."""
+    place = hub_path(path, "model.path") if isinstance(path, str) else None
+    return place.repo if place else path
+
+
 def _on_hub(run: Run, machine: Machine) -> Iterator[str]:
     """The keys of the model and the data that are neither on this machine nor in the hub's cache."""
-    path = getattr(run.model, "path", None)
+    path = _name_on_hub(getattr(run.model, "path", None))
     if isinstance(path, str) and not Path(path).expanduser().exists() and not in_cache(machine, path, "models"):
         yield f"model.path={path}"
     for name in run.algorithm.kl.models.values() if has_teacher(run.algorithm.kl) else ():
-        if name != BUILT_IN and not Path(name).expanduser().exists() and not in_cache(machine, name, "models"):
+        repo = str(_name_on_hub(name))
+        if name != BUILT_IN and not Path(name).expanduser().exists() and not in_cache(machine, repo, "models"):
             yield f"algorithm.kl.model={name}"
     for name, task in tasks_of(run.task).items():
         path = getattr(task, "path", None)

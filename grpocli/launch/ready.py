@@ -28,13 +28,12 @@ def check_ready(run: Run) -> None:
     _check_part(run.optim)
     check_teachers(run)
     check_data(run)
+
+
+def check_training(run: Run) -> None:
+    """`check_ready` for what only a training needs: its callbacks, and a token that may push it to the hub."""
     for spec in run.callbacks:
         check_exists(spec, "callbacks")
-    _check_hub(run)
-
-
-def _check_hub(run: Run) -> None:
-    """Raise ConfigError if the run could not be pushed at its end."""
     if run.hub.push is not None:
         from grpocli.launch.push import KEY, check_may_push
 

@@ -26,7 +26,7 @@ from grpocli.launch.compose import build_run, mode_of, save
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.launch.push import KEY as PUSH_KEY
 from grpocli.launch.push import push_finished, refuse_other_run
-from grpocli.launch.ready import check_ready
+from grpocli.launch.ready import check_ready, check_training
 from grpocli.launch.resume import changes
 from grpocli.launch.trainer_job import TrainerJob, wait_for_job
 from grpocli.launch.trainer_launcher import SETTLE, clean, resume_marker, stop_file
@@ -129,9 +129,12 @@ def _run_locked(
         begin()
         clean(run_dir.path)
         check_ready(run)  # before heavy imports
+        check_training(run)
         refuse_other_run(PUSH_KEY, run.hub, run_dir)
         devices = devices_of(run.hardware, run.engine.resolved())
         run = _with_eval_problems(config, run, devices)
+        for spec in run.callbacks:
+            check_callback(spec)
         job = prepare(run, run_dir, view, devices, node)
         point = _resume_point(run, run_dir, view, resuming)
         job = replace(job, checkpoint=point.path)
@@ -226,8 +229,6 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
     for name, task in tasks_of(run.task).items():
         with errors_below(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples("train")[0])
-    for spec in run.callbacks:
-        check_callback(spec)
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     _check_teachers(run, model_path, view)
     dtype = choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device)

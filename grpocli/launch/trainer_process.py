@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PUSH_AFTER_STOP = 30.0
+"""Seconds that a run which is stopped waits for the push of its last checkpoint: schedulers grant little time."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerProcess:
@@ -68,6 +71,7 @@ class TrainerProcess:
             self._started(trainer, recorder)
             results = self._trained(trainer)
             finish(trainer, self.job, results)
+            recorder.finish_pushes(self.run.hub.timeout)
             recorder.callbacks.on_end(RunEnd(trainer.state.step, "done", "done", self.run_dir.model))
             return results.get("eval/accuracy")
         except BaseException as error:
@@ -112,6 +116,7 @@ class TrainerProcess:
         except OSError:
             logger.exception("the summary was not written")
         if not isinstance(error, KeyboardInterrupt):  # a second Ctrl-C waits for nothing
+            recorder.finish_pushes(PUSH_AFTER_STOP)
             recorder.callbacks.on_end(RunEnd(trainer.state.step if trainer else 0, kind, cause, None))
 
 
@@ -168,6 +173,10 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
         restore=recorder.show_stage,
         warn=view.warn,
     )
+    if run.hub.checkpoints:
+        from grpocli.launch.push import CheckpointPushes, Pusher
+
+        recorder.pushes = CheckpointPushes(Pusher(run_dir, run.hub), view.warn)
     return recorder
 
 

@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
-from grpocli.hub import check_folder, why_unreachable
+from grpocli.hub import PREFIX, check_folder, model_folder, why_unreachable
 from grpocli.models.loading import ModelPart, Progress
 
 
@@ -19,7 +19,8 @@ class HuggingFace(ModelPart):
     """A language model of transformers, from a folder or the hub."""
 
     path: str = MISSING
-    """A folder with config.json, weights and tokenizer, or a name on the hub."""
+    """A folder with config.json, weights and tokenizer, or a name on the hub; `hub:OWNER/NAME@REVISION` takes only
+    safetensors, and the folder of a checkpoint, `hub:OWNER/NAME/checkpoints/step_000020`."""
     revision: str | None = None
     """Branch, tag or commit on the hub; null: the default branch."""
     trust_remote_code: bool = False
@@ -43,13 +44,15 @@ class HuggingFace(ModelPart):
     def prepare(self, progress: Progress | None = None) -> str:
         """The absolute path of the folder, or the hub id."""
         self.check_ready()
+        if self.path.startswith(PREFIX):
+            return model_folder(self.path, "model.path", self.revision)
         folder = Path(self.path).expanduser()
         return str(folder.resolve()) if folder.is_dir() else self.path
 
     def check_ready(self) -> None:
         """Raise ConfigError if there is no such model. Loads no slow library."""
-        check_folder("model.path", self.path)
-        if not Path(self.path).expanduser().is_dir():
+        check_folder("model.path", self.path, self.revision)
+        if not self.path.startswith(PREFIX) and not Path(self.path).expanduser().is_dir():
             self._check_reachable()
 
     def _check_reachable(self) -> None:

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
+<<<<<<< HEAD
 from grpocli.training.optim import matrices_in_layers
+=======
+from grpocli.hub import PREFIX, model_folder
+>>>>>>> f6c3612 (resume=hub:OWNER/NAME goes on with a pushed run, model.path=hub:OWNER/NAME@REVISION starts from a pushed model, and checkpoints are pushed while training goes on)
 
 if TYPE_CHECKING:
     import torch
@@ -147,6 +151,8 @@ def find_config(part: Any) -> tuple[Any, str]:
 
         return make_model(0).config, "built in"
     path = str(getattr(part, "path", "")) or str(part.prepare())
+    if path.startswith(PREFIX):
+        return _load(part, model_folder(path, "model.path", part.revision)), path
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
-from grpocli.hub import check_folder
+from grpocli.hub import check_folder, model_folder
 from grpocli.rewards.reward import BaseReward, Sample, Score
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RewardModel(BaseReward):
         return self.path
 
     def check_ready(self) -> None:
-        check_folder(KEY, self.path)
+        check_folder(KEY, self.path, self.revision)
 
     def check(self, columns: Sequence[str]) -> None:
         _classifier(self)
@@ -71,12 +71,13 @@ class Classifier:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        self.reward, path = reward, reward.path
+        self.reward, path = reward, model_folder(reward.path, KEY, reward.revision)
+        revision = reward.revision if path == reward.path else None  # a downloaded folder has one
         self.device = _device(reward.device)
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=reward.revision)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
             model, found = AutoModelForSequenceClassification.from_pretrained(
-                path, revision=reward.revision, dtype=getattr(torch, reward.dtype), output_loading_info=True
+                path, revision=revision, dtype=getattr(torch, reward.dtype), output_loading_info=True
             )
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]

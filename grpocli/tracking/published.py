@@ -15,9 +15,9 @@ from grpocli.config.environment import SECRET
 from grpocli.files import regular
 from grpocli.masking import masked
 
-ELSEWHERE = "<path>"
+ELSEWHERE = "NOT_PUSHED"
 """Stands for the folder of a file that is neither below the working directory nor below the home folder."""
-HIDDEN = "<secret>"
+HIDDEN = "SECRET"
 SHORTEST = 8
 """The shortest value of an environment variable that is taken for a secret: shorter ones occur in other words."""
 PATH = r"/(?:[^\s/'\",\[\]{}:=]+/)*[^\s/'\",\[\]{}:=]+"

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.tracking.callbacks import Callbacks, StepCompletion
 from grpocli.tracking.rollouts import Record, reference_answer, write_rollouts
@@ -41,6 +41,14 @@ STAGES = {
 }
 
 
+class Pushes(Protocol):
+    """Pushes checkpoints while the run goes on."""
+
+    def add(self, step: int) -> None: ...
+
+    def close(self, timeout: float) -> None: ...
+
+
 @dataclass(slots=True)
 class Recorder:
     """Records the metrics, rollouts and stages of a run.
@@ -48,7 +56,7 @@ class Recorder:
     metrics, tracker: None in processes other than the main one. seconds_before: the time of earlier sessions. last: the
     metrics of the last step. mismatch_expected: constrained decoding makes the sampler's log-probs differ. dtype: the
     compute dtype. answer_columns: the example columns that may hold the reference answer. callbacks: of the user; none
-    in processes other than the main one.
+    in processes other than the main one. pushes: those of checkpoints to the hub; None without.
     """
 
     run_dir: RunDir
@@ -65,6 +73,7 @@ class Recorder:
     answer_columns: Sequence[str] = ("answer",)
     current_stage: str = ""
     callbacks: Callbacks = field(default_factory=Callbacks)
+    pushes: Pushes | None = None
 
     def stage(self, name: str) -> None:
         """Begin a stage, a key of STAGES."""
@@ -188,6 +197,8 @@ class Recorder:
 
     def checkpointed(self, step: int) -> None:
         """Pass on that the checkpoint after `step` is whole."""
+        if self.pushes:
+            self.pushes.add(step)
         if self.metrics is not None:
             self.callbacks.after_checkpoint(step, self.run_dir.checkpoint(step))
 
@@ -201,6 +212,12 @@ class Recorder:
         self.view.note(
             f"the run ends after step {step}: {known}, at least eval.stop_at.threshold={stop_at.threshold:g}"
         )
+
+    def finish_pushes(self, timeout: float) -> None:
+        """Wait for the pushes of checkpoints, at most `timeout` seconds."""
+        if self.pushes:
+            self.view.stage("pushing the last checkpoint to the hub")
+            self.pushes.close(timeout)
 
     def close(self) -> None:
         if self.tracker:

@@ -222,10 +222,10 @@ def test_secrets_and_local_folders_are_not_pushed(
             assert hidden not in text, (path, hidden)
     pushed = yaml.safe_load(texts["config.yaml"])
     assert pushed["task"] == {"path": "~/data/train.jsonl", "eval_path": "eval.jsonl"}
-    assert pushed["model"]["path"] == "<path>/base"
-    assert pushed["reward"]["mine"]["function"] == "<path>/rewards.py:score"
+    assert pushed["model"]["path"] == "NOT_PUSHED/base"
+    assert pushed["reward"]["mine"]["function"] == "NOT_PUSHED/rewards.py:score"
     assert pushed["prompt"] == config["prompt"]
-    assert pushed["overrides"][0] == "reward=[<path>/rewards.py:score,math]"
+    assert pushed["overrides"][0] == "reward=[NOT_PUSHED/rewards.py:score,math]"
 
 
 def test_texts_without_anything_to_hide_stay_as_they_are() -> None:

@@ -1,0 +1,155 @@
+"""Whole runs that push to a stand-in hub, and that start from what is there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.running import SMALL, assert_same_run, metrics, run_here
+from launch.test_push import forget_hub, use_hub
+from stand_in_hub import StandInHub, serving
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # huggingface_hub's use of its client
+]
+RUN = ["engine=fake", *SMALL, "checkpoint.every=1"]
+Grpocli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
+    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
+    monkeypatch.chdir(tmp_path)
+    with serving(StandInHub()) as server:
+        use_hub(server, monkeypatch, tmp_path)
+        yield server
+    forget_hub()
+
+
+def steps_on(hub: StandInHub, name: str) -> list[str]:
+    files = hub.repos[name].files("main") or {}
+    return sorted({path.split("/")[1] for path in files if path.startswith("checkpoints/")})
+
+
+def test_a_run_is_pushed_and_another_machine_goes_on_with_it(hub: StandInHub, tmp_path: Path) -> None:
+    pushed = ["hub.push=me/new", "hub.checkpoints=true", "checkpoint.keep=2"]
+    assert run_here("train", *RUN, *pushed, "train.steps=2", "hydra.run.dir=first") == 0
+    assert steps_on(hub, "me/new") == ["step_000001", "step_000002"]
+    assert "model.safetensors" in (hub.repos["me/new"].files("main") or {})
+    shutil.move("first", "elsewhere")
+    assert run_here("train", "resume=hub:me/new", "train.steps=3", "hydra.run.dir=second") == 0
+    assert not Path("second.download").exists()
+    assert run_here("train", *RUN, "train.steps=3", "hydra.run.dir=whole") == 0
+    assert_same_run(tmp_path / "second", tmp_path / "whole")
+    assert steps_on(hub, "me/new") == ["step_000002", "step_000003"]
+    assert json.loads((hub.repos["me/new"].files("main") or {})["summary.json"])["steps"] == 3
+
+
+def test_a_failed_push_costs_a_run_nothing(hub: StandInHub, tmp_path: Path, grpocli: Grpocli) -> None:
+    hub.refuse["/api/models/me/new/commit"] = 400
+    code, out, err = grpocli("train", *RUN, "hub.push=me/new", "hub.checkpoints=true", "hydra.run.dir=one")
+    assert code == 0, err
+    assert json.loads((tmp_path / "one" / "summary.json").read_text())["exit"] == "done"
+    assert out.count("the checkpoint of step") == 1
+    assert "refused by the test" in out
+    (command,) = [line.partition("push it with: ")[2] for line in out.splitlines() if "warning: not pushed: " in line]
+    hub.refuse.clear()
+    assert run_here(*command.split()[1:]) == 0
+    assert "model.safetensors" in (hub.repos["me/new"].files("main") or {})
+
+
+def test_a_run_that_may_not_be_pushed_does_not_begin(
+    hub: StandInHub, monkeypatch: pytest.MonkeyPatch, grpocli: Grpocli
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_reader_token")
+    code, _, err = grpocli("train", *RUN, "hub.push=me/new", "hydra.run.dir=one")
+    assert code == 2
+    assert "hub.push=me/new: the token may not do this" in err
+    assert not Path("one").exists()
+
+
+def test_without_push_there_is_no_request(hub: StandInHub) -> None:
+    assert run_here("train", *RUN, "train.steps=1", "hydra.run.dir=one") == 0
+    assert hub.requests == []
+
+
+@pytest.mark.survival
+def test_a_second_run_does_not_overwrite_the_first(hub: StandInHub, grpocli: Grpocli) -> None:
+    assert run_here("train", *RUN, "train.steps=1", "hub.push=me/new", "hydra.run.dir=one") == 0
+    code, _, err = grpocli("train", *RUN, "train.steps=1", "hub.push=me/new", "hydra.run.dir=two")
+    assert code == 2
+    assert "hub.push=me/new: holds another run" in err
+    assert not Path("two").exists()
+
+
+def test_a_pushed_model_starts_a_run_and_is_evaluated(hub: StandInHub, grpocli: Grpocli) -> None:
+    assert run_here("train", *RUN, "train.steps=1", "hub.push=me/new", "hub.checkpoints=true", "hydra.run.dir=a") == 0
+    commit = hub.repos["me/new"].branches["main"]
+    rest = [one for one in RUN if not one.startswith("model.")]
+    small = ["train.steps=1", "rollout.max_prompt_tokens=32", "rollout.max_completion_tokens=8"]
+    for number, path in enumerate((f"hub:me/new@{commit}", "hub:me/new/checkpoints/step_000001")):
+        start = [f"model.path={path}", *rest, *small]
+        assert run_here("train", *start, f"hydra.run.dir=b{number}") == 0
+        assert metrics(Path(f"b{number}"))[0]["step"] == 1
+    card = Path("b0", "model", "README.md").read_text()
+    assert "base_model: me/new" in card
+    teacher = ["algorithm/kl=reverse", f"algorithm.kl.model=hub:me/new@{commit}", "algorithm.kl.beta=0.1"]
+    assert run_here("train", f"model.path=hub:me/new@{commit}", *rest, *small, *teacher, "hydra.run.dir=c") == 0
+    code, out, err = grpocli("eval", f"model=hub:me/new@{commit}", "engine=fake", "--problems", "2", "--samples", "1")
+    assert code == 0, err
+    assert "accuracy" in out
+
+
+def push_changed(hub: StandInHub, change: Callable[[dict[str, Any]], None]) -> None:
+    """Push a finished run whose config is changed first."""
+    import yaml
+
+    assert run_here("train", *RUN, "train.steps=1", "hydra.run.dir=a") == 0
+    config = yaml.safe_load(Path("a/config.yaml").read_text())
+    change(config)
+    Path("a/config.yaml").write_text(yaml.safe_dump(config))
+    assert run_here("push", "a", "--to", "me/new", "--checkpoints") == 0
+
+
+@pytest.mark.survival
+def test_code_in_a_downloaded_config_must_be_named_again(hub: StandInHub, grpocli: Grpocli) -> None:
+    push_changed(hub, lambda config: config.update(callbacks=["os:system"]))
+    code, _, err = grpocli("train", "resume=hub:me/new", "train.steps=2", "hydra.run.dir=b")
+    assert code == 2
+    assert "resume=hub:me/new: its config runs code outside grpocli, callbacks=os:system" in err
+    assert not Path("b").exists()
+    assert run_here("train", "resume=hub:me/new", "train.steps=2", "hydra.run.dir=b", "callbacks=[]") == 0
+
+
+@pytest.mark.survival
+def test_a_file_that_was_not_pushed_must_be_given_again(hub: StandInHub, grpocli: Grpocli) -> None:
+    push_changed(hub, lambda config: config["model"].update(chat_template="/data/templates/mine.jinja"))
+    code, _, err = grpocli("train", "resume=hub:me/new", "hydra.run.dir=b")
+    assert code == 2
+    assert "model.chat_template was a file outside of the run, mine.jinja, which is not on the hub" in err
+
+
+@pytest.mark.survival
+def test_a_run_without_checkpoints_is_not_resumed(hub: StandInHub, grpocli: Grpocli) -> None:
+    assert run_here("train", *RUN, "train.steps=1", "hub.push=me/new", "hydra.run.dir=a") == 0
+    code, _, err = grpocli("train", "resume=hub:me/new", "hydra.run.dir=b")
+    assert code == 2
+    assert "holds no checkpoint" in err
+    code, _, err = grpocli("train", "resume=hub:me/new", "hydra.run.dir=a")
+    assert "holds a run already; continue it with resume=a" in err
+
+
+@pytest.mark.survival
+def test_a_damaged_download_is_refused(hub: StandInHub, grpocli: Grpocli) -> None:
+    assert run_here("train", *RUN, "train.steps=1", "hub.push=me/new", "hub.checkpoints=true", "hydra.run.dir=a") == 0
+    files = hub.repos["me/new"].files("main") or {}
+    name = "checkpoints/step_000001/model.safetensors"
+    hub.repos["me/new"].commit("main", files | {name: files[name][:-1] + b"x"}, "damaged")
+    code, _, err = grpocli("train", "resume=hub:me/new", "train.steps=2", "hydra.run.dir=b")
+    assert code == 2
+    assert "step_000001 is damaged (model.safetensors differs from what was written)" in err

@@ -1,0 +1,112 @@
+"""Models named `hub:OWNER/NAME@REVISION`, with the real client against a stand-in server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub.constants as hub_constants
+import pytest
+from launch.test_push import forget_hub, use_hub
+from stand_in_hub import StandInHub, serving
+
+from grpocli.errors import ConfigError
+from grpocli.hub import HubPath, hub_api, hub_path
+from grpocli.models.hf import HuggingFace
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"
+)  # huggingface_hub's use of its client
+FILES = ("config.json", "tokenizer.json", "model.safetensors", "checkpoints/step_000001/config.json")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
+    with serving(StandInHub()) as server:
+        use_hub(server, monkeypatch, tmp_path)
+        yield server
+    forget_hub()
+
+
+def upload(name: str, *files: str) -> None:
+    api = hub_api()
+    api.create_repo(name)
+    for file in files:
+        api.upload_file(path_or_fileobj=file.encode(), path_in_repo=file, repo_id=name)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("hub:a/b", HubPath("a/b")),
+        ("hub:a/b@main", HubPath("a/b", "", "main")),
+        ("hub:a-1/b.c_2@refs/pr/1", HubPath("a-1/b.c_2", "", "refs/pr/1")),
+        ("hub:a/b/checkpoints/step_000002@x", HubPath("a/b", "checkpoints/step_000002", "x")),
+        ("a/b", None),
+        ("/models/hub:a", None),
+    ],
+)
+def test_a_place_on_the_hub_is_read(text: str, place: HubPath | None) -> None:
+    assert hub_path(text, "model.path") == place
+
+
+@pytest.mark.parametrize("text", ["hub:", "hub:a", "hub:a/b@", "hub:/a/b", "hub:a/../b", "hub:a/b c", "hub://a/b"])
+def test_another_name_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.path=hub:.*: expected hub:OWNER/NAME, hub:OWNER/NAME@REVISION$"):
+        hub_path(text, "model.path")
+
+
+def test_a_revision_is_downloaded_and_then_found_without_requests(hub: StandInHub) -> None:
+    upload("me/new", *FILES)
+    commit = hub.repos["me/new"].branches["main"]
+    hub_api().upload_file(path_or_fileobj=b"later", path_in_repo="config.json", repo_id="me/new")
+    folder = Path(HuggingFace(path=f"hub:me/new@{commit}").prepare())
+    assert (folder / "config.json").read_text() == "config.json"
+    assert not (folder / "checkpoints").exists()
+    assert Path(HuggingFace(path="hub:me/new").prepare(), "config.json").read_text() == "later"
+    assert Path(HuggingFace(path="hub:me/new", revision=commit).prepare()) == folder
+    hub.requests.clear()
+    assert Path(HuggingFace(path=f"hub:me/new@{commit}").prepare()) == folder
+    assert not [one for one in hub.requests if one.startswith("GET")]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("hub:me/none", "the hub has no such repository"),
+        ("hub:me/new@none", "the hub has no such revision"),
+        ("hub:me/new/none", "there is no folder none on the hub"),
+        ("hub:me/new", "the folder has no config.json"),
+    ],
+)
+def test_a_missing_model_is_refused_in_a_sentence(hub: StandInHub, name: str, problem: str) -> None:
+    upload("me/new")
+    with pytest.raises(ConfigError) as caught:
+        HuggingFace(path=name).prepare()
+    assert str(caught.value).startswith(f"model.path={name}: ")
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_revisions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"names a revision, and model\.revision=b another: give one of them"):
+        HuggingFace(path="hub:me/new@a", revision="b").prepare()
+
+
+def test_pickled_weights_are_not_taken(hub: StandInHub) -> None:
+    upload("me/old", "config.json", "tokenizer.json", "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"the folder has no weights \(\*\.safetensors\)"):
+        HuggingFace(path="hub:me/old").prepare()
+    assert not [one for one in hub.requests if one.endswith("pytorch_model.bin")]
+
+
+def test_a_downloaded_model_needs_no_hub(hub: StandInHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    upload("me/new", *FILES)
+    folder = HuggingFace(path="hub:me/new").prepare()
+    forget_hub()
+    monkeypatch.setattr(hub_constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert HuggingFace(path="hub:me/new").prepare() == folder
+    with pytest.raises(
+        ConfigError, match=r"^model\.path=hub:me/other: is not in the cache, and the hub does not answer"
+    ):
+        HuggingFace(path="hub:me/other").prepare()
