@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-<<<<<<< HEAD
-from grpocli.training.optim import matrices_in_layers
-=======
 from grpocli.hub import PREFIX, model_folder
->>>>>>> f6c3612 (resume=hub:OWNER/NAME goes on with a pushed run, model.path=hub:OWNER/NAME@REVISION starts from a pushed model, and checkpoints are pushed while training goes on)
+from grpocli.training.optim import matrices_in_layers
 
 if TYPE_CHECKING:
     import torch
