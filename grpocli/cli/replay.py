@@ -135,6 +135,9 @@ def _session(
     from grpocli.training.resume_point import latest
 
     run: Run = build_run(composed([f"resume={run_folder}", *earlier, *args.overrides], args.config_dir))
+    if run.algorithm.supervised:
+        why = "learned answers of the data (algorithm=sft): nothing was sampled, so there is nothing to compute again"
+        raise ConfigError(why, key="RUN", value=run_folder)
     model_path, problem = "", ""
     try:
         model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))

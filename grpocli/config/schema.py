@@ -22,6 +22,9 @@ class Train:
 
     steps: int = 60
     """Steps: rounds of sampling and updating."""
+    data_epochs: float | None = None
+    """Passes over the training data, which replace steps: as many as there are rollout.prompts_per_step of its examples
+    in them, rounded up. null: steps."""
     epochs: int = 1
     """Number of passes over each step's rollouts (mu in the papers)."""
     minibatches: int = 1
@@ -37,6 +40,8 @@ class Train:
     def __post_init__(self) -> None:
         for field in ("steps", "epochs", "minibatches", "micro_batch_tokens"):
             require(self, field, getattr(self, field) >= 1, "must be at least 1")
+        passes = self.data_epochs
+        require(self, "data_epochs", passes is None or 0 < passes < math.inf, "must be above 0, or null")
 
     @property
     def updates_per_step(self) -> int:

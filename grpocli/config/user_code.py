@@ -34,7 +34,7 @@ def load(function: str, key: str) -> Callable[..., Any]:
 
     Raises ConfigError for `key` if there is none.
     """
-    place, _, name = function.rpartition(":")
+    place, name = _split(function)
     try:
         module = _module_of(place, key)
     except ConfigError:
@@ -49,6 +49,14 @@ def load(function: str, key: str) -> Callable[..., Any]:
         raise _no_name(function, place, name, vars(module), key)
     result: Callable[..., Any] = found
     return result
+
+
+def _split(function: str) -> tuple[str, str]:
+    """The module or file, and the name in it, of FILE.py:NAME, module:NAME or module.NAME."""
+    place, colon, name = function.rpartition(":")
+    if not colon:
+        place, _, name = function.rpartition(".")
+    return place, name
 
 
 def absolute(function: str) -> str:
@@ -80,7 +88,7 @@ def check_exists(function: str, key: str) -> None:
 
     The import happens later, since it may be slow. Passes if the source may define the name at run time.
     """
-    place, _, name = function.rpartition(":")
+    place, name = _split(function)
     if place.endswith(".py"):
         _check_name(_existing(place, key), function, place, name, key)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -135,6 +136,7 @@ def _run_locked(
         run = _with_eval_problems(config, run, devices)
         for spec in run.callbacks:
             check_callback(spec)
+        run = _with_steps(config, run, run_dir if resuming else None)
         job = prepare(run, run_dir, view, devices, node)
         point = _resume_point(run, run_dir, view, resuming)
         job = replace(job, checkpoint=point.path)
@@ -210,6 +212,30 @@ def _with_eval_problems(config: DictConfig, run: Run, devices: Devices) -> Run:
     """Set `eval.problems` for this device in run and config, so that a resume on another device keeps it."""
     config.eval.problems = run.eval.n_problems(cpu=not devices.train)
     return replace(run, eval=replace(run.eval, problems=config.eval.problems))
+
+
+def _with_steps(config: DictConfig, run: Run, resumed: RunDir | None) -> Run:
+    """Set `train.steps` to `train.data_epochs` in run and config. A resume keeps them unless it changes the epochs."""
+    epochs = run.train.data_epochs
+    if epochs is None or (resumed and OmegaConf.select(OmegaConf.load(resumed.config), "train.data_epochs") == epochs):
+        return run
+    config.train.steps = steps_of(epochs, run)
+    return replace(run, train=replace(run.train, steps=config.train.steps))
+
+
+def steps_of(epochs: float, run: Run) -> int:
+    """The steps that draw the training examples so many times; of several tasks, those of the slowest."""
+    tasks = tasks_of(run.task)
+    whole = sum(getattr(task, "weight", 1.0) for task in tasks.values())
+    draws = 0.0
+    for name, task in tasks.items():
+        if getattr(task, "streaming", False):
+            key = f"{key_of(run.task, name)}.streaming"
+            hint = "give train.steps instead of train.data_epochs"
+            raise ConfigError("the number of its examples is not known", key=key, value="true", hint=hint)
+        with errors_below(key_of(run.task, name)):
+            draws = max(draws, len(task.examples("train")) * whole / getattr(task, "weight", 1.0))
+    return max(1, math.ceil(round(epochs * draws / run.rollout.prompts_per_step, 6)))
 
 
 def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str | None:

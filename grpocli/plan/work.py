@@ -54,6 +54,7 @@ def work(inputs: PlanInputs, devices: list[Device]) -> Work:
     prompts = run.rollout.prompts_per_step
     of_prompt, of_row = forward_flops(size, prompt, 0), forward_flops(size, prompt, completion)
     generation = prompts * of_prompt + rows * (of_row - of_prompt)  # each prompt once for its group
+    supervised = run.algorithm.supervised  # its completions are the data's
     once = generation if inputs.packed else rows * of_row
     forward, backward = _passes(inputs)
     head = run.train.epochs * 2 * size.head * rows * completion  # the backward pass recomputes the logits
@@ -62,20 +63,25 @@ def work(inputs: PlanInputs, devices: list[Device]) -> Work:
     more = _extra_head_flops(inputs, forward, backward, head)
     computers = resources.trainers if resources.gpu else 1
     generators = (resources.servers * resources.tensor_parallel or computers) if resources.gpu else 1
-    sent = 0.0 if _in_process(inputs) else inputs.dtype_bytes * (size.adapter or size.parameters)
+    sent = (
+        0.0
+        if _in_process(inputs) or run.algorithm.supervised
+        else inputs.dtype_bytes * (size.adapter or size.parameters)
+    )
     return Work(
         completions=rows,
         tokens=(prompts if inputs.packed else rows) * prompt + rows * completion,
-        generated=rows * completion,
+        generated=0 if supervised else rows * completion,
         forward=forward * once,
         backward=backward * once + head,
-        generation=generation,
+        generation=0.0 if supervised else generation,
         sync_bytes=sent,
         seconds={
             "training: compute": ((forward + backward) * once + head + more) / (speed * computers),
-            "generation: compute": generation / (speed * generators),
-            "generation: memory bandwidth of decoding": decoding_bytes(inputs, devices)
-            / (resources.bandwidth * 1e12 * READING),
+            "generation: compute": 0.0 if supervised else generation / (speed * generators),
+            "generation: memory bandwidth of decoding": 0.0
+            if supervised
+            else decoding_bytes(inputs, devices) / (resources.bandwidth * 1e12 * READING),
             "weight sync": sent / (LINK if resources.gpu else resources.bandwidth * 1e12 / 4),
         },
     )

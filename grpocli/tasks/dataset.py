@@ -319,13 +319,20 @@ def hold_out(rows: Iterable[Row], columns: Sequence[str], limit: int) -> tuple[l
     same question, their positions are hashed instead.
     limit: questions to hold out, at most a fifth of all.
     """
-    hashes = [_hash([row[c] for c in columns]) for row in rows]
+    hashes = [_hash([_question(row[c]) for c in columns]) for row in rows]
     if len(set(hashes)) == 1:
         hashes = [_hash(place) for place in range(len(hashes))]
     questions = sorted(set(hashes))
     held_out = set(questions[: min(limit, max(1, len(questions) // 5))])
     train = [i for i, h in enumerate(hashes) if h not in held_out]
     return train, [i for i, h in enumerate(hashes) if h in held_out]
+
+
+def _question(value: Any) -> Any:
+    """A value without the answer that ends it, if it is a conversation: one question may have several answers."""
+    if not isinstance(value, list) or len(value) < 2 or not isinstance(value[-1], dict):
+        return value
+    return value[:-1] if value[-1].get("role") == "assistant" else value
 
 
 def _hash(values: Any) -> bytes:

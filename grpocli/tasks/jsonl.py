@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import field, replace
 from functools import cached_property
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from grpocli.tasks.streaming import ExampleStream
     from grpocli.tasks.task import Example
 
+DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+(?<!\.py)")
 SHOTS = 1
 """Seed stream of the worked examples, so that their order differs from the order of training."""
 
@@ -63,7 +65,7 @@ class Jsonl(BaseTask):
     format: str = "auto"
     """`plain` text, `chat` (a text becomes a user message), or `auto`, the form that the data has."""
     processor: UserCode | None = None
-    """Your function, FILE.py:NAME or module:NAME, instead of the columns and templates; null: none. It gets a row
+    """Your function, FILE.py:NAME, module:NAME or module.NAME, instead of the columns and templates; null: none. It gets a row
     and returns a dict with `prompt`, text or messages, and the columns that rewards and environments need (`answer`
     ...). The column `loss_multiplier` multiplies the advantages of the prompt's completions, not their KL term."""
     processor_timeout: float = 60.0
@@ -84,8 +86,8 @@ class Jsonl(BaseTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, "format", ("auto", "plain", "chat"))
-        named = self.processor is None or ":" in self.processor
-        require(self, "processor", named, "must be FILE.py:NAME or module:NAME")
+        named = self.processor is None or ":" in self.processor or DOTTED.fullmatch(self.processor)
+        require(self, "processor", bool(named), "must be FILE.py:NAME, module:NAME or a dotted path")
         require(self, "processor_timeout", 0 < self.processor_timeout < math.inf, "must be above 0 seconds")
         for name, least in (("eval_size", 1), ("shuffle_buffer", 1), ("shots", 0)):
             require(self, name, getattr(self, name) >= least, f"must be at least {least}")

@@ -77,6 +77,7 @@ def build_trainer(
     if run.algorithm.supervised:
         source = TargetSampler(world, engine, data.tokenizer, sampler.scorer, sampler.environments)
     collector = make_collector(run, source, data.draw, state.draws, loaded.leftover, watch, data.curriculum)
+    collector.epoch_draws = data.epoch if run.algorithm.supervised else None
     trainer = Trainer(
         run=run,
         world=world,

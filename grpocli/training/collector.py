@@ -265,7 +265,7 @@ class Collector:
     numbers of prompts drawn and of steps collected. leftover: groups that the last step kept but did not need; the next
     step trains on them first. draws, leftover and the curriculum are saved. keeps_untrained: whether
     `RolloutBatch.untrained` is filled, with at most MAX_REFILL times `max_rounds` steps' worth of groups. watch: gets
-    the progress of a step's sampling.
+    the progress of a step's sampling. epoch_draws: the draws of an epoch, for the metric `epoch`; None: no such metric.
     """
 
     sampler: Sampler
@@ -283,6 +283,7 @@ class Collector:
     curriculum: Curriculum = field(default_factory=Curriculum)
     collected: int = 0
     watch: Watch = UNWATCHED
+    epoch_draws: int | None = None
 
     def collect(self) -> RolloutBatch:
         """Sample until the algorithm has kept `prompts_per_step` groups, or its rounds are used up. Collective.
@@ -318,6 +319,8 @@ class Collector:
                 "had completions of different reward; raise it, or choose easier or harder prompts"
             )
         metrics = self._metrics(sampled, wanted, len(leftover))
+        if self.epoch_draws:
+            metrics["epoch"] = self.draws / self.epoch_draws
         self.collected += 1
         self.curriculum.end_step(self.collected, sampled.outcomes)
         untrained = [(Status.FILTERED, group) for group in sampled.filtered]

@@ -10,6 +10,7 @@ from cli.running import assert_same_run, killed_after, metrics, run_here
 
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
+from grpocli.launch.run import steps_of
 from grpocli.tracking.rollouts import read_rollouts
 
 RUN = [
@@ -72,6 +73,37 @@ def test_what_needs_a_sampler_is_refused(given: list[str], key: str) -> None:
     with pytest.raises(ConfigError, match="supervised training has one answer") as refused:
         build_run(compose(["algorithm=sft", *given]))
     assert refused.value.key == key
+
+
+def test_passes_over_the_data_set_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}", "answer": f"{n}"}) + "\n" for n in range(21)))
+    evaluated = tmp_path / "e.jsonl"
+    evaluated.write_text('{"prompt": "x", "answer": "x"}\n')
+    data = ["task=jsonl", f"task.path={path}", f"task.eval_path={evaluated}", "rollout.prompts_per_step=4"]
+    run = build_run(compose(["algorithm=sft", *data]))
+    assert [steps_of(epochs, run) for epochs in (1, 2, 0.1)] == [6, 11, 1]
+    mixed = ["task=[arithmetic,countdown]", "task.arithmetic.train_size=30", "task.countdown.train_size=50"]
+    run = build_run(compose(["algorithm=sft", *mixed, "task.countdown.weight=4", "rollout.prompts_per_step=10"]))
+    assert steps_of(1, run) == 15, "arithmetic has a fifth of the draws"
+    with pytest.raises(ConfigError, match="the number of its examples is not known"):
+        steps_of(1, build_run(compose(["algorithm=sft", *data, "task.streaming=true"])))
+
+
+@pytest.mark.processes
+def test_a_run_of_one_pass_draws_each_example_once_and_is_not_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    options = ["task.train_size=24", "train.data_epochs=1", "reward=none", f"hydra.run.dir={folder}"]
+    assert run_here(*(word for word in RUN if not word.startswith("train.steps")), *options) == 0
+    assert [row["epoch"] for row in metrics(folder)] == [pytest.approx((i + 1) / 3) for i in range(3)]
+    prompts = [r["prompt"] for i in (1, 2, 3) for r in read_rollouts(folder / "rollouts" / f"step_{i:06d}.parquet")]
+    assert len(set(prompts)) == 24
+    assert run_here("sft", f"resume={folder}") == 0
+    assert "is finished after 3 steps" in capsys.readouterr().out
+    assert run_here("replay", str(folder)) == 2
+    assert "learned answers of the data" in capsys.readouterr().err
 
 
 def test_groups_of_one_are_for_supervised_training_only() -> None:

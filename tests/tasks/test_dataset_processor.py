@@ -78,6 +78,19 @@ def test_a_failing_processor_gives_a_one_sentence_error(task, row: int, said: st
         list(made.examples("train"))
 
 
+def test_a_processor_is_found_by_a_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "ourdata" / "math"
+    package.mkdir(parents=True)
+    (package / "convert.py").write_text("def process(row):\n    return {'prompt': f'{row[\"q\"]}='}\n")
+    (tmp_path / "d.jsonl").write_text('{"q": "1+1"}\n{"q": "2+2"}\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = Jsonl(path=str(tmp_path / "d.jsonl"), processor="ourdata.math.convert.process")
+    made.check_ready()
+    assert sorted(one["prompt"] for split in ("train", "eval") for one in made.examples(split)) == ["1+1=", "2+2="]
+    with pytest.raises(ConfigError, match=r"has no function or class absent"):
+        Jsonl(path=str(tmp_path / "d.jsonl"), processor="ourdata.math.convert.absent").examples("train")
+
+
 def test_a_missing_function_is_refused(task, tmp_path: Path) -> None:
     task({"id": 1}, {"id": 2})
     with pytest.raises(ConfigError, match=r'mine\.py has no function or class proces; did you mean "process"'):

@@ -11,6 +11,7 @@ import pytest
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
 from grpocli.models.tiny import make_tokenizer
+from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.prompt_set import PromptSet
 from grpocli.tasks.prompt_source import PromptSource
 from grpocli.tasks.prompts import tokenize
@@ -93,6 +94,16 @@ def test_long_targets_are_dropped_or_cut_and_counted() -> None:
     assert "cut at the end" in cut.report
     with pytest.raises(ConfigError, match="all 2 train targets are longer, the shortest has 3 tokens"):
         PromptSet(examples, TINY, 10, "drop", "train", targets=Targets(TINY, 2))
+
+
+def test_a_question_with_several_answers_is_on_one_side(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    chats = [[{"role": "user", "content": f"{i % 10}"}, {"role": "assistant", "content": f"{i}"}] for i in range(40)]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    made = Jsonl(path=str(path), prompt_column="messages", answer_column=None)
+    sides = [{one["prompt"][0]["content"] for one in made.examples(split)} for split in ("train", "eval")]
+    assert sides[0] | sides[1] == {f"{i}" for i in range(10)}
+    assert not sides[0] & sides[1]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
