@@ -63,11 +63,8 @@ def work(inputs: PlanInputs, devices: list[Device]) -> Work:
     more = _extra_head_flops(inputs, forward, backward, head)
     computers = resources.trainers if resources.gpu else 1
     generators = (resources.servers * resources.tensor_parallel or computers) if resources.gpu else 1
-    sent = (
-        0.0
-        if _in_process(inputs) or run.algorithm.supervised
-        else inputs.dtype_bytes * (size.adapter or size.parameters)
-    )
+    syncs = not (_in_process(inputs) or supervised)
+    sent = inputs.dtype_bytes * (size.adapter or size.parameters) if syncs else 0.0
     return Work(
         completions=rows,
         tokens=(prompts if inputs.packed else rows) * prompt + rows * completion,

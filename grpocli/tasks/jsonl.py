@@ -65,9 +65,9 @@ class Jsonl(BaseTask):
     format: str = "auto"
     """`plain` text, `chat` (a text becomes a user message), or `auto`, the form that the data has."""
     processor: UserCode | None = None
-    """Your function, FILE.py:NAME, module:NAME or module.NAME, instead of the columns and templates; null: none. It gets a row
-    and returns a dict with `prompt`, text or messages, and the columns that rewards and environments need (`answer`
-    ...). The column `loss_multiplier` multiplies the advantages of the prompt's completions, not their KL term."""
+    """Your function, FILE.py:NAME, module:NAME or module.NAME, instead of the columns and templates; null: none. It
+    gets a row and returns a dict with `prompt`, text or messages, and the columns that rewards and environments need
+    (`answer` ...). The column `loss_multiplier` multiplies the advantages of the prompt's completions, not their KL term."""
     processor_timeout: float = 60.0
     """Seconds for a row."""
     shots: int = 0
