@@ -182,7 +182,7 @@ def _sampling(model: torch.nn.Module, computing: AbstractContextManager[Any]) ->
 @contextmanager
 def _casts_kept(model: torch.nn.Module) -> Iterator[None]:
     """Autocast caches casts only of weights that require gradients; frozen ones would be cast for every token."""
-    frozen = [p for p in model.parameters() if not p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:

@@ -227,6 +227,8 @@ def _modules(run: Run) -> Iterator[Module]:
         yield Module("deepspeed", parallel, "in a clone of grpocli: pip install '.[deepspeed]'")
     if run.model.lora.rank:
         yield Module("peft", "model.lora.rank", "pip install peft")
+    if quantization := getattr(run.model, "quantization", None):
+        yield Module("bitsandbytes", f"model.quantization={quantization}", INSTALL)
     if isinstance(run.optim, AdamW8bit):
         yield Module("bitsandbytes", "optim=adamw_8bit", INSTALL)
     if run.model.attn_implementation == "flash_attention_2":

@@ -134,7 +134,7 @@ class Evaluation:
         from grpocli.training.policy import Policy
 
         run, job = self.run, self.job
-        model = load_policy(run.model, job.model_path, path, run.seed).to(world.device)
+        model = load_policy(run.model, job.model_path, path, run.seed, job.dtype, world.device).to(world.device)
         policy = Policy(model, model, getattr(torch, job.dtype))
         context = EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling)
         engine = connected(run.engine, context)

@@ -25,7 +25,7 @@ from grpocli.tracking.runs import check_run
 CONFIG = "config.yaml"
 SESSION_KEYS = ("resume", "overrides")
 """Keys of the start of a session, which do not change the run."""
-FIXED = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
+FIXED = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules", "model.quantization")
 """Keys that determine the tensors of a checkpoint, so a resume cannot change them."""
 
 

@@ -273,11 +273,25 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         quantized=run.engine.quantizes,
         revision=getattr(run.model, "revision", None),
         trust_remote_code=getattr(run.model, "trust_remote_code", False),
+        served_path=_served(run, model_path, dtype, view),
         max_num_seqs=max(run.rollout.group_size, run.eval.samples),
         gpus=devices.rollout,
         nodes=nodes,
     )
     return TrainerJob(engine, None, node.session if node else "")
+
+
+def _served(run: Run, model_path: str, dtype: str, view: View) -> str | None:
+    """The folder that a vLLM server of this run serves if the trainer's base model has weights of 4 bits; else None."""
+    from grpocli.rollout.vllm.engine_parts import Vllm
+
+    engine = run.engine.resolved()
+    if not getattr(run.model, "quantization", None) or not isinstance(engine, Vllm) or engine.base_url:
+        return None
+    from grpocli.training.dequantized import dequantized_base
+
+    view.stage("writing the weights that 4 bits stand for, which vLLM serves")
+    return dequantized_base(run.model, model_path, dtype, run.hardware.device)
 
 
 def _check_teachers(run: Run, model_path: str, view: View) -> None:

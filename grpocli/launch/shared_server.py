@@ -108,9 +108,11 @@ class Serve:
         from grpocli.models.loading import choose_head_dtype
         from grpocli.rollout.engine import EngineJob
         from grpocli.rollout.sync_config import locate_servers
+        from grpocli.training.dequantized import dequantized_base
 
         return EngineJob(
             model_path=model_path,
+            served_path=dequantized_base(self.model, model_path, dtype),
             dtype=dtype,
             head_dtype=choose_head_dtype(self.model, dtype),
             max_tokens=self.max_model_len or 0,

@@ -390,6 +390,7 @@ def _check_parallel(run: Run) -> None:
 
     parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
     _check_optimizer(run)
+    _check_quantization(run)
     if parallel not in ("zero3", "fsdp2"):  # returns early, since resolving engine=auto imports torch
         return
     engine = run.engine.resolved()
@@ -409,6 +410,23 @@ def _check_parallel(run: Run) -> None:
     for problem, holds in refused.items():
         if holds:
             raise ConfigError(problem, key="hardware.parallel", value=parallel)
+
+
+def _check_quantization(run: Run) -> None:
+    """Refuse weights of 4 bits without LoRA, as they do not train, and where whole weights are needed."""
+    chosen = getattr(run.model, "quantization", None)
+    if not chosen:
+        return
+    refused = {
+        "its weights do not train: add model.lora.rank=16": not run.model.lora.rank,
+        f"hardware.parallel={run.hardware.parallel} shards whole weights: take ddp": run.hardware.parallel != "ddp",
+        "a moving reference (algorithm.kl.sync_every) is a copy with whole weights: leave one of them out": (
+            run.algorithm.kl.sync_every > 0
+        ),
+    }
+    for problem, holds in refused.items():
+        if holds:
+            raise ConfigError(problem, key="model.quantization", value=chosen)
 
 
 def _check_optimizer(run: Run) -> None:

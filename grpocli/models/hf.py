@@ -51,6 +51,7 @@ class HuggingFace(ModelPart):
 
     def check_ready(self) -> None:
         """Raise ConfigError if there is no such model. Loads no slow library."""
+        super().check_ready()
         check_folder("model.path", self.path, self.revision)
         if not self.path.startswith(PREFIX) and not Path(self.path).expanduser().is_dir():
             self._check_reachable()

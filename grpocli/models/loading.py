@@ -14,6 +14,7 @@ from grpocli.errors import ConfigError
 from grpocli.files import check_regular
 from grpocli.models import lora
 from grpocli.models.lora import Lora
+from grpocli.models.quantization import NF4, check_bitsandbytes, import_bitsandbytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,8 +37,11 @@ class ModelPart:
     """Attention of transformers, such as `sdpa` or `flash_attention_2`; null: its default."""
     lora: Lora = Lora()
     """Low-rank updates, which train instead of all weights if lora.rank is above 0."""
+    quantization: str | None = None
+    """Weights of the frozen model below LoRA: `nf4`, 4.5 bits each (QLoRA, arXiv 2305.14314); null: float32."""
 
     def __post_init__(self) -> None:
+        require(self, "quantization", self.quantization in (None, NF4), f"choose {NF4}, or null for whole weights")
         one_of(self, "dtype", ("auto", "float32", "bfloat16"))
         require(self, "head_dtype", self.head_dtype in (None, "float32"), "choose float32, or null for model.dtype")
 
@@ -49,6 +53,11 @@ class ModelPart:
         """The tokenizer alone; no weights are made or fetched."""
         return load_tokenizer(self, self.prepare())
 
+    def check_ready(self) -> None:
+        """Raise ConfigError if a library that the keys need is not installed. Loads no slow library."""
+        if self.quantization:
+            check_bitsandbytes("model.quantization", self.quantization)
+
 
 def load_model(part: Any, path: str) -> PreTrainedModel:
     """The causal language model at `path` with float32 weights, on the CPU, in evaluation mode.
@@ -57,6 +66,26 @@ def load_model(part: Any, path: str) -> PreTrainedModel:
     Raises ConfigError if transformers cannot load it, or would initialise weights at random.
     """
     import torch
+
+    return with_head(part, _load(part, path, dtype=torch.float32))
+
+
+def load_quantized(part: Any, path: str, dtype: str, device: Any = "cpu") -> PreTrainedModel:
+    """The model at `path` with linear layers of `model.quantization`, and other weights in `dtype`.
+
+    dtype: of the computation. It is quantized on `device`, one weight at a time. Raises ConfigError as `load_model`
+    does, or without bitsandbytes.
+    """
+    import torch
+
+    import_bitsandbytes("model.quantization", NF4)
+    from grpocli.models import nf4
+
+    loading = {"quantization_config": nf4.config(), "device_map": {"": device}}
+    return with_head(part, nf4.settled(_load(part, path, dtype=getattr(torch, dtype), **loading)))
+
+
+def _load(part: Any, path: str, **loading: Any) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     options = _options(part, path)
@@ -65,11 +94,11 @@ def load_model(part: Any, path: str) -> PreTrainedModel:
     with _explained(path, "model"):
         model: PreTrainedModel
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **loading, **options
         )
     _refuse_random(path, "no weights", sorted(found["missing_keys"]))
     _refuse_random(path, "weights of another shape", sorted(name for name, *_ in found["mismatched_keys"]))
-    return with_head(part, model)
+    return model
 
 
 def choose_head_dtype(part: Any, dtype: str) -> str | None:
@@ -95,17 +124,20 @@ def _refuse_random(path: str, what: str, names: list[str]) -> None:
         )
 
 
-def load_policy(part: Any, base: str, path: str, seed: int) -> PreTrainedModel:
+def load_policy(
+    part: Any, base: str, path: str, seed: int, dtype: str = "float32", device: Any = "cpu"
+) -> PreTrainedModel:
     """The model to train, without dropout. path: `base`, or the checkpoint to resume from.
 
-    With LoRA the weights always come from `base`, and a checkpoint holds only the updates.
-    Raises ConfigError if `model.lora` and the checkpoint do not match.
+    With LoRA the weights always come from `base`, and a checkpoint holds only the updates. dtype, device: as of
+    `load_quantized`. Raises ConfigError if `model.lora` and the checkpoint do not match.
     """
     if path != base:
         lora.check_same(part.lora, Path(path))
     if not part.lora.rank:
         return without_dropout(load_model(part, path))
-    model = lora.attach(without_dropout(load_model(part, base)), part.lora, seed)
+    model = load_quantized(part, base, dtype, device) if part.quantization else load_model(part, base)
+    model = lora.attach(without_dropout(model), part.lora, seed)
     if path != base:
         lora.load_adapter(model, part.lora, Path(path))
     return model

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import require, section
 from grpocli.errors import ConfigError
+from grpocli.models.quantization import quantized_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,9 +129,11 @@ def is_adapted(model: PreTrainedModel) -> bool:
 def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """W + (alpha / rank) B A under the base model's names, one at a time, tied ones once; the model is unchanged.
 
-    tensors: its `named_parameters()` or `state_dict().items()`. Without an adapter they are yielded unchanged.
+    tensors: its `named_parameters()` or `state_dict().items()`. Without an adapter they are yielded unchanged, weights
+    of 4 bits as their numbers.
     """
     names, updates = _plain_names(model), {f"{name}.base_layer.weight": layer for name, layer in lora_layers(model)}
+    quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model)}
     seen: set[int] = set()
     for name, tensor in tensors:
         plain = names.get(name, name)
@@ -139,7 +142,7 @@ def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Ite
             continue
         seen.add(shard.data_ptr())
         layer = updates.get(name)
-        weight = tensor.detach()
+        weight = quantized[name].dequantized() if name in quantized else tensor.detach()
         yield plain, weight if layer is None else weight + layer.get_delta_weight(ADAPTER).detach()
 
 
@@ -247,4 +250,5 @@ def trained_share(model: PreTrainedModel) -> str:
     """`12,288 of 346,880 parameters` are trained."""
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    return f"{trained:,} of {sum(p.numel() for p in parameters):,} parameters"
+    packed = sum(layer.in_features * layer.out_features - layer.weight.numel() for _, layer in quantized_layers(model))
+    return f"{trained:,} of {sum(p.numel() for p in parameters) + packed:,} parameters"

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NF4 = "nf4"
+NF4_BYTES = 0.5 + 4 / 64
+"""Bytes of a weight: 4 bits, and a float32 scale for 64 weights."""
 INSTALL = "pip install '.[bitsandbytes]' in a clone of grpocli"
 
 # On a CPU it warns at every import that it has no kernels from the hub, which are not used here.
@@ -29,3 +37,17 @@ def import_bitsandbytes(key: str, value: str) -> Any:
         cause = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(f"needs bitsandbytes, which cannot be imported: {cause}", key=key, value=value) from error
     return bitsandbytes
+
+
+def whole_weight(layer: Any) -> Tensor:
+    """The weight of a linear layer, of 4 bits or not, as numbers."""
+    weight: Tensor = layer.dequantized() if hasattr(layer, "dequantized") else layer.weight.detach()
+    return weight
+
+
+def quantized_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """The layers with weights of 4 bits, by name. Loads bitsandbytes only if there are some."""
+    if "grpocli.models.nf4" in sys.modules:
+        from grpocli.models import nf4
+
+        yield from nf4.layers(model)

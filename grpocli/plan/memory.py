@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.kl import has_teacher
+from grpocli.models.quantization import NF4_BYTES
 from grpocli.plan.resources import GIB, shares_weights
 from grpocli.training.optim import Optimizer
 
@@ -139,11 +140,11 @@ def trainer_items(inputs: PlanInputs) -> list[Item]:
 def _state(inputs: PlanInputs) -> list[Item]:
     """Tensors that outlive a micro-batch."""
     size, run = inputs.size, inputs.run
-    weights = FLOAT32 * size.parameters / inputs.shards
+    weights, dtypes = weight_bytes(inputs)
     gradients = FLOAT32 * size.trained / inputs.optimizer_shards
     moments, kinds = optimizer_bytes(inputs)
     items = [
-        Item("weights", weights, weights, f"float32{_sharded(inputs.shards)}"),
+        Item("weights", weights, weights, f"{dtypes}{_sharded(inputs.shards)}"),
         _gradients(inputs, gradients),
         Item("optimizer", moments, moments, f"{kinds}{_sharded(inputs.optimizer_shards)}"),
     ]
@@ -156,6 +157,17 @@ def _state(inputs: PlanInputs) -> list[Item]:
         reference = FLOAT32 * (size.parameters - size.adapter) / inputs.shards
         items.append(Item("reference model", reference, reference, f"float32{_sharded(inputs.shards)}"))
     return items
+
+
+def weight_bytes(inputs: PlanInputs) -> tuple[float, str]:
+    """The bytes of the policy's weights in a process, and their dtypes."""
+    size = inputs.size
+    if not size.quantized:
+        return FLOAT32 * size.parameters / inputs.shards, "float32"
+    rest = inputs.dtype_bytes * (size.parameters - size.quantized - size.adapter)
+    dtype = "float32" if inputs.dtype_bytes == FLOAT32 else "bfloat16"
+    note = f"4 bits and a scale for 64 weights; embedding, head and norms {dtype}; LoRA float32"
+    return NF4_BYTES * size.quantized + rest + FLOAT32 * size.adapter, note
 
 
 def optimizer_bytes(inputs: PlanInputs) -> tuple[float, str]:
@@ -254,9 +266,12 @@ def _sampling(inputs: PlanInputs) -> list[Item]:
         cache, rows_of = 2 * cache, f"{rows_of}, twice: as many stay between turns"
     whole = inputs.dtype_bytes * size.multiplied + (FLOAT32 if inputs.wide_head else inputs.dtype_bytes) * size.head
     casts = whole if inputs.dtype_bytes < FLOAT32 or inputs.shards > 1 else 0
+    which = "all weights"
+    if size.quantized:
+        casts, which = inputs.dtype_bytes * (size.adapter + size.widest), "LoRA's, and one layer at a time"
     dtypes = "in the dtype that the model computes in" + ", the output head in float32" * inputs.wide_head
     return [
-        Item("weights to sample with", 0, casts, f"all weights, {dtypes}"),
+        Item("weights to sample with", 0, casts, f"{which}, {dtypes}"),
         Item("KV cache", 0, cache, rows_of),
         Item("sampling", 0, SAMPLED * rows * _vocabulary(inputs), "logits, and float32 and float64 copies"),
     ]

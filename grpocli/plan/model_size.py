@@ -26,7 +26,8 @@ class ModelSize:
     config: the config of transformers. source: where it was found. trained: parameters with a gradient. layers:
     decoder layers. layer: parameters of the largest one. embedding: of the input embedding. head: of the output head.
     tied: embedding and head are one matrix. adapter: parameters of LoRA. trained_shapes: of the parameters with a
-    gradient, and whether each is a matrix between embedding and head.
+    gradient, and whether each is a matrix between embedding and head. quantized: parameters of 4 bits. widest: those of
+    the largest layer with such ones.
     """
 
     config: Any
@@ -40,6 +41,8 @@ class ModelSize:
     tied: bool
     adapter: int
     trained_shapes: tuple[tuple[tuple[int, ...], bool], ...] = ()
+    quantized: int = 0
+    widest: int = 0
 
     @property
     def outside(self) -> int:
@@ -88,10 +91,23 @@ def find_model_size(part: Any) -> ModelSize:
         head=head.numel(),
         tied=head is embedding,
         adapter=adapter,
+        quantized=sum(layer.weight.numel() for layer in quantized_linear(model, part)),
+        widest=max((layer.weight.numel() for layer in quantized_linear(model, part)), default=0),
         trained_shapes=tuple(
             (tuple(p.shape), name in matrices) for name, p in model.named_parameters() if p.requires_grad
         ),
     )
+
+
+def quantized_linear(model: Any, part: Any) -> list[torch.nn.Linear]:
+    """The layers of a model without numbers that model.quantization gives weights of 4 bits."""
+    import torch
+
+    if not getattr(part, "quantization", None):
+        return []
+    head = model.get_output_embeddings()
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return [module for name, module in linear if module is not head and ".lora_" not in name]
 
 
 def empty_model(config: Any, part: Any) -> Any:

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpocli.models import shared_prompt_attention as attention
-from grpocli.plan.model_size import empty_model, with_layers
+from grpocli.models.frozen_linear import multiply
+from grpocli.plan.model_size import empty_model, quantized_linear, with_layers
 from grpocli.plan.resources import shares_weights
 from grpocli.training.logprobs import completion_logp, marked, output_head
 from grpocli.training.micro_batch import MicroBatch
@@ -137,8 +138,10 @@ def micro_batch_bytes(
     model = empty_model(with_layers(config, layers), run.model).train()
     if shape.packed:
         attention.enable(model, shape.prompt + shape.completion)
+    quantized = bool(getattr(run.model, "quantization", None))
     with fake:
-        _fake_weights(model, dtype if shares_weights(run) else torch.float32)
+        quantize(model, run.model, dtype)
+        _fake_weights(model, dtype if shares_weights(run) else torch.float32, frozen=dtype if quantized else None)
         if run.train.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -173,17 +176,36 @@ def _ends_with_its_head(model: torch.nn.Module) -> bool:
     return found is mark
 
 
-def _fake_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+class _Quantized(torch.nn.Linear):
+    """A layer whose weight is there only while it is multiplied. A layer of a model becomes one by its class."""
+
+    computes_in: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return multiply(x, self)
+
+    def dequantized(self) -> Tensor:
+        return torch.empty(self.out_features, self.in_features, dtype=self.computes_in)
+
+
+def quantize(model: torch.nn.Module, part: Any, dtype: torch.dtype) -> None:
+    """Let the layers that model.quantization names behave as theirs of 4 bits do."""
+    for layer in quantized_linear(model, part):
+        layer.__class__ = _Quantized
+        layer.computes_in = dtype  # type: ignore[assignment]
+
+
+def _fake_weights(model: torch.nn.Module, dtype: torch.dtype, frozen: torch.dtype | None = None) -> None:
     """Replace parameters and buffers on the meta device by fake tensors of a CPU, which autocast and attention accept.
 
-    Parameters become `dtype`; tied ones stay tied.
+    Parameters become `dtype`, those without a gradient `frozen`; tied ones stay tied.
     """
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    like = torch.empty(parameter.shape, dtype=dtype)
+                    like = torch.empty(parameter.shape, dtype=dtype if parameter.requires_grad else frozen or dtype)
                     made[id(parameter)] = torch.nn.Parameter(like, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():

@@ -194,7 +194,7 @@ class Weights:
 
     def differences_from(self, path: Path) -> Mapping[str, float]:
         """The largest difference of each trained weight from a checkpoint's."""
-        saved = load_policy(self.run.model, self.job.model_path, str(path), self.run.seed)
+        saved = load_policy(self.run.model, self.job.model_path, str(path), self.run.seed, self.job.dtype)
         theirs = dict(saved.named_parameters())
         return {
             name: float((mine.detach().cpu() - theirs[name].detach()).abs().max()) if mine.numel() else 0.0

@@ -63,6 +63,7 @@ class EngineJob:
         one.
     lora_rank: 0 if all weights are trained. quantized: the engine rounds weights (engine.quantization).
     revision, trust_remote_code: as for the trainer's model.
+    served_path: the folder that vLLM serves; None: model_path.
     gpus: of servers on this machine, as in CUDA_VISIBLE_DEVICES; empty on a CPU.
     nodes: the number of rollout nodes; 0: this machine serves.
     progress: called during the launch; not part of the saved job.
@@ -83,7 +84,13 @@ class EngineJob:
     gpus: tuple[str, ...] = ()
     nodes: int = 0
     head_dtype: str | None = None
+    served_path: str | None = None
     progress: Progress = field(default=unreported, compare=False, repr=False)
+
+    @property
+    def served(self) -> str:
+        """The folder (or hub id) that vLLM serves."""
+        return self.served_path or self.model_path
 
 
 @dataclass(frozen=True, slots=True)

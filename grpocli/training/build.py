@@ -225,7 +225,7 @@ def _why_padded(run: Run) -> str:
 
 def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, Any]:
     """The policy and its optimizer."""
-    model = load_policy(run.model, job.model_path, path, run.seed)
+    model = load_policy(run.model, job.model_path, path, run.seed, job.dtype, world.device)
     if run.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dtype = getattr(torch, job.dtype)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.config.user_parts import choice_of, is_spec
 from grpocli.distributed import sharded_safetensors as shards
@@ -110,10 +110,10 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
             if world.is_main:
                 save_adapter(policy.model, folder, updates)
         else:
-            _save_weights(policy.model, folder, _gathered(policy, parallel.parameters(policy.model), progress), world)
+            save_weights(policy.model, folder, _gathered(policy, parallel.parameters(policy.model), progress), world)
         if reference is not None:
             weights = _gathered(policy, parallel.parameters(reference.model))
-            _save_weights(reference.model, folder / REFERENCE, weights, world)
+            save_weights(reference.model, folder / REFERENCE, weights, world)
         progress(0, 0, "the optimizer's state")
         _write_optimizer(folder, policy, contents.optimizer, world)
         if world.is_main:
@@ -137,7 +137,7 @@ def save_model(
 ) -> None:
     """Write the final model, in `dtype`, with its card; with LoRA, with the updates merged into it. Collective."""
     with _folder(path, world) as folder:
-        _save_weights(policy.model, folder, _gathered(policy, policy.weights(), progress), world, dtype)
+        save_weights(policy.model, folder, _gathered(policy, policy.weights(), progress), world, dtype)
         if world.is_main:
             tokenizer.save_pretrained(folder)
             (folder / "README.md").write_text(card)
@@ -161,11 +161,20 @@ def _gathered(
         yield name, policy.parallel.gather(tensor.detach())
 
 
-def _save_weights(
+class Writers(shards.Processes, Protocol):
+    """The part of `World` that `save_weights` needs."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what there is once."""
+        ...
+
+
+def save_weights(
     model: PreTrainedModel,
     folder: Path,
     weights: Iterable[tuple[str, Tensor]],
-    world: World,
+    world: Writers,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write a folder that `from_pretrained` loads, with the file and tensor names of transformers. Collective.

@@ -376,3 +376,28 @@ def test_training_and_vllm_machines_are_separate_devices() -> None:
     gpus = planned(*machines, "hardware.device=cuda", "engine.tensor_parallel=8")
     assert [device.count for device in gpus.devices] == [16, 24]
     assert (cpus.resources.servers, gpus.resources.servers) == (6, 3)
+
+
+@pytest.mark.slow
+def test_four_bits_and_small_states_are_counted(config_only: list[str]) -> None:
+    """The bytes are those of the loaded model; products need one whole weight at a time."""
+    lora = [*config_only, "model.lora.rank=4", "model.dtype=bfloat16"]
+    plain, nf4 = planned(*lora), planned(*lora, "model.quantization=nf4", "optim=adamw_8bit")
+    linear = sum(p.numel() for name, p in LlamaForCausalLM(SMALL).named_parameters() if "proj" in name)
+    rest = plain.size.parameters - plain.size.adapter - linear
+    assert nf4.size.quantized == linear
+    assert update(nf4, "weights") == linear * 0.5625 + rest * 2 + plain.size.adapter * 4
+    assert update(plain, "weights") == 4 * plain.size.parameters
+    assert update(nf4, "cast weights") < update(plain, "cast weights") / 10, "only LoRA's weights are cast"
+    assert update(nf4, "backward") >= 2 * nf4.size.widest
+
+
+@pytest.mark.slow
+def test_the_states_of_optimizers_are_counted(config_only: list[str]) -> None:
+    sizes = {name: update(planned(*config_only, f"optim={name}"), "optimizer") for name in ("adamw", "muon", "sgd")}
+    matrices = sum(p.numel() for name, p in LlamaForCausalLM(SMALL).named_parameters() if "proj" in name)
+    assert sizes["adamw"] == 8 * LlamaForCausalLM(SMALL).num_parameters()
+    assert sizes["muon"] == sizes["adamw"] - 4 * matrices
+    assert sizes["sgd"] == 0
+    small = update(planned(*config_only, "optim=adamw_8bit"), "optimizer")
+    assert 0.25 * sizes["adamw"] < small < 0.26 * sizes["adamw"]

@@ -137,7 +137,7 @@ def test_a_model_that_is_wrapped_over_several_lines_is_read(script: Path, grpocl
     assert code == 0
     assert "model.path=a/b" in text
     assert "model.lora.rank=4" in text
-    assert "# no counterpart: load_in_4bit=True" in text
+    assert "model.quantization=nf4" in text
 
 
 def test_a_scripts_own_arguments(script: Path, grpocli: Command) -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.models.lora import ADAPTER, lora_layers
+from grpocli.models.quantization import whole_weight
 from grpocli.rollout.vllm.weight_verifier import mean_gap
 
 if TYPE_CHECKING:
@@ -216,5 +217,5 @@ def _unit(seed_text: str, layer: Any) -> torch.Tensor:
     a, b = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight
     seed = torch.Generator().manual_seed(zlib.crc32(seed_text.encode()))
     signs = torch.randint(0, 2, b.shape, generator=seed, dtype=torch.float32).mul_(2).sub_(1).to(b.device, b.dtype)
-    size = layer.base_layer.weight.detach().norm() / (a.norm() * math.sqrt(b.shape[0]) * layer.scaling[ADAPTER])
+    size = whole_weight(layer.base_layer).float().norm() / (a.norm() * math.sqrt(b.shape[0]) * layer.scaling[ADAPTER])
     return signs * (size if torch.isfinite(size) and size > 0 else 1.0)

@@ -89,13 +89,14 @@ def on_cpu() -> bool:
 
 def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
     """The server's command line, without the key, because any user may list processes."""
+    revision = None if spec.job.served_path else spec.job.revision
     flags: dict[str, Any] = {
-        "model": spec.job.model_path,
+        "model": spec.job.served,
         "served-model-name": MODEL,
         "host": spec.host,
         "port": spec.port,
-        "revision": spec.job.revision,
-        "tokenizer-revision": spec.job.revision,
+        "revision": revision,
+        "tokenizer-revision": revision,
         "trust-remote-code": spec.job.trust_remote_code or None,
         "dtype": spec.job.dtype,
         "hf-overrides": hf_overrides(options.vllm_args, spec.job),
@@ -184,7 +185,7 @@ def serving(
     check_arguments(options.vllm_args)
     cpu, key = on_cpu(), secrets.token_urlsafe(32)
     if cpu:
-        check_head_size(spec.job.model_path)
+        check_head_size(spec.job.served)
     words = command(spec, options, cpu)  # may raise, so before any folder is made
     shm_dir = _sync_folder(spec.job.sync_folder) if spec.job.sync_folder else None
     log_from = log.stat().st_size if log and log.exists() else 0

@@ -1,0 +1,50 @@
+"""Products with the weight of a frozen linear layer that is computed when it is used, and not kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Dequantizes(Protocol):
+    """A linear layer whose weight is stored in another form."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias [out]."""
+        ...
+
+    def dequantized(self) -> Tensor:
+        """The weight [out, in]."""
+        ...
+
+
+def multiply(x: Tensor, layer: Dequantizes) -> Tensor:
+    """x W^T + b in the dtype of the computation."""
+    product: Tensor = _Product.apply(x, layer)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Product(torch.autograd.Function):
+    """Computes the weight again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Dequantizes) -> Tensor:
+        ctx.layer = layer
+        weight_OI = layer.dequantized().to(_dtype(x))
+        bias_O = None if layer.bias is None else layer.bias.to(weight_OI.dtype)
+        return torch.nn.functional.linear(x, weight_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return gradient @ ctx.layer.dequantized().to(gradient.dtype), None
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
