@@ -67,7 +67,8 @@ class Jsonl(BaseTask):
     processor: UserCode | None = None
     """Your function, FILE.py:NAME, module:NAME or module.NAME, instead of the columns and templates; null: none. It
     gets a row and returns a dict with `prompt`, text or messages, and the columns that rewards and environments need
-    (`answer` ...). The column `loss_multiplier` multiplies the advantages of the prompt's completions, not their KL term."""
+    (`answer` ...). The column `loss_multiplier` multiplies the advantages of the prompt's completions, not their KL
+    term."""
     processor_timeout: float = 60.0
     """Seconds for a row."""
     shots: int = 0
