@@ -103,12 +103,17 @@ def make_model(name: str, folder: Path) -> list[str]:
     return ["model=hf", f"model.path={folder}"]
 
 
-def peak(overrides: list[str], gives_back: bool = True) -> int:
-    """Bytes of the largest process of a run. gives_back: malloc returns freed memory to the system at once."""
+def peak(overrides: list[str], gives_back: bool = True, folder: Path | None = None) -> int:
+    """Bytes of the largest process of a run. gives_back: malloc returns freed memory to the system at once.
+
+    folder: the run is kept in its folder `run`.
+    """
     env = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": "262144"} if gives_back else {})}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
         run = subprocess.Popen(
-            [GRPOCLI, "train", *overrides, f"hydra.run.dir={folder}/run"], stdout=subprocess.DEVNULL, env=env
+            [GRPOCLI, "train", *overrides, f"hydra.run.dir={folder or temporary}/run"],
+            stdout=subprocess.DEVNULL,
+            env=env,
         )
         _, status, used = os.wait4(run.pid, 0)
         run.returncode = os.waitstatus_to_exitcode(status)

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpocli.models.cache import cached
+from grpocli.cache import cached
 from grpocli.models.loading import load_config, load_quantized, load_tokenizer
 
 T = TypeVar("T")
