@@ -36,7 +36,7 @@ TRACKERS = {
     "trackio": TrackerArguments("trackio", "trackio", name="name"),
     "comet_ml": TrackerArguments("comet_ml", "comet-ml"),
     "aim": TrackerArguments("aim", "aim"),
-    "mlflow": TrackerArguments("mlflow", "mlflow", name="run_name"),
+    "mlflow": TrackerArguments("mlflow", "mlflow-skinny sqlalchemy alembic", name="run_name"),
     "clearml": TrackerArguments("clearml", "clearml", name="task_name"),
     "dvclive": TrackerArguments("dvclive", "dvclive", folder="dir"),
     "swanlab": TrackerArguments("swanlab", "swanlab", name="experiment_name", folder="logdir"),
