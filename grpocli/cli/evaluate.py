@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from grpocli.cli.hydra_app import composed, parser_of, warn_of_rewards
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
+from grpocli.hub import PREFIX
 from grpocli.tracking.text import clean
 
 if TYPE_CHECKING:
@@ -115,9 +116,17 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult
         out_dir = RunDir(out, "--out")
         job = prepare(run, out_dir, view, devices_of(run.hardware, run.engine.resolved()))
         out_dir.check_writable(resuming=True)
-        return _sampled(run, job.engine, models or [(job.engine.model_path, job.engine.model_path)], args, out, view)
+        return _sampled(
+            run, job.engine, models or [(_shown(run, job.engine.model_path), job.engine.model_path)], args, out, view
+        )
     finally:
         view.stop()
+
+
+def _shown(run: Run, path: str) -> str:
+    """The name of a model in the results: its name on the hub rather than the folder of its download."""
+    given = str(getattr(run.model, "path", ""))
+    return given if given.startswith(PREFIX) else path
 
 
 def _models(args: argparse.Namespace) -> list[tuple[str, str]]:

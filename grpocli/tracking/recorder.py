@@ -207,10 +207,11 @@ class Recorder:
         self.view.ends_after(step)
         if self.callbacks.stop:
             self.view.note(f"the run ends after step {step}: {self.callbacks.stop}")
+        if value is None:  # a callback ends it, which only the main process knows
             return
-        known = f"{stop_at.name} is {value:.3f}" if value is not None else stop_at.name
         self.view.note(
-            f"the run ends after step {step}: {known}, at least eval.stop_at.threshold={stop_at.threshold:g}"
+            f"the run ends after step {step}: {stop_at.name} is {value:.3f}, at least "
+            f"eval.stop_at.threshold={stop_at.threshold:g}"
         )
 
     def finish_pushes(self, timeout: float) -> None:

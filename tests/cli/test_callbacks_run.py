@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, assert_same_run, metrics, run_here
+from cli.running import SMALL, assert_same_run, finish, metrics, run_here, start
 
 pytestmark = pytest.mark.processes
 
@@ -106,3 +106,12 @@ def test_a_missing_callback_is_refused_before_the_run(here: Path, grpocli: Calla
     assert code == 2
     assert 'has no function or class Sean; did you mean "Seen"?' in said
     assert not (here / "one").exists()
+
+
+@pytest.mark.survival
+def test_a_callback_ends_a_run_of_several_processes(here: Path) -> None:
+    code, out = finish(start("train", *RUN, "callbacks=[mine.py:Stop,mine.py:Seen]", "hardware.processes=2"))
+    assert code == 0, out
+    assert out.count("the callback mine.py:Stop ends the run: enough") == 1
+    assert [row[0] for row in seen(here)].count("after") == 2  # the main process alone calls it
+    assert seen(here)[-1] == ["end", 2, "done", True]
