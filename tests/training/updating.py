@@ -52,6 +52,7 @@ ALGORITHMS = {
         "algorithm.entropy.coefficient=0.1",
         "algorithm/correction=token_mask",
     ),
+    "sft": ("algorithm=sft",),
     "lora": ("algorithm=grpo",),
     "checkpointing": ("algorithm=grpo",),
     "clipped": ("algorithm=dapo",),
@@ -155,6 +156,8 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
     rows = load_rows(folder / "rows.json")
     metrics = train_step(updater, rows, N_GROUPS)
     assert updater.updates == updater.train.updates_per_step
+    if updater.algorithm.supervised:
+        metrics |= {f"eval/{metric}": value for metric, value in updater.target_loss(rows).items()}
     result = {"metrics": metrics, "weights": whole(policy)}
     updater.gather(rows)
     if world.is_main:
