@@ -24,6 +24,7 @@ from grpocli.rollout.sync_config import ServerLocation
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.tasks.loading import looks_local
 from grpocli.tasks.mixture import key_of, tasks_of
+from grpocli.tasks.remote import is_remote
 from grpocli.training.optim import AdamW8bit
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def _on_hub(run: Run, machine: Machine) -> Iterator[str]:
             yield f"algorithm.kl.model={name}"
     for name, task in tasks_of(run.task).items():
         path = getattr(task, "path", None)
-        if not isinstance(path, str) or looks_local(path) or Path(path).exists():
+        if not isinstance(path, str) or looks_local(path) or is_remote(path) or Path(path).exists():
             continue
         if not in_cache(machine, path, "datasets"):
             yield f"{key_of(run.task, name)}.path={path}"

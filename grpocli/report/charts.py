@@ -69,6 +69,21 @@ SPECS = (
     ),
     _spec(
         "Rewards",
+        "held_out_loss",
+        "Loss on held-out answers",
+        "Supervised training: the mean cross-entropy of their tokens, in nats.",
+        ("eval/loss", "held out"),
+    ),
+    _spec(
+        "Rewards",
+        "token_accuracy",
+        "Tokens of answers that are the most probable ones",
+        "Supervised training: their share, of the answers that a step learns and of held-out ones.",
+        ("token_accuracy", "learned"),
+        ("eval/token_accuracy", "held out"),
+    ),
+    _spec(
+        "Rewards",
         "pass_at_k",
         "Held-out pass@k and maj@k",
         "The share of held-out problems that one of k samples, or their majority, answers right.",

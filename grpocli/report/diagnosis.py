@@ -291,7 +291,7 @@ def verdict(curves: Curves, state: str, found: Sequence[RunWarning]) -> Verdict:
     look = f"{alarms[0].kind}, from step {alarms[0].step}." if alarms else "the completions of the last step."
     if not curves.steps:
         return Verdict("unclear", "unclear", "The run has no step yet.")
-    level, word, text = _by_accuracy(curves) or _by_teacher(curves) or _by_reward(curves)
+    level, word, text = _by_accuracy(curves) or _by_teacher(curves) or _by_answers(curves) or _by_reward(curves)
     if state == "failed" and level == "good":
         level, word = "unclear", "unclear"
     return Verdict(level, word, text, look)
@@ -333,6 +333,21 @@ def _by_teacher(curves: Curves) -> tuple[str, str, str] | None:
         level, "No clear change: the KL to the teacher went"
     )
     return turned, word, f"{text} {numbers}."
+
+
+def _by_answers(curves: Curves) -> tuple[str, str, str] | None:
+    """The verdict of supervised training, by the loss on held-out answers or those it learns; None for other runs."""
+    if not curves.series("token_accuracy"):
+        return None
+    held_out, own = curves.series("eval/loss"), curves.series("loss")
+    points, what = (held_out, "on held-out answers") if len(held_out) > 1 else (own, "on the answers it learns")
+    if len(points) < 2:
+        return "unclear", "unclear", f"{len(points)} steps are too few to judge the loss."
+    (first, before), (last, after) = points[0], points[-1]
+    numbers = f"from {before:.3f} at step {first} to {after:.3f} at step {last}"
+    if after < before:
+        return "good", "loss fell", f"The loss {what} fell {numbers}."
+    return "bad", "loss rose", f"The loss {what} rose {numbers}."
 
 
 def _by_reward(curves: Curves) -> tuple[str, str, str]:

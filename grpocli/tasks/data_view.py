@@ -39,7 +39,8 @@ class SplitView:
     total: the number of examples, None if it is not known because the data is streamed. read: of them looked at.
     lengths, target_lengths: tokens of each prompt, and of each answer in supervised training. hashes: of each prompt.
     columns: those that rewards get, with a type. specials: examples whose own text has a special token of the
-    tokenizer. wanted: problems that the run evaluates on, in `eval`; None if this machine decides.
+    tokenizer. answered: those whose prompt ends with the assistant's turn, outside of supervised training. wanted:
+    problems that the run evaluates on, in `eval`; None if this machine decides.
     """
 
     task: str
@@ -50,6 +51,7 @@ class SplitView:
     hashes: list[int] = field(default_factory=list)
     columns: dict[str, str] = field(default_factory=dict)
     specials: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
     wanted: int | None = None
 
     @property
@@ -156,6 +158,7 @@ def _split_view(
             answers = [answer for _, answer in pairs]
             view.target_lengths += [len(ids) for ids in targets.token_ids(texts, answers, names.__getitem__)]
         view.hashes += [text_hash(text) for text in texts]
+        view.answered += [start + i for i, text in enumerate(texts) if _is_answered(text)]
         view.specials += [start + i for i, text in enumerate(texts) if _has(text, special)]
         for one, _ in pairs:
             for column, value in one.items():
@@ -164,6 +167,11 @@ def _split_view(
         report(f"tokenising {name} {split}", view.read, total or 0)
     view.columns = {column: " or ".join(sorted(kinds)) for column, kinds in sorted(types.items())}
     return view
+
+
+def _is_answered(text: Text) -> bool:
+    """Whether a prompt is a conversation that ends with the assistant's turn."""
+    return not isinstance(text, str) and text[-1].get("role") == "assistant"
 
 
 def _has(text: Text, tokens: Sequence[str]) -> bool:

@@ -129,7 +129,8 @@ class TargetSampler(Sampler):
         groups = []
         for prompt in prompts:
             ids = prompt.target_ids or []
-            done = Completion(ids, [math.nan] * len(ids), "stop", 0)
+            cut = len(ids) >= sampling.max_tokens and ids[-1] != self.tokenizer.eos_token_id
+            done = Completion(ids, [math.nan] * len(ids), "length" if cut else "stop", 0)
             groups.append(Group(prompt, [Rollout(prompt, done, self._text(ids)) for _ in range(n)]))
         return groups, ScoreStats()
 
@@ -341,7 +342,7 @@ class Collector:
             "sampling/kept": len(wanted),
             "sampling/carried": n_leftover,
             "sampling/acceptance": len(sampled.kept) / stats.groups if sampled.stats else 1.0,
-            "tokens/generated": float(sum(sampled.stats.lengths)) if sampled.stats else 0.0,
+            "tokens/generated": float(sum(sampled.stats.lengths)) if sampled.stats and self._generates else 0.0,
             "num_tokens": sum(sampled.stats.lengths) + sampled.stats.prompt_tokens if sampled.stats else 0,
         }
         scores_PG = self.algorithm.scores(stats.rewards, self.reward_weights) if self.reward_weights else None
@@ -352,6 +353,11 @@ class Collector:
                 f"task/{task}/errors": float(sampled.score_stats.errors_of(task)) for task in self.accuracy_rewards
             }
         return metrics
+
+    @property
+    def _generates(self) -> bool:
+        """Whether completions are sampled, not taken from the data."""
+        return not self.algorithm.supervised
 
     def _sample(self, missing: int) -> SamplingState:
         """Rounds of sampling until `missing` groups are kept."""

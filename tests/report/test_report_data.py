@@ -231,6 +231,17 @@ def test_the_word_of_a_verdict_says_what_is_known(tmp_path: Path) -> None:
     assert verdict(learned, "failed", []).word == "unclear"
 
 
+def test_supervised_training_is_judged_by_held_out_answers(tmp_path: Path) -> None:
+    learns = {"token_accuracy": [0.1, 0.2, 0.3], "loss": [3.0, 2.0, 1.0]}
+    assert verdict(Curves([1, 2, 3], learns), "done", []).text.startswith(
+        "The loss on the answers it learns fell from 3.000"
+    )
+    overfits = learns | {"eval/loss": [2.0, 2.0, 2.5]}
+    found = verdict(Curves([1, 2, 3], overfits), "done", [])
+    assert (found.word, found.level) == ("loss rose", "bad")
+    assert "on held-out answers rose from 2.000 at step 1 to 2.500 at step 3" in found.text
+
+
 def test_advice_names_keys_and_choices_that_exist() -> None:
     keys, conf = flatten(OmegaConf.to_container(compose([]))), Path(__file__).parents[2] / "conf"
     advices = [*(rule.advice for rule in RULES), *(advice for _, advice in SPECIAL.values())]
