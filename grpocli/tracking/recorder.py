@@ -195,6 +195,10 @@ class Recorder:
             )
         self.callbacks.after_evaluation(step, results)
 
+    def before_step(self, step: int) -> None:
+        """Pass on that a step begins."""
+        self.callbacks.before_step(step)
+
     def checkpointed(self, step: int) -> None:
         """Pass on that the checkpoint after `step` is whole."""
         if self.pushes:

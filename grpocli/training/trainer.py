@@ -81,7 +81,6 @@ class Trainer:
             self.evaluate_at_start()
             self.raise_if_stopped()
             while self.state.step < self.run.train.steps and not self.ends_early():
-                self.recorder.callbacks.before_step(self.next_step)
                 self.step()
                 self.raise_if_stopped()
             return self.finish()
@@ -111,7 +110,8 @@ class Trainer:
             self.checkpoint()
 
     def begin_step(self) -> None:
-        """Seed torch by the step's number, so that a model or a reward that draws from it repeats after a resume."""
+        """Call the callbacks; seed torch by the step's number, so that what a model draws repeats after a resume."""
+        self.recorder.before_step(self.next_step)
         torch.manual_seed(derive_seed(self.run.seed, 2**32 - 2, self.state.step, self.world.rank))
         self.world.enter("start", self.next_step)
 
