@@ -22,6 +22,7 @@ from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.frozen_linear import multiply
 from grpocli.plan.model_size import empty_model, quantized_linear, with_layers
 from grpocli.plan.resources import shares_weights
+from grpocli.training.activation_offload import ActivationOffload
 from grpocli.training.logprobs import completion_logp, marked, output_head
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Packed, Padded
@@ -156,9 +157,10 @@ def micro_batch_bytes(
             gradient = run.algorithm.needs_entropy_gradient
             # A CPU has smaller pieces in the forward pass: a multiple of the time to trace them, and no other peak,
             # which is the backward pass's.
-            logp, entropy = completion_logp(
-                model, batch, run.rollout.sampling, computing, gradient, at_head, on_cpu=False
-            )
+            with _Elsewhere(model.parameters()) if run.train.activation_offload and shape.gpu else nullcontext():
+                logp, entropy = completion_logp(
+                    model, batch, run.rollout.sampling, computing, gradient, at_head, on_cpu=False
+                )
             kept, forward = allocated.live, allocated.peak
             if shape == TWO_TOKENS:
                 return kept, forward, kept
@@ -174,6 +176,20 @@ def _ends_with_its_head(model: torch.nn.Module) -> bool:
         return False
     found, mark = marked(head, model)
     return found is mark
+
+
+class _Elsewhere(ActivationOffload):
+    """An offload whose copies are not counted."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__(weights, devices=("cpu",))  # the device of fake tensors
+
+    def store(self, tensor: Tensor) -> Any:
+        return tensor.shape, tensor.dtype
+
+    def fetch(self, device: torch.device, stored: Any) -> Tensor:
+        shape, dtype = stored
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 class _Quantized(torch.nn.Linear):

@@ -230,7 +230,9 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, 
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dtype = getattr(torch, job.dtype)
     wrapped, optimizer = world.parallel.prepare(model, dtype, partial(make_optimizer, run.optim))
-    return Policy(model, wrapped, dtype, world.parallel), optimizer
+    policy = Policy(model, wrapped, dtype, world.parallel)
+    policy.offloads = run.train.activation_offload
+    return policy, optimizer
 
 
 def load_reference(

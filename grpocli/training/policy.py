@@ -12,6 +12,7 @@ from grpocli.distributed.parallel import Parallel, SingleProcess
 from grpocli.models.head import weights_kept
 from grpocli.models.lora import is_adapted, merged, switched_off
 from grpocli.progress import Progress, unreported
+from grpocli.training.activation_offload import offloading
 from grpocli.training.logprobs import TokenScores, completion_logp, completion_scores
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Layout, Packed, Padded
@@ -29,7 +30,8 @@ class Policy:
 
     model: the model of transformers. wrapped: what training calls, the same object or a wrapper (DDP, DeepSpeed).
     parallel: how the processes share it; None for a single process. packs: whether it takes packed rows. at_head:
-    whether its logits are exactly the output of its output head. `grpocli.training.packing_check` sets the last two.
+    whether its logits are exactly the output of its output head. `grpocli.training.packing_check` sets these two.
+    offloads: whether activations wait for the backward pass in the CPU's memory.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Policy:
     ) -> None:
         self.model, self.wrapped, self.dtype = model, wrapped, dtype
         self.parallel: Parallel = parallel or SingleProcess(model.device)
-        self.packs, self.at_head = False, True
+        self.packs, self.at_head, self.offloads = False, True, False
 
     def layout(self, sampling: Sampling) -> type[Layout]:
         """Whether the rows of a micro-batch are packed or padded."""
@@ -89,7 +91,8 @@ class Policy:
 
         In nats; entropies have a gradient only if asked for. Calls `wrapped`: every process must call it equally often.
         """
-        return completion_scores(self.wrapped, batch, sampling, self.autocast(), entropy_gradient, self.at_head)
+        with offloading(self.offloads, self.model):
+            return completion_scores(self.wrapped, batch, sampling, self.autocast(), entropy_gradient, self.at_head)
 
     @torch.no_grad()
     def scores_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> TokenScores:

@@ -401,3 +401,12 @@ def test_the_states_of_optimizers_are_counted(config_only: list[str]) -> None:
     assert sizes["sgd"] == 0
     small = update(planned(*config_only, "optim=adamw_8bit"), "optimizer")
     assert 0.25 * sizes["adamw"] < small < 0.26 * sizes["adamw"]
+
+
+@pytest.mark.slow
+def test_offloaded_activations_are_not_counted_on_the_gpu(on_gpus: list[str]) -> None:
+    given = [*on_gpus, "engine=vllm", "hardware.parallel=ddp"]
+    plain, moved = planned(*given), planned(*given, "train.activation_offload=true")
+    assert update(moved, "activations") < update(plain, "activations") / 4
+    assert update(moved, "backward") > 0
+    assert moved.traced.total < plain.traced.total

@@ -1,0 +1,73 @@
+"""train.activation_offload changes where activations wait, and no gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grpocli.training import activation_offload
+from grpocli.training.activation_offload import ActivationOffload, offloading
+
+IDS = torch.arange(2 * 24).view(2, 24) % 40
+
+
+@pytest.fixture(autouse=True)
+def moves_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "LEAST", 1024)
+
+
+def gradients(model: LlamaForCausalLM, context: object, bfloat16: bool) -> list[torch.Tensor]:
+    mine = copy.deepcopy(model).train()
+    offload = context(mine)  # type: ignore[operator]
+    with offload, torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        loss = mine(IDS, labels=IDS).loss
+    loss.backward()
+    if isinstance(offload, ActivationOffload):
+        assert (offload.moved > 0) == ("cpu" in offload.devices)
+    return [p.grad for p in mine.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_the_same_to_the_bit(little_model, bfloat16: bool, checkpointing: bool) -> None:
+    model = copy.deepcopy(little_model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    plain = gradients(model, lambda one: offloading(False, one), bfloat16)
+    here = gradients(model, lambda one: offloading(True, one), bfloat16)
+    moved = gradients(model, lambda one: ActivationOffload(one.parameters(), devices=("cpu",)), bfloat16)
+    assert len(plain) == len(list(model.parameters()))
+    for one, two, three in zip(plain, here, moved, strict=True):
+        assert one.equal(two)
+        assert one.equal(three)
+
+
+def test_weights_and_small_tensors_stay(little_model) -> None:
+    weight = little_model.lm_head.weight
+    offload = ActivationOffload(little_model.parameters(), devices=("cpu",))
+    assert offload.pack(weight) is weight
+    assert offload.pack(weight.T).data_ptr() == weight.data_ptr()
+    small, large = torch.ones(8), torch.ones(1024)
+    assert offload.pack(small) is small
+    kept = offload.pack(large)
+    assert isinstance(kept, tuple)
+    assert kept[1].data_ptr() != large.data_ptr()
+    assert offload.unpack(kept).equal(large)
+
+
+def test_the_stored_model_has_less_to_keep() -> None:
+    """With checkpointing, what is moved is one input for each layer."""
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    offload = ActivationOffload(model.parameters(), devices=("cpu",))
+    with offload:
+        hidden = model.model(IDS).last_hidden_state
+    inputs = offload.moved
+    hidden.sum().backward()
+    assert 3 <= inputs <= 6, "the layers' inputs, and those of the last norm"
