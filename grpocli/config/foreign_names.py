@@ -131,7 +131,7 @@ GRPO_CONFIG = {
     "learning_rate": default(1e-6, "optim.lr={}"),
     "remove_unused_columns": nothing(False, "rewards get every column that their signature names"),
     "model_init_kwargs": Equivalent(
-        "", "its entries are keys: model.dtype, .attn_implementation, .revision, .trust_remote_code", default=None
+        "", "its entries are keys: model.dtype, .attention, .revision, .trust_remote_code", default=None
     ),
     "trust_remote_code": default(False, "model.trust_remote_code={}"),
     "router_aux_loss_coef": missing(None, "there is no auxiliary loss for the routers of mixture-of-experts models"),
@@ -411,7 +411,7 @@ MODEL_CONFIG = {
     "model_revision": default("main", "model.revision={}"),
     "dtype": default("float32", "model.dtype={}", DIFFERENT_PRECISION),
     "torch_dtype": Equivalent("model.dtype={}"),
-    "attn_implementation": default(None, "model.attn_implementation={}"),
+    "attn_implementation": default(None, "model.attention={}"),
     "use_peft": default(False, Equivalent("model.lora.rank=16", values={"false": "model.lora.rank=0"})),
     "lora_r": default(16, "model.lora.rank={}", "0 here: without use_peft, TRL's number has no effect"),
     "lora_alpha": default(32, "model.lora.alpha={}"),

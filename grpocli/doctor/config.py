@@ -232,6 +232,6 @@ def _modules(run: Run) -> Iterator[Module]:
         yield Module("bitsandbytes", f"model.quantization={quantization}", INSTALL)
     if isinstance(run.optim, AdamW8bit):
         yield Module("bitsandbytes", "optim=adamw_8bit", INSTALL)
-    if run.model.attn_implementation == "flash_attention_2":
-        key = "model.attn_implementation"
-        yield Module("flash_attn", key, "model.attn_implementation=null, or pip install flash-attn")
+    if run.model.attention == "flash_attention_2":
+        key = "model.attention"
+        yield Module("flash_attn", key, "model.attention=null, or pip install flash-attn")

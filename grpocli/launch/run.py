@@ -249,6 +249,8 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
     from grpocli.models.loading import choose_dtype, choose_head_dtype
 
     _check_device(run)
+    if getattr(run.model, "attn_implementation", None):
+        view.note("model.attn_implementation is now called model.attention")
     check_prefetch(run, run.engine.resolved())
     check_nodes(run, run.engine.resolved())
     check_shares(run, devices.processes * (node.count if node else 1))

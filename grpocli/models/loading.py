@@ -24,6 +24,9 @@ Progress = Callable[[float, str], None]
 """Called with a fraction from 0 to 1 and a phrase for the user."""
 
 
+OTHER_ATTENTION = "is the former name of model.attention, which has another value: leave this one out"
+
+
 @section("model")
 class ModelPart:
     """Base class of the config group `model`."""
@@ -33,8 +36,10 @@ class ModelPart:
     head_dtype: str | None = None
     """Dtype of logits, in the trainer and in vLLM alike: `float32`, products in float32 of hidden states and weights in
     model.dtype; null: logits rounded to model.dtype, which is faster and less exact."""
+    attention: str | None = None
+    """Attention of transformers, such as `sdpa`, `flash_attention_2` or `eager`; null: its default."""
     attn_implementation: str | None = None
-    """Attention of transformers, such as `sdpa` or `flash_attention_2`; null: its default."""
+    """Former name of model.attention, which is still read."""
     lora: Lora = Lora()
     """Low-rank updates, which train instead of all weights if lora.rank is above 0."""
     quantization: str | None = None
@@ -43,6 +48,9 @@ class ModelPart:
     def __post_init__(self) -> None:
         require(self, "quantization", self.quantization in (None, NF4), f"choose {NF4}, or null for whole weights")
         one_of(self, "dtype", ("auto", "float32", "bfloat16"))
+        former = self.attn_implementation
+        require(self, "attn_implementation", former in (None, self.attention) or not self.attention, OTHER_ATTENTION)
+        object.__setattr__(self, "attention", self.attention or former)
         require(self, "head_dtype", self.head_dtype in (None, "float32"), "choose float32, or null for model.dtype")
 
     def prepare(self, progress: Progress | None = None) -> str:
@@ -89,8 +97,8 @@ def _load(part: Any, path: str, **loading: Any) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     options = _options(part, path)
-    if part.attn_implementation is not None:
-        options["attn_implementation"] = part.attn_implementation
+    if part.attention is not None:
+        options["attn_implementation"] = part.attention
     with _explained(path, "model"):
         model: PreTrainedModel
         model, found = AutoModelForCausalLM.from_pretrained(

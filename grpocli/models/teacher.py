@@ -78,7 +78,7 @@ def _part(name: str, revision: str | None, student: Any) -> ModelPart:
     return HuggingFace(
         dtype=student.dtype,
         head_dtype=getattr(student, "head_dtype", None),
-        attn_implementation=student.attn_implementation,
+        attention=student.attention,
         path=name,
         revision=revision,
         trust_remote_code=getattr(student, "trust_remote_code", False),

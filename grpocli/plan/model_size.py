@@ -126,7 +126,7 @@ def empty_model(config: Any, part: Any) -> Any:
             model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=torch.float32,
-                attn_implementation="eager" if part.attn_implementation == "eager" else "sdpa",
+                attn_implementation="eager" if part.attention == "eager" else "sdpa",
                 trust_remote_code=getattr(part, "trust_remote_code", False),
             )
             model = with_head(part, without_dropout(model))

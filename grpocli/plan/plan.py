@@ -111,7 +111,7 @@ def _takes_packed(run: Run, size: ModelSize) -> bool:
     """Whether training would pack rows, which it tries with the model itself."""
     from grpocli.models.shared_prompt_attention import supports
 
-    return run.model.attn_implementation in (None, "sdpa") and supports(size.config, run.rollout.longest_row)
+    return run.model.attention in (None, "sdpa") and supports(size.config, run.rollout.longest_row)
 
 
 def _micro_batch(run: Run, resources: Resources, packed: bool) -> tuple[MicroBatchShape, int]:

@@ -52,7 +52,7 @@ BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_pe
 MODEL_KEYS = {
     "dtype": "dtype",
     "torch_dtype": "dtype",
-    "attn_implementation": "attn_implementation",
+    "attn_implementation": "attention",
     "revision": "revision",
     "trust_remote_code": "trust_remote_code",
 }

@@ -218,8 +218,8 @@ def _sampler(run: Run, world: World, engine: Engine, data: PromptSource) -> Samp
 
 
 def _why_padded(run: Run) -> str:
-    if (chosen := run.model.attn_implementation) not in (None, "sdpa"):
-        return f"rows end to end are for model.attn_implementation=null, not for {chosen}"
+    if (chosen := run.model.attention) not in (None, "sdpa"):
+        return f"rows end to end are for model.attention=null, not for {chosen}"
     return "this model's attention does not take rows end to end"
 
 

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_complete_folder_loads(folder: Path) -> None:
-    part = HuggingFace(path=str(folder), attn_implementation="eager")
+    part = HuggingFace(path=str(folder), attention="eager")
     path = part.prepare()
     assert path == str(folder)
     model = load_model(part, path)
@@ -160,3 +160,10 @@ def test_missing_weights_are_refused(folder: Path, key: str, value: int, said: s
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(ConfigError, match=rf"model\.path=.*{said}"):
         load_model(HuggingFace(path=str(folder)), str(folder))
+
+
+def test_the_former_name_of_attention_is_read() -> None:
+    assert HuggingFace(path="a/b", attn_implementation="eager").attention == "eager"
+    assert HuggingFace(path="a/b", attn_implementation="eager", attention="eager").attention == "eager"
+    with pytest.raises(ConfigError, match=r"^model.attn_implementation=eager: is the former name of model.attention"):
+        HuggingFace(path="a/b", attn_implementation="eager", attention="sdpa")

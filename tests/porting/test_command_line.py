@@ -155,7 +155,7 @@ def test_a_config_of_trl_parser_is_read(folder: Path, grpocli: Command) -> None:
     words = ["--rewards", "own.py", "--", "--config", "dapo.yaml", "--max_steps", "80", "--use_peft"]
     code, text, _ = grpocli("from-trl", "filled.py", *words)
     assert code == 0
-    wanted = {"model.path=a/b", "model.attn_implementation=eager", "task.path=c/d", "task.split=train"}
+    wanted = {"model.path=a/b", "model.attention=eager", "task.path=c/d", "task.split=train"}
     wanted |= {"optim.lr=3e-06", "train.minibatches=4", "train.steps=20", "model.lora.rank=16"}
     assert wanted <= set(overrides(text))
     example = load(f"{folder}/own.py:to_example", "task.processor")({"problem": "1+1?"})
