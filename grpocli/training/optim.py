@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from grpocli.config.parts import one_of, part, require, section
 from grpocli.models.quantization import check_bitsandbytes, import_bitsandbytes
-from grpocli.training import schedule
+from grpocli.training.schedule import ARGUMENTS, check_arguments, refuse_stateful, scheduled
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,9 @@ class Optimizer:
         require(self, "lr", 0 <= self.lr < math.inf, "must be a finite number of 0 or more")
         require(self, "weight_decay", 0 <= self.weight_decay < math.inf, "must be a finite number of 0 or more")
         require(self, "warmup_steps", self.warmup_steps >= 0, "must be 0 or more")
-        schedule.check_schedule(self.schedule, self.schedule_arguments)
+        refuse_stateful(self.schedule)
+        one_of(self, "schedule", ARGUMENTS)
+        check_arguments(self.schedule, self.schedule_arguments)
         require(self, "max_grad_norm", self.max_grad_norm >= 0, "must be 0 (no clipping) or more")
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -72,7 +74,7 @@ class Optimizer:
 
     def rate(self, update: int, total: int) -> float:
         """The learning rate of update number `update` (from 0) of `total`: a pure function, without state to save."""
-        return schedule.rate(self.lr, self.schedule, self.schedule_arguments, self.warmup_steps, update, total)
+        return scheduled(self.lr, self.schedule, self.schedule_arguments, self.warmup_steps, update, total)
 
     def groups(self, parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
         """The parameters with gradients in groups: norms and biases have no weight decay."""

@@ -49,15 +49,16 @@ STATEFUL = ("reduce_lr_on_plateau", "greedy")
 """The schedules of transformers that follow a metric."""
 
 
-def check_schedule(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless transformers has this schedule with these arguments. Loads no slow library."""
+def refuse_stateful(name: str) -> None:
+    """Raise ConfigError for a schedule that follows a metric."""
     if name in STATEFUL:
         problem = "follows a metric, and a learning rate here depends on the number of the update alone, so that a "
         problem += "resumed run repeats it"
         raise ConfigError(problem, key="optim.schedule", value=name, hint=f"choose one of {', '.join(ARGUMENTS)}")
-    if name not in ARGUMENTS:
-        problem = f"choose one of {', '.join(ARGUMENTS)}{nearest(name, ARGUMENTS)}"
-        raise ConfigError(problem, key="optim.schedule", value=name)
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless transformers' schedule has these arguments. Loads no slow library."""
     known = ARGUMENTS[name]
     for argument, value in arguments.items():
         key = f"optim.schedule_arguments.{argument}"
@@ -75,7 +76,7 @@ def check_schedule(name: str, arguments: Mapping[str, Any]) -> None:
         raise ConfigError(problem, key="optim.schedule_arguments", value=dict(arguments))
 
 
-def rate(lr: float, name: str, arguments: Mapping[str, Any], warmup: int, update: int, total: int) -> float:
+def scheduled(lr: float, name: str, arguments: Mapping[str, Any], warmup: int, update: int, total: int) -> float:
     """The learning rate of update number `update` (from 0) of `total`.
 
     In the warm-up it rises linearly to `lr`, and is never 0. After it the schedule is transformers'; a schedule whose
