@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import secrets
 import sys
 import types
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 
 HARNESS = "grpocli_chat"
 """The name under which verifiers finds `ChatHarness`."""
-KEY = "GRPOCLI_ENDPOINT_KEY"
-"""The environment variable with the key of the endpoint, in the worker process alone."""
+KEY_HEADER = "X-Endpoint-Key"
 FULL = "context_length_exceeded"
 """The error code of a request for which the context has no room."""
 MODEL = "policy"
@@ -61,6 +59,7 @@ class Verifiers:
     def __init__(self, taskset: str, config: dict[str, Any], env: str, seconds: float) -> None:
         self._episodes: dict[str, RunningEpisode] = {}
         self._traces: dict[str, RunningEpisode] = {}
+        self._key = secrets.token_urlsafe(16)
         self._background = BackgroundLoop(seconds)
         self._env: Env[Any] = load_env(taskset, config, env)
         self._tasks: list[Task[Any, Any, Any]] = []
@@ -81,7 +80,8 @@ class Verifiers:
         episode = self._episode(metadata)
         request = episode.pending
         if request is None:
-            raise ValueError("the episode has ended before the model's turn")
+            self._rewards(metadata)
+            raise ValueError("the episode ends without the model's turn")
         if _plain(request.messages) != _plain(messages[:-1]):
             raise ValueError("the environment changes earlier messages, but a completion only grows")
         self._answer_turn(episode, messages[-1]["content"])
@@ -150,22 +150,23 @@ class Verifiers:
         import verifiers.v1 as vf
         from aiohttp import web
 
-        os.environ[KEY] = secrets.token_urlsafe(16)
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._answer)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = runner.addresses[0][1]
-        await self._env.serving().__aenter__()  # ends with the process
-        client = vf.EvalClientConfig(base_url=f"http://127.0.0.1:{port}/v1", api_key_var=KEY)
+        self._serving = self._env.serving()  # kept, because what it serves ends with this object
+        await self._serving.__aenter__()
+        headers = {KEY_HEADER: self._key}
+        client = vf.EvalClientConfig(base_url=f"http://127.0.0.1:{port}/v1", api_key_var="none", headers=headers)
         return vf.ModelContext(model=MODEL, client=client)
 
     async def _answer(self, request: web.Request) -> web.Response:
         """A chat completion: the next turn of the model in the episode that asks."""
         from aiohttp import web
 
-        if not secrets.compare_digest(request.headers.get("Authorization", ""), f"Bearer {os.environ[KEY]}"):
+        if not secrets.compare_digest(request.headers.get(KEY_HEADER, ""), self._key):
             return web.json_response({"error": {"message": "wrong key"}}, status=401)
         episode = self._traces[request.headers["X-Session-ID"]]
         turn: asyncio.Future[str | None] = self._background.loop.create_future()

@@ -103,6 +103,7 @@ def _openings(base_url: str, observation: str | None, timeout: float, resets: st
     finally:
         pool.close()
     if isinstance(found, Failure):
-        raise ConfigError(f"cannot reset its environment: {found.reason}", key="task.base_url", value=base_url)
+        reason = " ".join(found.reason.split())
+        raise ConfigError(f"cannot reset its environment: {reason}", key="task.base_url", value=base_url)
     texts: list[str] = found
     return texts

@@ -103,6 +103,7 @@ def _rows(
     finally:
         pool.close()
     if isinstance(rows, Failure):
-        raise ConfigError(f"cannot load it: {rows.reason}", key="task.env", value=env)
+        reason = " ".join(rows.reason.split())
+        raise ConfigError(f"cannot load it: {reason}", key="task.env", value=env)
     found: list[dict[str, Any]] = rows
     return found

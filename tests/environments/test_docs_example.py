@@ -1,4 +1,4 @@
-"""The example environment of docs/tasks.md."""
+"""The example environment of docs/environments.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from grpocli.environments import worker
 
-DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
+DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
 
 
 def test_the_documented_environment_works(tmp_path: Path) -> None:

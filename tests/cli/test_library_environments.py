@@ -1,0 +1,65 @@
+"""Runs with environments of the libraries verifiers and OpenEnv: repeated, resumed, in two processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli.copied import config_dir
+from cli.running import EVEN, SMALL, assert_same_run, killed_after, metrics, run_here
+
+from grpocli.tracking.rollouts import read_rollouts
+
+pytestmark = pytest.mark.processes
+
+COUNTING = Path(__file__).parents[1] / "environments" / "counting_taskset.py"
+PLAYED = [
+    "train",
+    "task=verifiers",
+    f"task.env={COUNTING}",
+    "task.train_size=16",
+    "task.eval_size=4",
+    "task.environment.turns=3",
+    "task.environment.turn_tokens=6",
+    "reward=[environment]",
+    "rollout.max_completion_tokens=48",
+    *SMALL,
+    "eval.problems=2",
+]
+
+
+def test_an_environment_of_verifiers_is_trained_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_here(*PLAYED, "train.steps=1", f"hydra.run.dir={run}") == 0
+    (row,) = metrics(run)
+    assert row["token_mult_prob_error"] < 1.01, "the trainer scores the sampled tokens"
+    assert 1 <= row["completions/mean_turns"] <= 3
+    for one in read_rollouts(run / "rollouts" / "step_000001.parquet"):
+        assert one["reward/environment"] >= 0.5 * one["turns"]  # the library's own reward of the turns
+
+
+@pytest.mark.survival
+@pytest.mark.parametrize("stale", [False, True])
+def test_it_is_resumed_exactly_with_dynamic_sampling(
+    stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    engine = config_dir(tmp_path / "conf")  # samples beside the trainer, as vLLM does
+    carried = ["algorithm.keep.surplus=carry"]
+    sampling = ["algorithm.keep.surplus=discard", "rollout.max_staleness=1", *engine] if stale else carried
+    options = ["algorithm=dapo", "reward=[environment,format]", *EVEN[1:], "checkpoint.every=1", "checkpoint.keep=0"]
+    whole = tmp_path / "whole"
+    assert run_here(*PLAYED, *options, *sampling, "train.steps=2", f"hydra.run.dir={whole}") == 0
+    killed = killed_after(1, whole, tmp_path / "killed")
+    assert run_here("train", *engine[:2], f"resume={killed}") == 0
+    assert_same_run(killed, whole)
+
+
+@pytest.mark.survival
+def test_two_processes_play_the_same_episodes(tmp_path: Path) -> None:
+    runs = []
+    for options in ((), ("hardware.processes=2", "hardware.timeout=120")):
+        runs.append(tmp_path / f"{len(options)}")
+        assert run_here(*PLAYED, *options, "train.steps=1", f"hydra.run.dir={runs[-1]}") == 0
+    one, two = (read_rollouts(run / "rollouts" / "step_000001.parquet") for run in runs)
+    assert [row["completion_ids"] for row in one] == [row["completion_ids"] for row in two]

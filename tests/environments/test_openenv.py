@@ -1,0 +1,136 @@
+"""task=openenv: sessions of a real OpenEnv server."""
+
+from __future__ import annotations
+
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from grpocli.environments.openenv import OpenEnv, read_action
+from grpocli.errors import ConfigError
+from grpocli.tasks.openenv import OpenEnvTask
+
+SESSIONS = 3
+SERVER = Path(__file__).with_name("guessing_server.py")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    server = subprocess.Popen([sys.executable, str(SERVER), str(port), str(SESSIONS)])
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                httpx.get(f"{address}/schema")
+                break
+            except httpx.ConnectError:
+                assert server.poll() is None, "the server ended"
+                assert time.monotonic() < deadline, "the server does not answer"
+                time.sleep(0.2)
+        yield address
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(scope="module")
+def environment(url: str) -> OpenEnv:
+    return OpenEnv(url, "text", None, 20.0)
+
+
+def begin(environment: OpenEnv, seed: int = 3) -> dict[str, Any]:
+    return environment.reset({"reset": {"seed": seed}, "opening": f"guess {seed}"})
+
+
+def say(environment: OpenEnv, state: dict[str, Any], text: str) -> Any:
+    return environment.step([{"role": "assistant", "content": text}], state)
+
+
+@pytest.mark.slow
+def test_a_session_is_an_episode(environment: OpenEnv) -> None:
+    digit = random.Random(3).randrange(10)
+    state = begin(environment)
+    assert say(environment, state, str(digit - 1))[:3] == ([{"role": "user", "content": "more"}], -0.25, False)
+    assert say(environment, state, str(digit))[:3] == ([], 1.0, True)
+
+
+@pytest.mark.slow
+def test_sessions_are_closed_when_they_are_done_or_a_limit_ends_them(environment: OpenEnv) -> None:
+    for _ in range(SESSIONS + 1):
+        environment.finish([], begin(environment))
+        say(environment, begin(environment), str(random.Random(3).randrange(10)))
+
+
+@pytest.mark.slow
+def test_too_many_sessions_name_the_remedy(environment: OpenEnv) -> None:
+    states = [begin(environment) for _ in range(SESSIONS)]
+    with pytest.raises(ValueError, match="at capacity.*: start it with a larger max_concurrent_envs"):
+        begin(environment)
+    for state in states:
+        environment.finish([], state)
+
+
+@pytest.mark.slow
+def test_a_reset_that_is_not_reproducible_is_refused(environment: OpenEnv) -> None:
+    with pytest.raises(ValueError, match="begins otherwise at each reset"):
+        environment.reset({"reset": {"seed": 3}, "opening": "guess 4"})
+
+
+@pytest.mark.slow
+def test_an_unknown_field_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="has the fields text, .*but no 'board'|has the fields .*but no 'board'"):
+        OpenEnv(url, "board", "message", 20.0).opening({"seed": 1})
+
+
+ONE_TEXT = {"required": ["message"], "properties": {"message": {"type": "string"}}}
+ONE_NUMBER = {"required": ["index"], "properties": {"index": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "schema", "action"),
+    [
+        ("go\nleft", "move", {}, {"move": "go\nleft"}),
+        ('{"index": 3}', None, ONE_NUMBER, {"index": 3}),
+        ('```json\n{"index": 3}\n```', None, ONE_NUMBER, {"index": 3}),
+        (" left ", None, ONE_TEXT, {"message": " left "}),
+        ("[3]", None, ONE_TEXT, {"message": "[3]"}),
+    ],
+)
+def test_a_turn_is_read_as_an_action(text: str, field: str | None, schema: dict[str, Any], action: Any) -> None:
+    assert read_action(text, field, schema) == action
+
+
+@pytest.mark.parametrize("schema", [ONE_NUMBER, {"required": ["a", "b"]}, {}])
+def test_an_unreadable_turn_says_what_an_action_is(schema: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="an action is a JSON object with"):
+        read_action("left", None, schema)
+
+
+@pytest.mark.slow
+def test_examples_are_resets_and_the_first_are_held_out(url: str) -> None:
+    task = OpenEnvTask(base_url=url, observation="text", train_size=2, eval_size=1, system_prompt="Guess.")
+    (held_out,) = task.examples("eval")
+    assert held_out == {
+        "prompt": [{"role": "system", "content": "Guess."}, {"role": "user", "content": "guess 0"}],
+        "reset": {"seed": 0},
+        "opening": "guess 0",
+    }
+    assert [one["reset"] for one in task.examples("train")] == [{"seed": 1}, {"seed": 2}]
+
+
+@pytest.mark.survival
+def test_a_server_that_does_not_answer_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="cannot reset its environment: "):
+        OpenEnvTask(base_url="http://127.0.0.1:9", train_size=1, eval_size=1).examples("train")

@@ -1,0 +1,161 @@
+"""task=verifiers: the library's own episodes, prompts and rewards, with turns from the trainer's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.environments.environment import EnvironmentConfig
+from grpocli.environments.verifiers import Verifiers
+from grpocli.errors import ConfigError
+from grpocli.rewards.reward import Failure
+from grpocli.rewards.worker_pool import WorkerPool
+from grpocli.tasks.verifiers import VerifiersTask
+
+COUNTING = Path(__file__).with_name("counting_taskset.py")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
+
+
+@lru_cache
+def counting(kind: str) -> Verifiers:
+    return Verifiers(str(COUNTING), {"kind": kind}, "", 20.0)
+
+
+def begin(environment: Verifiers, index: int = 1) -> tuple[list[Any], dict[str, Any]]:
+    task = environment.tasks(index + 1)[index]
+    return environment.opening(task), environment.reset({"index": index, "key": task.key})
+
+
+def say(environment: Verifiers, messages: list[Any], state: dict[str, Any], text: str) -> Any:
+    messages.append({"role": "assistant", "content": text})
+    step = environment.step(messages, state)
+    messages += step.observation
+    return step
+
+
+def test_an_episode_is_played_and_scored_by_the_library() -> None:
+    environment = counting("plain")
+    messages, state = begin(environment)
+    assert messages == [{"role": "user", "content": "say 1"}]
+    assert say(environment, messages, state, "no")[:3] == ([{"role": "user", "content": "turn 1"}], {}, False)
+    assert say(environment, messages, state, "never")[:3] == ([{"role": "user", "content": "turn 2"}], {}, False)
+    assert say(environment, messages, state, "1")[:3] == ([], {"turns": 1.5, "right": 1.0}, True)
+
+
+def test_episodes_that_run_together_do_not_mix() -> None:
+    environment = counting("plain")
+    played = [begin(environment, index) for index in (0, 1, 2)]
+    for messages, state in played:
+        say(environment, messages, state, "no")
+    ends = [say(environment, messages, state, "1").reward for messages, state in played]
+    assert [end.get("right") for end in ends] == [None, 1.0, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "opening"),
+    [
+        ("system", [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say 0"}]),
+        ("opens", [{"role": "user", "content": "you begin"}]),
+    ],
+)
+def test_the_prompt_is_what_the_episode_begins_with(kind: str, opening: list[Any]) -> None:
+    messages, state = begin(counting(kind), 0)
+    assert messages == opening
+    assert say(counting(kind), messages, state, "0").reward == {"turns": 0.5, "right": 1.0}
+
+
+def test_an_episode_that_a_limit_ends_is_scored_as_it_is() -> None:
+    environment = counting("plain")
+    messages, state = begin(environment)
+    say(environment, messages, state, "no")
+    assert environment.finish(messages, state) == {"turns": 0.5, "right": 0.0}
+
+
+def test_a_changed_conversation_is_refused() -> None:
+    environment = counting("plain")
+    _, state = begin(environment)
+    with pytest.raises(ValueError, match="changes earlier messages"):
+        environment.step([{"role": "user", "content": "say 7"}, {"role": "assistant", "content": "7"}], state)
+
+
+def test_an_error_of_the_environment_is_the_episodes() -> None:
+    environment = counting("raises")
+    task = environment.tasks(1)[0]
+    state = environment.reset({"index": 0, "key": task.key})
+    with pytest.raises(RuntimeError, match="the board is lost"):
+        environment.finish([], state)
+
+
+def test_tasks_that_change_are_refused() -> None:
+    environment = counting("random")
+    with pytest.raises(ValueError, match="must be reproducible"):
+        environment.reset({"index": 0, "key": "another"})
+
+
+@pytest.fixture
+def worker() -> Iterator[Callable[..., list[Any]]]:
+    """Calls of an environment in a worker process, with 2 s for a step."""
+    pool = WorkerPool("grpocli.environments.worker:call", 1, 120.0)
+    arguments = '{"taskset": "%s", "config": {}, "env": "", "seconds": 2}' % COUNTING
+    name = "grpocli.environments.verifiers:Verifiers"
+
+    def call(*items: list[Any]) -> list[Any]:
+        return pool.map([[method, name, arguments, *given] for method, *given in items])
+
+    yield call
+    pool.close()
+
+
+@pytest.mark.survival
+def test_a_step_that_hangs_costs_its_episode_and_the_death_of_a_worker_all_that_it_holds(
+    worker: Callable[..., list[Any]],
+) -> None:
+    key = counting("plain").tasks(1)[0].key
+    states = [state for (state,) in worker(*[["reset", {"index": 0, "key": key}]] * 3)]
+    prompt = {"role": "user", "content": "say 0"}
+
+    def turn(state: Any, text: str) -> Any:
+        return worker(["step", [prompt, {"role": "assistant", "content": text}], state])[0]
+
+    hung = turn(states[0], "sleep")
+    assert isinstance(hung, Failure)
+    assert "longer than 2 s" in hung.reason
+    assert turn(states[1], "no")[0] == [{"role": "user", "content": "turn 1"}]
+    for lost in (turn(states[2], "die"), turn(states[1], "0")):
+        assert isinstance(lost, Failure)
+        assert "its worker process ended" in lost.reason
+
+
+def task_of(**given: Any) -> VerifiersTask:
+    return VerifiersTask(env=str(COUNTING), train_size=4, eval_size=2, **given)
+
+
+def test_examples_are_tasks_with_their_columns_and_the_first_are_held_out() -> None:
+    task = task_of(format="plain")
+    train, held_out = task.examples("train"), task.examples("eval")
+    assert [one["prompt"] for one in held_out] == ["say 0"]  # a fifth of six
+    assert [one["prompt"] for one in train] == [f"say {i}" for i in range(1, 6)]
+    assert [(one["index"], one["answer"]) for one in train] == [(i, str(i)) for i in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"config": {"nn": 1}}, "cannot load it: .*nn"),
+        pytest.param({"config": {"n": 1}}, "has 1 tasks, too few for train", marks=pytest.mark.survival),
+        pytest.param({"config": {"kind": "system"}, "format": "plain"}, "one user message", marks=pytest.mark.survival),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_sentence(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        task_of(**given).examples("train")
+
+
+def test_the_environment_gets_the_tasks_keys() -> None:
+    environment: EnvironmentConfig = task_of(config={"n": 9}).environment
+    assert environment.arguments == {"taskset": str(COUNTING), "config": {"n": 9}, "env": "", "seconds": 54.0}
+    assert environment.stateful
