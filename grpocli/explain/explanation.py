@@ -95,8 +95,7 @@ def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanati
     parts = {kind: part_section(f"algorithm/{kind}", getattr(algorithm, kind)) for kind in PARTS}
     used = {kind: section for kind, section in parts.items() if is_used(algorithm, kind, section)}
     ordered = [
-        _sampling(run.rollout),
-        _score(run),
+        *((_answers(run.rollout),) if algorithm.supervised else (_sampling(run.rollout), _score(run))),
         *(_named(section, run) for section in _chosen(used, "keep")),
         *_chosen(used, "advantage"),
         *_combine(algorithm),
@@ -191,6 +190,25 @@ def _sampling(rollout: Rollouts) -> Section:
         ),
         symbols=_symbols(rollout, "rollout", keys),
         settings=tuple((f"rollout.{f}", spelled(getattr(rollout, f))) for f in CUTS if f not in cuts),
+    )
+
+
+def _answers(rollout: Rollouts) -> Section:
+    """The completions of supervised training. Its rewards score only evaluations."""
+    return Section(
+        "sampling",
+        "",
+        (
+            "o_1: the answer of the data to each of P questions q,  G = 1",
+            "π_θ, π_ref = softmax(logits)",
+            "π(o_it): probability of o_i's token t given q and o_i,<t",
+        ),
+        "Rewards score the completions of evaluations, and train nothing.",
+        _symbols(
+            rollout,
+            "rollout",
+            {"P": ("prompts_per_step", "Questions per step"), "G": ("group_size", "Answers of each")},
+        ),
     )
 
 

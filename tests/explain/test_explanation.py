@@ -155,6 +155,13 @@ def test_explain_names_the_reward_by_which_groups_are_kept() -> None:
 
 
 @pytest.mark.slow
+def test_supervised_training_has_answers_in_the_place_of_samples_and_scores() -> None:
+    found = explained("algorithm=sft")
+    labels = [section.label for section in found.sections]
+    assert labels == ["sampling", "advantage", "objective", "aggregate", "loss", "update"]
+    assert found.sections[0].lines[0].startswith("o_1: the answer of the data")
+
+
 def test_older_weights_are_corrected_for() -> None:
     """If completions are sampled ahead, there is a correction; otherwise the sampler is the old policy."""
     ahead = ["engine=vllm", "rollout.max_staleness=2"]
