@@ -162,7 +162,8 @@ def _show(console: Console, row: RolloutRow, whole: bool) -> None:
 
     say(f"── {_title(row)}".replace("\n", " "), "dim")
     say(_cut(_prompt(row), whole), "dim")
-    say(_cut(row["completion"], whole))
+    said = row.get("episode")
+    say(_cut(prompt_text(said) if said and len(said) > 1 else row["completion"], whole))
     if row.get("answer") is not None:
         say(f"reference: {_cut(row['answer'], whole)}", "cyan")
 

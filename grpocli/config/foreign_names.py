@@ -253,7 +253,7 @@ GRPO_CONFIG = {
     "entropy_coef_delta": replace(ADAPTIVE, default=0.005),
     "entropy_target": replace(ADAPTIVE, default=0.2),
     "max_tool_calling_iterations": Equivalent(
-        "", "tools are an environment: task.environment.turns=N bounds the turns of an episode", default=None
+        "", "task.environment.turns=N+1: the turns with calls and the one with the answer, 8 here", default=None
     ),
     "vllm_importance_sampling_correction": default(
         True,
@@ -457,7 +457,7 @@ TRAINER = {
     "optimizers": missing(None, "optim=adamw is made from its keys"),
     "peft_config": Equivalent("", "model.lora.rank=R model.lora.alpha=A model.lora.target_modules=[...]"),
     "quantization_config": Equivalent("", "for 4 bits: model.quantization=nf4 with model.lora.rank", default=None),
-    "tools": Equivalent("", "tools are an environment: task.environment.name=FILE.py:CLASS answers the model's turns"),
+    "tools": Equivalent("", "task.tools=[FILE.py:NAME,...], the same functions"),
     "rollout_func": Equivalent("", "task.environment.name=FILE.py:CLASS for several turns, or an engine of your own"),
     "environment_factory": Equivalent("", "task.environment.name=FILE.py:CLASS"),
 }

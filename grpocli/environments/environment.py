@@ -113,7 +113,7 @@ class EnvironmentReward(BaseReward):
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Score:
-        if sample.episode is None:
+        if sample.episode is None or sample.episode.calls is not None:
             return None
         rewards = sample.episode.rewards
         if self.key is None:

@@ -32,6 +32,7 @@ import grpocli.rewards.python
 import grpocli.rewards.reasoning_gym
 import grpocli.rewards.reward_model
 import grpocli.rewards.text_match
+import grpocli.rewards.tools
 import grpocli.rollout.auto
 import grpocli.rollout.fake_engine
 import grpocli.rollout.sync_config

@@ -67,7 +67,8 @@ def _check_supervised(run: Run) -> None:
 
 def _check_rewards(run: Run) -> None:
     from grpocli.algorithm.keep import SCORE
-    from grpocli.environments.environment import EnvironmentReward, environment_of
+    from grpocli.environments.environment import TOOLS, EnvironmentReward, environment_of
+    from grpocli.rewards.tools import Tools
     from grpocli.tasks.mixture import key_of, tasks_of
 
     if not run.reward:
@@ -83,15 +84,14 @@ def _check_rewards(run: Run) -> None:
             raise ConfigError(
                 f"choose one of this run's rewards: {', '.join(names)}{nearest(name, names)}", key=key, value=name
             )
-    if any(isinstance(reward, EnvironmentReward) for reward in run.reward.values()) and not any(
-        environment_of(task) for task in tasks_of(run.task).values()
+    environments = [found.name for task in tasks_of(run.task).values() if (found := environment_of(task))]
+    for kind, name, has, hint in (
+        (EnvironmentReward, "an environment", any(one != TOOLS for one in environments), "give task.environment.name"),
+        (Tools, "tools", TOOLS in environments, "give task.tools=[FILE.py:NAME]"),
     ):
-        raise ConfigError(
-            "no task of this run has an environment",
-            key="reward",
-            value="[environment]",
-            hint="give task.environment.name",
-        )
+        if any(isinstance(reward, kind) for reward in run.reward.values()) and not has:
+            value = f"[{kind.config_key.removeprefix('reward.')}]"
+            raise ConfigError(f"no task of this run has {name}", key="reward", value=value, hint=hint)
     for task, chosen in tasks_of(run.task).items():
         for name in getattr(chosen, "rewards", None) or ():
             if name not in names:

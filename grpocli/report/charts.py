@@ -154,6 +154,14 @@ SPECS = (
         idle=1,
     ),
     _spec(
+        "Completions",
+        "tools",
+        "Calls of tools",
+        "Calls of tools for each completion, and those that failed.",
+        ("tools/calls", "calls"),
+        ("tools/failures", "failed"),
+    ),
+    _spec(
         "Policy",
         "entropy",
         "Entropy",

@@ -231,7 +231,8 @@ def _checked(call: Any) -> dict[str, Any]:
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    return " ".join(str(error.__cause__ or error).split())[:LONGEST_REASON]
+    cause = error.__cause__ if isinstance(error.__cause__, json.JSONDecodeError) else error
+    return " ".join(str(cause).split())[:LONGEST_REASON]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.tracking.callbacks import Callbacks, StepCompletion
 from grpocli.tracking.rollouts import Record, reference_answer, write_rollouts
+from grpocli.tracking.text import prompt_text
 from grpocli.tracking.view import ShownCompletion, View
 
 if TYPE_CHECKING:
@@ -163,7 +164,9 @@ class Recorder:
         best = max(range(len(advantages)), key=advantages.__getitem__)
         rollout = group.rollouts[best]
         answer = reference_answer(rollout.prompt.columns, self.answer_columns)
-        self.view.sample(ShownCompletion(rollout.prompt.text, rollout.text, rollout.rewards, advantages[best], answer))
+        episode = rollout.completion.episode
+        text = prompt_text(episode.messages) if episode and len(episode.messages) > 1 else rollout.text
+        self.view.sample(ShownCompletion(rollout.prompt.text, text, rollout.rewards, advantages[best], answer))
 
     def amend(self, step: int, results: Mapping[str, float]) -> None:
         """Add the results of an evaluation that a resume repeated to the metrics of its step."""

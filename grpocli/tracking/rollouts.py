@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
 from grpocli.files import regular, write_atomic
-from grpocli.tracking.text import prompt_text
+from grpocli.tracking.text import prompt_text, spoken
 from grpocli.types import Group, Message, Prompt, Rollout, Row, Status
 
 if TYPE_CHECKING:
@@ -196,8 +196,12 @@ def _number(value: float) -> float | None:
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages with role and content as text; `_columns` keeps messages that have more."""
-    return [{"role": _text(m.get("role")), "content": _text(m.get("content"))} for m in messages]
+    """Messages with role and content as text, with calls of tools; `_columns` keeps messages that have more."""
+    return [{"role": _text(m.get("role")), "content": _content(m)} for m in messages]
+
+
+def _content(message: Message) -> str:
+    return _utf8(spoken(message)) if message.get("tool_calls") else _text(message.get("content"))
 
 
 def _text(value: Any) -> str:

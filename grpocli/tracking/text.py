@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from grpocli.types import Text
+from grpocli.types import Message, Text
 
 BARS = "▁▂▃▄▅▆▇█"
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -100,4 +101,14 @@ def prompt_text(prompt: Text) -> str:
     """A prompt as text: a plain one, or the messages of a conversation with their roles."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message.get('role', '?')}: {message.get('content') or ''}" for message in prompt)
+    return "\n".join(f"{message.get('role', '?')}: {spoken(message)}" for message in prompt)
+
+
+def spoken(message: Message) -> str:
+    """The text of a message, with a line for each call of a tool: `-> NAME({"ARGUMENT": VALUE})`."""
+    content = message.get("content") or ""
+    calls = [call.get("function", {}) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    shown = (
+        f"-> {one.get('name')}({json.dumps(one.get('arguments'), ensure_ascii=False, default=str)})" for one in calls
+    )
+    return "\n".join(filter(None, [content if isinstance(content, str) else str(content), *shown]))

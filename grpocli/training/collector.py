@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -161,6 +162,7 @@ class RolloutStats:
 
     rewards: {name: [P, G]}. tasks: the task of each group. lengths, truncated: of each completion; lengths count tokens
     that the model wrote. turns: of each episode. prompt_tokens: each prompt counts once for each of its completions.
+    calls, failures: of tools, by name. callers: the number of completions of tasks with tools.
     """
 
     rewards: dict[str, Tensor]
@@ -169,10 +171,14 @@ class RolloutStats:
     truncated: list[bool]
     turns: list[int]
     prompt_tokens: int
+    calls: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    callers: int = 0
 
     @classmethod
     def of(cls, groups: Sequence[Group], names: Sequence[str]) -> RolloutStats:
         completions = [r.completion for g in groups for r in g.rollouts]
+        callers = [c.episode for c in completions if c.episode and c.episode.calls is not None]
         return cls(
             rewards=rewards_of(groups, names),
             tasks=[g.prompt.task for g in groups],
@@ -180,6 +186,9 @@ class RolloutStats:
             truncated=[c.truncated for c in completions],
             turns=[c.episode.turns for c in completions if c.episode],
             prompt_tokens=sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups),
+            calls=sum((Counter(episode.calls or {}) for episode in callers), Counter()),
+            failures=sum((Counter(episode.failures or {}) for episode in callers), Counter()),
+            callers=len(callers),
         )
 
     def __add__(self, other: RolloutStats) -> RolloutStats:
@@ -190,6 +199,9 @@ class RolloutStats:
             truncated=self.truncated + other.truncated,
             turns=self.turns + other.turns,
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            calls=self.calls + other.calls,
+            failures=self.failures + other.failures,
+            callers=self.callers + other.callers,
         )
 
     @property
@@ -216,8 +228,20 @@ class RolloutStats:
             **_length_metrics("terminated_length", terminated),
             "completions/clipped_ratio": float(np.mean(self.truncated)),
             **({"completions/mean_turns": float(np.mean(self.turns))} if self.turns else {}),
+            **self._tool_metrics(),
             **{f"rewards/{name}/mean": values.nanmean().item() for name, values in flat.items()},
             **{f"rewards/{name}/std": std_P1(values).item() for name, values in flat.items() if count_P1(values) > 1},
+        }
+
+    def _tool_metrics(self) -> dict[str, float]:
+        """Calls of tools and failed ones for each completion; empty without tools."""
+        if not self.callers:
+            return {}
+        return {
+            "tools/calls": self.calls.total() / self.callers,
+            "tools/failures": self.failures.total() / self.callers,
+            **{f"tools/{name}/calls": count / self.callers for name, count in sorted(self.calls.items())},
+            **{f"tools/{name}/failures": self.failures[name] / self.callers for name in sorted(self.calls)},
         }
 
     def task_metrics(self, scores_PG: Tensor, accuracy_rewards: Mapping[str, str]) -> dict[str, float]:

@@ -72,6 +72,7 @@ class Family:
         made.add_special_tokens({"additional_special_tokens": list(self.special)})
         made.add_tokens([AddedToken(text, special=False, normalized=False) for text in self.added])
         made.eos_token, made.chat_template = self.end, self.template
+        made.response_template = None  # that of the built-in model
         return made
 
     def calls(self, *calls: tuple[str, str]) -> str:

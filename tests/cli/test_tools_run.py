@@ -1,0 +1,121 @@
+"""Whole runs with tools: metrics, rollout files, a resume to the bit, two processes as one, real vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
+from cli.test_failures import failed
+
+from grpocli.tracking.rollouts import read_rollouts
+
+pytestmark = pytest.mark.processes
+
+CALLING = Path(__file__).with_name("calling.py")
+TOOLS = [
+    "train",
+    *SMALL,
+    "task.tools=[calculator]",
+    "rollout.max_prompt_tokens=48",
+    "rollout.max_completion_tokens=96",
+]
+RUN = [
+    *TOOLS,
+    "engine=fake",
+    f"engine.function={CALLING}:speak",
+    "reward=[exact_match,tools]",
+    "algorithm=dapo",
+    "algorithm.keep.surplus=carry",
+    "checkpoint.every=1",
+    "checkpoint.keep=0",
+    "eval.problems=0",
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("tools") / "run"
+    assert run_here(*RUN, f"hydra.run.dir={run}") == 0
+    return run
+
+
+def test_calls_are_counted_and_results_are_not_trained_on(whole: Path) -> None:
+    for row in metrics(whole):
+        assert row["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
+        assert 0 < row["tools/failures"] < row["tools/calls"] <= 1
+        assert row["tools/calls"] == row["tools/calculator/calls"]
+        assert row["rewards/tools/mean"] == pytest.approx(-0.1 * row["tools/failures"])
+        assert row["completions/mean_turns"] == 1 + row["tools/calls"]
+    rows = read_rollouts(whole / "rollouts" / "step_000001.parquet")
+    called = [row for row in rows if row["turns"] == 2]
+    assert len(called) > len(rows) / 4
+    for row in called:
+        call, result, answer = row["episode"]
+        assert call["content"].startswith('-> calculator({"')
+        assert (result["role"], answer["role"]) == ("tool", "assistant")
+        heard = len(result["content"]) + 3  # the tool's turn markers and the model's
+        assert [*row["loss_mask"]].count(0) in (heard, len(row["loss_mask"]))
+    right = [row for row in called if row["episode"][1]["content"].isdigit()]
+    assert {row["reward"] for row in right} == {1.0}
+    wrong = [row for row in called if "error" in row["episode"][1]["content"]]
+    assert {row["reward/tools"] for row in wrong} == {-0.1}
+
+
+def test_a_resume_equals_never_having_stopped(whole: Path, tmp_path: Path) -> None:
+    killed = killed_after(1, whole, tmp_path / "killed")
+    assert run_here("train", f"resume={killed}") == 0
+    assert_same_run(killed, whole)
+
+
+def test_people_see_the_calls(grpocli, whole: Path) -> None:
+    code, out, _ = grpocli("rollouts", str(whole), "--step", "1", "--where", "turns=2")
+    assert code == 0
+    assert 'assistant: -> calculator({"expression": "' in out
+    assert "tool: " in out
+
+
+@pytest.mark.survival
+def test_two_processes_call_the_same_tools(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_here(*RUN, "hardware.processes=2", "hardware.timeout=120", "train.steps=2", f"hydra.run.dir={run}") == 0
+    for step in ("step_000001.parquet", "step_000002.parquet"):
+        one, two = (read_rollouts(folder / "rollouts" / step) for folder in (whole, run))
+        assert [row["completion_ids"] for row in one] == [row["completion_ids"] for row in two]
+    for row, other in zip(metrics(whole), metrics(run), strict=False):
+        assert row["tools/calls"] == other["tools/calls"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["task.tools=[calculater]"], "task.tools=['calculater']: name functions as FILE.py:NAME, or take calculator"),
+        ([f"task.tools=[{CALLING}:speek]"], 'has no function or class speek; did you mean "speak"?'),
+        ([f"task.tools=[{CALLING}:speak]"], "needs type hints and a docstring that describes its arguments"),
+        (["reward=[exact_match,tools]"], "reward=[tools]: no task of this run has tools; give task.tools"),
+        (["task.tools=[calculator]", "reward=[environment]"], "no task of this run has an environment"),
+    ],
+)
+def test_wrong_settings_give_a_one_sentence_error(grpocli, options: list[str], said: str) -> None:
+    code, sentence = failed(grpocli, "train", *SMALL, *options)
+    assert code == 2
+    assert said in sentence
+
+
+FORCED = r"rollout.regex='calculator\(expression=[0-9]{2}[*][0-9]{2}\)|[0-9]{1,4}'"
+
+
+@pytest.mark.vllm
+def test_tools_with_vllm_ahead_of_the_trainer(tmp_path: Path) -> None:
+    """With vLLM, which samples a step ahead: the trainer scores the sampled tokens, and a resume repeats the run."""
+    options = ["engine=vllm", "rollout.max_staleness=1", "checkpoint.every=1", "checkpoint.keep=0", FORCED]
+    whole = tmp_path / "whole"
+    assert run_here(*TOOLS, *options, "eval.problems=0", "train.steps=4", f"hydra.run.dir={whole}") == 0
+    rows = metrics(whole)
+    assert all(row["tools/calls"] > 0 and row["tools/failures"] < row["tools/calls"] for row in rows)
+    assert rows[0]["token_mult_prob_error"] < 1.02
+    read = [row for row in read_rollouts(whole / "rollouts" / "step_000001.parquet") if row["turns"] > 1]
+    assert all("is_error" not in turn["content"] for row in read for turn in row["episode"])
+    killed = killed_after(2, whole, tmp_path / "killed")
+    assert run_here("train", f"resume={killed}") == 0
+    assert [row["tools/calls"] for row in metrics(killed)] == [row["tools/calls"] for row in rows]
