@@ -102,7 +102,7 @@ def test_wrong_settings_give_a_one_sentence_error(grpocli, options: list[str], s
     assert said in sentence
 
 
-FORCED = r"rollout.regex='calculator\(expression=[0-9]{2}[*][0-9]{2}\)'"
+FORCED = r"rollout.regex='calculator\(expression=[1-9][0-9][*][1-9][0-9]\)'"
 
 
 @pytest.mark.vllm
