@@ -107,8 +107,10 @@ def prompt_text(prompt: Text) -> str:
 def spoken(message: Message) -> str:
     """The text of a message, with a line for each call of a tool: `-> NAME({"ARGUMENT": VALUE})`."""
     content = message.get("content") or ""
-    calls = [call.get("function", {}) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    calls = [call.get("function") for call in message.get("tool_calls") or [] if isinstance(call, dict)]
     shown = (
-        f"-> {one.get('name')}({json.dumps(one.get('arguments'), ensure_ascii=False, default=str)})" for one in calls
+        f"-> {one['name']}({json.dumps(one.get('arguments'), ensure_ascii=False, default=str)})"
+        for one in calls
+        if isinstance(one, dict) and "name" in one
     )
     return "\n".join(filter(None, [content if isinstance(content, str) else str(content), *shown]))
