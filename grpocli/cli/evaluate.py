@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,7 +98,13 @@ def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
             "an evaluation runs in one process; leave it null", key="hardware.processes", value=run.hardware.processes
         )
     check_ready(run)
-    return config, run
+    return config, _with_whole_weights(run) if args.run and not args.checkpoints else run
+
+
+def _with_whole_weights(run: Run) -> Run:
+    """The run as its final model needs it: LoRA's updates are added to weights of all their bits."""
+    lora = replace(run.model.lora, rank=0)
+    return replace(run, model=replace(run.model, lora=lora, quantization=None))
 
 
 def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult]:
