@@ -145,7 +145,7 @@ def _facts(view: DataView, split: SplitView) -> Iterator[tuple[str, str]]:
         limit = rollout.max_completion_tokens
         fate = ("dropped" if split.split == "train" else "left out of eval/loss") if drops else "cut at the end"
         answers = _count(split.long_targets(limit), split.read, f"over rollout.max_completion_tokens={limit}: {fate}")
-        yield "answers", answers
+        yield "answers too long", answers
     yield "duplicates", _count(split.duplicates, split.read, "have the prompt of an earlier example")
     if split.split == "train":
         evaluated = [other for other in view.splits if other.split == "eval"]
