@@ -7,6 +7,7 @@ are pushed without secrets and local folders (tracking/published.py).
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.files import regular
@@ -39,6 +42,7 @@ KEY = "hub.push"
 TEXTS = ("config.yaml", "sessions.jsonl", "metrics.jsonl", "summary.json")
 """The files of a run, beside its folders, that are pushed."""
 CARD = "README.md"
+CHECKSUMS = "checksums.json"
 REPORT = "report.html"
 COMMIT_FILES = 100
 """Most files of a commit; the hub advises no more."""
@@ -91,7 +95,7 @@ class Pusher:
         """
         with hub_errors(self.key, self.repo):
             name = self.run_dir.checkpoint(step).name
-            self._commit(f"grpocli: {name}", [*self._texts(), *_files(folder, f"checkpoints/{name}")], prune=True)
+            self._commit(f"grpocli: {name}", [*self._texts(), *self._checkpoint(folder, name)], prune=True)
 
     def _texts(self) -> list[Content]:
         publish = Publisher.of_file(self.run_dir.config, self.run_dir.path)
@@ -104,7 +108,34 @@ class Pusher:
 
     def _checkpoints(self) -> Iterator[list[Content]]:
         for path in self._kept() if self.hub.checkpoints else []:
-            yield _files(path, f"checkpoints/{path.name}")
+            yield self._checkpoint(path, path.name)
+
+    def _checkpoint(self, folder: Path, name: str) -> list[Content]:
+        """The files of a checkpoint. Configs without local folders get their own checksums, which a resume checks."""
+        below = f"checkpoints/{name}"
+        contents = self._published(_files(folder, below))
+        index = folder / CHECKSUMS
+        changed = [one for one in contents if isinstance(one.source, bytes)]
+        if not changed or not index.is_file():
+            return contents
+        sums = json.loads(regular(index).read_text())
+        for one in changed:
+            assert isinstance(one.source, bytes)
+            digest = xxhash.xxh3_128(one.source).hexdigest()
+            sums[one.path.removeprefix(f"{below}/")] = [len(one.source), digest]
+        kept = [one for one in contents if one.path != f"{below}/{CHECKSUMS}"]
+        return [*kept, Content(f"{below}/{CHECKSUMS}", json.dumps(sums, indent=2).encode())]
+
+    def _published(self, contents: Sequence[Content]) -> list[Content]:
+        """The same files, of which configs have no local folders: peft writes that of an adapter's base model."""
+        publish = Publisher.of_file(self.run_dir.config, self.run_dir.path)
+        found = []
+        for one in contents:
+            if isinstance(one.source, Path) and one.path.endswith("config.json"):
+                text = regular(one.source).read_text()
+                one = one if publish(text) == text else Content(one.path, publish(text).encode())
+            found.append(one)
+        return found
 
     def _model(self) -> list[Content]:
         """The final model with its card, and the report; nothing before the run has a model."""
@@ -114,7 +145,7 @@ class Pusher:
         publish = Publisher.of_file(self.run_dir.config, self.run_dir.path)
         card = regular(model / CARD).read_text() if (model / CARD).is_file() else ""
         card = publish(card).replace(HERE, self.repo)
-        files = [content for content in _files(model, "") if content.path != CARD]
+        files = [content for content in self._published(_files(model, "")) if content.path != CARD]
         ended = self.run_dir.summary if self.run_dir.summary.is_file() else self.run_dir.config
         # the date of the run's end, so that a repeated push has the same page
         made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ended.stat().st_mtime))

@@ -21,6 +21,7 @@ from grpocli.launch.push import Pusher
 from grpocli.tracking.published import Publisher
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Session, add_session
+from grpocli.training import checksums
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"
@@ -226,6 +227,39 @@ def test_secrets_and_local_folders_are_not_pushed(
     assert pushed["reward"]["mine"]["function"] == "NOT_PUSHED/rewards.py:score"
     assert pushed["prompt"] == config["prompt"]
     assert pushed["overrides"][0] == "reward=[NOT_PUSHED/rewards.py:score,math]"
+
+
+def test_a_checkpoint_without_local_folders_keeps_valid_checksums(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:
+    run.config.write_text(yaml.safe_dump({"model": {"path": "/data/models/base"}}))
+    folder = add_checkpoint(run, 1)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/data/models/base"}))
+    checksums.write(folder, OneProcess())  # type: ignore[arg-type]
+    Pusher(run, Hub(push="me/new", checkpoints=True)).push()
+    files = hub.repos["me/new"].files("main") or {}
+    copy = tmp_path / "copy"
+    for path, content in files.items():
+        if path.startswith("checkpoints/step_000001/"):
+            copy.mkdir(exist_ok=True)
+            (copy / Path(path).name).write_bytes(content)
+    assert "/data" not in (copy / "adapter_config.json").read_text()
+    checksums.check(copy)
+    (copy / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"adapter_config\.json differs"):
+        checksums.check(copy)
+
+
+class OneProcess:
+    """A group of one process."""
+
+    size, rank, is_main = 1, 0, True
+
+    def barrier(self) -> None: ...
+
+    def broadcast_object(self, value: object) -> object:
+        return value
+
+    def gather_objects(self, values: list[object]) -> list[object]:
+        return values
 
 
 def test_texts_without_anything_to_hide_stay_as_they_are() -> None:
