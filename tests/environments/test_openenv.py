@@ -76,7 +76,7 @@ def test_sessions_are_closed_when_they_are_done_or_a_limit_ends_them(environment
 @pytest.mark.slow
 def test_too_many_sessions_name_the_remedy(environment: OpenEnv) -> None:
     states = [begin(environment) for _ in range(SESSIONS)]
-    with pytest.raises(ValueError, match="at capacity.*: start it with a larger max_concurrent_envs"):
+    with pytest.raises(ValueError, match=r"at capacity.*: start it with a larger max_concurrent_envs"):
         begin(environment)
     for state in states:
         environment.finish([], state)
@@ -90,7 +90,7 @@ def test_a_reset_that_is_not_reproducible_is_refused(environment: OpenEnv) -> No
 
 @pytest.mark.slow
 def test_an_unknown_field_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="has the fields text, .*but no 'board'|has the fields .*but no 'board'"):
+    with pytest.raises(ValueError, match=r"has the fields text, .*but no 'board'|has the fields .*but no 'board'"):
         OpenEnv(url, "board", "message", 20.0).opening({"seed": 1})
 
 

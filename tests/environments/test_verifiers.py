@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_tasks_that_change_are_refused() -> None:
 def worker() -> Iterator[Callable[..., list[Any]]]:
     """Calls of an environment in a worker process, with 2 s for a step."""
     pool = WorkerPool("grpocli.environments.worker:call", 1, 120.0)
-    arguments = '{"taskset": "%s", "config": {}, "env": "", "seconds": 2}' % COUNTING
+    arguments = json.dumps({"taskset": str(COUNTING), "config": {}, "env": "", "seconds": 2})
     name = "grpocli.environments.verifiers:Verifiers"
 
     def call(*items: list[Any]) -> list[Any]:
