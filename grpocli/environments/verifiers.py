@@ -238,7 +238,7 @@ def load_env(taskset: str, config: dict[str, Any], env: str) -> Env[Any]:
     if len(roles) != 1:
         raise ValueError(f"the environment has the roles {', '.join(roles)}, but one model is trained")
     role = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
-    interception = {"type": "server"}
+    interception = {"type": "elastic"}  # a server holds at most 1,000 waiting requests
     return load_environment(
         resolve_env_config({"id": env, "taskset": {"id": name, **config}, "interception": interception, roles[0]: role})
     )
@@ -292,8 +292,9 @@ def _harness_class() -> type:
     import httpx
     import verifiers.v1 as vf
 
-    # one for all turns, because making one takes longer than a turn; the worker's deadline bounds its requests
-    client = httpx.AsyncClient(timeout=None)
+    # One for all turns, because making one takes longer than a turn. Each running episode holds a connection while it
+    # waits for its turn, for which the step's deadline is the limit.
+    client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
 
     class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         """The library's chat loop without a program of its own, which would start a process for each episode."""

@@ -56,6 +56,15 @@ def test_episodes_that_run_together_do_not_mix() -> None:
     assert [end.get("right") for end in ends] == [None, 1.0, None]
 
 
+@pytest.mark.survival
+def test_hundreds_of_episodes_wait_for_their_turns_at_a_time() -> None:
+    environment = counting("plain")
+    played = [begin(environment, index) for index in range(300)]
+    assert [
+        say(environment, messages, state, str(i)).reward["right"] for i, (messages, state) in enumerate(played)
+    ] == [1.0] * len(played)
+
+
 @pytest.mark.parametrize(
     ("kind", "opening"),
     [
