@@ -76,8 +76,10 @@ OPTIONS = {
 }
 VARIED = ("normalize_then_sum", "no eps", "leave_one_out, scaled", "reinforce_pp over tokens")
 """Options of the advantages."""
-UNLIKE = ("advantage=none", "reinforce_pp over tokens")
-"""Advantages that are 0 everywhere, or not where a group is constant."""
+SUPERVISED = "advantage=supervised"
+"""1 everywhere: the completions are answers of the data, which scores do not compare."""
+UNLIKE = ("advantage=none", SUPERVISED, "reinforce_pp over tokens")
+"""Advantages that are the same everywhere, or not 0 where a group is constant."""
 # The base has every term, so that a choice is tried together with the others.
 VARIANTS = {
     **{name: (f"algorithm={name}",) for name in ALGORITHMS},
@@ -147,7 +149,9 @@ def test_advantages_follow_their_completions(name: str, window: Window, seed: in
 
 
 PENALTIES = ("on-policy k1", "on-policy k3", "top_entropy and bonus", "objective=mirror", "dppo, kl and drift")
-WITHOUT_PENALTIES = [name for name in VARIANTS if not name.startswith(("kl=", "entropy=")) and name not in PENALTIES]
+WITHOUT_PENALTIES = [
+    name for name in VARIANTS if not name.startswith(("kl=", "entropy=")) and name not in (*PENALTIES, SUPERVISED)
+]
 
 
 @pytest.mark.parametrize("name", table(WITHOUT_PENALTIES, fast=12))

@@ -259,7 +259,7 @@ def test_every_named_algorithm_is_here() -> None:
     """A new `conf/algorithm/NAME.yaml` needs its paper's formula in this file."""
     names = {path.stem for path in (Path(conf_dir()) / "algorithm").glob("*.yaml")}
     tested = {name.removeprefix("test_").replace("dr_grpo", "drgrpo") for name in globals() if name.startswith("test_")}
-    assert names <= tested | {"opd"}  # on-policy distillation has its own tests
+    assert names <= tested | {"opd", "sft"}  # distillation and supervised training have their own tests
 
 
 def test_the_correction_uses_the_policy_that_sampled(batch: dict[str, torch.Tensor]) -> None:

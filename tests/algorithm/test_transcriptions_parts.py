@@ -657,6 +657,18 @@ def test_advantages(name: str, seed: int) -> None:
         assert (ours[2:] == 0).all()
 
 
+@transcribes("advantage=supervised")
+def test_supervised_training_is_maximum_likelihood() -> None:
+    """-sum_it log pi(o_it) / sum_i |o_i|, whatever the scores are."""
+    algorithm = built("algorithm=sft")
+    advantages = algorithm.advantages({"r": torch.tensor([[0.0, NAN], [3.0, 3.0]])}).reshape(-1)
+    logp = torch.tensor([[-1.0, -2.0], [-0.5, 0.0], [-0.25, -4.0], [-3.0, 0.0]], requires_grad=True)
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 0]])
+    loss, _ = algorithm.loss(logp, logp.detach(), advantages, mask)
+    assert loss.item() == pytest.approx((1.0 + 2.0 + 0.5 + 0.25 + 4.0 + 3.0) / 6)
+    torch.testing.assert_close(torch.autograd.grad(loss, logp)[0], -mask / 6)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("eps", [0.0, 0.1])
 def test_reinforce_pp_over_tokens(seed: int, eps: float) -> None:

@@ -48,7 +48,7 @@ BAD = [
         "eval.stop_at=accuracy",
         "eval.stop_at=accuracy: is a section, not a key; set its keys: eval.stop_at.metric, eval.stop_at.threshold",
     ),
-    ("train=5", "train=5: is a section, not a key; set its keys: train.steps, train.epochs, train.minibatches ..."),
+    ("train=5", "train=5: is a section, not a key; set its keys: train.steps, train.data_epochs, train.epochs ..."),
     ("reward.exact_match=2", "reward.exact_match=2: must be a part, not a value; set its keys: reward.exact_match.KEY"),
     ("task=[arithmetic,calculator] task.arithmetic=3", "task.arithmetic=3: must be a part, not a value"),
     ("train.steps=many", "train.steps=many: must be of type integer"),
@@ -79,15 +79,15 @@ BAD = [
     ),
     (
         "engine=vllm hardware.processes=2 engine.base_url=http://127.0.0.1:9 engine.reconnect_timeout=3600",
-        "hardware.timeout=1800: must be above the 3600 s that the run waits for a lost server (engine.reconnect",
+        "hardware.timeout=1800: must be above the 3600 s that the run may wait (engine.reconnect",
     ),
     (
         "engine=vllm hardware.processes=2 engine.max_restarts=3",
-        "hardware.timeout=1800: must be above the 1860 s that the run waits for a lost server (engine.start_timeo",
+        "hardware.timeout=1800: must be above the 1860 s that the run may wait (engine.start_timeo",
     ),
     (
         "hardware.processes=2 algorithm=opd algorithm.kl.base_url=http://127.0.0.1:1 algorithm.kl.timeout=1800",
-        "hardware.timeout=1800: must be above the 1800 s that the run waits for a lost server (algorithm.kl.timeout)",
+        "hardware.timeout=1800: must be above the 1800 s that the run may wait (algorithm.kl.timeout)",
     ),
     (
         "engine=transformers hardware.parallel=zero3",
