@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.background_loop import BackgroundLoop
@@ -27,16 +28,19 @@ class OpenEnv:
         self.base_url, self.observation, self.action = base_url, observation, action
         self._background = BackgroundLoop(seconds)
         self._sessions: dict[str, GenericEnvClient] = {}
-        self._schema = action_schema(base_url) if action is None else {}
+
+    @cached_property
+    def _schema(self) -> dict[str, Any]:
+        return {} if self.action else action_schema(self.base_url)
 
     def reset(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Open a session and reset it with the example's `reset`. Raises ValueError if it begins otherwise."""
+        """Open a session and reset it with the example's `reset`. Raises ValueError for another opening."""
         name = secrets.token_urlsafe(8)
         session, text = self._open(metadata["reset"])
         self._sessions[name] = session
         if text != metadata["opening"]:
             self._close({"session": name})
-            raise ValueError(f"the server begins otherwise at each reset with {metadata['reset']}; give it a seed")
+            raise ValueError(f"two resets with {metadata['reset']} have different first observations; give a seed")
         return {"session": name}
 
     def step(self, messages: list[Message], metadata: dict[str, Any]) -> Step:
@@ -127,5 +131,5 @@ def action_schema(base_url: str) -> dict[str, Any]:
 
 def openings(base_url: str, observation: str | None, seconds: float, resets: list[dict[str, Any]]) -> list[str]:
     """The first observation of each reset, for a worker process."""
-    environment = OpenEnv(base_url, observation, "", seconds)
+    environment = OpenEnv(base_url, observation, None, seconds)
     return [environment.opening(reset) for reset in resets]

@@ -70,7 +70,7 @@ class Verifiers:
         """Start the episode of the task with the example's `index`, and run it until it asks for the first turn."""
         task = self._task_at(int(metadata["index"]))
         if task.key != metadata["key"]:
-            raise ValueError(f"task {metadata['index']} is another one at each load; a taskset must be reproducible")
+            raise ValueError(f"task {metadata['index']} differs at each load; a taskset must be reproducible")
         name = secrets.token_urlsafe(8)
         self._background.run(lambda: self._start(name, task))
         return {"episode": name}

@@ -14,8 +14,7 @@ from omegaconf import MISSING
 from grpocli.config.parts import Escaped, one_of, part, require
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig
 from grpocli.errors import ConfigError
-from grpocli.rewards.reward import Failure
-from grpocli.rewards.worker_pool import WorkerPool
+from grpocli.tasks.library_worker import call_in_worker, number_held_out
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class OpenEnvTask(BaseTask):
     def examples(self, split: str) -> Sequence[Example]:
         """Examples with `prompt`, `reset` (arguments of the server's reset) and `opening` (its first observation)."""
         resets = self.resets or [{"seed": seed} for seed in range(self.eval_size + self.train_size)]
-        held_out = min(self.eval_size, max(len(resets) // 5, 1)) if self.resets else self.eval_size
+        held_out = number_held_out(len(resets), self.eval_size) if self.resets else self.eval_size
         chosen = resets[:held_out] if split == "eval" else resets[held_out:]
         if not chosen:
             raise ConfigError(f"has {len(resets)} of them, too few for {split}", key="task.resets", value="...")
@@ -95,15 +94,8 @@ class OpenEnvTask(BaseTask):
 
 @lru_cache(maxsize=8)
 def _openings(base_url: str, observation: str | None, timeout: float, resets: str) -> list[str]:
-    """The first observation of each reset, from a worker process. timeout: seconds for a step."""
+    """The first observation of each reset. timeout: seconds for a step."""
     wanted = json.loads(resets)
-    pool = WorkerPool(OPENINGS, 1, timeout * len(wanted))
-    try:
-        (found,) = pool.map([[base_url, observation, STEP_SHARE * timeout, wanted]])
-    finally:
-        pool.close()
-    if isinstance(found, Failure):
-        reason = " ".join(found.reason.split())
-        raise ConfigError(f"cannot reset its environment: {reason}", key="task.base_url", value=base_url)
-    texts: list[str] = found
-    return texts
+    given = [base_url, observation, STEP_SHARE * timeout, wanted]
+    seconds = timeout * len(wanted)
+    return call_in_worker(OPENINGS, given, seconds, (), "task.base_url", base_url, "reset its environment")

@@ -14,8 +14,7 @@ from omegaconf import MISSING
 from grpocli.config.parts import one_of, part, require
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig
 from grpocli.errors import ConfigError
-from grpocli.rewards.reward import Failure
-from grpocli.rewards.worker_pool import WorkerPool
+from grpocli.tasks.library_worker import call_in_worker, number_held_out
 from grpocli.tasks.task import BaseTask
 from grpocli.types import Message, Text
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 MISSING_LIBRARY = "needs the library verifiers: pip install 'verifiers<0.5'"
 LOADER = "grpocli.environments.verifiers:load_rows"
-LARGEST_SHARE = 5
-"""At most one task of this number is held out for evaluation."""
 
 
 @part("task", "verifiers")
@@ -76,7 +73,7 @@ class VerifiersTask(BaseTask):
             self.load_timeout,
             tuple(self.environment.env),
         )
-        held_out = min(self.eval_size, max(len(rows) // LARGEST_SHARE, 1))
+        held_out = number_held_out(len(rows), self.eval_size)
         chosen = rows[:held_out] if split == "eval" else rows[held_out:]
         if not chosen:
             problem = f"has {len(rows)} tasks, too few for {split}"
@@ -96,14 +93,6 @@ class VerifiersTask(BaseTask):
 def _rows(
     env: str, config: str, paired: str, n: int, timeout: float, variables: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """The first n tasks, loaded by a worker process."""
-    pool = WorkerPool(LOADER, 1, timeout, variables)
-    try:
-        (rows,) = pool.map([[env, json.loads(config), paired, STEP_SHARE * timeout, n]])
-    finally:
-        pool.close()
-    if isinstance(rows, Failure):
-        reason = " ".join(rows.reason.split())
-        raise ConfigError(f"cannot load it: {reason}", key="task.env", value=env)
-    found: list[dict[str, Any]] = rows
-    return found
+    """The first n tasks."""
+    given = [env, json.loads(config), paired, STEP_SHARE * timeout, n]
+    return call_in_worker(LOADER, given, timeout, variables, "task.env", env, "load it")
