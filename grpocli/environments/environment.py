@@ -21,6 +21,8 @@ WORKER = "grpocli.environments.worker:call"
 TOOLS = "grpocli.environments.tools:tools"
 """The name of `task.tools` in the place of a class: calls are answered, a turn without a call ends the episode."""
 TOOLS_KEY = "task.tools"
+TOOL_SCHEMAS = "tool_schemas"
+"""The argument of an environment whose episodes have tools; a task with a method of this name gives it."""
 
 
 class Step(NamedTuple):
@@ -101,6 +103,14 @@ def environment_of(task: object) -> EnvironmentConfig | None:
     return environment if environment and environment.name else None
 
 
+def loaded_environment_of(task: object) -> EnvironmentConfig | None:
+    """`environment_of`, with the tools of its episodes, for which a library may load its data."""
+    environment, find = environment_of(task), getattr(task, TOOL_SCHEMAS, None)
+    if environment is None or find is None:
+        return environment
+    return replace(environment, arguments={**environment.arguments, TOOL_SCHEMAS: find()})
+
+
 @part("reward", "environment", package="reward.environment")
 class EnvironmentReward(BaseReward):
     """The sum of an environment's rewards over an episode; does not apply to tasks without an environment."""
@@ -113,9 +123,11 @@ class EnvironmentReward(BaseReward):
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Score:
-        if sample.episode is None or sample.episode.calls is not None:
+        if sample.episode is None:
             return None
         rewards = sample.episode.rewards
+        if sample.episode.calls is not None and not rewards:  # task.tools
+            return None
         if self.key is None:
             return sum(rewards.values())
         if self.key not in rewards:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.background_loop import BackgroundLoop
 from grpocli.environments.environment import Step
+from grpocli.environments.tools import Schema, answer_to, calls_in, name_of, refusal
 from grpocli.types import Message
 
 if TYPE_CHECKING:
@@ -19,13 +20,27 @@ if TYPE_CHECKING:
 FENCE = "```"
 FULL = "at capacity"
 """Part of a server's answer when it has no session left."""
+TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
+"""Names of the schemas of actions of servers whose actions are calls of tools."""
 
 
 class OpenEnv:
-    """Sessions of a server. observation, action: names of the fields that hold a text; seconds: deadline of a step."""
+    """Sessions of a server.
 
-    def __init__(self, base_url: str, observation: str | None, action: str | None, seconds: float) -> None:
+    observation, action: names of the fields that hold a text; seconds: deadline of a step; tool_schemas: the tools that
+    the prompts show; with tools, the actions are calls of them.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        observation: str | None,
+        action: str | None,
+        seconds: float,
+        tool_schemas: Sequence[Schema] = (),
+    ) -> None:
         self.base_url, self.observation, self.action = base_url, observation, action
+        self._tools = list(map(name_of, tool_schemas))
         self._background = BackgroundLoop(seconds)
         self._sessions: dict[str, GenericEnvClient] = {}
 
@@ -48,6 +63,8 @@ class OpenEnv:
         session = self._sessions.get(metadata["session"])
         if session is None:
             raise ValueError("its worker process ended, and with it the session")
+        if self._tools:
+            return self._call_tools(session, messages[-1], metadata)
         try:
             action = read_action(messages[-1]["content"], self.action, self._schema)
         except ValueError as error:
@@ -57,6 +74,40 @@ class OpenEnv:
             self._close(metadata)
         shown: list[Message] = [{"role": "user", "content": self._text(result.observation)}]
         return Step([] if result.done else shown, result.reward or 0.0, bool(result.done), metadata)
+
+    def _call_tools(self, session: GenericEnvClient, turn: Message, metadata: dict[str, Any]) -> Step:
+        """Run the calls of a turn, one action for each. A turn without a call ends the episode."""
+        answers: list[Message] = []
+        calls, total = calls_in(turn), 0.0
+        done = not calls
+        for call in calls:
+            content = refusal(call, self._tools)
+            failed = bool(content)
+            if not failed and not done:
+                action = {"type": "call_tool", "tool_name": call["name"], "arguments": call["arguments"]}
+                result = self._background.run(lambda sent=action: session.step(sent))  # type: ignore[misc]
+                content, failed = read_result(result.observation)
+                total, done = total + (result.reward or 0.0), bool(result.done)
+            answers.append(answer_to(call, self._tools, content, failed))
+        if done:
+            self._close(metadata)
+        return Step(answers, total, done, metadata)
+
+    def tools(self) -> list[Schema]:
+        """The tools of the server."""
+
+        async def ask() -> StepResult[dict[str, Any]]:
+            async with GenericEnvClient(base_url=self.base_url) as session:
+                return await session.step({"type": "list_tools"})
+
+        from openenv import GenericEnvClient
+
+        found = self._background.run(ask).observation.get("tools", [])
+        shown = [
+            {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
+            for tool in found
+        ]
+        return [{"type": "function", "function": one} for one in shown]
 
     def finish(self, messages: list[Message], metadata: dict[str, Any]) -> None:
         """Close the session of an episode that a limit ended."""
@@ -70,6 +121,7 @@ class OpenEnv:
 
     def _open(self, reset: dict[str, Any]) -> tuple[GenericEnvClient, str]:
         from openenv import GenericEnvClient
+        from websockets.exceptions import ConnectionClosedOK
 
         async def begin() -> StepResult[dict[str, Any]]:
             await session.connect()
@@ -82,6 +134,9 @@ class OpenEnv:
             self._background.run(session.close)
             if FULL in str(error):
                 raise ValueError(f"{error}: start it with a larger max_concurrent_envs") from error
+            if isinstance(error, ConnectionClosedOK):  # it may close before its reason is read
+                problem = f"the server closed a new session, as one {FULL} does"
+                raise ValueError(f"{problem}: start it with a larger max_concurrent_envs") from error
             raise
 
     def _close(self, metadata: dict[str, Any]) -> None:
@@ -119,6 +174,17 @@ def read_action(text: str, field: str | None, schema: Mapping[str, Any]) -> dict
     raise ValueError(f"an action is a JSON object with {', '.join(required) or 'the fields of the schema'}")
 
 
+def read_result(observation: Mapping[str, Any]) -> tuple[str, bool]:
+    """The text of a tool's result, and whether the call failed."""
+    if error := observation.get("error"):
+        return f"error: {error['message']}", True
+    result = observation.get("result")
+    if not isinstance(result, dict) or "content" not in result:
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), False
+    texts = [part["text"] for part in result["content"] if part.get("type") == "text"]
+    return "\n".join(texts), bool(result.get("is_error"))
+
+
 def action_schema(base_url: str) -> dict[str, Any]:
     """The JSON schema of a server's actions."""
     import httpx
@@ -133,3 +199,8 @@ def openings(base_url: str, observation: str | None, seconds: float, resets: lis
     """The first observation of each reset, for a worker process."""
     environment = OpenEnv(base_url, observation, None, seconds)
     return [environment.opening(reset) for reset in resets]
+
+
+def server_tools(base_url: str, seconds: float) -> list[Schema]:
+    """The tools of a server, for a worker process."""
+    return OpenEnv(base_url, None, None, seconds).tools()

@@ -12,15 +12,16 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from grpocli.config.user_code import load
-from grpocli.environments.environment import TOOLS, TOOLS_KEY, WORKER, EnvironmentConfig
+from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, TOOLS_KEY, WORKER, EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool
+from grpocli.types import Message
 from grpocli.user_frames import raised
 
 READY = {name: f"grpocli.environments.ready_tools:{name}" for name in ("calculator", "python")}
@@ -32,14 +33,20 @@ LONGEST_ERROR = 300
 SCHEMA_TIMEOUT = 120.0
 """Seconds to import all tools and make their schemas."""
 
+UNKNOWN = "unknown"
+"""The name in answers to malformed calls. What the model wrote is never part of a rendered message."""
+
 Schema = dict[str, Any]
 """A tool as chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
 def tools_of(environment: EnvironmentConfig | None) -> list[Schema]:
     """The schemas of a task's tools; empty if it has none. Raises ConfigError for a function that cannot be a tool."""
-    if environment is None or environment.name != TOOLS:
+    if environment is None:
         return []
+    if environment.name != TOOLS:
+        given: list[Schema] = environment.arguments.get(TOOL_SCHEMAS) or []
+        return given
     found: list[Schema] = json.loads(_schemas(tuple(environment.arguments["tools"]), tuple(environment.env)))
     return found
 
@@ -59,6 +66,28 @@ def _schemas(specs: tuple[str, ...], variables: tuple[str, ...]) -> str:
 def name_of(schema: Schema) -> str:
     name: str = schema["function"]["name"]
     return name
+
+
+def calls_in(turn: Message) -> list[dict[str, Any]]:
+    """The calls of a turn of the model: `name`, `arguments`, perhaps `id`; `malformed` if one cannot be read."""
+    written = turn.get("tool_calls") or ([{"malformed": turn["malformed"]}] if "malformed" in turn else [])
+    empty = {"name": UNKNOWN, "arguments": {}}
+    more = [{key: call[key] for key in ("id", "malformed") if key in call} for call in written]
+    return [{**empty, **call.get("function", {}), **rest} for call, rest in zip(written, more, strict=True)]
+
+
+def refusal(call: Mapping[str, Any], names: Collection[str]) -> str:
+    """Why a call is not run, for the model; empty if it can be. names: the tools."""
+    if "malformed" in call:
+        return f"error: the call cannot be read: {call['malformed']}"
+    return "" if call["name"] in names else f"error: there is no such tool; there are {', '.join(names)}"
+
+
+def answer_to(call: Mapping[str, Any], names: Collection[str], content: Any, failed: bool) -> Message:
+    """The message of the role `tool` that answers a call."""
+    name = call["name"] if call["name"] in names else UNKNOWN
+    identity = {"tool_call_id": call["id"]} if "id" in call else {}
+    return {"role": "tool", "name": name, "content": content, **identity, **({"is_error": True} if failed else {})}
 
 
 def schemas(specs: Sequence[str]) -> list[Schema]:

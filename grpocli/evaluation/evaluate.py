@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpocli.environments.environment import environment_of
+from grpocli.environments.environment import loaded_environment_of
 from grpocli.environments.tools import tools_of
 from grpocli.progress import Watch
 from grpocli.rewards.scorer import Scorer
@@ -115,7 +115,7 @@ class Evaluation:
     def _problems(self, name: str, task: Any, tokenizer: PreTrainedTokenizerBase) -> Problems:
         run, examples = self.run, task.examples("eval")
         limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
-        tools = tools_of(environment_of(task))
+        tools = tools_of(loaded_environment_of(task))
         prompts = PromptSet(
             examples, tokenizer, *limits, f"{name} eval", name, self.options.problems or None, tools=tools
         )
@@ -139,7 +139,9 @@ class Evaluation:
         context = EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling)
         engine = connected(run.engine, context)
         environments = {
-            name: environment for name, task in tasks_of(run.task).items() if (environment := environment_of(task))
+            name: environment
+            for name, task in tasks_of(run.task).items()
+            if (environment := loaded_environment_of(task))
         }
         accuracy_rewards = {one.task: [one.accuracy_reward] for one in problems}
         scorer = Scorer(run.reward, run.rollout.max_reward_errors, accuracy_rewards, error_limits_of(run.task))

@@ -67,7 +67,7 @@ def _check_supervised(run: Run) -> None:
 
 def _check_rewards(run: Run) -> None:
     from grpocli.algorithm.keep import SCORE
-    from grpocli.environments.environment import TOOLS, EnvironmentReward, environment_of
+    from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, EnvironmentReward, environment_of
     from grpocli.rewards.tools import Tools
     from grpocli.tasks.mixture import key_of, tasks_of
 
@@ -85,9 +85,10 @@ def _check_rewards(run: Run) -> None:
                 f"choose one of this run's rewards: {', '.join(names)}{nearest(name, names)}", key=key, value=name
             )
     environments = [found.name for task in tasks_of(run.task).values() if (found := environment_of(task))]
+    of_library = any(hasattr(task, TOOL_SCHEMAS) for task in tasks_of(run.task).values())
     for kind, name, has, hint in (
         (EnvironmentReward, "an environment", any(one != TOOLS for one in environments), "give task.environment.name"),
-        (Tools, "tools", TOOLS in environments, "give task.tools=[FILE.py:NAME]"),
+        (Tools, "tools", TOOLS in environments or of_library, "give task.tools=[FILE.py:NAME]"),
     ):
         if any(isinstance(reward, kind) for reward in run.reward.values()) and not has:
             value = f"[{kind.config_key.removeprefix('reward.')}]"

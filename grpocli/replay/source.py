@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.environments.environment import environment_of
+from grpocli.environments.environment import loaded_environment_of
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.models.loading import end_token_ids, load_tokenizer
 from grpocli.replay.collection import RolloutSource
@@ -70,7 +70,7 @@ def sources_of(session: ReplaySession, world: World, run_dir: Path) -> Sources:
         run.rollout.max_reward_errors,
         data.rewards if data else {name: rewards_for(task, run.reward) for name, task in tasks.items()},
     )
-    environments = {name: found for name, task in tasks.items() if (found := environment_of(task))}
+    environments = {name: found for name, task in tasks.items() if (found := loaded_environment_of(task))}
     redraw = data.redraw if data else None
     source = RolloutSource(run, world, tokenizer, scorer, environments, redraw, _end_ids(run, folder, tokenizer))
     return Sources(source, no_prompts, skipped)

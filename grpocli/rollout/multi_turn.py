@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.environment import TOOLS, WORKER
-from grpocli.environments.tools import tools_of
+from grpocli.environments.tools import UNKNOWN, tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool, default_workers
@@ -79,8 +79,14 @@ class _RunningEpisode:
     failures: Counter[str] = field(default_factory=Counter)
 
     @property
-    def has_tools(self) -> bool:
+    def runs_tools(self) -> bool:
+        """Whether its calls are run here; otherwise an environment answers its turns."""
         return self.environment.name == TOOLS
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether prompts show tools, here or of an environment."""
+        return bool(tools_of(self.environment))
 
     @property
     def pool(self) -> WorkerPool:
@@ -115,6 +121,13 @@ class _RunningEpisode:
         self.mask += [0] * len(ids)
         self.spans.append((self.spans[-1][0], len(ids)))
         self.messages += observation
+
+    def count_calls(self, answers: Sequence[Message]) -> None:
+        for answer in answers:
+            if answer["role"] == "tool":
+                name = answer.get("name", UNKNOWN)
+                self.calls[name] += 1
+                self.failures[name] += "is_error" in answer
 
     def completion(self) -> Completion:
         spans = _merged(self.spans)
@@ -218,7 +231,7 @@ class MultiTurnEngine:
         self._finish(running)
 
     def _reset(self, running: Sequence[_RunningEpisode]) -> None:
-        answers = self._call_environments([episode for episode in running if not episode.has_tools], "reset")
+        answers = self._call_environments([episode for episode in running if not episode.runs_tools], "reset")
         for episode, answer in answers.items():
             if isinstance(answer, Failure):
                 episode.problem = f"the environment's reset failed: {answer.reason}"
@@ -232,8 +245,8 @@ class MultiTurnEngine:
         for episode, turn in zip(running, turns, strict=True):
             episode.add_turn(turn, self._message(episode, turn))
         acting = [episode for episode in running if episode.problem is None]
-        callers = [episode for episode in acting if episode.has_tools]
-        others = [episode for episode in acting if not episode.has_tools]
+        callers = [episode for episode in acting if episode.runs_tools]
+        others = [episode for episode in acting if not episode.runs_tools]
         answers = self._call_environments(others, "step") | self._call_tools(callers)
         continuing = [episode for episode in acting if self._apply_step(episode, answers[episode], sampling)]
         kept = set(continuing)
@@ -245,7 +258,7 @@ class MultiTurnEngine:
 
     def _finish(self, limited: Sequence[_RunningEpisode]) -> None:
         """Tell the environments of episodes that a limit ended."""
-        answers = self._call_environments([episode for episode in limited if not episode.has_tools], "finish")
+        answers = self._call_environments([episode for episode in limited if not episode.runs_tools], "finish")
         for episode, answer in answers.items():
             if isinstance(answer, Failure):
                 episode.problem = f"the environment's finish failed: {answer.reason}"
@@ -271,8 +284,6 @@ class MultiTurnEngine:
             answer = call.answer(None if call.problem else next(results))
             longest = episode.environment.arguments["max_tokens"]
             answer["content"] = self._encoder(episode.environment).cut(answer["content"], longest)
-            episode.calls[call.name] += 1
-            episode.failures[call.name] += "is_error" in answer
             observations[episode].append(answer)
         return {episode: [answers, {}, not answers, {}] for episode, answers in observations.items()}
 
@@ -289,6 +300,8 @@ class MultiTurnEngine:
             return False
         observation, rewards, episode.done, episode.state = answer
         episode.add_rewards(rewards)
+        if episode.has_tools:
+            episode.count_calls(observation)
         if episode.done:
             episode.finish_reason = "stop" if len(episode.token_ids) < sampling.max_tokens else episode.finish_reason
             return False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from grpocli.environments.tools import Schema, name_of
+from grpocli.environments.tools import UNKNOWN, Schema, name_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rollout.turn_encoder import TurnEncoder
@@ -116,8 +116,8 @@ PROBE = {"name": "probe", "arguments": {"text": "a b"}}
 LONGEST_REASON = 200
 """Most characters of the reason why a call cannot be read."""
 CALL_ID = re.compile(r"[\w-]{1,64}")
-UNKNOWN = "unknown"
-"""The name in answers to malformed calls. What the model wrote is never part of a rendered message."""
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors of a call that cannot be read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,24 +135,53 @@ class CallParser:
         return self.encoder.tokenizer
 
     def message(self, token_ids: Sequence[int]) -> Message:
-        """A turn as a message: `tool_calls` if it calls tools, `malformed` with the reason if that cannot be read.
+        """A turn as a message: `tool_calls` if it calls tools, `malformed` with the reason if one cannot be read.
 
-        A turn without a call has its whole text as `content`.
+        A turn without a call that can be read has its whole text as `content`; in others a call that cannot be read is
+        one of `tool_calls`, with `malformed`.
         """
         message = {"role": "assistant", "content": str(self.tokenizer.decode(token_ids, skip_special_tokens=True))}
         text = str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        reason = ""
         try:
-            parsed = self.tokenizer.parse_response(
-                text, self.template, prefix=self._opening, tools=list(self.encoder.tools)
-            )
+            parsed = self._parse(text, self.template)
             calls = _calls(parsed.get("tool_calls") or [])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            return message | {"malformed": _reason(error)}
-        if not calls:
-            return message
+        except UNREADABLE as error:
+            reason = _reason(error)
+            parsed, calls = self._read_each(text)
+        malformed = {"malformed": reason} if reason else {}
+        if all("malformed" in call for call in calls):
+            return message | malformed
         thinking = {name: parsed[name] for name in ("thinking",) if isinstance(parsed.get(name), str)}
         content = parsed.get("content")
-        return message | {"content": content if isinstance(content, str) else "", **thinking, "tool_calls": calls}
+        shown = content if isinstance(content, str) else ""
+        return message | {"content": shown, **thinking, "tool_calls": calls} | malformed
+
+    def _parse(self, text: str, template: Any) -> dict[str, Any]:
+        tools = list(self.encoder.tools)
+        found: dict[str, Any] = self.tokenizer.parse_response(text, template, prefix=self._opening, tools=tools)
+        return found
+
+    def _read_each(self, text: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """A turn with a call that cannot be read: the parsed turn, and its calls, each read alone."""
+        calls = self.template.fields["tool_calls"]
+        if not calls.repeats:
+            return {}, []
+        raw = {"content": "text", "content_args": {"strip": False}, "transform": None, "transform_each": False}
+        fields = {**self.template.fields, "tool_calls": replace(calls, **raw)}
+        try:
+            parsed = self._parse(text, replace(self.template, fields=fields))
+        except UNREADABLE:
+            return {}, []
+        return parsed, [self._read(part) for part in _parts(text, parsed.get("tool_calls") or [], calls)]
+
+    def _read(self, part: str) -> dict[str, Any]:
+        """The only call in a part of a turn."""
+        try:
+            (call,) = _calls(self._parse(part, self.template).get("tool_calls") or [])
+        except UNREADABLE as error:
+            return {"type": "function", "function": {"name": UNKNOWN, "arguments": {}}, "malformed": _reason(error)}
+        return call
 
     @cached_property
     def template(self) -> Any:
@@ -192,6 +221,19 @@ class CallParser:
         """The beginning of a turn, for templates that write a part of it; never text of a conversation."""
         opening = self.encoder.generation_prompt
         return opening if self.template.start_anchor_re.search(opening) else ""
+
+
+def _parts(text: str, bodies: Sequence[str], field: Any) -> Iterator[str]:
+    """The parts of a turn that are its calls, with their markers. bodies: the texts between the markers, in order."""
+    place = 0
+    for body in bodies:
+        for opened in field.open_re.finditer(text, place):
+            if text.startswith(body, opened.end()):
+                end = opened.end() + len(body)
+                closed = field.close_re.match(text, end) if field.close_re else None
+                place = closed.end() if closed else end
+                yield text[opened.start() : place]
+                break
 
 
 def _reads_probe(template: Any, written: str) -> bool:
@@ -257,12 +299,14 @@ class ToolCall:
 
 def calls_of(message: Message, tools: Mapping[str, str], left: int) -> list[ToolCall]:
     """The calls of a turn; a malformed one counts as one. tools: {name: spec}. left: how many may still be run."""
-    if reason := message.get("malformed"):
-        return [ToolCall(UNKNOWN, problem=f"the call cannot be read: {reason}")]
+    if "malformed" in message and "tool_calls" not in message:
+        return [ToolCall(UNKNOWN, problem=f"the call cannot be read: {message['malformed']}")]
     found = []
     for number, call in enumerate(message.get("tool_calls", [])):
         name, identity = call["function"]["name"], call.get("id")
-        if name not in tools:
+        if "malformed" in call:
+            found.append(ToolCall(UNKNOWN, problem=f"the call cannot be read: {call['malformed']}"))
+        elif name not in tools:
             problem = f"there is no such tool; there are {', '.join(tools)}"
             found.append(ToolCall(UNKNOWN, identity=identity, problem=problem))
         elif number >= left:

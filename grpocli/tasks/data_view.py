@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from grpocli.environments.environment import environment_of
+from grpocli.environments.environment import loaded_environment_of
 from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.tasks.dataset import Examples
@@ -125,7 +125,7 @@ class DataView:
             if targets := self.targets.get(view.task):
                 example, answer = targets.split(example, where)
             text = text_of(example, where)
-            (ids,) = tokenize([text], self.tokenizer, lambda _: where, tools_of(environment_of(task)))
+            (ids,) = tokenize([text], self.tokenizer, lambda _: where, tools_of(loaded_environment_of(task)))
             target_ids = targets.token_ids([text], [answer])[0] if targets else None
         return prompt_of(example, ids, "", view.task, number, target_ids), where
 
@@ -145,7 +145,7 @@ def _split_view(
     view = SplitView(name, split, total)
     if split == "eval":
         view.wanted = run.eval.problems
-    tools = tools_of(environment_of(task))
+    tools = tools_of(loaded_environment_of(task))
     special = [token for token in tokenizer.all_special_tokens if token]
     types: dict[str, Counter[str]] = {}
     while batch := list(islice(examples, AT_ONCE)):

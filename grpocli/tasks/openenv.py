@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import Escaped, one_of, part, require
+from grpocli.config.parts import Escaped, part, require
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig
+from grpocli.environments.openenv import TOOL_ACTIONS, action_schema
 from grpocli.errors import ConfigError
-from grpocli.tasks.library_worker import call_in_worker, number_held_out
-from grpocli.tasks.task import BaseTask
+from grpocli.tasks.library_task import LibraryTask, call_in_worker
 
 if TYPE_CHECKING:
+    from grpocli.environments.tools import Schema
     from grpocli.tasks.task import Example
 
 MISSING_LIBRARY = "needs the library openenv: pip install 'openenv<0.5'"
 OPENINGS = "grpocli.environments.openenv:openings"
+SERVER_TOOLS = "grpocli.environments.openenv:server_tools"
 
 
 @part("task", "openenv")
-class OpenEnvTask(BaseTask):
+class OpenEnvTask(LibraryTask):
     """Episodes of an OpenEnv server, which gives observations and rewards; use `reward=[environment]`.
 
     An example is one way to reset the server, and its prompt is the first observation. Each running completion has a
@@ -46,12 +48,8 @@ class OpenEnvTask(BaseTask):
     otherwise the turn must be a JSON object."""
     system_prompt: Escaped | None = None
     """System message of every prompt; null: none."""
-    format: str = "chat"
-    """`chat`: messages for the chat template; `plain`: text."""
     train_size: int = 256
-    """Number of examples to train on: those after the ones to evaluate on."""
     eval_size: int = 32
-    """Number of examples to evaluate on: the first ones; with `resets` at most a fifth."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,10 +57,7 @@ class OpenEnvTask(BaseTask):
         require(
             self, "base_url", url.startswith(("http://", "https://")), "must be an address with http:// or https://"
         )
-        one_of(self, "format", ("chat", "plain"))
         require(self, "system_prompt", not (self.system_prompt and self.format == "plain"), "needs task.format=chat")
-        require(self, "train_size", self.train_size >= 1, "must be at least 1")
-        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
         given = {"base_url": self.base_url, "observation": self.observation, "action": self.action}
         arguments = {**given, "seconds": STEP_SHARE * self.environment.timeout}
         object.__setattr__(self, "environment", replace(self.environment, arguments=arguments))
@@ -75,15 +70,16 @@ class OpenEnvTask(BaseTask):
     def examples(self, split: str) -> Sequence[Example]:
         """Examples with `prompt`, `reset` (arguments of the server's reset) and `opening` (its first observation)."""
         resets = self.resets or [{"seed": seed} for seed in range(self.eval_size + self.train_size)]
-        held_out = number_held_out(len(resets), self.eval_size) if self.resets else self.eval_size
-        chosen = resets[:held_out] if split == "eval" else resets[held_out:]
-        if not chosen:
-            raise ConfigError(f"has {len(resets)} of them, too few for {split}", key="task.resets", value="...")
+        chosen = [resets[i] for i in self.rows_of(split, len(resets), "task.resets", "...")]
         texts = _openings(self.base_url, self.observation, self.environment.timeout, json.dumps(chosen))
         return [
             {"prompt": self._prompt(text), "reset": reset, "opening": text}
             for reset, text in zip(chosen, texts, strict=True)
         ]
+
+    def tool_schemas(self) -> list[Schema]:
+        """The tools of the server, if its actions are calls of tools."""
+        return _tools(self.base_url, self.environment.timeout)
 
     def _prompt(self, text: str) -> Any:
         if self.format == "plain":
@@ -99,3 +95,17 @@ def _openings(base_url: str, observation: str | None, timeout: float, resets: st
     given = [base_url, observation, STEP_SHARE * timeout, wanted]
     seconds = timeout * len(wanted)
     return call_in_worker(OPENINGS, given, seconds, (), "task.base_url", base_url, "reset its environment")
+
+
+@lru_cache(maxsize=8)
+def _tools(base_url: str, timeout: float) -> list[Schema]:
+    import httpx
+
+    try:
+        title = action_schema(base_url).get("title")
+    except httpx.HTTPError as error:
+        raise ConfigError(f"does not show its schema: {error}", key="task.base_url", value=base_url) from error
+    if title not in TOOL_ACTIONS:
+        return []
+    given = [base_url, STEP_SHARE * timeout]
+    return call_in_worker(SERVER_TOOLS, given, timeout, (), "task.base_url", base_url, "list its tools")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from grpocli.environments.environment import environment_of
+from grpocli.environments.environment import loaded_environment_of
 from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.score_stats import excerpt
@@ -115,7 +115,8 @@ class TaskPrompts:
         seed = (run.seed,) if alone else (run.seed, zlib.crc32(name.encode()))
         examples = task.examples("train")
         keys = OrderKeys.of(task)
-        tools = tools_of(environment_of(task))
+        environment = loaded_environment_of(task)
+        tools = tools_of(environment)
         train: StreamedPrompts | EpochPrompts
         if streaming := isinstance(task, Jsonl) and task.streaming:
             buffer, shuffled = task.shuffle_buffer, keys.order != "file"
@@ -139,7 +140,7 @@ class TaskPrompts:
             wanted,
             columns,
             rewards_for(task, run.reward),
-            environment_of(task),
+            environment,
             order,
         )
 

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import one_of, part, require
+from grpocli.config.parts import part, require
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig
 from grpocli.errors import ConfigError
-from grpocli.tasks.library_worker import call_in_worker, number_held_out
-from grpocli.tasks.task import BaseTask
+from grpocli.tasks.library_task import LibraryTask, call_in_worker
 from grpocli.types import Message, Text
 
 if TYPE_CHECKING:
+    from grpocli.environments.tools import Schema
     from grpocli.tasks.task import Example
 
 MISSING_LIBRARY = "needs the library verifiers: pip install 'verifiers<0.5'"
-LOADER = "grpocli.environments.verifiers:load_rows"
+LOADER = "grpocli.environments.verifiers:load_tasks"
 
 
 @part("task", "verifiers")
-class VerifiersTask(BaseTask):
+class VerifiersTask(LibraryTask):
     """Tasks of an environment of verifiers, which plays and scores its episodes; use `reward=[environment]`."""
 
     environment: EnvironmentConfig = EnvironmentConfig(
@@ -38,21 +38,12 @@ class VerifiersTask(BaseTask):
     """Keys of the taskset's config: `task.config.split=train`."""
     paired_env: str = ""
     """Name of an environment of verifiers that plays the taskset; empty: the taskset's own."""
-    format: str = "chat"
-    """`chat`: messages for the chat template; `plain`: the text of a single user message."""
-    train_size: int = 1000
-    """Most tasks to train on: those after the tasks to evaluate on."""
-    eval_size: int = 100
-    """Most tasks to evaluate on, at most a fifth of all: the first ones."""
     load_timeout: float = 300.0
     """Seconds for loading the tasks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "env", self.env not in ("", MISSING), "name an environment: task.env=NAME, or its folder")
-        one_of(self, "format", ("chat", "plain"))
-        require(self, "train_size", self.train_size >= 1, "must be at least 1")
-        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
         require(self, "load_timeout", self.load_timeout > 0, "must be above 0 seconds")
         seconds = STEP_SHARE * self.environment.timeout
         given = {"taskset": self.env, "config": self.config, "env": self.paired_env, "seconds": seconds}
@@ -65,20 +56,19 @@ class VerifiersTask(BaseTask):
 
     def examples(self, split: str) -> Sequence[Example]:
         """Examples with `prompt`, the task's own columns, and `index` and `key`, which name the task."""
-        rows = _rows(
-            self.env,
-            json.dumps(self.config, sort_keys=True),
-            self.paired_env,
-            self.train_size + self.eval_size,
-            self.load_timeout,
-            tuple(self.environment.env),
-        )
-        held_out = number_held_out(len(rows), self.eval_size)
-        chosen = rows[:held_out] if split == "eval" else rows[held_out:]
-        if not chosen:
-            problem = f"has {len(rows)} tasks, too few for {split}"
-            raise ConfigError(problem, key="task.env", value=self.env, hint="give it more tasks by task.config")
-        return [{**row, "prompt": self._prompt(row["prompt"])} for row in chosen]
+        rows, _ = self._loaded()
+        chosen = self.rows_of(split, len(rows), "task.env", self.env, "give it more tasks by task.config")
+        return [{**rows[i], "prompt": self._prompt(rows[i]["prompt"])} for i in chosen]
+
+    def tool_schemas(self) -> list[Schema]:
+        """The tools that the tasks give to the model."""
+        _, schemas = self._loaded()
+        return schemas
+
+    def _loaded(self) -> tuple[list[dict[str, Any]], list[Schema]]:
+        config, variables = json.dumps(self.config, sort_keys=True), tuple(self.environment.env)
+        n = self.train_size + self.eval_size
+        return _load(self.env, config, self.paired_env, n, self.load_timeout, variables)
 
     def _prompt(self, messages: list[Message]) -> Text:
         if self.format == "chat":
@@ -90,9 +80,10 @@ class VerifiersTask(BaseTask):
 
 
 @lru_cache(maxsize=8)
-def _rows(
+def _load(
     env: str, config: str, paired: str, n: int, timeout: float, variables: tuple[str, ...]
-) -> list[dict[str, Any]]:
-    """The first n tasks."""
+) -> tuple[list[dict[str, Any]], list[Schema]]:
+    """The first n tasks, and their tools."""
     given = [env, json.loads(config), paired, STEP_SHARE * timeout, n]
-    return call_in_worker(LOADER, given, timeout, variables, "task.env", env, "load it")
+    rows, schemas = call_in_worker(LOADER, given, timeout, variables, "task.env", env, "load it")
+    return rows, schemas

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ SERVER = Path(__file__).with_name("guessing_server.py")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+@contextmanager
+def served(script: Path) -> Iterator[str]:
+    """The address of a server."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    server = subprocess.Popen([sys.executable, str(SERVER), str(port), str(SESSIONS)])
+    server = subprocess.Popen([sys.executable, str(script), str(port), str(SESSIONS)])
     address = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 120
@@ -43,6 +45,12 @@ def url() -> Iterator[str]:
     finally:
         server.kill()
         server.wait()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served(SERVER) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +136,35 @@ def test_examples_are_resets_and_the_first_are_held_out(url: str) -> None:
         "opening": "guess 0",
     }
     assert [one["reset"] for one in task.examples("train")] == [{"seed": 1}, {"seed": 2}]
+
+
+@pytest.mark.survival
+def test_calls_of_tools_are_actions() -> None:
+    with served(SERVER.with_name("adding_server.py")) as address:
+        task = OpenEnvTask(base_url=address, observation="result", train_size=2, eval_size=1)
+        (example, *_) = task.examples("train")
+        schemas = task.tool_schemas()
+        assert [one["function"]["name"] for one in schemas] == ["add", "stop"]
+        assert set(schemas[0]["function"]["parameters"]["properties"]) == {"a", "b"}
+        environment = OpenEnv(address, "result", None, 20.0, schemas)
+        state = environment.reset(example)
+
+        def act(*calls: dict[str, Any]) -> Any:
+            return environment.step([{"role": "assistant", "content": "", "tool_calls": list(calls)}], state)
+
+        unreadable = {**call("unknown"), "malformed": "it has no end"}
+        step = act({**call("add", a=1, b=2), "id": "one"}, unreadable, call("add", a="x"), call("rm"))
+        assert (step.reward, step.done) == (0.5, False)
+        assert step.observation[0] == {"role": "tool", "name": "add", "content": "3", "tool_call_id": "one"}
+        assert [one["name"] for one in step.observation[1:]] == ["unknown", "add", "unknown"]
+        assert all(one["is_error"] for one in step.observation[1:])
+        assert act(call("stop", why="enough"))[1:3] == (0.0, True)
+        state = environment.reset(example)
+        assert environment.step([{"role": "assistant", "content": "no"}], state)[:3] == ([], 0.0, True)
+
+
+def call(name: str, **values: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": values}}
 
 
 @pytest.mark.survival

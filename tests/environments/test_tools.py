@@ -204,6 +204,22 @@ def test_a_wrong_call_is_answered_and_counted(run, how: str) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("name", ["qwen", pytest.param("gemma", marks=pytest.mark.survival)])
+def test_a_malformed_call_does_not_stop_the_others_of_its_turn(run, name: str) -> None:
+    family = FAMILIES[name]
+    good = [("multiply", arguments(name, a=a, b=4)) for a in (3, 5)]
+    turn = family.calls(good[0], ("multiply", '{"a": '), good[1])
+    done, _ = run(family, tools_named("multiply"), turn, f"12{family.end}")
+    call, *answers, _ = done.episode.messages
+    assert [one["content"].split(": ")[:2] for one in answers] == [["12"], ["error", "the call cannot be read"], ["20"]]
+    assert [bool(one.get("malformed")) for one in (call, *call["tool_calls"])] == [True, False, True, False]
+    assert (done.episode.calls, done.episode.failures) == (
+        {"multiply": 2, "unknown": 1},
+        {"multiply": 0, "unknown": 1},
+    )
+
+
+@pytest.mark.processes
 def test_a_tool_that_does_not_exist_is_answered_without_its_name(run) -> None:
     """The name is the model's text, so it becomes no part of a message."""
     done, _ = run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.environments.verifiers import Verifiers
+from grpocli.environments.verifiers_episode import RUNNING
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool
@@ -106,6 +108,24 @@ def test_tasks_that_change_are_refused() -> None:
         environment.reset({"index": 0, "key": "another"})
 
 
+def test_an_episode_whose_step_fails_is_over() -> None:
+    """Nobody asks for its next step, so it must not wait for one."""
+    environment = Verifiers(str(COUNTING), {}, "", 1.0)
+    failures = {"sleep": TimeoutError, "other": ValueError}
+    for text, error in failures.items():
+        messages, state = begin(environment)
+        changed = [{"role": "user", "content": "say 7"}] if text == "other" else messages
+        before = len(RUNNING)
+        with pytest.raises(error):
+            say(environment, changed, state, text)
+        with pytest.raises(ValueError, match="it has ended"):
+            say(environment, messages, state, "1")
+        deadline = time.monotonic() + 60
+        while len(RUNNING) == before:
+            assert time.monotonic() < deadline, "the episode waits"
+            time.sleep(0.01)
+
+
 @pytest.fixture
 def worker() -> Iterator[Callable[..., list[Any]]]:
     """Calls of an environment in a worker process, with 2 s for a step."""
@@ -137,7 +157,7 @@ def test_a_step_that_hangs_costs_its_episode_and_the_death_of_a_worker_all_that_
     assert turn(states[1], "no")[0] == [{"role": "user", "content": "turn 1"}]
     for lost in (turn(states[2], "die"), turn(states[1], "0")):
         assert isinstance(lost, Failure)
-        assert "its worker process ended" in lost.reason
+        assert "it has ended, after an error or with its worker process" in lost.reason
 
 
 def task_of(**given: Any) -> VerifiersTask:
@@ -147,16 +167,16 @@ def task_of(**given: Any) -> VerifiersTask:
 def test_examples_are_tasks_with_their_columns_and_the_first_are_held_out() -> None:
     task = task_of(format="plain")
     train, held_out = task.examples("train"), task.examples("eval")
-    assert [one["prompt"] for one in held_out] == ["say 0"]  # a fifth of six
-    assert [one["prompt"] for one in train] == [f"say {i}" for i in range(1, 6)]
-    assert [(one["index"], one["answer"]) for one in train] == [(i, str(i)) for i in range(1, 6)]
+    assert [one["prompt"] for one in held_out] == ["say 0", "say 1"]
+    assert [one["prompt"] for one in train] == [f"say {i}" for i in range(2, 6)]
+    assert [(one["index"], one["answer"]) for one in train] == [(i, str(i)) for i in range(2, 6)]
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"config": {"nn": 1}}, "cannot load it: .*nn"),
-        pytest.param({"config": {"n": 1}}, "has 1 tasks, too few for train", marks=pytest.mark.survival),
+        pytest.param({"config": {"n": 1}}, "has 1 examples, too few for train", marks=pytest.mark.survival),
         pytest.param({"config": {"kind": "system"}, "format": "plain"}, "one user message", marks=pytest.mark.survival),
     ],
 )

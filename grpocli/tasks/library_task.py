@@ -1,0 +1,64 @@
+"""What tasks of environment libraries share: keys, the split, and data that a worker process makes.
+
+The trainer does not import an environment's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpocli.config.parts import one_of, require
+from grpocli.errors import ConfigError
+from grpocli.rewards.reward import Failure
+from grpocli.rewards.worker_pool import WorkerPool
+from grpocli.tasks.task import BaseTask
+
+LARGEST_SHARE = 5
+"""At most one example of this number is held out for evaluation if there are fewer than wanted."""
+
+
+@dataclass(frozen=True)
+class LibraryTask(BaseTask):
+    """Keys of tasks whose examples and episodes are a library's."""
+
+    format: str = "chat"
+    """`chat`: messages for the chat template; `plain`: the text of a single user message."""
+    train_size: int = 1000
+    """Most examples to train on: those after the ones to evaluate on."""
+    eval_size: int = 100
+    """Most examples to evaluate on: the first ones. At most a fifth, if there are not enough for both sizes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, "format", ("chat", "plain"))
+        require(self, "train_size", self.train_size >= 1, "must be at least 1")
+        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
+
+    def rows_of(self, split: str, n: int, key: str, value: str, hint: str = "") -> range:
+        """The numbers of the examples of a split, of n. Raises ConfigError, naming the key, if there are none."""
+        few = n < self.train_size + self.eval_size
+        held_out = min(self.eval_size, max(n // LARGEST_SHARE, 1)) if few else self.eval_size
+        rows = range(held_out) if split == "eval" else range(held_out, n)
+        if not rows:
+            raise ConfigError(f"has {n} examples, too few for {split}", key=key, value=value, hint=hint)
+        return rows
+
+
+def call_in_worker(
+    function: str, arguments: Sequence[Any], seconds: float, variables: Sequence[str], key: str, value: str, doing: str
+) -> list[Any]:
+    """The list that `module:function` returns. Raises ConfigError if it fails; `doing` says at what.
+
+    seconds: deadline. variables: names of the environment variables that the function needs.
+    """
+    pool = WorkerPool(function, 1, seconds, variables)
+    try:
+        (found,) = pool.map([list(arguments)])
+    finally:
+        pool.close()
+    if isinstance(found, Failure):
+        raise ConfigError(f"cannot {doing}: {' '.join(found.reason.split())}", key=key, value=value)
+    result: list[Any] = found
+    return result
