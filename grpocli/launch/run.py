@@ -26,9 +26,10 @@ from grpocli.hardware.hardware import node_of
 from grpocli.launch.compose import build_run, mode_of, save
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.launch.push import KEY as PUSH_KEY
-from grpocli.launch.push import push_finished, refuse_other_run
+from grpocli.launch.push import refuse_other_run
 from grpocli.launch.ready import check_ready, check_training
 from grpocli.launch.resume import changes
+from grpocli.launch.run_pushes import push_finished
 from grpocli.launch.trainer_job import TrainerJob, wait_for_job
 from grpocli.launch.trainer_launcher import SETTLE, clean, resume_marker, stop_file
 from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error, quiet_libraries

@@ -174,7 +174,8 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
         warn=view.warn,
     )
     if run.hub.checkpoints:
-        from grpocli.launch.push import CheckpointPushes, Pusher
+        from grpocli.launch.push import Pusher
+        from grpocli.launch.run_pushes import CheckpointPushes
 
         recorder.pushes = CheckpointPushes(Pusher(run_dir, run.hub), view.warn)
     return recorder

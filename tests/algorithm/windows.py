@@ -94,7 +94,7 @@ def windows(draw: st.DrawFn) -> Window:
 
     def near(scale: float) -> torch.Tensor:
         noise = scale * torch.randn(p * g, t, generator=generator, dtype=torch.float64)
-        return (logp + noise).masked_fill(~mask, NAN)
+        return (logp + noise).clamp(max=-1e-3).masked_fill(~mask, NAN)  # probabilities stay below 1
 
     return Window(
         rewards=rewards,

@@ -80,6 +80,7 @@ def test_callbacks_see_the_run_in_order(here: Path) -> None:
     assert "mine.py:Broken failed in after_step: ValueError: broken (" in (here / "one" / "run.log").read_text()
 
 
+@pytest.mark.survival
 def test_a_callback_ends_a_run_and_a_resume_goes_on(here: Path) -> None:
     assert run_here("train", *RUN, "callbacks=[mine.py:Stop]", "hydra.run.dir=short") == 0
     summary = json.loads((here / "short" / "summary.json").read_text())

@@ -81,6 +81,7 @@ def test_rewards_do_not_change_a_distillation(tmp_path: Path, teacher: Path) -> 
     assert "reward" in metrics(with_rewards)[0]
 
 
+@pytest.mark.survival
 def test_a_run_whose_teacher_is_lost_stops_with_a_checkpoint_and_resumes_exactly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def test_two_environments_train_in_one_run(tmp_path: Path) -> None:
     assert max(row["token_mult_prob_error"] for row in rows) < 1.01  # the trainer scores the sampled tokens
 
 
+@pytest.mark.survival
 def test_a_run_of_episodes_is_resumed_exactly(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     options = [*SMALL, "algorithm=dapo", "algorithm.keep.surplus=carry", "checkpoint.every=1", "checkpoint.keep=0"]

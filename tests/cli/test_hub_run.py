@@ -87,6 +87,7 @@ def test_a_second_run_does_not_overwrite_the_first(hub: StandInHub, grpocli: Grp
     assert not Path("two").exists()
 
 
+@pytest.mark.survival
 def test_a_pushed_model_starts_a_run_and_is_evaluated(hub: StandInHub, grpocli: Grpocli) -> None:
     assert run_here("train", *RUN, "train.steps=1", "hub.push=me/new", "hub.checkpoints=true", "hydra.run.dir=a") == 0
     commit = hub.repos["me/new"].branches["main"]

@@ -59,6 +59,7 @@ def test_tools_of_a_task_are_called_and_counted(tmp_path: Path) -> None:
     assert {one["reward/environment"] for one in right} == {1.125}  # the answer, and the state that the call left
 
 
+@pytest.mark.survival
 def test_an_environment_of_verifiers_is_trained_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_here(*PLAYED, "train.steps=1", f"hydra.run.dir={run}") == 0

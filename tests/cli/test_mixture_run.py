@@ -33,6 +33,7 @@ TWO = [
 ]
 
 
+@pytest.mark.survival
 def test_a_mixture_keeps_its_shares_after_a_resume(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     assert run_here(*TWO, f"hydra.run.dir={whole}") == 0

@@ -58,6 +58,7 @@ def summary(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
 
 
+@pytest.mark.survival
 def test_a_run_that_reaches_the_threshold_is_finished(train, capsys: pytest.CaptureFixture[str]) -> None:
     whole = train("whole")
     run = train("run", *HALF)

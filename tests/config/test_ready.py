@@ -96,6 +96,7 @@ def test_missing_things_are_reported_before_heavy_imports(here: Path) -> None:
     assert sorted(path.name for path in here.iterdir()) == ["broken.py", "empty", "rewards.py", "rows.jsonl"]
 
 
+@pytest.mark.survival
 @pytest.mark.processes
 def test_other_commands_check_too(here: Path) -> None:
     for command in ("eval", "reward-check"):

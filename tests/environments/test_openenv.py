@@ -84,10 +84,12 @@ def test_sessions_are_closed_when_they_are_done_or_a_limit_ends_them(environment
 @pytest.mark.slow
 def test_too_many_sessions_name_the_remedy(environment: OpenEnv) -> None:
     states: list[dict[str, Any]] = []
-    with pytest.raises(ValueError, match=r"at capacity.*: start it with a larger max_concurrent_envs"):
-        states.extend(begin(environment) for _ in range(SESSIONS + 1))
-    for state in states:
-        environment.finish([], state)
+    try:
+        with pytest.raises(ValueError, match=r"at capacity.*: start it with a larger max_concurrent_envs"):
+            states.extend(begin(environment) for _ in range(SESSIONS + 1))
+    finally:
+        for state in states:
+            environment.finish([], state)
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
     assert given[decoding] == pytest.approx(small[decoding])
 
 
-@pytest.mark.slow
+@pytest.mark.survival
 def test_float32_is_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: list[str]) -> None:
     def seconds(device: str, dtype: str) -> float:
         options = (*config_only, "engine=transformers", f"hardware.device={device}", f"model.dtype={dtype}")
@@ -125,7 +125,7 @@ def test_float32_is_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: lis
     assert seconds("cpu", "float32") == pytest.approx(2 * seconds("cpu", "bfloat16"))
 
 
-@pytest.mark.slow
+@pytest.mark.survival
 def test_a_float32_head_takes_time_and_memory(config_only: list[str]) -> None:
     def plans(device: str) -> list[Plan]:
         options = (*config_only, "engine=transformers", f"hardware.device={device}", "model.dtype=bfloat16")
@@ -184,7 +184,7 @@ def test_sharding_divides_state_by_processes(on_gpus: list[str]) -> None:
         assert update(plan, "cast weights") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.survival
 def test_gradient_checkpointing_and_smaller_micro_batches_save_activations(config_only: list[str]) -> None:
     plain = planned(*config_only)
     checked = planned(*config_only, "train.gradient_checkpointing=true")
@@ -378,7 +378,7 @@ def test_training_and_vllm_machines_are_separate_devices() -> None:
     assert (cpus.resources.servers, gpus.resources.servers) == (6, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.survival
 def test_four_bits_and_small_states_are_counted(config_only: list[str]) -> None:
     """The bytes are those of the loaded model; products need one whole weight at a time."""
     lora = [*config_only, "model.lora.rank=4", "model.dtype=bfloat16"]
@@ -392,7 +392,7 @@ def test_four_bits_and_small_states_are_counted(config_only: list[str]) -> None:
     assert update(nf4, "backward") >= 2 * nf4.size.widest
 
 
-@pytest.mark.slow
+@pytest.mark.survival
 def test_the_states_of_optimizers_are_counted(config_only: list[str]) -> None:
     sizes = {name: update(planned(*config_only, f"optim={name}"), "optimizer") for name in ("adamw", "muon", "sgd")}
     matrices = sum(p.numel() for name, p in LlamaForCausalLM(SMALL).named_parameters() if "proj" in name)
@@ -403,7 +403,7 @@ def test_the_states_of_optimizers_are_counted(config_only: list[str]) -> None:
     assert 0.25 * sizes["adamw"] < small < 0.26 * sizes["adamw"]
 
 
-@pytest.mark.slow
+@pytest.mark.survival
 def test_offloaded_activations_are_not_counted_on_the_gpu(on_gpus: list[str]) -> None:
     given = [*on_gpus, "engine=vllm", "hardware.parallel=ddp"]
     plain, moved = planned(*given), planned(*given, "train.activation_offload=true")

@@ -94,7 +94,8 @@ def test_a_mixture_of_tasks_agrees(grpocli: Grpocli, tmp_path: Path) -> None:
     assert exactly(assert_agrees(grpocli, run))
 
 
-@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.survival)])
+@pytest.mark.survival
+@pytest.mark.parametrize("staleness", [1, 2])
 def test_older_weights_are_kept_for_completions_that_were_prefetched(
     staleness: int, grpocli: Grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,10 +139,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("finished"), *TINY, *EVERY, "train.steps=4")
 
 
+@pytest.mark.survival
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param([], id="as it was", marks=pytest.mark.survival),
+        pytest.param([], id="as it was"),
         pytest.param(["optim.lr=1e-3", "algorithm.objective.high=0.3"], id="changed"),
     ],
 )

@@ -214,6 +214,7 @@ def test_counts_are_in_units_that_multiply(grpocli: Grpocli, dapo: Path) -> None
     assert table["finish reasons"][2:] == [f"{n:,}", "0", "0", "completions"]
 
 
+@pytest.mark.survival
 def test_another_reward_and_algorithm_are_compared(grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text("def none(completions, **_):\n    return [0.0] * len(completions)\n")
@@ -289,6 +290,7 @@ def test_every_step_of_the_default_run_agrees(grpocli: Grpocli, tmp_path: Path) 
     assert [step["step"] for step in report["steps"]] == list(range(1, 61))
 
 
+@pytest.mark.survival
 def test_a_reward_that_draws_random_numbers_cannot_be_repeated(grpocli: Grpocli, tmp_path: Path) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text(

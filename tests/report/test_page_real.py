@@ -16,7 +16,7 @@ from cli.running import run_here
 from grpocli.report.build import Builder
 from grpocli.report.page_data import PageData
 
-pytestmark = [pytest.mark.browser, pytest.mark.processes]
+pytestmark = [pytest.mark.browser, pytest.mark.processes, pytest.mark.survival]
 
 STEPS = 4
 Show = Callable[..., Any]

@@ -36,6 +36,7 @@ def view(run: Path) -> RunView:
     return found
 
 
+@pytest.mark.survival
 @pytest.mark.processes
 def test_a_stopped_and_then_resumed_run_has_its_sessions_and_changed_keys(
     tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch

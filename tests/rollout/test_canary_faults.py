@@ -45,9 +45,8 @@ def test_a_weight_that_never_arrives_is_found_by_the_canary(experts: bool, dtype
             assert row["first"] == (packed_again or SWAPPED in fault), row
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_adapter_that_is_not_bound_is_found_by_the_canary(dtype: str, tmp_path: Path) -> None:
-    rows = table(build_model(tmp_path / "model", tied=True), dtype, "adapters")
+def test_an_adapter_that_is_not_bound_is_found_by_the_canary(tmp_path: Path) -> None:
+    rows = table(build_model(tmp_path / "model", tied=True), "bfloat16", "adapters")
     none = rows.pop("none")
     assert [none["first"], none["updated"], none["canary"]] == [False] * 3
     for row in rows.values():

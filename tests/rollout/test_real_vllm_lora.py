@@ -29,7 +29,7 @@ from grpocli.rollout.vllm.server_files import Endpoint, run_file
 from grpocli.rollout.vllm.server_pool import ServerPool
 from grpocli.types import Completion, Request, Sampling
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.survival]
 RANK = 3  # alpha / rank is not a power of two, and vLLM pads the rank
 
 

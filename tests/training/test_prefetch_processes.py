@@ -12,7 +12,7 @@ from training import prefetch_processes
 
 from grpocli.launch.trainer_launcher import command
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.survival]
 
 
 @pytest.fixture(scope="module")

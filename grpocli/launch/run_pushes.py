@@ -1,0 +1,124 @@
+"""When a run pushes: its checkpoints while it goes on, and everything at its end. A failed push costs it nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpocli.errors import GrpoError
+from grpocli.launch.push import Pusher
+from grpocli.tracking.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Hub
+    from grpocli.tracking.view import View
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointPushes:
+    """Pushes checkpoints in a thread, one after another, while the run goes on.
+
+    Each is copied by hard links first, since the run may delete it meanwhile. A newer one replaces one that waits. A
+    failure is a warning.
+    """
+
+    def __init__(self, pusher: Pusher, warn: Callable[[str], None]) -> None:
+        self._pusher, self._warn = pusher, warn
+        self._lock = threading.Lock()
+        self._waiting: tuple[int, Path] | None = None
+        self._thread: threading.Thread | None = None
+        self._failed = False
+
+    def add(self, step: int) -> None:
+        """Push the checkpoint after a step, which is whole."""
+        source = self._pusher.run_dir.checkpoint(step)
+        copy = source.with_name(f".tmp-push_{source.name}-{os.getpid()}")  # a resume deletes it after a kill
+        shutil.copytree(source, copy, copy_function=_link_or_copy)
+        with self._lock:
+            replaced, self._waiting = self._waiting, (step, copy)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="push", daemon=True)
+                self._thread.start()
+        if replaced:
+            logger.info("step %d: its checkpoint is not pushed, as that of step %d follows", replaced[0], step)
+            shutil.rmtree(replaced[1], ignore_errors=True)
+
+    def close(self, timeout: float) -> None:
+        """Wait for the pushes, at most `timeout` seconds."""
+        if thread := self._thread:
+            thread.join(timeout)
+            if thread.is_alive():
+                self._warn(f"the last checkpoint is not pushed yet: {self._remedy()}")
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if self._waiting is None:
+                    self._thread = None
+                    return
+                (step, folder), self._waiting = self._waiting, None
+            try:
+                self._pusher.push_checkpoint(folder, step)
+                logger.info("pushed the checkpoint of step %d", step)
+            except Exception as error:
+                logger.exception("the checkpoint of step %d was not pushed", step)
+                if not self._failed:
+                    self._warn(f"the checkpoint of step {step} is not pushed: {reason(error)}; {self._remedy()}")
+                self._failed = True
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _remedy(self) -> str:
+        return f"the run goes on, and later pushes it with: {push_command(self._pusher.run_dir, self._pusher.hub)}"
+
+
+def _link_or_copy(source: str, copy: str) -> None:
+    try:
+        os.link(source, copy)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, copy)
+
+
+def reason(error: BaseException) -> str:
+    """Why a push failed, for a sentence."""
+    return str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
+
+
+def push_finished(hub: Hub, run_dir: RunDir, view: View) -> None:
+    """Push a finished run. A failure is a warning with the command that repeats the push: the run has its model."""
+    if hub.push is None:
+        return
+    view.stage(f"pushing to the hub, {hub.push}")
+    error: list[BaseException] = []
+    address: list[str] = []
+
+    def work() -> None:
+        try:
+            address.append(Pusher(run_dir, hub).push(view.progress))
+        except Exception as failed:
+            logger.exception("the push failed")
+            error.append(failed)
+
+    pushing = threading.Thread(target=work, name="push", daemon=True)
+    pushing.start()
+    pushing.join(hub.timeout)
+    if address:
+        logger.info("pushed to %s", address[0])
+        view.note(f"pushed to {address[0]}")
+        return
+    why = reason(error[0]) if error else f"no end after hub.timeout={hub.timeout:g} seconds"
+    view.warn(f"not pushed: {why}; the run is whole, push it with: {push_command(run_dir, hub)}")
+
+
+def push_command(run_dir: RunDir, hub: Hub) -> str:
+    """The command that pushes a run as its config asks."""
+    options = f" --revision {shlex.quote(hub.revision)}" if hub.revision else ""
+    options += " --checkpoints" if hub.checkpoints else ""
+    return f"grpocli push {shlex.quote(str(run_dir.path))} --to {hub.push}{options}"
