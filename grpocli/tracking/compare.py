@@ -14,6 +14,7 @@ from typing import Any
 
 from grpocli.errors import ConfigError
 from grpocli.tracking.runs import GROUPS, LAST_STEPS, RESULTS, RunRow, find_runs
+from grpocli.tracking.sessions import as_typed
 from grpocli.tracking.text import clean, one_line
 
 LONGEST = 40
@@ -141,7 +142,7 @@ def cell(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.3f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:g}"
-    text = one_line(str(value))
+    text = one_line(as_typed(value))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 

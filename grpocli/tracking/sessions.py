@@ -145,11 +145,20 @@ def _decides_problems(key: str) -> bool:
 
 
 def format_value(value: Any) -> str:
-    """A config value as the user types it, on one line."""
+    """A config value as the user types it, on one line, cut after some characters."""
+    text = one_line(as_typed(value))
+    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
+
+
+def as_typed(value: Any) -> str:
+    """A config value as the user types it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = one_line(f"{value:g}" if isinstance(value, float) else str(value))
-    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{as_typed(one)}' for name, one in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_typed, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _merged(earlier: Changes, later: Changes) -> dict[str, tuple[Any, Any]]:

@@ -128,7 +128,7 @@ def test_the_card_lists_the_sessions(run: RunDir) -> None:
     card = model_card(run, "Qwen/Qwen2.5-0.5B", summary(run))
     assert "| steps 1 to 20 | started day 0 with grpocli 0.1.0, torch 2 |" in card
     assert "| steps 21 to 60 | started day 20 with grpocli 0.1.0, torch 2; `optim.lr` 1e-06 -> 5e-07; `rollout" in card
-    assert "['\\|']" in card
+    assert "[\\|]" in card
     assert "The config of the last steps:" in card
 
 

@@ -58,7 +58,7 @@ def test_a_session_names_its_versions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1e-6, "1e-06"), (None, "null"), (True, "true"), ("a\nb\x1b[31m", "a b"), ([1, "x"], "[1, 'x']"), (7, "7")],
+    [(1e-6, "1e-06"), (None, "null"), (True, "true"), ("a\nb\x1b[31m", "a b"), ([1, "x"], "[1,x]"), (7, "7")],
 )
 def test_values_are_shown_on_one_line(value: Any, text: str) -> None:
     assert format_value(value) == text
