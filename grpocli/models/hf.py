@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ class HuggingFace(ModelPart):
     chat_template: str | None = None
     """File with a Jinja template that replaces the tokenizer's own; null: the tokenizer's."""
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the template beside the messages: `model.chat_template_arguments.enable_thinking=false`."""
-
+    """Variables that the template reads beside the messages: `model.chat_template_arguments.reasoning_effort=low`."""
+    thinking: bool | None = None
+    """Whether the model thinks before it answers, by the switch in its chat template; null: the template's default."""
+    date: str = "2025-07-01"
+    """The day that a chat template takes for today, so that prompts are the same on every day."""
     response_template: str | None = None
     """JSON file with a response template of transformers, which finds calls of tools in the model's turns; null: the
     tokenizer's own, or one for the format in which the chat template writes calls."""
@@ -40,6 +44,7 @@ class HuggingFace(ModelPart):
         for name in ("chat_template", "response_template"):
             file = getattr(self, name)
             require(self, name, file is None or Path(file).expanduser().is_file(), "there is no such file")
+        require(self, "date", _is_date(self.date), "give a day as YEAR-MONTH-DAY")
 
     def prepare(self, progress: Progress | None = None) -> str:
         """The absolute path of the folder, or the hub id."""
@@ -65,3 +70,11 @@ class HuggingFace(ModelPart):
         if not isinstance(try_to_load_from_cache(self.path, "config.json", revision=self.revision), str):
             problem = f"there is no such folder, and the hub does not answer ({problem}); give a model's folder"
             raise ConfigError(problem, key="model.path", value=self.path)
+
+
+def _is_date(text: str) -> bool:
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True

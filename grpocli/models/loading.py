@@ -13,6 +13,7 @@ from grpocli.config.parts import one_of, require, section
 from grpocli.errors import ConfigError
 from grpocli.files import check_regular
 from grpocli.models import lora
+from grpocli.models.chat_template import arguments_of, end_of_turn
 from grpocli.models.lora import Lora
 from grpocli.models.quantization import NF4, check_bitsandbytes, import_bitsandbytes
 
@@ -197,23 +198,33 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
         tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf-8")
     if response_template := getattr(part, "response_template", None):
         tokenizer.response_template = _read_json(response_template, "model.response_template")
-    if arguments := getattr(part, "chat_template_arguments", None):
+    if arguments := arguments_of(part, tokenizer):
         # used by every part of the run that renders a conversation
         applied = partial(tokenizer.apply_chat_template, **arguments)
         tokenizer.apply_chat_template = applied
     return tokenizer
 
 
-def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a completion of the model at `path`: its generation config's and the tokenizer's."""
+def configured_end_ids(part: Any, path: str) -> int | list[int] | None:
+    """The end tokens in the generation config of the model at `path`, or in its config if it has no other."""
     from transformers import GenerationConfig
 
     try:
-        configured = GenerationConfig.from_pretrained(path).eos_token_id
+        found: int | list[int] | None = GenerationConfig.from_pretrained(path, **_options(part, path)).eos_token_id
     except (OSError, ValueError):  # such a model has none
-        configured = None
+        found = load_config(part, path).get_text_config().eos_token_id
+    return found
+
+
+def end_token_ids(configured: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a completion: those of the generation config, the tokenizer and the chat template.
+
+    A family may name its end of a turn in one of them only: Gemma in its generation config, base models of Qwen in
+    their chat template.
+    """
     ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(one for one in [*ids, tokenizer.eos_token_id] if isinstance(one, int))
+    every = [*ids, tokenizer.eos_token_id, end_of_turn(tokenizer)]
+    return frozenset(one for one in every if isinstance(one, int))
 
 
 def _read_json(file: str, key: str) -> Any:

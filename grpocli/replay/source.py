@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.environment import loaded_environment_of
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.models.loading import end_token_ids, load_tokenizer
+from grpocli.models.loading import configured_end_ids, end_token_ids, load_tokenizer
 from grpocli.replay.collection import RolloutSource
 from grpocli.rewards.scorer import Scorer
 from grpocli.tasks.mixture import tasks_of
@@ -89,7 +89,7 @@ def _end_ids(run: Run, folder: str, tokenizer: Any) -> frozenset[int]:
     """The tokens at which the engines of grpocli end a completion; empty for an engine of the user."""
     if not type(run.engine.resolved()).__module__.startswith("grpocli."):
         return frozenset()
-    return end_token_ids(folder, tokenizer)
+    return end_token_ids(configured_end_ids(run.model, folder), tokenizer)
 
 
 def _skipped(run: Run, columns: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import Escaped, UserCode, part, require
 from grpocli.errors import RunError
+from grpocli.models.chat_template import end_of_turn
 from grpocli.rollout.engine import EnginePart, Listener, ignore_group
 from grpocli.types import Completion, Prompt, Request, Sampling
 
@@ -91,6 +92,8 @@ class FakeEngine:
     def __init__(self, part: Fake, policy: Any, tokenizer: Any) -> None:
         self.part, self.policy, self.tokenizer = part, policy, tokenizer
         self.version = 0
+        written = end_of_turn(tokenizer)
+        self.end = tokenizer.eos_token_id if written is None else written
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
@@ -115,7 +118,7 @@ class FakeEngine:
         return [made[text] for text in texts]
 
     def _completion(self, text: str, request: Request, sampling: Sampling) -> Completion:
-        ids = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
+        ids = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.end]
         ids = ids[: self._length(ids, request, sampling)]
         cut = len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from grpocli.models.loading import end_token_ids
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -113,7 +115,13 @@ def derive_seed(*parts: int) -> int:
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a completion: those of the model's generation config and of the tokenizer."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
-    return sorted(i for i in ids if i is not None)
+    """The tokens that end a completion, see `end_token_ids`."""
+    return sorted(end_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer))
+
+
+def keep_stop_token_ids(model: Any, tokenizer: Any) -> None:
+    """Write the tokens that end a completion into the generation config, so that the saved model ends there too."""
+    ids = stop_token_ids(model, tokenizer)
+    configured = model.generation_config.eos_token_id
+    if set(ids) != set(configured if isinstance(configured, list) else [configured]):
+        model.generation_config.eos_token_id = ids

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
+from grpocli.models.chat_template import control_pattern, control_tokens
 from grpocli.types import Message
 
 if TYPE_CHECKING:
@@ -186,19 +187,11 @@ class TurnEncoder:
 
     @cached_property
     def _controls(self) -> dict[str, int]:
-        """The tokens with a meaning in conversations: special ones, and added ones that the chat template writes."""
-        template = str(self.tokenizer.chat_template)
-        return {
-            token.content: number
-            for number, token in self.tokenizer.added_tokens_decoder.items()
-            if token.special or (token.content.strip() and token.content in template)
-        }
+        return control_tokens(self.tokenizer)
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
-        """Matches the text of a control token."""
-        texts = sorted(map(re.escape, filter(None, self._controls)), key=len, reverse=True)
-        return re.compile("|".join(texts) or r"(?!)")
+        return control_pattern(self._controls)
 
 
 def _call(message: Message, is_last: bool) -> dict[str, Any]:

@@ -12,11 +12,12 @@ import torch
 
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.kl import KL, has_teacher
-from grpocli.models.loading import end_token_ids, load_model, load_policy, load_tokenizer
+from grpocli.models.loading import configured_end_ids, end_token_ids, load_model, load_policy, load_tokenizer
 from grpocli.models.lora import trained_share
 from grpocli.progress import Progress, Watch
 from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob, connected
+from grpocli.rollout.sampling import keep_stop_token_ids
 from grpocli.tasks import problem_scores
 from grpocli.tasks.curriculum import Curriculum
 from grpocli.tasks.mixture import error_limits_of, errors_below
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 def load_prompts(run: Run, model_path: str) -> PromptSource:
     """The prompts of a run, tokenised for the model at a path."""
     tokenizer = load_tokenizer(run.model, model_path)
-    return PromptSource.of(run, tokenizer, end_token_ids(model_path, tokenizer))
+    return PromptSource.of(run, tokenizer, end_token_ids(configured_end_ids(run.model, model_path), tokenizer))
 
 
 def build_trainer(
@@ -64,6 +65,7 @@ def build_trainer(
     _check_rewards(run, data, recorder)
     loaded = _load(run, job, world, data, recorder, checkpoint_path)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state
+    keep_stop_token_ids(policy.model, data.tokenizer)
 
     def recover() -> None:
         """Sync the engine again, in the main thread because an update may be changing the weights."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from grpocli.errors import RunError
+from grpocli.models.loading import end_token_ids
 from grpocli.progress import UNWATCHED, Cancelled, Watch
 from grpocli.rewards.score_stats import ScoreStats
 from grpocli.rewards.scorer import StreamingScorer
@@ -128,9 +129,10 @@ class TargetSampler(Sampler):
     ) -> tuple[list[Group], ScoreStats]:
         """One group of `n` equal rollouts for each prompt, the same in every process. Samples nothing."""
         groups = []
+        ends = end_token_ids(None, self.tokenizer)
         for prompt in prompts:
             ids = prompt.target_ids or []
-            cut = len(ids) >= sampling.max_tokens and ids[-1] != self.tokenizer.eos_token_id
+            cut = len(ids) >= sampling.max_tokens and ids[-1] not in ends
             done = Completion(ids, [math.nan] * len(ids), "length" if cut else "stop", 0)
             groups.append(Group(prompt, [Rollout(prompt, done, self._text(ids)) for _ in range(n)]))
         return groups, ScoreStats()

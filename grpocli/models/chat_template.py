@@ -1,0 +1,136 @@
+"""What a model's chat template reads, and the token with which it ends a turn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import date, datetime
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from grpocli.config.parts import nearest
+from grpocli.errors import ConfigError
+from grpocli.processes.deadline import within
+
+if TYPE_CHECKING:
+    from jinja2.nodes import Template
+    from transformers import PreTrainedTokenizerBase
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables with which chat templates turn thinking on and off."""
+CLOCK = "strftime_now"
+"""The function with which a chat template writes today's date."""
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", CLOCK}
+"""Names in a chat template that the user cannot set."""
+GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""Tags of transformers that Jinja does not know."""
+ANSWER = "grpocli-answer"
+"""Stands in for a turn of the model."""
+SECONDS = 10.0
+"""Time limit of a chat template: templates come with models and may loop forever."""
+
+
+def arguments_of(part: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The arguments of the chat template beside the messages, from the keys of `model`.
+
+    Raises ConfigError for an argument that the template does not read.
+    """
+    arguments = dict(getattr(part, "chat_template_arguments", None) or {})
+    thinking = getattr(part, "thinking", None)
+    if arguments or thinking is not None:
+        read = variables(tokenizer)
+        for name, value in arguments.items():
+            _check_read(name, value, read)
+        if thinking is not None:
+            arguments[_switch(read, arguments, thinking)] = thinking
+    if CLOCK in str(tokenizer.chat_template):
+        arguments[CLOCK] = datetime.combine(date.fromisoformat(part.date), datetime.min.time()).strftime
+    return arguments
+
+
+def variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The names that the chat template reads and a user can set. Raises ConfigError if it is not valid Jinja."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701  # nothing is rendered
+    template = tokenizer.chat_template or ""
+    found: set[str] = set()
+    for text in template.values() if isinstance(template, dict) else [template]:
+        try:
+            found |= _inputs(environment.parse(GENERATION.sub("", text)))
+        except TemplateSyntaxError as error:
+            problem = f"its chat template is not valid Jinja: line {error.lineno}: {error.message}"
+            raise ConfigError(problem, key="model", hint="give model.chat_template=FILE") from error
+    return found - GIVEN - environment.globals.keys() - tokenizer.special_tokens_map.keys()
+
+
+def _inputs(template: Template) -> set[str]:
+    """The names that a template reads from outside; of those that it also sets, the ones it asks for beforehand."""
+    from jinja2 import meta, nodes
+
+    set_inside = {name.name for name in template.find_all(nodes.Name) if name.ctx == "store"}
+    tests = [test.node for test in template.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+    asked_for = {node.name for node in tests if isinstance(node, nodes.Name)}
+    return meta.find_undeclared_variables(template) - (set_inside - asked_for)
+
+
+def _check_read(name: str, value: object, read: set[str]) -> None:
+    if name in read:
+        return
+    known = f"it reads {', '.join(sorted(read))}{nearest(name, read)}" if read else "it reads none"
+    problem = f"the chat template of the model reads no such variable; {known}"
+    raise ConfigError(problem, key=f"model.chat_template_arguments.{name}", value=value)
+
+
+def _switch(read: set[str], arguments: Mapping[str, Any], thinking: bool) -> str:
+    """The variable of the chat template that turns thinking on and off."""
+    key, value = "model.thinking", str(thinking).lower()
+    name = next((name for name in SWITCHES if name in read), None)
+    if name is None:
+        problem = f"the chat template of the model cannot turn thinking on or off: it reads none of {', '.join(SWITCHES)}"
+        hint = "leave it out, or choose a model that thinks as you want"
+        if "reasoning_effort" in read:
+            hint = "leave it out, or give model.chat_template_arguments.reasoning_effort=low"
+        raise ConfigError(problem, key=key, value=value, hint=hint)
+    if arguments.get(name, thinking) != thinking:
+        raise ConfigError(f"model.chat_template_arguments.{name} says the opposite: give one", key=key, value=value)
+    return name
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token with which the chat template ends every turn of the model; None if it writes no such token.
+
+    The last control token that follows a turn both at the end of a conversation and before a further message. gpt-oss
+    has none: it ends its last turn with another token than the parts of earlier ones.
+    """
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        return None
+    user, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}
+    chats = [[user, answer], [user, answer, user]]
+    try:
+        texts = within(SECONDS, "", lambda: [str(tokenizer.apply_chat_template(c, tokenize=False)) for c in chats])
+    except (TemplateError, ValueError, TypeError, TimeoutError):  # its errors are reported when a prompt is rendered
+        return None
+    controls = control_tokens(tokenizer)
+    pattern = control_pattern(controls)
+    last, earlier = (pattern.findall(text.partition(ANSWER)[2]) for text in texts)
+    both = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(last, earlier, strict=False))]
+    return controls[both[-1]] if both else None
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The tokens with a meaning in conversations: special ones, and added ones that the chat template writes."""
+    template = str(tokenizer.chat_template)
+    return {
+        token.content: number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special or (token.content.strip() and token.content in template)
+    }
+
+
+def control_pattern(controls: Mapping[str, int]) -> re.Pattern[str]:
+    """Matches the text of a control token."""
+    texts = sorted(map(re.escape, filter(None, controls)), key=len, reverse=True)
+    return re.compile("|".join(texts) or r"(?!)")
