@@ -52,7 +52,7 @@ def variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The names that the chat template reads and a user can set. Raises ConfigError if it is not valid Jinja."""
     from jinja2 import Environment, TemplateSyntaxError
 
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701  # nothing is rendered
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
     template = tokenizer.chat_template or ""
     found: set[str] = set()
     for text in template.values() if isinstance(template, dict) else [template]:
@@ -61,7 +61,7 @@ def variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
         except TemplateSyntaxError as error:
             problem = f"its chat template is not valid Jinja: line {error.lineno}: {error.message}"
             raise ConfigError(problem, key="model", hint="give model.chat_template=FILE") from error
-    return found - GIVEN - environment.globals.keys() - tokenizer.special_tokens_map.keys()
+    return found - GIVEN - {*environment.globals, *tokenizer.special_tokens_map}
 
 
 def _inputs(template: Template) -> set[str]:
@@ -71,7 +71,8 @@ def _inputs(template: Template) -> set[str]:
     set_inside = {name.name for name in template.find_all(nodes.Name) if name.ctx == "store"}
     tests = [test.node for test in template.find_all(nodes.Test) if test.name in ("defined", "undefined")]
     asked_for = {node.name for node in tests if isinstance(node, nodes.Name)}
-    return meta.find_undeclared_variables(template) - (set_inside - asked_for)
+    read: set[str] = meta.find_undeclared_variables(template)
+    return read - (set_inside - asked_for)
 
 
 def _check_read(name: str, value: object, read: set[str]) -> None:
@@ -87,7 +88,7 @@ def _switch(read: set[str], arguments: Mapping[str, Any], thinking: bool) -> str
     key, value = "model.thinking", str(thinking).lower()
     name = next((name for name in SWITCHES if name in read), None)
     if name is None:
-        problem = f"the chat template of the model cannot turn thinking on or off: it reads none of {', '.join(SWITCHES)}"
+        problem = f"the chat template of the model cannot turn thinking on or off: it reads no {' or '.join(SWITCHES)}"
         hint = "leave it out, or choose a model that thinks as you want"
         if "reasoning_effort" in read:
             hint = "leave it out, or give model.chat_template_arguments.reasoning_effort=low"

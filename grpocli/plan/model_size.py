@@ -27,7 +27,7 @@ class ModelSize:
     decoder layers. layer: parameters of the largest one. embedding: of the input embedding. head: of the output head.
     tied: embedding and head are one matrix. adapter: parameters of LoRA. trained_shapes: of the parameters with a
     gradient, and whether each is a matrix between embedding and head. quantized: parameters of 4 bits. widest: those of
-    the largest layer with such ones.
+    the largest layer with such ones. idle: parameters of experts that a token does not go to.
     """
 
     config: Any
@@ -43,6 +43,7 @@ class ModelSize:
     trained_shapes: tuple[tuple[tuple[int, ...], bool], ...] = ()
     quantized: int = 0
     widest: int = 0
+    idle: int = 0
 
     @property
     def outside(self) -> int:
@@ -53,6 +54,11 @@ class ModelSize:
     def multiplied(self) -> int:
         """Parameters in matrix products of the decoder, without embedding and head."""
         return self.parameters - self.embedding - (0 if self.tied else self.head)
+
+    @property
+    def multiplied_by_a_token(self) -> int:
+        """Of these, without the experts that a token does not go to."""
+        return self.multiplied - self.idle
 
     @property
     def cache_per_token(self) -> int:
@@ -93,10 +99,20 @@ def find_model_size(part: Any) -> ModelSize:
         adapter=adapter,
         quantized=sum(layer.weight.numel() for layer in quantized_linear(model, part)),
         widest=max((layer.weight.numel() for layer in quantized_linear(model, part)), default=0),
+        idle=_idle(model),
         trained_shapes=tuple(
             (tuple(p.shape), name in matrices) for name, p in model.named_parameters() if p.requires_grad
         ),
     )
+
+
+def _idle(model: Any) -> int:
+    """Parameters of experts that a token does not go to. Transformers keeps all experts of a layer in one tensor."""
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if chosen is None:
+        return 0
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    return sum(p.numel() - p.numel() // len(p) * chosen for p in experts)
 
 
 def quantized_linear(model: Any, part: Any) -> list[torch.nn.Linear]:

@@ -59,6 +59,7 @@ def as_dict(plan: Plan, advice: Sequence[str]) -> dict[str, Any]:
 def facts(plan: Plan) -> list[tuple[str, str]]:
     size, resources, rows = plan.size, plan.resources, plan.rows
     trained = "" if size.trained == size.parameters else f", {size.trained:,} trained (LoRA)"
+    active = f", {size.parameters - size.idle:,} for each token" if size.idle else ""
     servers = f", {resources.servers} vLLM server{'s' if resources.servers > 1 else ''}" if resources.servers else ""
     split = f" on {resources.tensor_parallel} GPUs each" if resources.tensor_parallel > 1 else ""
     layout = (
@@ -66,7 +67,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     )
     count = _count(resources.trainers, "process", "es")
     return [
-        ("model", f"{size.parameters:,} parameters{trained}, {size.layers} layers ({size.source})"),
+        ("model", f"{size.parameters:,} parameters{active}{trained}, {size.layers} layers ({size.source})"),
         ("computes in", plan.dtype),
         ("training", f"{count}, {plan.run.hardware.parallel}{servers}{split}"),
         (

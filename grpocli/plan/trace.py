@@ -7,8 +7,8 @@ included. So the bytes are those of the model's own code and of `completion_logp
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -140,7 +140,7 @@ def micro_batch_bytes(
     if shape.packed:
         attention.enable(model, shape.prompt + shape.completion)
     quantized = bool(getattr(run.model, "quantization", None))
-    with fake:
+    with fake, _fake_experts():
         quantize(model, run.model, dtype)
         _fake_weights(model, dtype if shares_weights(run) else torch.float32, frozen=dtype if quantized else None)
         if run.train.gradient_checkpointing:
@@ -167,6 +167,36 @@ def micro_batch_bytes(
             allocated.peak = kept
             (logp.sum() + entropy.sum()).backward()
     return kept, forward, allocated.peak
+
+
+@contextmanager
+def _fake_experts() -> Iterator[None]:
+    """A block in which a mixture's experts multiply fake tensors of any dtype; torch's product takes only bfloat16."""
+    from transformers.integrations import moe
+
+    def product(input: Tensor, weight: Tensor, offs: Tensor) -> Any:
+        return _GroupedProduct.apply(input, weight, offs)  # type: ignore[no-untyped-call]
+
+    before = moe._grouped_mm
+    moe._grouped_mm = product
+    try:
+        yield
+    finally:
+        moe._grouped_mm = before
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The shapes and saved tensors of a product of rows [S, in] with one of the experts' weights [E, in, out] each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows.to(weights.dtype), weights)
+        return weights.new_empty(rows.shape[0], weights.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weights), None
 
 
 def _ends_with_its_head(model: torch.nn.Module) -> bool:

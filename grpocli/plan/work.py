@@ -103,7 +103,7 @@ def forward_flops(size: ModelSize, prompt: int, completion: int) -> float:
     """FLOPs of a row: two per token and multiplied parameter (head: completion tokens only), and attention."""
     length = prompt + completion
     attention = 2 * size.layers * size.attention_width * length**2  # two products over half the pairs of tokens
-    return 2 * size.multiplied * length + 2 * size.head * completion + attention
+    return 2 * size.multiplied_by_a_token * length + 2 * size.head * completion + attention
 
 
 def _passes(inputs: PlanInputs) -> tuple[float, float]:

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tables import table
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from grpocli.cli.plan import EXAMPLES, _parser
 from grpocli.errors import ConfigError
@@ -42,6 +43,15 @@ SMALL = LlamaConfig(
 )
 PUBLISHED = {  # parameters of the models with these names
     "deepseekmath-7b-instruct": 6_910_365_696,
+    "gemma3-1b": 999_885_952,
+    "gemma3-270m": 268_098_176,
+    "gemma3-4b": 4_300_079_472,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo3-7b": 7_298_011_136,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-32b": 32_763_876_352,
@@ -49,7 +59,23 @@ PUBLISHED = {  # parameters of the models with these names
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-math-1.5b": 1_543_714_304,
     "qwen2.5-math-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-1.7b-base": 1_720_574_976,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-30b-a3b-instruct-2507": 30_532_122_624,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-4b-base": 4_022_468_096,
+    "qwen3-4b-instruct-2507": 4_022_468_096,
+    "qwen3-4b-thinking-2507": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-8b-base": 8_190_735_360,
+    "smollm2-1.7b": 1_711_376_384,
     "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm3-3b": 3_075_098_624,
 }
 
 
@@ -87,9 +113,24 @@ def on_gpus(config_only: list[str]) -> list[str]:
     return [*config_only, "engine=transformers", "hardware.device=cuda", "hardware.processes=4"]
 
 
-@pytest.mark.parametrize("model", PUBLISHED)
+@pytest.mark.parametrize("model", table(PUBLISHED, fast=8, other_tier=pytest.mark.survival))
 def test_models_of_the_config_group_have_their_published_size(model: str) -> None:
     assert find_model_size(build_run(compose([f"model={model}"])).model).parameters == PUBLISHED[model]
+
+
+def test_a_token_goes_to_few_of_the_experts_of_a_mixture() -> None:
+    size = find_model_size(build_run(compose(["model=qwen3-30b-a3b"])).model)
+    per_layer = 3 * 2048 * 768
+    assert size.idle == 48 * (128 - 8) * per_layer
+
+
+@pytest.mark.survival
+def test_the_experts_of_a_mixture_are_traced(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen3MoeConfig(**sizes, num_key_value_heads=1, num_experts=8, num_experts_per_tok=2, vocab_size=128)
+    config.save_pretrained(tmp_path)
+    plans = [planned("model=hf", f"model.path={tmp_path}", f"model.dtype={d}") for d in ("bfloat16", "float32")]
+    assert all(update(plan, "activations") > 0 for plan in plans)
 
 
 @pytest.mark.slow

@@ -1,0 +1,222 @@
+"""Chat templates of the model families: where a completion ends, today's date, thinking, and arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_families import CHAT_FAMILIES
+
+from grpocli.config.build import build
+from grpocli.errors import ConfigError
+from grpocli.launch.compose import compose
+from grpocli.models.chat_template import end_of_turn, variables
+from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import configured_end_ids, end_token_ids, load_tokenizer
+from grpocli.models.tiny import make_model
+from grpocli.rollout.sampling import keep_stop_token_ids, stop_token_ids
+from grpocli.rollout.turn_encoder import TurnEncoder
+from grpocli.tasks.prompts import tokenize
+from grpocli.tasks.targets import Targets
+
+ASK = [{"role": "user", "content": "47+85="}]
+THINKING = ("qwen3", "qwen3-base", "qwen3.5", "smollm3")
+WITH_DATE = ("smollm3", "llama3.2", "gpt-oss")
+
+
+@pytest.fixture(params=CHAT_FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def loaded(family: str, folder: Path, **keys: Any) -> Any:
+    """The tokenizer as a run loads it."""
+    CHAT_FAMILIES[family].tokenizer().save_pretrained(folder)
+    return load_tokenizer(HuggingFace(path=str(folder), **keys), str(folder))
+
+
+def prompt_text(tokenizer: Any) -> str:
+    return str(tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True))
+
+
+# where a completion ends
+
+
+def test_a_completion_ends_where_the_family_ends_a_turn(family: str) -> None:
+    one = CHAT_FAMILIES[family]
+    tokenizer = one.tokenizer()
+    written = end_of_turn(tokenizer)
+    assert (None if written is None else tokenizer.convert_ids_to_tokens(written)) == one.template_ends
+    configured = tokenizer.convert_tokens_to_ids(list(one.configured))
+    ends = {tokenizer.convert_ids_to_tokens(i) for i in end_token_ids(configured, tokenizer)}
+    assert ends == set(one.ends)
+    model = make_model(0)
+    model.generation_config.eos_token_id = configured
+    assert set(stop_token_ids(model, tokenizer)) == end_token_ids(configured, tokenizer)
+
+
+def test_without_a_generation_config_a_turn_ends_at_the_same_place(family: str) -> None:
+    """A folder without generation_config.json, as of a checkpoint of another trainer."""
+    one = CHAT_FAMILIES[family]
+    tokenizer = one.tokenizer()
+    ends = {tokenizer.convert_ids_to_tokens(i) for i in end_token_ids(None, tokenizer)}
+    assert ends <= set(one.ends)
+    assert (one.template_ends or one.eos) in ends
+
+
+def test_the_saved_model_ends_where_training_did(tmp_path: Path) -> None:
+    """A base model of Qwen learns to end with <|im_end|>, which its generation config does not name."""
+    tokenizer, model = CHAT_FAMILIES["qwen3-base"].tokenizer(), make_model(0)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    keep_stop_token_ids(model, tokenizer)
+    model.save_pretrained(tmp_path)
+    saved = configured_end_ids(HuggingFace(path=str(tmp_path)), str(tmp_path))
+    assert saved == sorted(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+
+
+def test_a_family_with_all_ends_keeps_its_generation_config() -> None:
+    tokenizer, model = CHAT_FAMILIES["gemma3"].tokenizer(), make_model(0)
+    both = [tokenizer.convert_tokens_to_ids(token) for token in ("<end_of_turn>", "<eos>")]
+    model.generation_config.eos_token_id = list(both)
+    keep_stop_token_ids(model, tokenizer)
+    assert model.generation_config.eos_token_id == both
+
+
+def test_the_end_of_a_config_counts_if_there_is_no_generation_config(tmp_path: Path) -> None:
+    make_model(0).save_pretrained(tmp_path)
+    part = HuggingFace(path=str(tmp_path))
+    assert configured_end_ids(part, str(tmp_path)) == 3
+    (tmp_path / "generation_config.json").unlink()
+    assert configured_end_ids(part, str(tmp_path)) == 3
+
+
+def test_a_taught_answer_ends_with_the_end_of_a_turn(family: str) -> None:
+    one = CHAT_FAMILIES[family]
+    tokenizer = one.tokenizer()
+    if family == "gpt-oss":  # its generation prompt is followed by a channel
+        return
+    ends = end_token_ids(tokenizer.convert_tokens_to_ids(list(one.configured)), tokenizer)
+    (ids,) = Targets(tokenizer, 64, end_ids=ends).token_ids([ASK], ["132"])
+    assert tokenizer.convert_ids_to_tokens(ids[-1]) in one.ends
+    assert sum(token in ends for token in ids) == (2 if family == "phi3" else 1)
+
+
+# token-exactness
+
+
+def test_a_prompt_has_one_bos(family: str) -> None:
+    tokenizer = CHAT_FAMILIES[family].tokenizer()
+    (ids,) = tokenize([ASK], tokenizer)
+    assert tokenizer.decode(ids) == prompt_text(tokenizer)
+    if tokenizer.bos_token is not None:
+        assert ids[0] == tokenizer.bos_token_id
+        assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_after_a_turn_comes_what_the_template_writes(family: str) -> None:
+    """A sampled turn with its end, the environment's message and the next prompt are one rendered conversation."""
+    one = CHAT_FAMILIES[family]
+    tokenizer = one.tokenizer()
+    end = one.template_ends or ("<|end|>" if family == "gpt-oss" else "<|im_end|>")
+    sampled = tokenizer("132" + end, add_special_tokens=False).input_ids
+    heard = [{"role": "user", "content": "and 1+1?"}]
+    between = TurnEncoder(tokenizer).encode_observation(sampled, heard, chat=True)
+    said = {"role": "assistant", "content": "132"}
+    whole = tokenizer.apply_chat_template([*ASK, said, *heard], tokenize=False, add_generation_prompt=True)
+    assert whole.endswith(tokenizer.decode([*sampled, *between]))
+    again = TurnEncoder(tokenizer).encode_observation(sampled[:3], heard, chat=True)
+    assert again == [sampled[3], *between], "a turn that was cut is ended"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-base", "qwen3.5"])
+def test_thoughts_of_earlier_turns_stay_in_the_context(family: str) -> None:
+    """The template would drop them, but the tokens that were sampled are the context of all that follow."""
+    tokenizer = CHAT_FAMILIES[family].tokenizer()
+    thought = "<think>\n7 and 5\n</think>\n\n12"
+    said, heard = {"role": "assistant", "content": thought}, {"role": "user", "content": "again"}
+    whole = tokenizer.apply_chat_template([*ASK, said, heard], tokenize=False, add_generation_prompt=True)
+    assert "7 and 5" not in whole
+    sampled = tokenizer(thought + "<|im_end|>", add_special_tokens=False).input_ids
+    between = TurnEncoder(tokenizer).encode_observation(sampled, [heard], chat=True)
+    assert tokenizer.decode(between) == whole.rpartition("12<|im_end|>")[2]
+
+
+# today's date
+
+
+@pytest.mark.parametrize("family", WITH_DATE)
+def test_a_prompt_does_not_depend_on_the_day(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = loaded(family, tmp_path)
+    today = prompt_text(tokenizer)
+    assert "2025" in today
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)  # the clock
+    assert prompt_text(tokenizer) == today
+    assert "31" in prompt_text(loaded(family, tmp_path, date="2031-01-31"))
+
+
+def test_a_date_is_a_day() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.date=tomorrow: give a day as YEAR-MONTH-DAY"):
+        HuggingFace(path="a/b", date="tomorrow")
+
+
+# thinking
+
+
+@pytest.mark.parametrize("family", THINKING)
+def test_thinking_is_a_switch(family: str, tmp_path: Path) -> None:
+    texts = {value: prompt_text(loaded(family, tmp_path, thinking=value)) for value in (True, False, None)}
+    assert texts[False] != texts[True] == texts[None]
+    assert texts[False].rstrip().endswith("</think>")
+
+
+@pytest.mark.parametrize("family", sorted(set(CHAT_FAMILIES) - set(THINKING)))
+def test_a_family_without_the_switch_refuses_it(family: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^model\.thinking=false: the chat template .* reads no enable_thinking"
+    ) as it:
+        loaded(family, tmp_path, thinking=False)
+    assert ("reasoning_effort" in str(it.value)) == (family == "gpt-oss")
+
+
+def test_two_switches_must_agree(tmp_path: Path) -> None:
+    given = {"enable_thinking": False}
+    assert "</think>" in prompt_text(loaded("qwen3", tmp_path, thinking=False, chat_template_arguments=given))
+    with pytest.raises(ConfigError, match=r"^model\.thinking=true: .*enable_thinking says the opposite"):
+        loaded("qwen3", tmp_path, thinking=True, chat_template_arguments=given)
+
+
+# arguments
+
+
+def test_variables_are_those_that_a_user_can_set() -> None:
+    found = {name: variables(family.tokenizer()) for name, family in CHAT_FAMILIES.items()}
+    switch = {name: {"enable_thinking"} for name in THINKING}
+    others = {"llama3.2": {"date_string"}, "gpt-oss": {"reasoning_effort"}}
+    assert found == {name: (switch | others).get(name, set()) for name in CHAT_FAMILIES}
+
+
+def test_an_argument_that_no_template_reads_is_refused(tmp_path: Path) -> None:
+    arguments = {"enable_thnking": False}
+    with pytest.raises(ConfigError) as caught:
+        loaded("qwen3", tmp_path, chat_template_arguments=arguments)
+    assert str(caught.value) == (
+        "model.chat_template_arguments.enable_thnking=False: the chat template of the model reads no such variable; "
+        'it reads enable_thinking; did you mean "enable_thinking"?'
+    )
+    with pytest.raises(ConfigError, match="it reads none"):
+        loaded("qwen3-2507", tmp_path, chat_template_arguments=arguments)
+
+
+def test_a_broken_template_is_named_when_arguments_are_given(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"not valid Jinja: line 1: "):
+        loaded("qwen3", tmp_path, chat_template=str(template), thinking=False)
+
+
+def test_the_keys_are_typed() -> None:
+    part = build(compose(["model=qwen3-0.6b", "model.thinking=false"]).model)
+    assert part.thinking is False
+    with pytest.raises(ConfigError, match=r"model\.thinking"):
+        compose(["model=qwen3-0.6b", "model.thinking=sometimes"])
