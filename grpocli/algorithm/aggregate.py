@@ -27,6 +27,7 @@ class Totals:
     group_ids [N] sorted, group_tokens [N], group_informative [N] (any advantage not 0): a count for each group.
     micro_batches: number of micro-batches over all processes (`scope=micro_batch` only).
     skipped: tokens of rows that are not computed, because they have no gradient.
+    rows_in_loss: rows with a token in the loss.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Totals:
     group_informative: Tensor
     micro_batches: int = 1
     skipped: int = 0
+    rows_in_loss: int = 0
 
     @classmethod
     def of(cls, advantages_B: Tensor, mask_BT: Tensor, group_ids_B: Tensor, micro_batches: int = 1) -> Totals:
@@ -56,6 +58,7 @@ class Totals:
             group_tokens=tokens_N,
             group_informative=informative_N,
             micro_batches=micro_batches,
+            rows_in_loss=int((lengths_B > 0).sum()),
         )
 
     def to(self, device: torch.device) -> Totals:

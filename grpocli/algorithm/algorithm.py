@@ -51,9 +51,13 @@ class Algorithm:
     """Lower bound of the advantages, at most 0; null: none (NeMo RL's GRPO guide: `advantage_clip_low`)."""
     advantage_max: float | None = None
     """Upper bound of the advantages, at least 0; null: none."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, a mean over completions; 0: none. It is added to the
+    loss; 0.001 is usual (docs/models.md)."""
 
     def __post_init__(self) -> None:
         one_of(self, "combine", ("sum", "normalize_then_sum"))
+        require(self, "router_aux_loss_coef", 0 <= self.router_aux_loss_coef < math.inf, "must be 0 or more")
         low, high = self.advantage_min, self.advantage_max
         require(self, "advantage_min", low is None or -math.inf < low <= 0, "must be 0 or less, or null for no bound")
         require(self, "advantage_max", high is None or 0 <= high < math.inf, "must be 0 or more, or null for no bound")
@@ -83,9 +87,10 @@ class Algorithm:
 
     @property
     def zero_at_zero_advantage(self) -> bool:
-        """Whether a row whose advantage is 0 has no gradient, with KL and entropy bonus included."""
+        """Whether a row whose advantage is 0 has no gradient, with KL, entropy bonus and routers included."""
         objective = getattr(self.objective, "zero_at_zero_advantage", False)  # a user's part may lack it
-        return bool(objective and not (self.needs_reference or self.needs_entropy_gradient))
+        others = self.needs_reference or self.needs_entropy_gradient or self.router_aux_loss_coef > 0
+        return bool(objective and not others)
 
     @property
     def skips_zero_advantages(self) -> bool:
@@ -235,6 +240,8 @@ class Algorithm:
         totals: Totals | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of some rows of an optimizer window; the losses of its parts add up to the window's loss.
+
+        Without the term of `router_aux_loss_coef`, which needs the model's routers (`training/router_balance.py`).
 
         logp [B, T]: log-probs of the tokens under the policy, in nats, with gradient. old_logp [B, T]: under the
         policy at the start of the step. For completions of older weights, without a correction: under the policy that

@@ -134,7 +134,9 @@ GRPO_CONFIG = {
         "", "its entries are keys: model.dtype, .attention, .revision, .trust_remote_code", default=None
     ),
     "trust_remote_code": default(False, "model.trust_remote_code={}"),
-    "router_aux_loss_coef": missing(None, "there is no auxiliary loss for the routers of mixture-of-experts models"),
+    "router_aux_loss_coef": default(
+        None, "algorithm.router_aux_loss_coef={}", note="of each completion here, of a micro-batch in TRL"
+    ),
     "disable_dropout": nothing(False, "training has no dropout, since the sampler has none"),
     "cast_lm_head_to_fp32": default(
         False,

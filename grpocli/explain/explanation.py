@@ -33,6 +33,7 @@ ORDER = (
     "kl",
     "entropy",
     "aggregate",
+    "routers",
     "loss",
     "update",
 )
@@ -102,7 +103,8 @@ def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanati
         *(_named(section, run) for section in _chosen(used, "question_weight")),
         *_bounds(algorithm),
         *_chosen(used, "objective", "tokens", "correction", "kl", "entropy", "aggregate"),
-        Section("loss", "", (loss_line(_terms(used, algorithm)),), LOSS_NOTE),
+        *_routers(algorithm),
+        Section("loss", "", (loss_line(_terms(used, algorithm)) + _router_term(algorithm),), LOSS_NOTE),
         _update(run),
     ]
     unused = tuple(section for kind, section in parts.items() if kind not in used)
@@ -138,6 +140,30 @@ def loss_line(used: dict[str, Section]) -> str:
     added = [term for kind, term in (("kl", "+ β D_it"), ("entropy", "− λ H_it")) if kind in used]
     inner = f"( {' '.join([terms, *added])} )" if added else terms
     return f"L(θ) = Σ_i w_i Σ_t {inner}"
+
+
+def _router_term(algorithm: Algorithm) -> str:
+    return " + χ B" if algorithm.router_aux_loss_coef else ""
+
+
+def _routers(algorithm: Algorithm) -> Iterator[Section]:
+    """The load-balancing loss of a mixture of experts, if it has a weight."""
+    if algorithm.router_aux_loss_coef:
+        yield Section(
+            "routers",
+            "",
+            (
+                "B = 1/N Σ_i 1/L Σ_l E Σ_e f_ile P_ile",
+                "f_ile: share of the tokens of q and o_i that choose expert e",
+                "P_ile: mean over these tokens of softmax(router logits)_e",
+            ),
+            "Of the L layers with E experts each. f has no gradient.",
+            symbols=_symbols(algorithm, "algorithm", {"χ": ("router_aux_loss_coef", "Weight of the routers' loss")}),
+            source=(
+                "Switch Transformers (arXiv 2101.03961), equations 4 to 6",
+                "DeepSeek-V3 (arXiv 2412.19437), equations 17 to 20",
+            ),
+        )
 
 
 def spelled(value: Any) -> str:

@@ -248,6 +248,7 @@ def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str 
 def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None) -> TrainerJob:
     """Check the run, load its examples and fetch the model's files. Raises ConfigError."""
     from grpocli.models.loading import choose_dtype, choose_head_dtype
+    from grpocli.models.routers import check_has_routers
 
     _check_device(run)
     if getattr(run.model, "attn_implementation", None):
@@ -260,6 +261,8 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
             _check_functions(run, name, task, task.examples("train")[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     _check_teachers(run, model_path, view)
+    if coefficient := run.algorithm.router_aux_loss_coef:
+        check_has_routers(run.model, model_path, coefficient)
     dtype = choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device)
     nodes = run.hardware.rollout_nodes
     transport = run.sync.choose(locate_servers(run.hardware.device, run.engine.urls, devices.shared, nodes))

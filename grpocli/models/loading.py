@@ -107,6 +107,8 @@ def _load(part: Any, path: str, **loading: Any) -> PreTrainedModel:
         )
     _refuse_random(path, "no weights", sorted(found["missing_keys"]))
     _refuse_random(path, "weights of another shape", sorted(name for name, *_ in found["mismatched_keys"]))
+    if part.attention is None and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # sdpa ignores the cap (Gemma 2), which vLLM has
     return model
 
 
@@ -162,13 +164,20 @@ def load_config(part: Any, path: str) -> Any:
 
 def count_parameters(part: Any, path: str) -> int:
     """The number of parameters of the model at `path`, from its config alone."""
+    return sum(p.numel() for p in model_without_weights(part, path).parameters())
+
+
+def model_without_weights(part: Any, path: str) -> PreTrainedModel:
+    """The model at `path` on torch's meta device, from its config alone."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     config = load_config(part, path)
     with _explained(path, "config"), init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=_options(part, path)["trust_remote_code"])
-    return sum(p.numel() for p in model.parameters())
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=_options(part, path)["trust_remote_code"]
+        )
+    return model
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:

@@ -40,8 +40,8 @@ class Lora:
     alpha: float = 32.0
     """The updates are scaled by alpha / rank."""
     target_modules: Any = "all-linear"
-    """Layers with updates: `all-linear` (every linear layer but the output head), a list of module names such as
-    [q_proj,v_proj], or a regular expression that whole names match."""
+    """Layers with updates: `all-linear` (every linear layer but the output head and the experts of a mixture), a list
+    of module names such as [q_proj,v_proj], or a regular expression that whole names match."""
 
     def __post_init__(self) -> None:
         require(self, "rank", self.rank >= 0, "must be 0 (train all weights) or more")
@@ -75,6 +75,7 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
 def inject(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
     """`attach` without the check for tied weights, which needs memory addresses; works on the meta device."""
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     config = LoraConfig(
         r=lora.rank,
@@ -87,6 +88,8 @@ def inject(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # on tied weights, which `attach` refuses
+            convert_peft_config_for_transformers(config, model, None)
+            _leave_out_experts(config, lora)
             inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
         cause = " ".join(str(error).split())[:200]
@@ -94,6 +97,22 @@ def inject(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
             f"does not fit the model: {cause}", key="model.lora.target_modules", value=lora.target_modules
         ) from error
     return model
+
+
+def _leave_out_experts(config: Any, lora: Lora) -> None:
+    """Drop the experts and routers that peft adds to `all-linear`. Raises ConfigError for those that a user names.
+
+    The experts of a layer are one parameter, not linear layers, and vLLM on a CPU cannot add updates to them. Names
+    that peft takes for experts (gate_proj, up_proj, down_proj) are left out elsewhere too, so that peft loads the
+    adapter.
+    """
+    if not config.target_parameters:
+        return
+    if lora.target_modules != Lora.target_modules:
+        names = ", ".join(sorted(config.target_parameters))
+        problem = f"names experts or routers ({names}), which are not linear layers: leave them out"
+        raise ConfigError(problem, key="model.lora.target_modules", value=lora.target_modules)
+    config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}
 
 
 def _refuse_tied(model: PreTrainedModel, lora: Lora) -> None:

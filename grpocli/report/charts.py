@@ -187,6 +187,20 @@ SPECS = (
         ("clip_ratio/high_mean", "above"),
     ),
     _spec(
+        "Policy",
+        "router_load",
+        "Load of experts",
+        "Tokens of the busiest expert of any layer, as a multiple of an equal share.",
+        ("router/max_load", "busiest expert"),
+    ),
+    _spec(
+        "Policy",
+        "router_loss",
+        "Load-balancing loss",
+        "The mixture's load-balancing loss, without its weight; the number of experts of a token if it is balanced.",
+        ("router/aux_loss", "loss"),
+    ),
+    _spec(
         "Optimization",
         "grad_norm",
         "Gradient norm",

@@ -37,9 +37,11 @@ class Padded:
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device) -> Padded:
-        prompts_BL = pad([torch.tensor(r.prompt_ids) for r in rows], left=True)
+        # a real token, because models keep a zero embedding for padding, whose norm has no gradient (Gemma 3n)
+        filler = next((token for r in rows for token in r.prompt_ids), 0)
+        prompts_BL = pad([torch.tensor(r.prompt_ids) for r in rows], left=True, value=filler)
         prompt_mask_BL = pad([torch.ones(len(r.prompt_ids), dtype=torch.long) for r in rows], left=True)
-        ids_BT = pad([torch.tensor(r.completion_ids, dtype=torch.long) for r in rows])
+        ids_BT = pad([torch.tensor(r.completion_ids, dtype=torch.long) for r in rows], value=filler)
         present_BT = pad([torch.ones(len(r.completion_ids), dtype=torch.long) for r in rows])
         attention_mask = torch.cat([prompt_mask_BL, present_BT], 1)
         return cls(
@@ -92,6 +94,12 @@ class Padded:
         """Values of the targets as [B, T]."""
         return values_N.view(len(self.input_ids), self.completion)
 
+    def row_sums(self, values_NE: Tensor) -> Tensor:
+        """Sums [B, E] over each row's tokens, prompt included, of values [N, E] of all tokens."""
+        rows, length = self.attention_mask.shape
+        sums: Tensor = (values_NE.view(rows, length, -1) * self.attention_mask.unsqueeze(2)).sum(1)
+        return sums
+
     def forward(self, model: torch.nn.Module) -> Tensor:
         """The output of the output head for each target [N, ...]."""
         length = self.input_ids.shape[1]
@@ -123,7 +131,8 @@ class Packed:
     input_ids, position_ids [1, L]. keep_U: the positions whose hidden states predict completion tokens, each once, so
     that the gradients of all completions at the last token of their prompt are summed in a fixed order. predictor_N:
     for each completion token, row by row, the index in keep_U of the position that predicts it; then filler. index_C:
-    the indices of the completion tokens in [B, T], flattened, with T = `completion`.
+    the indices of the completion tokens in [B, T], flattened, with T = `completion`. spans: for each row the first
+    position of its prompt and of its completion, and their numbers of tokens.
     """
 
     input_ids: Tensor
@@ -134,6 +143,7 @@ class Packed:
     completion: int
     rows: int
     segments: Segments
+    spans: tuple[tuple[int, int, int, int], ...] = ()
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device, on_cpu: bool | None = None) -> Packed:
@@ -141,6 +151,7 @@ class Packed:
         on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
         sequence, segments = _TokenSequence(), []
         predictors: list[list[int]] = [[] for _ in rows]
+        spans = [(0, 0, 0, 0)] * len(rows)
         for prompt, row_indices in by_prompt(rows):
             if not prompt:
                 raise ValueError("a prompt has no tokens, so nothing predicts the first token of its completions")
@@ -150,6 +161,7 @@ class Packed:
                 indices = [row_indices[k] for k in block]
                 for index in indices:
                     first = sequence.add(ids := rows[index].completion_ids, len(prompt))
+                    spans[index] = (last + 1 - len(prompt), first, len(prompt), len(ids))
                     predictors[index] = [last, *range(first, first + len(ids) - 1)][: len(ids)]
                 if lengths := [n for k in indices if (n := len(rows[k].completion_ids))]:
                     blocks.append(Block.build(len(prompt), lengths, device, on_cpu))
@@ -172,6 +184,7 @@ class Packed:
             completion=width,
             rows=len(rows),
             segments=Segments(tuple(segments), on_cpu=on_cpu),
+            spans=tuple(spans),
         )
 
     @staticmethod
@@ -227,6 +240,17 @@ class Packed:
         flat = values_N.new_zeros(self.rows * self.completion)
         return flat.index_copy(0, self.index_C, values_N[: len(self.index_C)]).view(self.rows, self.completion)
 
+    def row_sums(self, values_NE: Tensor) -> Tensor:
+        """Sums [B, E] over each row's tokens, prompt included, of values [N, E] of all tokens.
+
+        A matrix product, since adding at indices has no fixed order on a GPU.
+        """
+        member_BN = torch.zeros(self.rows, len(values_NE))
+        for row, (prompt, first, n_prompt, n) in enumerate(self.spans):
+            member_BN[row, prompt : prompt + n_prompt] = 1
+            member_BN[row, first : first + n] = 1
+        return member_BN.to(values_NE) @ values_NE
+
     def forward(self, model: torch.nn.Module) -> Tensor:
         """The output of the output head for each target; `logprobs.scoring` repeats hidden states by `predictor_N`."""
         # transformers uses a mask of four dimensions as it is, instead of making one of L x L
@@ -259,8 +283,8 @@ class _TokenSequence:
         return start
 
     def fill(self, n: int) -> None:
-        """Append n tokens that no other token attends to, at position 0."""
-        self.ids += [0] * n
+        """Append n tokens that no other token attends to, at position 0; real ones, as in `Padded.build`."""
+        self.ids += self.ids[-1:] * n
         self.positions += [0] * n
 
 
@@ -288,6 +312,7 @@ def by_prompt(rows: Sequence[Row]) -> Iterator[tuple[list[int], list[int]]]:
         yield rows[indices[0]].prompt_ids, indices
 
 
-def pad(values: Iterable[Tensor], left: bool = False) -> Tensor:
-    """Stack tensors of different lengths [T] into [B, T], padded with 0."""
-    return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_side="left" if left else "right")
+def pad(values: Iterable[Tensor], left: bool = False, value: int = 0) -> Tensor:
+    """Stack tensors of different lengths [T] into [B, T], padded with `value`."""
+    side = "left" if left else "right"
+    return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_value=value, padding_side=side)

@@ -16,6 +16,7 @@ from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED, OF_THE_GAP, combined
 from grpocli.progress import Progress, unreported
 from grpocli.training.micro_batch import MicroBatch, group_spans
+from grpocli.training.router_balance import RouterBalance
 from grpocli.types import Row
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ class Updater:
 
     optim_config: the keys `optim.*`, with the schedule of the learning rate. optimizer: torch's or DeepSpeed's, from
     `Parallel.prepare`. total_updates: of the whole run; updates: so far. progress: called when a micro-batch begins,
-    without waiting for the GPU. The remaining fields are of the current step. first_update: the number of its first
-    update. lr: of its last update. sums: of the loss metrics. tokens: counts for the `tokens/...` metrics.
+    without waiting for the GPU. routers: of the policy. The remaining fields are of the current step. first_update:
+    the number of its first update. lr: of its last update. sums: of the loss metrics. tokens: counts for the
+    `tokens/...` metrics.
     """
 
     world: World
@@ -57,12 +59,16 @@ class Updater:
     total_updates: int
     updates: int = 0
     progress: Progress = unreported
+    routers: RouterBalance = field(init=False)
     windows: list[Window] = field(default_factory=list)
     first_update: int = 0
     lr: float = 0.0
     micro_batches_done: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     tokens: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.routers = RouterBalance.of(self.policy.model, self.algorithm.router_aux_loss_coef)
 
     def begin_step(self, rows: Sequence[Row], n_groups: int, step: int) -> list[Window]:
         """The windows of step number `step` (from 1), with the log-probs that their updates need. Collective.
@@ -71,6 +77,7 @@ class Updater:
         updates, or none, does not shift the schedule.
         """
         self.sums, self.tokens, self.micro_batches_done = {}, Counter(), 0
+        self.routers.begin_step()
         self.first_update = (step - 1) * self.train.updates_per_step
         self.lr = self.optim_config.rate(self.first_update, self.total_updates)
         self.policy.wrapped.train()
@@ -229,7 +236,8 @@ class Updater:
 
     def _micro_batch(self, rows: list[Row], totals: Totals) -> None:
         batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
-        logp, entropy, top = self.policy.scores(batch, self.sampling, self.algorithm.needs_entropy_gradient)
+        with self.routers.recording() as routings:
+            logp, entropy, top = self.policy.scores(batch, self.sampling, self.algorithm.needs_entropy_gradient)
         current_logp = old_logp = logp.detach()
         if batch.old_logp is not None:  # NaN in rows without an update so far, whose old policy is the current one
             old_logp = current_logp.where(batch.old_logp.isnan(), batch.old_logp)
@@ -248,6 +256,8 @@ class Updater:
             selected=batch.selected,
             totals=totals,
         )
+        if (balance := self.routers.loss(routings, batch, totals.rows_in_loss)) is not None:
+            loss = loss + balance
         if batch.old_logp is not None:
             self._record_ratios(rows, batch, current_logp, old_logp)
         self.policy.parallel.backward(self.policy.wrapped, loss)
@@ -295,7 +305,7 @@ class Updater:
         names = sorted(self.sums.keys() - EXTREMES.keys() - {name for name, n in counts.items() if not n})
         sums = self.world.sum(torch.stack([self.sums[name].float() for name in names])).tolist()
         means = {name: total / counts.get(name, n_updates) for name, total in zip(names, sums, strict=True)}
-        return tokens | means | self._extremes() | {"lr": self.lr}
+        return tokens | means | self._extremes() | self.routers.metrics(self.world) | {"lr": self.lr}
 
     def _extremes(self) -> dict[str, float]:
         """The extremes over all micro-batches of all updates and processes. Collective."""

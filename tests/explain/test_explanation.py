@@ -22,7 +22,13 @@ CASES = [
     ["algorithm=dapo", "reward=[math,format]", "algorithm.keep.reward=math"],
     ["algorithm=drgrpo", "algorithm.objective.dual=3", "algorithm/tokens=top_entropy", "algorithm/entropy=bonus"],
     ["algorithm=dgpo", "algorithm/correction=sequence_mask", "rollout.top_p=0.9", "algorithm/kl=k1"],
-    ["algorithm.combine=normalize_then_sum", "algorithm.kl.sync_every=4", "train.epochs=2", "train.minibatches=3"],
+    [
+        "algorithm.combine=normalize_then_sum",
+        "algorithm.router_aux_loss_coef=0.01",
+        "algorithm.kl.sync_every=4",
+        "train.epochs=2",
+        "train.minibatches=3",
+    ],
 ]
 
 
@@ -53,7 +59,12 @@ def test_symbols_have_keys_and_values_of_the_config(overrides: list[str]) -> Non
     assert all(s.meaning for s in shown.symbols)
 
 
-NOT_EXPLAINED = {"algorithm.combine", "algorithm.advantage_min", "algorithm.advantage_max"}
+NOT_EXPLAINED = {
+    "algorithm.combine",
+    "algorithm.advantage_min",
+    "algorithm.advantage_max",
+    "algorithm.router_aux_loss_coef",
+}
 """Keys that are explained only with another value than the default."""
 
 
@@ -80,6 +91,7 @@ def test_sections_come_in_the_order_of_the_computation(overrides: list[str]) -> 
         (["algorithm.kl.beta=0"], "L(θ) = Σ_i w_i Σ_t ℓ_it"),
         (["algorithm=dapo", "algorithm/correction=token_mask"], "L(θ) = Σ_i w_i Σ_t ρ_it ℓ_it"),
         (["algorithm=dapo", "algorithm/correction=sampler"], "L(θ) = Σ_i w_i Σ_t ℓ_it"),
+        (["algorithm=dapo", "algorithm.router_aux_loss_coef=0.001"], "L(θ) = Σ_i w_i Σ_t ℓ_it + χ B"),
         (["algorithm/tokens=top_entropy"], "L(θ) = Σ_i w_i Σ_t ( S_it ℓ_it + β D_it )"),
         (["algorithm=dgpo", "algorithm/entropy=bonus"], "L(θ) = Σ_i w_i Σ_t ( ℓ_it − λ H_it )"),
         (["algorithm=dgpo", "algorithm/entropy=bonus", "algorithm.entropy.coefficient=0"], "L(θ) = Σ_i w_i Σ_t ℓ_it"),

@@ -1,0 +1,190 @@
+"""The table of architectures in docs/models.md, cell by cell.
+
+The law is that a completion's log-probs do not depend on the completions beside it: packed rows must not reach each
+other through attention, convolutions or recurrent states, nor padding the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli.running import metrics, run_here
+from models.architectures import (
+    ARCHITECTURES,
+    MARKS,
+    PAGE,
+    PER_LAYER_LORA,
+    SLIDING,
+    Architecture,
+    architecture,
+    section,
+)
+from training.test_update import world
+
+from grpocli.distributed.world import World
+from grpocli.errors import ConfigError
+from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import load_model
+from grpocli.models.lora import Lora, attach, lora_layers, merged
+from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.packing import Padded
+from grpocli.training.packing_check import find_head, pack
+from grpocli.training.policy import Policy
+from grpocli.types import Row, Sampling
+
+__all__ = ["world"]
+
+every_architecture = pytest.mark.parametrize("name", [one.model_type for one in ARCHITECTURES])
+LONGEST = 64
+
+
+def rows() -> list[Row]:
+    """Two completions of one prompt, and one of each of two others; some are longer than the sliding window."""
+    noise = torch.Generator().manual_seed(0)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(7, 100, (n,), generator=noise).tolist()
+
+    made = []
+    for group, (prompt, lengths) in enumerate([(5, (4, 30)), (17, (11,)), (9, (40,))]):
+        prompt_ids = ids(prompt)
+        made += [Row(prompt_ids, ids(n), [1] * n, 1.0, group, [0.0] * n) for n in lengths]
+    return made
+
+
+def chosen_policy(model: Any, world: World) -> Policy:
+    """A policy with the layout of rows that a run chooses."""
+    policy = Policy(model, model, torch.float32, world.parallel)
+    find_head(policy, world)
+    pack(policy, None, world, LONGEST)
+    return policy
+
+
+@every_architecture
+def test_rows_do_not_depend_on_their_neighbours(name: str, world: World) -> None:
+    policy, all_rows = chosen_policy(architecture(name).build(), world), rows()
+    alone = [policy.score(row.prompt_ids + row.completion_ids)[len(row.prompt_ids) - 1 :] for row in all_rows]
+    assert torch.cat([torch.tensor(logp) for logp in alone]).std() > 0.1
+    for layout in {policy.layout(Sampling(1)), Padded}:
+        for beside in (all_rows, all_rows[::-1], all_rows[2:], all_rows[1:2]):
+            batch = MicroBatch.build(beside, torch.device("cpu"), layout)
+            found = policy.scores_without_gradient(batch, Sampling(1)).logp
+            for row, logp in zip(beside, found, strict=True):
+                expected = alone[all_rows.index(row)]
+                assert logp[: len(expected)].tolist() == pytest.approx(expected, abs=5e-5), layout.__name__
+
+
+@every_architecture
+def test_rows_are_packed_where_the_table_says_so(name: str, world: World) -> None:
+    one = architecture(name)
+    assert chosen_policy(one.build(), world).packs == (one.rows == "packed")
+    if one.has_window:
+        wide = replace(one, config=one.config | {"sliding_window": 2 * LONGEST})
+        assert chosen_policy(wide.build(), world).packs == (one.rows == "window")
+
+
+def test_packed_rows_of_a_recurrent_layer_would_leak(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of a run refuses them, also where a config does not list the kinds of layers."""
+    from grpocli.models import shared_prompt_attention as attention
+
+    monkeypatch.setattr(attention, "supports", lambda config, longest: True)
+    for name in ("qwen3_5_text", "lfm2", "granitemoehybrid", "gemma3_text"):
+        assert not chosen_policy(architecture(name).build(), world).packs, name
+
+
+@every_architecture
+def test_training_mode_computes_the_same(name: str, world: World) -> None:
+    """Otherwise the trainer's log-probs would not be the sampler's."""
+    policy = chosen_policy(architecture(name).build(), world)
+    batch = MicroBatch.build(rows(), torch.device("cpu"), policy.layout(Sampling(1)))
+    before = policy.scores_without_gradient(batch, Sampling(1)).logp
+    policy.model.train()
+    assert policy.scores(batch, Sampling(1)).logp.equal(before)
+
+
+@every_architecture
+def test_lora_updates_the_layers_of_the_table(name: str, world: World) -> None:
+    plain = architecture(name).build()
+    names = [parameter for parameter, _ in plain.named_parameters()]
+    policy = chosen_policy(attach(architecture(name).build(), Lora(rank=4), seed=0), world)
+    layers = dict(lora_layers(policy.model))
+    assert {layer.rpartition(".")[2] for layer in layers} == set(architecture(name).lora)
+    batch = MicroBatch.build(rows(), torch.device("cpu"), policy.layout(Sampling(1)))
+    (policy.scores(batch, Sampling(1)).logp * batch.mask).sum().backward()
+    assert all(p.grad.isfinite().all() for p in policy.model.parameters() if p.requires_grad and p.grad is not None)
+    # in the model's last layer Gemma 3n's gates are 0 at random weights
+    gradients = {n: layer.lora_B["default"].weight.grad for n, layer in layers.items()}
+    without = {n.rpartition(".")[2] for n, found in gradients.items() if found is None or not found.abs().sum() > 0}
+    assert without <= set(PER_LAYER_LORA if name == "gemma3n_text" else ())
+    assert [n for n, _ in merged(policy.model, policy.model.named_parameters())] == names
+
+
+@pytest.mark.parametrize("targets", [["gate_proj", "up_proj", "down_proj"], ["q_proj", "gate"]])
+def test_lora_on_experts_is_refused(targets: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.target_modules.*names experts or routers .*leave them out"):
+        attach(architecture("qwen3_moe").build(), Lora(rank=4, target_modules=targets), seed=0)
+
+
+def test_a_cap_on_attention_is_kept(tmp_path: Path) -> None:
+    """sdpa would leave Gemma 2's out."""
+    capped = replace(architecture("gemma2"), config=architecture("gemma2").config | {"attn_logit_softcapping": 0.5})
+    part, ids = HuggingFace(path=str(capped.save(tmp_path))), torch.arange(7, 40)[None]
+    sdpa = HuggingFace(path=str(tmp_path), attention="sdpa")
+    found, without = (load_model(one, str(tmp_path))(ids).logits for one in (part, sdpa))
+    assert (found - without).abs().max() > 0.1
+
+
+RUN = (
+    "task=arithmetic",
+    "reward=[format]",
+    "reward.format.pattern='.*[02468]'",
+    "train.steps=3",
+    "rollout.prompts_per_step=2",
+    "rollout.group_size=4",
+    "rollout.max_completion_tokens=12",
+    "rollout.max_prompt_tokens=64",
+    "eval.problems=0",
+    "model.dtype=float32",
+)
+
+
+def trained(name: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The metrics of a run of three steps."""
+    path = architecture(name).save(folder / "model")
+    run = folder / "run"
+    assert run_here("train", "model=hf", f"model.path={path}", *RUN, *overrides, f"hydra.run.dir={run}") == 0
+    return metrics(run)
+
+
+def assert_samples_are_the_trainers(steps: list[dict[str, Any]]) -> None:
+    assert len(steps) == 3
+    assert all(step["token_mult_prob_error"] < 1.001 for step in steps)
+
+
+@pytest.mark.survival
+@every_architecture
+def test_three_steps_with_transformers(name: str, tmp_path: Path) -> None:
+    lora = ["model.lora.rank=4"] if name in ("qwen3_moe", "lfm2") else []
+    assert_samples_are_the_trainers(trained(name, tmp_path, "engine=transformers", "optim.lr=0.001", *lora))
+
+
+@pytest.mark.survival
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", [one.model_type for one in ARCHITECTURES if one.vllm_tested])
+def test_three_steps_with_vllm(name: str, tmp_path: Path) -> None:
+    assert_samples_are_the_trainers(trained(name, tmp_path, "engine=vllm", "optim.lr=0.001"))
+
+
+def test_the_page_has_the_table() -> None:
+    first, last = MARKS
+    assert first in PAGE.read_text()
+    assert PAGE.read_text().split(first)[1].split(last)[0] == section()
+
+
+def test_windows_are_in_the_table() -> None:
+    assert {one.rows for one in ARCHITECTURES if SLIDING in one.config.get("layer_types", [])} <= {"window", "padded"}
+    assert isinstance(ARCHITECTURES[0], Architecture)
