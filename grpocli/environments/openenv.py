@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FENCE = "```"
 FULL = "at capacity"
 """Part of a server's answer when it has no session left."""
+INVALID = "VALIDATION_ERROR"
+"""Part of a server's answer to an action that does not fit its schema."""
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 """Names of the schemas of actions of servers whose actions are calls of tools."""
 
@@ -67,13 +69,22 @@ class OpenEnv:
             return self._call_tools(session, messages[-1], metadata)
         try:
             action = read_action(messages[-1]["content"], self.action, self._schema)
+            result = self._send(session, action)
         except ValueError as error:
             return Step([{"role": "user", "content": f"error: {error}"}], 0.0, False, metadata)
-        result = self._background.run(lambda: session.step(action))
         if result.done:
             self._close(metadata)
         shown: list[Message] = [{"role": "user", "content": self._text(result.observation)}]
         return Step([] if result.done else shown, result.reward or 0.0, bool(result.done), metadata)
+
+    def _send(self, session: GenericEnvClient, action: dict[str, Any]) -> StepResult[dict[str, Any]]:
+        """The result of an action. Raises ValueError if it does not fit the server's schema."""
+        try:
+            return self._background.run(lambda: session.step(action))
+        except RuntimeError as error:
+            if INVALID in str(error):
+                raise ValueError("the action does not fit the server's schema") from error
+            raise
 
     def _call_tools(self, session: GenericEnvClient, turn: Message, metadata: dict[str, Any]) -> Step:
         """Run the calls of a turn, one action for each. A turn without a call ends the episode."""
@@ -81,11 +92,13 @@ class OpenEnv:
         calls, total = calls_in(turn), 0.0
         done = not calls
         for call in calls:
+            if done:
+                break
             content = refusal(call, self._tools)
             failed = bool(content)
-            if not failed and not done:
+            if not failed:
                 action = {"type": "call_tool", "tool_name": call["name"], "arguments": call["arguments"]}
-                result = self._background.run(lambda sent=action: session.step(sent))  # type: ignore[misc]
+                result = self._send(session, action)
                 content, failed = read_result(result.observation)
                 total, done = total + (result.reward or 0.0), bool(result.done)
             answers.append(answer_to(call, self._tools, content, failed))

@@ -158,14 +158,12 @@ class Verifiers:
         return await Endpoint().serve()
 
     async def _start(self, name: str, task: Task[Any, Any, Any]) -> None:
-        traces: list[str] = []
-
         def register(trace: Any) -> None:
             RUNNING[trace.id] = episode
-            traces.append(trace.id)
+            episode.traces.append(trace.id)
 
         def forget(work: Any) -> None:
-            for trace in traces:
+            for trace in episode.traces:
                 del RUNNING[trace]
 
         played = copy.copy(task)

@@ -37,7 +37,7 @@ class RunningEpisode:
     """An episode of the library.
 
     toolsets, shared_toolsets: those that run in this process, of the episode and of all; tools: opened by the harness.
-    pending: the request that waits for a turn; None once the episode has ended.
+    pending: the request that waits for a turn; None once the episode has ended. traces: ids of its conversations.
     calls: those of the model's last turn, by the id that the library gets; results: their results, by the same id.
     """
 
@@ -47,17 +47,20 @@ class RunningEpisode:
     requests: asyncio.Queue[ModelRequest] = field(default_factory=asyncio.Queue)
     pending: ModelRequest | None = None
     tools: EpisodeTools | None = None
+    traces: list[str] = field(default_factory=list)
     calls: dict[str, dict[str, Any]] = field(default_factory=dict)
     results: dict[str, Message] = field(default_factory=dict)
 
     async def advance(self) -> None:
-        """Run until it asks for a turn, or ends."""
+        """Run until it asks for a turn, or ends. Raises ValueError if it has a second conversation."""
         asked = asyncio.create_task(self.requests.get())
         try:
             await asyncio.wait({asked, self.work}, return_when=asyncio.FIRST_COMPLETED)
             self.pending = asked.result() if asked.done() else None
         finally:
             asked.cancel()
+        if len(self.traces) > 1:
+            raise ValueError("the episode has several conversations, but a completion is one")
 
     async def answer(self, turn: Message | None) -> None:
         """Answer the pending request with a turn of the model, None: there is none, and advance."""

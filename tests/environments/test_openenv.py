@@ -75,6 +75,15 @@ def test_a_session_is_an_episode(environment: OpenEnv) -> None:
 
 
 @pytest.mark.slow
+def test_an_action_that_does_not_fit_is_answered(environment: OpenEnv) -> None:
+    state = begin(environment)
+    (answer,), reward, done, _ = say(environment, state, '{"guess": 3}')
+    assert answer["content"] == "error: the action does not fit the server's schema"
+    assert (reward, done) == (0.0, False)
+    environment.finish([], state)
+
+
+@pytest.mark.slow
 def test_sessions_are_closed_when_they_are_done_or_a_limit_ends_them(environment: OpenEnv) -> None:
     for _ in range(SESSIONS + 1):
         environment.finish([], begin(environment))
