@@ -135,13 +135,6 @@ def test_a_chat_template_may_come_from_a_file(folder: Path, tmp_path: Path) -> N
         HuggingFace(path=str(folder), chat_template="nowhere")
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "smollm2-135m"])
-def test_every_named_model_composes(name: str) -> None:
-    part = build(compose([f"model={name}"]).model)
-    assert isinstance(part, HuggingFace)
-    assert "/" in part.prepare()
-
-
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
