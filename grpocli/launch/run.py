@@ -270,6 +270,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         model_path=model_path,
         dtype=dtype,
         head_dtype=choose_head_dtype(run.model, dtype),
+        architecture=_architecture(run, model_path),
         max_tokens=run.rollout.longest_row,
         run_dir=run_dir.path,
         seed=run.seed,
@@ -285,6 +286,16 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         nodes=nodes,
     )
     return TrainerJob(engine, None, node.session if node else "")
+
+
+def _architecture(run: Run, model_path: str) -> str | None:
+    """The class of the model that vLLM serves, if it is not that of the model's config."""
+    from grpocli.models.loading import language_model_class
+    from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
+
+    return (
+        language_model_class(run.model, model_path) if isinstance(run.engine.resolved(), Vllm | VllmColocate) else None
+    )
 
 
 def _served(run: Run, model_path: str, dtype: str, view: View) -> str | None:

@@ -105,7 +105,7 @@ class Serve:
 
     def job(self, model_path: str, dtype: str) -> EngineJob:
         """The engine job that all runs of this server share."""
-        from grpocli.models.loading import choose_head_dtype
+        from grpocli.models.loading import choose_head_dtype, language_model_class
         from grpocli.rollout.engine import EngineJob
         from grpocli.rollout.sync_config import locate_servers
         from grpocli.training.dequantized import dequantized_base
@@ -115,6 +115,7 @@ class Serve:
             served_path=dequantized_base(self.model, model_path, dtype),
             dtype=dtype,
             head_dtype=choose_head_dtype(self.model, dtype),
+            architecture=language_model_class(self.model, model_path),
             max_tokens=self.max_model_len or 0,
             run_dir=Path(),
             seed=self.seed,

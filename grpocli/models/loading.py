@@ -162,6 +162,23 @@ def load_config(part: Any, path: str) -> Any:
         return AutoConfig.from_pretrained(path, **_options(part, path))
 
 
+def language_model_class(part: Any, path: str) -> str | None:
+    """The class of the language model, if the checkpoint at `path` has other models beside it (Qwen3.5); else None.
+
+    Transformers then loads the language model alone, and so should vLLM. Where transformers loads them together
+    (Gemma 3), vLLM does so too.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        config = load_config(part, path)
+    except ConfigError:  # its error is reported when the model is loaded
+        return None
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    together = config.get_text_config() is config or name in (config.architectures or [name])
+    return None if together else name
+
+
 def count_parameters(part: Any, path: str) -> int:
     """The number of parameters of the model at `path`, from its config alone."""
     return sum(p.numel() for p in model_without_weights(part, path).parameters())

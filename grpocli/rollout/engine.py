@@ -64,6 +64,7 @@ class EngineJob:
     lora_rank: 0 if all weights are trained. quantized: the engine rounds weights (engine.quantization).
     revision, trust_remote_code: as for the trainer's model.
     served_path: the folder that vLLM serves; None: model_path.
+    architecture: the class of the model to serve; None: that of its config.
     gpus: of servers on this machine, as in CUDA_VISIBLE_DEVICES; empty on a CPU.
     nodes: the number of rollout nodes; 0: this machine serves.
     progress: called during the launch; not part of the saved job.
@@ -85,6 +86,7 @@ class EngineJob:
     nodes: int = 0
     head_dtype: str | None = None
     served_path: str | None = None
+    architecture: str | None = None
     progress: Progress = field(default=unreported, compare=False, repr=False)
 
     @property

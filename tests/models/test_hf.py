@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
 from grpocli.models import loading
 from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import load_model, load_tokenizer
+from grpocli.models.loading import language_model_class, load_model, load_tokenizer
 from grpocli.models.tiny import make_model, make_tokenizer
+from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.vllm.validate import hf_overrides
 
 
 @pytest.fixture
@@ -38,6 +41,21 @@ def test_a_complete_folder_loads(folder: Path) -> None:
 
 def test_prepare_returns_a_hub_id_unchanged() -> None:
     assert HuggingFace(path="Qwen/Qwen2.5-0.5B-Instruct").prepare() == "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "alone"), [("qwen3_5", "Qwen3_5ForCausalLM"), ("gemma3", None), ("llama", None)])
+def test_vllm_serves_the_class_that_is_trained(kind: str, alone: str | None, tmp_path: Path) -> None:
+    """Of a checkpoint of Qwen3.5, transformers loads the language model without that of images."""
+    config = AutoConfig.for_model(kind)
+    whole = {"qwen3_5": "Qwen3_5ForConditionalGeneration", "gemma3": "Gemma3ForConditionalGeneration"}
+    config.architectures = [whole.get(kind, "LlamaForCausalLM")]
+    config.save_pretrained(tmp_path)
+    part = HuggingFace(path=str(tmp_path))
+    assert language_model_class(part, str(tmp_path)) == alone
+    job = EngineJob(str(tmp_path), "float32", 8, tmp_path, 0, architecture=alone)
+    assert hf_overrides({}, job) == ({"architectures": [alone]} if alone else None)
+    assert hf_overrides({"hf-overrides": {"architectures": ["Own"]}}, job) == {"architectures": ["Own"]}
 
 
 def test_a_missing_path_names_the_key() -> None:

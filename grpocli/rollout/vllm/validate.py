@@ -149,13 +149,15 @@ def argument_words(flag: str, value: Any, kind: str = "") -> list[str]:
 
 
 def hf_overrides(given: Mapping[str, Any], job: EngineJob) -> dict[str, Any] | None:
-    """vLLM's option with which its output head has the trainer's dtype, added to the user's; None if it is not needed.
+    """vLLM's option with which it has the trainer's class and dtype of the output head; None if it is not needed.
 
-    given: `engine.vllm_args`. The model's own config may ask vLLM for another dtype, so the trainer's is always named.
+    given: `engine.vllm_args`, whose entries stay. The model's config may ask vLLM for another dtype, so the trainer's
+    is always named.
     """
     own = next((value for name, value in given.items() if flag_of(name) == flag_of(HF_OVERRIDES)), None) or {}
     head = {} if job.dtype == "float32" else {"head_dtype": job.head_dtype or "model"}
-    return {**own, **head} or None
+    served = {"architectures": [job.architecture]} if job.architecture else {}
+    return {**served, **own, **head} or None
 
 
 def known_options() -> dict[str, str]:
