@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.launch.compose import build_run
     from grpocli.launch.ready import check_data
     from grpocli.launch.trainer_process import quiet_libraries
+    from grpocli.models.loading import end_token_ids
     from grpocli.tasks.data_view import SPLITS, DataView
     from grpocli.tracking.live_view import status_view
 
@@ -62,9 +63,9 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         status.stage("loading the tokenizer")
-        view = DataView.of(
-            run, run.model.tokenizer(), [args.split] if args.split else SPLITS, args.rows, STREAMED, report
-        )
+        tokenizer = run.model.tokenizer()
+        splits, ends = [args.split] if args.split else SPLITS, end_token_ids(None, tokenizer)
+        view = DataView.of(run, tokenizer, splits, args.rows, STREAMED, report, ends)
     finally:
         status.stop()
     if args.json:

@@ -96,8 +96,11 @@ class DataView:
         limit: int | None = None,
         of_stream: int = AT_ONCE,
         report: Report = lambda text, done, total: None,
+        end_ids: frozenset[int] = frozenset(),
     ) -> DataView:
         """Read the splits of a run. limit: read at most so many examples of each; None: all, of a stream `of_stream`.
+
+        end_ids: tokens that end a completion, beside the tokenizer's.
 
         Raises ConfigError, as the run would, for data that cannot be read and for unusable examples.
         """
@@ -105,7 +108,7 @@ class DataView:
         splits = []
         for name, task in tasks_of(run.task).items():
             if run.algorithm.supervised:
-                targets[name] = Targets.of(task, tokenizer, run.rollout.max_completion_tokens)
+                targets[name] = Targets.of(task, tokenizer, run.rollout.max_completion_tokens, end_ids)
             for split in wanted:
                 if split == "train" and getattr(task, "split", "") is None:
                     continue  # the task is for evaluation only

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_families import CHAT_FAMILIES
 from cli.running import run_here
 
 from grpocli.cli.data import histogram
+from grpocli.models.tiny import make_model
 
 QUESTIONS = ["1+1=", "2+2=", "1+1=", "10+20+30=", "3+3="]
 
@@ -71,6 +73,19 @@ def test_supervised_runs_show_the_answers_that_they_teach(task, capsys) -> None:
     assert train["prompts"][0]["target"] == "so 7<end>"
     assert train["answer_tokens"]["max"] == 5
     assert "taught, 5 tokens" in printed(capsys, *task, "algorithm=sft", 'task.target_template="so {answer}"')
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3-base", "smollm3"])
+def test_the_view_follows_the_template_of_a_family(family: str, task, tmp_path: Path, capsys) -> None:
+    """The prompt as the template writes it, and an answer up to the end of a turn."""
+    model, one = tmp_path / "model", CHAT_FAMILIES[family]
+    make_model(0).save_pretrained(model)
+    tokenizer = one.tokenizer()
+    tokenizer.save_pretrained(model)
+    first = splits(capsys, *task, "algorithm=sft", f"model={model}")["train"]["prompts"][0]
+    assert first["target"].endswith(one.template_ends)
+    assert first["token_ids"].count(tokenizer.bos_token_id) == (1 if one.bos else 0)
+    assert "Today Date: 01 July 2025" in first["text"] or family != "smollm3"
 
 
 def test_a_stream_says_what_it_did_not_read(task, capsys) -> None:
