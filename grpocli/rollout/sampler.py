@@ -34,7 +34,7 @@ class _Rows:
     seen_BV: Tensor | None
 
     def keep(self, index: Tensor) -> None:
-        self.cache.batch_select_indices(index)
+        self.cache.reorder_cache(index)  # unlike `batch_select_indices`, recurrent layers have it
         self.row, self.position_B, self.logits_BV = (x[index] for x in (self.row, self.position_B, self.logits_BV))
         if self.attention_BL is not None:
             self.attention_BL = self.attention_BL[index]

@@ -56,6 +56,8 @@ ALL = (*ATTENTION, "down_proj", "gate_proj", "up_proj")
 HAND = "yes (by hand, 2026-11-25)"
 """vLLM runs that no test repeats, because each starts a server."""
 TESTED = "yes"
+TORCHVISION = "no: vLLM's code for it needs torchvision"
+GPT_OSS = "no: the first sync is refused, since vLLM's experts do not follow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +113,14 @@ ARCHITECTURES = [
     Architecture("qwen2", "Qwen2.5, DeepSeek-R1-Distill-Qwen", TIED),
     Architecture("qwen3", "Qwen3 0.6B to 32B", TIED),
     Architecture("qwen3_moe", "Qwen3-30B-A3B", EXPERTS, lora=ATTENTION, vllm=TESTED),
-    Architecture("qwen3_5_text", "Qwen3.5", GATED_DELTA | TIED, "padded", (*ALL, *DELTA_LORA)),
+    Architecture("qwen3_5_text", "Qwen3.5", GATED_DELTA | TIED, "padded", (*ALL, *DELTA_LORA), vllm=TORCHVISION),
     Architecture(
         "qwen3_5_moe_text",
         "Qwen3.5-35B-A3B",
         GATED_DELTA | EXPERTS | SHARED,
         "padded",
         (*ALL, *DELTA_LORA, "shared_expert_gate"),
+        vllm=TORCHVISION,
     ),
     Architecture(
         "qwen3_next",
@@ -131,16 +134,29 @@ ARCHITECTURES = [
     Architecture("gemma3_text", "Gemma 3 270M, 1B", WINDOW | GEMMA, "window", vllm=TESTED),
     Architecture("gemma3n_text", "Gemma 3n", WINDOW | GEMMA_3N, "window", (*ALL, *PER_LAYER_LORA, *ALTUP_LORA)),
     Architecture(
-        "gemma4_text", "Gemma 4", WINDOW | PER_LAYER | {"global_head_dim": 32}, "window", (*ALL, *PER_LAYER_LORA)
+        "gemma4_text",
+        "Gemma 4",
+        WINDOW | PER_LAYER | {"global_head_dim": 32},
+        "window",
+        (*ALL, *PER_LAYER_LORA),
+        vllm=HAND,
     ),
     Architecture("smollm3", "SmolLM3", TIED | {"no_rope_layers": [1, 0]}, vllm=TESTED),
     Architecture("olmo2", "OLMo 2", vllm=HAND),
-    Architecture("olmo3", "OLMo 3", WINDOW, "window"),
-    Architecture("olmoe", "OLMoE", {"num_experts": 4, "num_experts_per_tok": 2}, lora=ATTENTION),
+    Architecture("olmo3", "OLMo 3", WINDOW, "window", vllm=HAND),
+    Architecture("olmoe", "OLMoE", {"num_experts": 4, "num_experts_per_tok": 2}, lora=ATTENTION, vllm=HAND),
     Architecture("mistral", "Mistral 7B, Nemo, Small"),
     Architecture("ministral3", "Ministral 3"),
-    Architecture("mixtral", "Mixtral", LOCAL_EXPERTS, lora=ATTENTION),
-    Architecture("gpt_oss", "gpt-oss", LOCAL_EXPERTS | WINDOW, "padded", ATTENTION, note="eager attention with sinks"),
+    Architecture("mixtral", "Mixtral", LOCAL_EXPERTS, lora=ATTENTION, vllm=TESTED),
+    Architecture(
+        "gpt_oss",
+        "gpt-oss",
+        LOCAL_EXPERTS | WINDOW,
+        "padded",
+        ATTENTION,
+        note="eager attention with sinks",
+        vllm=GPT_OSS,
+    ),
     Architecture("phi3", "Phi-3, Phi-4", lora=("down_proj", "gate_up_proj", "o_proj", "qkv_proj")),
     Architecture("granite", "Granite 3.x", {"logits_scaling": 8.0, "residual_multiplier": 0.5}),
     Architecture(
@@ -149,13 +165,14 @@ ARCHITECTURES = [
         LOCAL_EXPERTS | MAMBA | {"layer_types": [LINEAR, FULL]},
         "padded",
         (*ATTENTION, "in_proj", "out_proj", "input_linear", "output_linear"),
+        vllm=HAND,
     ),
     Architecture("glm4", "GLM-4-0414", {"partial_rotary_factor": 0.5}, lora=(*ATTENTION, "down_proj", "gate_up_proj")),
     Architecture("glm4_moe", "GLM-4.5", GLM_EXPERTS | {"moe_intermediate_size": 32}, lora=ATTENTION),
     Architecture(
         "lfm2",
         "LFM2",
-        {"layer_types": ["conv", FULL], "block_auto_adjust_ff_dim": False},
+        {"layer_types": ["conv", FULL], "block_auto_adjust_ff_dim": False, "conv_dim": 64},
         "padded",
         (*(set(ATTENTION) - {"o_proj"}), "in_proj", "out_proj", "w1", "w2", "w3"),
     ),

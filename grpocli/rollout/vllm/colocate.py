@@ -24,7 +24,14 @@ from grpocli.rollout.vllm.client import CANARY
 from grpocli.rollout.vllm.env_isolation import VllmEnvironment, log_to, output_to
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.server import max_num_seqs_option, on_cpu
-from grpocli.rollout.vllm.validate import HF_OVERRIDES, check_room, check_sampling, check_vllm, hf_overrides
+from grpocli.rollout.vllm.validate import (
+    HF_OVERRIDES,
+    caches_prefixes,
+    check_room,
+    check_sampling,
+    check_vllm,
+    hf_overrides,
+)
 from grpocli.rollout.vllm.weight_sync import PolicyWeights
 from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM, WeightVerifier
 from grpocli.types import Completion, Request, Sampling
@@ -295,7 +302,7 @@ def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: boo
         "max_num_seqs": max_num_seqs_option(job.max_num_seqs, cpu),
         "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_sleep_mode": not cpu if options.sleep is None else options.sleep,
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": caches_prefixes(job.model_path, cpu),
         "enable_chunked_prefill": False if cpu else None,  # with seeds, chunked prompts crash vLLM on a CPU
         "generation_config": "vllm",  # otherwise the model's folder may change sampling
         "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that is sampled from

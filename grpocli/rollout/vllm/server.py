@@ -28,6 +28,7 @@ from grpocli.rollout.vllm.transport_shm import WEIGHTS_FOLDER_VARIABLE
 from grpocli.rollout.vllm.validate import (
     HF_OVERRIDES,
     argument_words,
+    caches_prefixes,
     check_arguments,
     check_head_size,
     check_plugin,
@@ -109,7 +110,7 @@ def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
         "gpu-memory-utilization": None if cpu else options.gpu_memory_utilization,
         "max-num-seqs": max_num_seqs_option(spec.job.max_num_seqs, cpu),
         "enforce-eager": (cpu if options.enforce_eager is None else options.enforce_eager) or None,
-        "enable-prefix-caching": True,
+        "enable-prefix-caching": caches_prefixes(spec.job.served, cpu),
         "enable-chunked-prefill": False if cpu else None,  # with seeds, chunked prompts crash vLLM on a CPU
         "generation-config": "vllm",  # otherwise the model's folder may change sampling
         "logprobs-mode": "processed_logprobs",  # log-probs of the distribution that is sampled from

@@ -65,7 +65,12 @@ ADVICE = (
         r"World size .* is larger than the number of available GPUs|Invalid device id|invalid device ordinal",
         "there are fewer GPUs than engine.tensor_parallel times engine.data_parallel: lower them",
     ),
-    (r"Model architectures .* (are not supported|failed)", "vLLM does not know this model: take engine=transformers"),
+    (
+        r"Model architectures .* failed to be inspected",
+        "vLLM's code for this model does not load here (Qwen3.5 needs torchvision): take engine=transformers",
+    ),
+    (r"Model architectures .* are not supported", "vLLM does not know this model: take engine=transformers"),
+    (r"requires BF16", "vLLM computes recurrent layers on a CPU in bfloat16 only: set model.dtype=bfloat16"),
     (r"only supported for an unquantized lm_head", "the output head is quantized: set model.head_dtype=null"),
     (r"trust_remote_code=True", "the model has its own code: set model.trust_remote_code=true if you trust it"),
 )

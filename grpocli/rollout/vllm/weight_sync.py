@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -36,6 +37,33 @@ class PolicyWeights:
     def __init__(self, policy: PolicyView, dtype: torch.dtype) -> None:
         self.policy, self.dtype = policy, dtype
 
+    @functools.cached_property
+    def _renamed(self) -> bool:
+        """Whether vLLM knows this model's weights only as they are in a file.
+
+        transformers loads some models into modules of other names (Mixtral, text models out of models with images).
+        Where it only stacks the experts of a layer, vLLM takes the stack, which is one tensor instead of hundreds.
+        """
+        from transformers import PreTrainedModel
+
+        model = self.policy.model
+        if not isinstance(model, PreTrainedModel):
+            return False
+        named = ((name, torch.empty(parameter.shape, device="meta")) for name, parameter in model.named_parameters())
+        return any(
+            not saved.startswith(f"{name.rpartition('.')[0]}.")
+            for name, tensor in named
+            if ".lora_" not in name and ".base_layer." not in name
+            for saved, _ in _as_saved(model, name, tensor)
+        )
+
+    def _as_known(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """A weight under the names by which vLLM knows it."""
+        if self._renamed:
+            yield from _as_saved(self.policy.model, name, tensor)
+        else:
+            yield name, tensor
+
     @property
     def sharded(self) -> bool:
         """Whether other processes hold a part (FSDP2: parameters are DTensors; ZeRO-3: they are empty)."""
@@ -46,18 +74,32 @@ class PolicyWeights:
         """Whole parameters in order, in the dtype of training."""
         for name, tensor in self.policy.weights():
             part = tensor.detach()
-            yield name, part.full_tensor() if hasattr(part, "full_tensor") else part
+            yield from self._as_known(name, part.full_tensor() if hasattr(part, "full_tensor") else part)
 
     def shapes(self) -> list[ParameterShape]:
         """The names and shapes of the parameters of `stream`, without a gather."""
         model = self.policy.model
         if any(hasattr(parameter, "ds_shape") for parameter in model.parameters()):  # ZeRO-3, which has no LoRA
-            return [ParameterShape(name, tuple(parameter.ds_shape)) for name, parameter in model.named_parameters()]
-        return [ParameterShape(name, tuple(tensor.shape)) for name, tensor in self.policy.weights()]
+            found = [(name, tuple(parameter.ds_shape)) for name, parameter in model.named_parameters()]
+        else:
+            found = [(name, tuple(tensor.shape)) for name, tensor in self.policy.weights()]
+        return [
+            ParameterShape(known, tuple(tensor.shape))
+            for name, shape in found
+            for known, tensor in self._as_known(name, torch.empty(shape, device="meta"))
+        ]
 
     def bytes(self) -> int:
         """The bytes that one server receives."""
         return sum(torch.Size(parameter.shape).numel() for parameter in self.shapes()) * self.dtype.itemsize
+
+
+def _as_saved(model: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names and tensors that a weight has in a file of transformers."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for saved, part in revert_weight_conversion(model, {name: tensor}).items():
+        yield saved, part.contiguous()
 
 
 class Transport(Protocol):
