@@ -23,6 +23,7 @@ from models.architectures import (
     architecture,
     section,
 )
+from safetensors.torch import load_file
 from training.test_update import world
 
 from grpocli.distributed.world import World
@@ -30,6 +31,8 @@ from grpocli.errors import ConfigError
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_model
 from grpocli.models.lora import Lora, attach, lora_layers, merged
+from grpocli.rollout.vllm.validate import caches_prefixes
+from grpocli.rollout.vllm.weight_sync import PolicyWeights
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Padded
 from grpocli.training.packing_check import find_head, pack
@@ -136,6 +139,31 @@ def test_a_cap_on_attention_is_kept(tmp_path: Path) -> None:
     sdpa = HuggingFace(path=str(tmp_path), attention="sdpa")
     found, without = (load_model(one, str(tmp_path))(ids).logits for one in (part, sdpa))
     assert (found - without).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("name", "stacked"), [("qwen3_moe", True), ("mixtral", False), ("granitemoehybrid", False)])
+def test_vllm_gets_weights_under_names_that_it_knows(name: str, stacked: bool, tmp_path: Path) -> None:
+    """vLLM's loader takes a stack of experts, but not modules that transformers has renamed."""
+    folder = architecture(name).save(tmp_path)
+    model = load_model(HuggingFace(path=str(folder)), str(folder))
+    weights = PolicyWeights(Policy(model, model, torch.float32), torch.float32)
+    sent = dict(weights.stream())
+    assert [tuple(one) for one in weights.shapes()] == [(one, tuple(tensor.shape)) for one, tensor in sent.items()]
+    if stacked:
+        assert sent.keys() == dict(model.named_parameters()).keys()
+        return
+    saved = load_file(folder / "model.safetensors")
+    assert sent.keys() == saved.keys()
+    assert all(tensor.equal(saved[one]) for one, tensor in sent.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("qwen3", True), ("gemma3_text", True), ("qwen3_next", False), ("lfm2", False)]
+)
+def test_vllm_on_a_cpu_keeps_no_prompts_of_recurrent_layers(name: str, kept: bool, tmp_path: Path) -> None:
+    architecture(name).build_config().save_pretrained(tmp_path)
+    assert caches_prefixes(str(tmp_path), cpu=True) == kept
+    assert caches_prefixes(str(tmp_path), cpu=False)
 
 
 RUN = (
