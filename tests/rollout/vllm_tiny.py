@@ -121,7 +121,7 @@ class Alone:
         return item
 
 
-TOKENIZER: Any = SimpleNamespace(eos_token_id=1)
+TOKENIZER: Any = SimpleNamespace(eos_token_id=1, chat_template=None)
 
 
 @torch.no_grad()

@@ -41,8 +41,9 @@ class PolicyWeights:
     def _renamed(self) -> bool:
         """Whether vLLM knows this model's weights only as they are in a file.
 
-        transformers loads some models into modules of other names (Mixtral, text models out of models with images).
-        Where it only stacks the experts of a layer, vLLM takes the stack, which is one tensor instead of hundreds.
+        transformers loads some models into modules of other names (Mixtral, Granite 4). Where it only stacks the
+        experts of a layer, vLLM takes the stack, which is one tensor instead of hundreds; where it takes a language
+        model out of one with images, vLLM does so too.
         """
         from transformers import PreTrainedModel
 
@@ -51,7 +52,7 @@ class PolicyWeights:
             return False
         named = ((name, torch.empty(parameter.shape, device="meta")) for name, parameter in model.named_parameters())
         return any(
-            not saved.startswith(f"{name.rpartition('.')[0]}.")
+            f"{name.rpartition('.')[0].removeprefix('model.')}." not in saved
             for name, tensor in named
             if ".lora_" not in name and ".base_layer." not in name
             for saved, _ in _as_saved(model, name, tensor)
