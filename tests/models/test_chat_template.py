@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chat_families import CHAT_FAMILIES
 
 from grpocli.config.build import build
@@ -15,10 +16,12 @@ from grpocli.models.chat_template import end_of_turn, variables
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import configured_end_ids, end_token_ids, load_tokenizer
 from grpocli.models.tiny import make_model
+from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import keep_stop_token_ids, stop_token_ids
 from grpocli.rollout.turn_encoder import TurnEncoder
 from grpocli.tasks.prompts import tokenize
 from grpocli.tasks.targets import Targets
+from grpocli.types import Request, Sampling
 
 ASK = [{"role": "user", "content": "47+85="}]
 THINKING = ("qwen3", "qwen3-base", "qwen3.5", "smollm3")
@@ -63,6 +66,23 @@ def test_without_a_generation_config_a_turn_ends_at_the_same_place(family: str) 
     ends = {tokenizer.convert_ids_to_tokens(i) for i in end_token_ids(None, tokenizer)}
     assert ends <= set(one.ends)
     assert (one.template_ends or one.eos) in ends
+
+
+@pytest.mark.parametrize("family", ["qwen3-base", "gemma3"])
+def test_the_end_of_a_turn_is_sampled_and_trained(family: str) -> None:
+    """The in-process engine; vLLM gets the same ids with each request, and returns the last token too."""
+    tokenizer, model = CHAT_FAMILIES[family].tokenizer(), make_model(0)
+    torch.manual_seed(0)
+    model.resize_token_embeddings(len(tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    stops = stop_token_ids(model, tokenizer)
+    requests = [Request(tokenize([ASK], tokenizer)[0], 16, 0)]
+    (group,) = sample(model, requests, Sampling(max_tokens=48), stops, version=0)
+    stopped = [one for one in group if one.finish_reason == "stop"]
+    ends = {tokenizer.convert_ids_to_tokens(one.token_ids[-1]) for one in stopped}
+    assert ends == set(CHAT_FAMILIES[family].ends)
+    assert all(token not in stops for one in group for token in one.token_ids[:-1])
+    assert all(len(one.logprobs) == len(one.token_ids) for one in group)
 
 
 def test_the_saved_model_ends_where_training_did(tmp_path: Path) -> None:
@@ -140,6 +160,13 @@ def test_thoughts_of_earlier_turns_stay_in_the_context(family: str) -> None:
     sampled = tokenizer(thought + "<|im_end|>", add_special_tokens=False).input_ids
     between = TurnEncoder(tokenizer).encode_observation(sampled, [heard], chat=True)
     assert tokenizer.decode(between) == whole.rpartition("12<|im_end|>")[2]
+
+
+def test_without_thinking_each_turn_begins_after_an_empty_thought(tmp_path: Path) -> None:
+    tokenizer = loaded("qwen3", tmp_path, thinking=False)
+    sampled = tokenizer("132<|im_end|>", add_special_tokens=False).input_ids
+    between = TurnEncoder(tokenizer).encode_observation(sampled, ASK, chat=True)
+    assert tokenizer.decode(between).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 # today's date
