@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SWITCHES = ("enable_thinking", "thinking")
 """Variables with which chat templates turn thinking on and off."""
+DAY = "2025-07-01"
+"""What chat templates take for today: a day after the dates up to which the models of the presets know the world."""
 CLOCK = "strftime_now"
 """The function with which a chat template writes today's date."""
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", CLOCK}
@@ -44,7 +46,8 @@ def arguments_of(part: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
         if thinking is not None:
             arguments[_switch(read, arguments, thinking)] = thinking
     if CLOCK in str(tokenizer.chat_template):
-        arguments[CLOCK] = datetime.combine(date.fromisoformat(part.date), datetime.min.time()).strftime
+        today = date.fromisoformat(getattr(part, "date", DAY))
+        arguments[CLOCK] = datetime.combine(today, datetime.min.time()).strftime
     return arguments
 
 

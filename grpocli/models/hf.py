@@ -12,6 +12,7 @@ from omegaconf import MISSING
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
 from grpocli.hub import PREFIX, check_folder, model_folder, why_unreachable
+from grpocli.models.chat_template import DAY
 from grpocli.models.loading import ModelPart, Progress
 
 
@@ -32,7 +33,7 @@ class HuggingFace(ModelPart):
     """Variables that the template reads beside the messages: `model.chat_template_arguments.reasoning_effort=low`."""
     thinking: bool | None = None
     """Whether the model thinks before it answers, by the switch in its chat template; null: the template's default."""
-    date: str = "2025-07-01"
+    date: str = DAY
     """The day that a chat template takes for today, so that prompts are the same on every day."""
     response_template: str | None = None
     """JSON file with a response template of transformers, which finds calls of tools in the model's turns; null: the

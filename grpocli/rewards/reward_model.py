@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 KEY = "reward.model.path"
+TODAY = datetime(2025, 7, 1)
+"""What a reward model's chat template takes for today, so that scores are the same on every day; as model.date."""
 
 
 @part("reward", "model", package="reward.model")
@@ -117,7 +120,7 @@ class Classifier:
                 problem = "has no chat template, but the prompts are conversations"
                 raise ConfigError(problem, key=KEY, value=self.reward.path)
             messages = [*sample.prompt, *sample.completion]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=TODAY.strftime)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids[-self.reward.max_tokens :]
 

@@ -57,6 +57,17 @@ def test_scores_do_not_depend_on_the_batch(tmp_path: Path, chat: bool) -> None:
             assert score == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-5)
 
 
+def test_scores_do_not_depend_on_the_day(tmp_path: Path) -> None:
+    """Chat templates such as that of Llama 3.2 write today's date."""
+    template = save(tmp_path, 1) / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d+%m+%Y') }}{{ messages[-1].content }}")
+    today = RewardModel(path=str(tmp_path), device="cpu")(samples(["4"], chat=True))
+    template.write_text("01+07+2025{{ messages[-1].content }}")
+    assert RewardModel(path=str(tmp_path), device="cpu", batch=1)(samples(["4"], chat=True)) == today
+    template.write_text("02+07+2025{{ messages[-1].content }}")
+    assert RewardModel(path=str(tmp_path), device="cpu", batch=2)(samples(["4"], chat=True)) != today
+
+
 def test_long_texts_are_cut_at_the_beginning(tmp_path: Path) -> None:
     reward = RewardModel(path=str(save(tmp_path, 1)), max_tokens=3, device="cpu")
     one, other = reward(samples(["x" * 50 + "abc", "abc"], chat=False))
