@@ -153,11 +153,11 @@ def _routers(algorithm: Algorithm) -> Iterator[Section]:
             "routers",
             "",
             (
-                "B = 1/N Σ_i 1/L Σ_l E Σ_e f_ile P_ile",
+                "B = 1/N Σ_i 1/L Σ_l m Σ_e f_ile P_ile",
                 "f_ile: share of the tokens of q and o_i that choose expert e",
                 "P_ile: mean over these tokens of softmax(router logits)_e",
             ),
-            "Of the L layers with E experts each. f has no gradient.",
+            "Of the L layers with m experts each. f has no gradient.",
             symbols=_symbols(algorithm, "algorithm", {"χ": ("router_aux_loss_coef", "Weight of the routers' loss")}),
             source=(
                 "Switch Transformers (arXiv 2101.03961), equations 4 to 6",
