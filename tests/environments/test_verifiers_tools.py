@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -105,25 +106,29 @@ def sum_task(**given: Any) -> VerifiersTask:
     return VerifiersTask(env=str(SUMS), train_size=4, eval_size=2, **given)
 
 
-@pytest.fixture(scope="module")
 def environment() -> EnvironmentConfig:
-    found = loaded_environment_of(sum_task())
-    assert found is not None
-    return found
+    """That of a loaded task."""
+    made = sum_task().environment
+    return replace(made, arguments={**made.arguments, "tool_schemas": sums().tools()})
+
+
+@pytest.mark.survival
+def test_a_loaded_task_knows_its_tools() -> None:
+    assert loaded_environment_of(sum_task()) == environment()
 
 
 @pytest.fixture
-def run(environment: EnvironmentConfig) -> Iterator[Any]:
+def run() -> Iterator[Any]:
     made: list[MultiTurnEngine] = []
 
     def one(family: str, *texts: str) -> tuple[Completion, Saying]:
         tokenizer = FAMILIES[family].tokenizer()
         engine = Saying(tokenizer, *texts)
-        made.append(MultiTurnEngine(engine, tokenizer, {"sums": environment}, Alone()))  # type: ignore[arg-type]
-        example = sum_task().examples("train")[0]
-        (ids,) = tokenize([example["prompt"]], tokenizer, tools=tools_of(environment))
-        columns = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": "sums"}
-        prompt = Prompt("0", ids, example["prompt"], columns)
+        made.append(MultiTurnEngine(engine, tokenizer, {"sums": environment()}, Alone()))  # type: ignore[arg-type]
+        task = sums().tasks(3)[2]
+        text = sums().opening(task)
+        (ids,) = tokenize([text], tokenizer, tools=tools_of(environment()))
+        prompt = Prompt("0", ids, text, {"index": 2, "key": task.key, "task_name": "sums"})
         ((done,),) = made[-1].generate([prompt], [Request(ids, 1, 7)], Sampling(2000))
         return done, engine
 
@@ -155,7 +160,6 @@ def test_a_call_and_its_result_are_token_exact_and_counted(run: Any, family: str
     assert done.episode.rewards == {"right": 1.0, "added": 1 / 8}
 
 
-def test_a_plain_prompt_cannot_show_tools(environment: EnvironmentConfig) -> None:
-    (example, *_) = sum_task(format="plain").examples("train")
+def test_a_plain_prompt_cannot_show_tools() -> None:
     with pytest.raises(ConfigError, match="is plain text, and tools need a conversation"):
-        tokenize([example["prompt"]], FAMILIES["qwen"].tokenizer(), tools=tools_of(environment))
+        tokenize(["1+1="], FAMILIES["qwen"].tokenizer(), tools=tools_of(environment()))
