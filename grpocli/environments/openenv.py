@@ -65,10 +65,17 @@ class OpenEnv:
         session = self._sessions.get(metadata["session"])
         if session is None:
             raise ValueError("its worker process ended, and with it the session")
-        if self._tools:
-            return self._call_tools(session, messages[-1], metadata)
         try:
-            action = read_action(messages[-1]["content"], self.action, self._schema)
+            play = self._call_tools if self._tools else self._act
+            return play(session, messages[-1], metadata)
+        except Exception:
+            self._close(metadata)
+            raise
+
+    def _act(self, session: GenericEnvClient, turn: Message, metadata: dict[str, Any]) -> Step:
+        """Send a turn as an action."""
+        try:
+            action = read_action(turn["content"], self.action, self._schema)
             result = self._send(session, action)
         except ValueError as error:
             return Step([{"role": "user", "content": f"error: {error}"}], 0.0, False, metadata)

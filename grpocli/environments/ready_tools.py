@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from functools import lru_cache
 
 from grpocli.environments.calculator import value_of
 
 RUNNER = """
 import ast
+import random
+
+random.seed({seed})
 
 def execute(code):
     tree = ast.parse(code, "<program>")
@@ -46,7 +50,8 @@ def python(code: str) -> str:
     from grpocli.sandbox.select_backend import backend_named
 
     backend = backend_named(sandbox(), None)
-    result = run(Submission(RUNNER.format(code=code), ["pass"]), Limits(), backend)
+    program = RUNNER.format(code=code, seed=random.getrandbits(32))  # the call's seed
+    result = run(Submission(program, ["pass"]), Limits(), backend)
     if not all(result.passed):
         raise RuntimeError(f"{result.printed}{result.error}")
     return result.printed.rstrip("\n") or "the program printed nothing"

@@ -120,8 +120,13 @@ def run_tool(spec: str, arguments: dict[str, Any], seed: int) -> list[str]:
         text = str(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split())
-        raise RuntimeError(f"{type(error).__name__}: {reason}"[:LONGEST_ERROR]) from error
-    return [text[:LONGEST].encode(errors="replace").decode()]
+        raise RuntimeError(encodable(f"{type(error).__name__}: {reason}"[:LONGEST_ERROR])) from error
+    return [encodable(text[:LONGEST])]
+
+
+def encodable(text: str) -> str:
+    """A text without lone surrogates, which no tokenizer accepts."""
+    return text.encode(errors="replace").decode()
 
 
 async def _awaited(result: Any) -> Any:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from grpocli.environments.verifiers_tools import EpisodeTools
 
 KEY_HEADER = "X-Endpoint-Key"
+LARGEST_REQUEST = 2**30
+"""Most bytes of a request: all turns of an episode."""
 FULL = "context_length_exceeded"
 """The error code of a request for which the context has no room."""
 MODEL = "policy"
@@ -103,7 +105,7 @@ class Endpoint:
         import verifiers.v1 as vf
         from aiohttp import web
 
-        app = web.Application()
+        app = web.Application(client_max_size=LARGEST_REQUEST)
         app.router.add_post("/v1/chat/completions", self._answer)
         runner = web.AppRunner(app)
         await runner.setup()
@@ -117,9 +119,12 @@ class Endpoint:
         """A chat completion: the next turn of the model in the episode that asks."""
         from aiohttp import web
 
-        if not secrets.compare_digest(request.headers.get(KEY_HEADER, ""), self._key):
+        given = request.headers.get(KEY_HEADER, "").encode(errors="replace")
+        if not secrets.compare_digest(given, self._key.encode()):
             return web.json_response({"error": {"message": "wrong key"}}, status=401)
-        episode = RUNNING[request.headers["X-Session-ID"]]
+        episode = RUNNING.get(request.headers.get("X-Session-ID", ""))
+        if episode is None:
+            return web.json_response({"error": {"message": "there is no such episode"}}, status=400)
         body = await request.json()
         turn: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
         await episode.requests.put(ModelRequest(body["messages"], body.get("tools") or [], turn))

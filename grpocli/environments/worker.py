@@ -10,7 +10,7 @@ from typing import Any
 
 from grpocli.config.user_code import load
 from grpocli.environments.environment import ROLES
-from grpocli.environments.tools import run_tool, schemas
+from grpocli.environments.tools import encodable, run_tool, schemas
 from grpocli.types import Message
 from grpocli.user_frames import raised
 
@@ -86,7 +86,7 @@ def _messages(observation: Any) -> list[Message]:
         json.dumps(observation)
     except (TypeError, ValueError) as error:
         raise ValueError(f"step observed a value that is not JSON: {error}") from error
-    return list(observation)
+    return [{**message, "content": encodable(message["content"])} for message in observation]
 
 
 def _rewards(reward: Any, method: str = "step") -> dict[str, float]:

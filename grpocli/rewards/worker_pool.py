@@ -58,7 +58,7 @@ class Worker:
         command = [sys.executable, "-P", "-m", "grpocli.rewards.worker", function]
         path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         seen = {name: value for name, value in os.environ.items() if name in variables or PASSED_ON.fullmatch(name)}
-        env = {**seen, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        env = {**seen, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": path}
         # output of libraries would disturb the live view; errors are part of the results
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
@@ -120,11 +120,14 @@ class WorkerPool:
     """Calls a function in worker processes, which live until `close`. They start at the first `map`, or with `start`.
 
     function: `module:name`. timeout: seconds for an item. variables: names of environment variables that the workers
-    get besides PASSED_ON.
+    get besides PASSED_ON. remember: whether an item that took too long is not tried again, since it would again.
     """
 
-    def __init__(self, function: str, workers: int, timeout: float, variables: Collection[str] = ()) -> None:
+    def __init__(
+        self, function: str, workers: int, timeout: float, variables: Collection[str] = (), remember: bool = True
+    ) -> None:
         self.function, self.size, self.timeout, self.variables = function, workers, timeout, variables
+        self.remember = remember
         self._workers: list[Worker] = []
         self._overruns: dict[str, Overrun] = {}
         self._closed = False
@@ -240,7 +243,7 @@ class WorkerPool:
         assert worker.item is not None
         items.results[worker.item] = overrun
         items.overruns += 1
-        if worker.timeout >= self.timeout and len(self._overruns) < MOST_REMEMBERED:
+        if self.remember and worker.timeout >= self.timeout and len(self._overruns) < MOST_REMEMBERED:
             self._overruns[items.keys[worker.item]] = overrun
 
     def close(self) -> None:

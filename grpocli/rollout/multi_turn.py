@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 @lru_cache(maxsize=8)
 def _pools(workers: int, timeout: float, variables: tuple[str, ...], stateful: bool) -> tuple[WorkerPool, ...]:
     sizes = [1] * workers if stateful else [workers]
-    return tuple(WorkerPool(WORKER, size, timeout, variables) for size in sizes)
+    # a server that was late may be on time in the next episode
+    return tuple(WorkerPool(WORKER, size, timeout, variables, remember=False) for size in sizes)
 
 
 def _pools_of(environment: EnvironmentConfig) -> tuple[WorkerPool, ...]:
@@ -253,15 +254,16 @@ class MultiTurnEngine:
         ended = [episode for episode in running if episode not in kept]
         for episode in ended:
             episode.reusable.state = None
-        self._finish([episode for episode in ended if episode.problem is None and not episode.done])
+        answered = [episode for episode in ended if not isinstance(answers.get(episode, Failure("")), Failure)]
+        self._finish([episode for episode in answered if not episode.done])
         return continuing
 
     def _finish(self, limited: Sequence[_RunningEpisode]) -> None:
-        """Tell the environments of episodes that a limit ended."""
+        """Tell the environments of episodes that a limit ended, or an observation that cannot be tokenised."""
         answers = self._call_environments([episode for episode in limited if not episode.runs_tools], "finish")
         for episode, answer in answers.items():
             if isinstance(answer, Failure):
-                episode.problem = f"the environment's finish failed: {answer.reason}"
+                episode.problem = episode.problem or f"the environment's finish failed: {answer.reason}"
             else:
                 episode.add_rewards(*answer)
 
@@ -303,7 +305,8 @@ class MultiTurnEngine:
         if episode.has_tools:
             episode.count_calls(observation)
         if episode.done:
-            episode.finish_reason = "stop" if len(episode.token_ids) < sampling.max_tokens else episode.finish_reason
+            if not episode.runs_tools and len(episode.token_ids) < sampling.max_tokens:
+                episode.finish_reason = "stop"  # by the environment, also where the limit of a turn cut its last turn
             return False
         try:
             ids = self._encoder(episode.environment).encode_observation(

@@ -30,7 +30,8 @@ from grpocli.sandbox.clock import Clock
 from grpocli.sandbox.inside.protocol import encode, plain
 
 HERE = str(Path(__file__).parent)
-START = f"import sys; sys.path.insert(0, {HERE!r}); from inside.main import main; main()"
+START = f"import sys; sys.path = [{HERE!r}, *filter(None, sys.path)]; from inside.main import main; main()"
+"""Without the working directory. -I would do that, too, but ignores PYTHONHASHSEED."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 TESTS_MB = 64
 """Memory of the processes that do not run the program."""
@@ -227,7 +228,7 @@ def _process(
         order = {**asdict(limits), **backend.order, **task}
         order |= {"status": report.fileno(), "connection": connection.fileno(), "results": results.fileno()}
         python = backend.python
-        command = [*backend.command(limits.disk_mb), python.path, "-I", "-u", *python.options, "-c", START]
+        command = [*backend.command(limits.disk_mb), python.path, "-s", "-u", *python.options, "-c", START]
         process = _start(enter, command, printed, inherited)
         report.close()
         isolated = _IsolatedProcess(process, status.fileno(), results.fileno(), printed)

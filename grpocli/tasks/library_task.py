@@ -16,7 +16,7 @@ from grpocli.rewards.worker_pool import WorkerPool
 from grpocli.tasks.task import BaseTask
 
 LARGEST_SHARE = 5
-"""At most one example of this number is held out for evaluation if there are fewer than wanted."""
+"""At most one example of this number is held out for evaluation."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LibraryTask(BaseTask):
     train_size: int = 1000
     """Most examples to train on: those after the ones to evaluate on."""
     eval_size: int = 100
-    """Most examples to evaluate on: the first ones. At most a fifth, if there are not enough for both sizes."""
+    """Most examples to evaluate on: the first ones, at most a fifth of all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,11 +36,18 @@ class LibraryTask(BaseTask):
         require(self, "train_size", self.train_size >= 1, "must be at least 1")
         require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
 
+    @property
+    def wanted(self) -> int:
+        """How many examples a library is asked for, so that those held out do not depend on train_size."""
+        return max(self.eval_size + self.train_size, LARGEST_SHARE * self.eval_size)
+
     def rows_of(self, split: str, n: int, key: str, value: str, hint: str = "") -> range:
-        """The numbers of the examples of a split, of n. Raises ConfigError, naming the key, if there are none."""
-        few = n < self.train_size + self.eval_size
-        held_out = min(self.eval_size, max(n // LARGEST_SHARE, 1)) if few else self.eval_size
-        rows = range(held_out) if split == "eval" else range(held_out, n)
+        """The numbers of the examples of a split. Raises ConfigError, naming the key, if there are none.
+
+        n: how many examples there are, counted up to `wanted`.
+        """
+        held_out = min(self.eval_size, max(n // LARGEST_SHARE, 1))
+        rows = range(held_out) if split == "eval" else range(held_out, min(n, held_out + self.train_size))
         if not rows:
             raise ConfigError(f"has {n} examples, too few for {split}", key=key, value=value, hint=hint)
         return rows

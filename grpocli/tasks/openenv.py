@@ -69,8 +69,8 @@ class OpenEnvTask(LibraryTask):
 
     def examples(self, split: str) -> Sequence[Example]:
         """Examples with `prompt`, `reset` (arguments of the server's reset) and `opening` (its first observation)."""
-        resets = self.resets or [{"seed": seed} for seed in range(self.eval_size + self.train_size)]
-        chosen = [resets[i] for i in self.rows_of(split, len(resets), "task.resets", "...")]
+        resets = self.resets or [{"seed": seed} for seed in range(self.wanted)]
+        chosen = [resets[i] for i in self.rows_of(split, len(resets), "task.resets", str(self.resets), "give it more")]
         texts = _openings(self.base_url, self.observation, self.environment.timeout, json.dumps(chosen))
         return [
             {"prompt": self._prompt(text), "reset": reset, "opening": text}
@@ -103,8 +103,9 @@ def _tools(base_url: str, timeout: float) -> list[Schema]:
 
     try:
         title = action_schema(base_url).get("title")
-    except httpx.HTTPError as error:
-        raise ConfigError(f"does not show its schema: {error}", key="task.base_url", value=base_url) from error
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        problem = f"no OpenEnv server answers there with its schema: {type(error).__name__}: {error}"
+        raise ConfigError(problem, key="task.base_url", value=base_url) from error
     if title not in TOOL_ACTIONS:
         return []
     given = [base_url, STEP_SHARE * timeout]

@@ -67,8 +67,7 @@ class VerifiersTask(LibraryTask):
 
     def _loaded(self) -> tuple[list[dict[str, Any]], list[Schema]]:
         config, variables = json.dumps(self.config, sort_keys=True), tuple(self.environment.env)
-        n = self.train_size + self.eval_size
-        return _load(self.env, config, self.paired_env, n, self.load_timeout, variables)
+        return _load(self.env, config, self.paired_env, self.wanted, self.load_timeout, variables)
 
     def _prompt(self, messages: list[Message]) -> Text:
         if self.format == "chat":

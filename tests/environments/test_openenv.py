@@ -90,6 +90,28 @@ def test_sessions_are_closed_when_they_are_done_or_a_limit_ends_them(environment
         say(environment, begin(environment), str(random.Random(3).randrange(10)))
 
 
+class Failing:
+    """A session whose server fails."""
+
+    closed = False
+
+    async def step(self, action: Any) -> Any:
+        raise RuntimeError("an error of the server")
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def test_a_session_whose_step_fails_is_closed() -> None:
+    environment, session = OpenEnv("http://127.0.0.1:1", None, "text", 5.0), Failing()
+    environment._sessions["one"] = session  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="an error of the server"):
+        say(environment, {"session": "one"}, "3")
+    assert session.closed
+    with pytest.raises(ValueError, match="and with it the session"):
+        say(environment, {"session": "one"}, "3")
+
+
 @pytest.mark.slow
 def test_too_many_sessions_name_the_remedy(environment: OpenEnv) -> None:
     states: list[dict[str, Any]] = []

@@ -239,6 +239,7 @@ def test_a_tool_that_does_not_exist_is_answered_without_its_name(run) -> None:
         ("exit", "error: SystemExit: 3"),
         ("secret", "error: KeyError: 'SEARCH_KEY'"),
         ("surrogate", "?"),
+        ("surrogate error", "error: ValueError: ?"),
     ],
 )
 def test_a_failing_tool_is_answered_and_its_episode_goes_on(run, monkeypatch, how: str, said: str) -> None:
@@ -265,6 +266,8 @@ def test_calls_and_results_are_limited(run) -> None:
     assert (few.finish_reason, few.episode.calls, len(few.episode.messages)) == ("length", {"echo": 3}, 1)
     short, _ = run(family, tools_named("echo"), call, limit=len(engine.tokenizer(call).input_ids) + 5)
     assert (short.finish_reason, short.mask) == ("length", [1] * len(short.token_ids))
+    cut, _ = run(family, tools_named("echo", turn_tokens=5), "a turn without a call that ends too early")
+    assert (cut.finish_reason, cut.truncated) == ("length", True)
 
 
 @pytest.mark.processes
@@ -276,6 +279,22 @@ def test_random_numbers_of_tools_follow_from_the_seed(run) -> None:
         results.append([m["content"] for m in done.episode.messages if m["role"] == "tool"])
     assert results[0] == results[1]
     assert results[0][0] != results[0][1]
+
+
+@pytest.mark.processes
+def test_a_program_of_the_tool_python_is_reproducible(run) -> None:
+    code = json.dumps({"code": "import random\nrandom.random(), [*{'a', 'b', 'c', 'd', 'e', 'f'}]"})
+    results = [
+        run(
+            FAMILIES["qwen"],
+            tools_named("python", timeout=30.0),
+            FAMILIES["qwen"].calls(("python", code)),
+            "x<|im_end|>",
+        )
+        for _ in range(2)
+    ]
+    one, other = (done.episode.messages[1]["content"] for done, _ in results)
+    assert one == other
 
 
 @pytest.mark.processes

@@ -160,6 +160,8 @@ def misbehave(how: str) -> str:
         return os.environ["SEARCH_KEY"]
     if how == "surrogate":
         return "\ud800"
+    if how == "surrogate error":
+        raise ValueError("\ud800")
     if how == "random":
         return str(random.random())
     raise RuntimeError(f"cannot {how}")

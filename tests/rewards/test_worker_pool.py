@@ -346,6 +346,13 @@ def test_an_item_that_took_too_long_is_not_tried_again(probes, tmp_path: Path) -
     assert (tmp_path / "tries").read_text() == "note hang note "
 
 
+def test_a_call_of_an_environment_that_was_late_is_tried_again(probes, tmp_path: Path) -> None:
+    pool = probes(0.4, workers=1)
+    pool.remember = False
+    assert pool.map([["hang"]]) == pool.map([["hang"]])
+    assert (tmp_path / "tries").read_text() == "hang hang "
+
+
 @pytest.mark.parametrize(
     ("deaths", "score"), [(1, 1.0), (2, Failure("its worker process was killed twice"))], ids=["once", "twice"]
 )
