@@ -115,7 +115,7 @@ ALTUP_LORA = ("correction_coefs", "linear_left", "linear_right", "modality_route
 ARCHITECTURES = [
     Architecture("qwen2", "Qwen2.5, DeepSeek-R1-Distill-Qwen", TIED),
     Architecture("qwen3", "Qwen3 0.6B to 32B", TIED),
-    Architecture("qwen3_moe", "Qwen3-30B-A3B", EXPERTS, lora=ATTENTION, vllm=TESTED),
+    Architecture("qwen3_moe", "Qwen3-30B-A3B", EXPERTS, lora=ATTENTION, vllm=HAND),
     Architecture("qwen3_5_text", "Qwen3.5", GATED_DELTA | TIED, "padded", (*ALL, *DELTA_LORA), vllm=TORCHVISION),
     Architecture(
         "qwen3_5_moe_text",
@@ -149,11 +149,11 @@ ARCHITECTURES = [
         (*ALL, *PER_LAYER_LORA),
         vllm=HAND,
     ),
-    Architecture("smollm3", "SmolLM3", TIED | {"no_rope_layers": [1, 0]}, vllm=TESTED),
+    Architecture("smollm3", "SmolLM3", TIED | {"no_rope_layers": [1, 0]}, vllm=HAND),
     Architecture("olmo2", "OLMo 2", vllm=HAND),
     Architecture("olmo3", "OLMo 3", WINDOW, "window", vllm=HAND),
     Architecture("olmoe", "OLMoE", {"num_experts": 4, "num_experts_per_tok": 2}, lora=ATTENTION, vllm=HAND),
-    Architecture("mistral", "Mistral 7B, Nemo, Small"),
+    Architecture("mistral", "Mistral 7B, Nemo, Small", vllm=HAND),
     Architecture("ministral3", "Ministral 3"),
     Architecture("mixtral", "Mixtral", LOCAL_EXPERTS, lora=ATTENTION, vllm=TESTED),
     Architecture(
