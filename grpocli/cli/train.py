@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     if sys.stdout.isatty():  # the next output overwrites it
         print("reading the config ...", end="\r", flush=True)
     if not args.multirun and any(text.startswith(f"resume={PREFIX}") for text in args.overrides):
-        given = fetched(args.overrides)
+        given = fetched(args.overrides, searched)
         argv = [text for text in argv if text not in args.overrides] + given
         args = arguments(argv)
     resume = Resume.requested(args.overrides)

@@ -34,7 +34,7 @@ def load_env(taskset: str, config: dict[str, Any], env: str) -> Env[Any]:
     role = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
     interception = {"type": "elastic"}  # a server holds at most 1,000 waiting requests
     return load_environment(
-        resolve_env_config({"id": env, "taskset": {"id": name, **config}, "interception": interception, roles[0]: role})
+        resolve_env_config({"id": env, "taskset": {**config, "id": name}, "interception": interception, roles[0]: role})
     )
 
 

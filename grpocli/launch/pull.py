@@ -1,22 +1,33 @@
 """`resume=hub:OWNER/NAME`: the folder of a pushed run, with its newest checkpoint, on this machine.
 
-The downloaded config could name any code. So code outside grpocli must be named again on the command line.
+The downloaded config could name any code (launch/foreign_code.py). So code outside grpocli must be named again on the
+command line. The config is judged before it is composed, because Hydra imports choices of users, and again as a whole,
+with its interpolations resolved.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from grpocli.config import yaml_text
-from grpocli.config.parts import USER_CODE, is_marked
+from grpocli.config.environment import OVERRIDES, raw_value, unresolved
 from grpocli.errors import ConfigError
 from grpocli.files import remove
-from grpocli.hub import HubPath, hub_api, hub_errors, hub_path
+from grpocli.hub import MODEL_FILES, HubPath, hub_api, hub_errors, hub_path
+from grpocli.launch.compose import compose, register_parts
+from grpocli.launch.foreign_code import code_in, leaves, runs_code
 from grpocli.launch.push import TEXTS
-from grpocli.launch.report_page import foreign_target
+from grpocli.launch.resume import Resume, of_hydra
 from grpocli.tracking.published import ELSEWHERE
 from grpocli.tracking.run_dir import RunDir
 
@@ -25,8 +36,8 @@ STATE = "trainer.json"
 CONFIG = "config.yaml"
 
 
-def fetched(overrides: Sequence[str]) -> list[str]:
-    """The overrides with the folder of the downloaded run in the place of `resume=hub:...`.
+def fetched(overrides: Sequence[str], searched: Sequence[str] = ()) -> list[str]:
+    """The overrides with the folder of the downloaded run in the place of `resume=hub:...`. searched: `search_path`.
 
     The folder is that of hydra.run.dir=, or runs/OWNER/NAME. Raises ConfigError if there is no such run, if the folder
     is taken, or if the run needs something that is not given here.
@@ -39,14 +50,13 @@ def fetched(overrides: Sequence[str]) -> list[str]:
     folders = [text.partition("=")[2].strip("'\"") for text in overrides if text.startswith("hydra.run.dir=")]
     folder = Path(folders[-1]) if folders else Path("runs") / place.repo
     rest = [text for text in overrides if not text.startswith((f"{KEY}=", "hydra.run.dir="))]
-    fetch(place, named, folder, rest)
+    fetch(place, named, folder, rest, searched)
     return [f"{KEY}='{folder}'", *rest]
 
 
-def fetch(place: HubPath, named: str, folder: Path, given: Sequence[str]) -> None:
+def fetch(place: HubPath, named: str, folder: Path, given: Sequence[str], searched: Sequence[str] = ()) -> None:
     """Download a run into a new folder. given: overrides, which may name code and files again."""
     RunDir(folder).check_free()
-    partial = folder.with_name(f"{folder.name}.download")
     print(f"downloading {named} ...", flush=True)
     with hub_errors(KEY, named):
         from huggingface_hub import hf_hub_download, snapshot_download
@@ -56,14 +66,25 @@ def fetch(place: HubPath, named: str, folder: Path, given: Sequence[str]) -> Non
         files = api.list_repo_files(place.repo, revision=commit)
         if CONFIG not in files:
             raise ConfigError("holds no run of grpocli: there is no config.yaml in it", key=KEY, value=named)
-        check_config(Path(hf_hub_download(place.repo, CONFIG, revision=commit)), named, given)
+        config = check_config(Path(hf_hub_download(place.repo, CONFIG, revision=commit)), named, given, searched)
         checkpoint = newest_checkpoint(files, named)
-        wanted = [*TEXTS, "rollouts/step_*.parquet", f"{checkpoint}/*"]
+        wanted = [*TEXTS, "rollouts/step_*.parquet", *(f"{checkpoint}/{kind}" for kind in _kinds(given))]
+        # of this commit alone: a branch may have moved since an earlier download was interrupted
+        partial = folder.with_name(f"{folder.name}.{commit[:12]}.download")
         snapshot_download(place.repo, revision=commit, local_dir=partial, allow_patterns=wanted)
     shutil.rmtree(partial / ".cache", ignore_errors=True)
+    (partial / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
     if folder.exists():
         remove(folder)  # it is free, so it is empty but for the log of a run that never began
     partial.rename(folder)
+    for other in folder.parent.glob(f"{escape(folder.name)}.*.download"):
+        remove(other)
+
+
+def _kinds(given: Sequence[str]) -> list[str]:
+    """The kinds of files of a checkpoint: Python files only for a model whose code is trusted again."""
+    trusts = any(text.lstrip("+").startswith("model.trust_remote_code=") for text in given)
+    return [kind for kind in (*MODEL_FILES, "*.pt") if trusts or kind != "*.py"]
 
 
 def newest_checkpoint(files: Sequence[str], named: str) -> str:
@@ -77,40 +98,91 @@ def newest_checkpoint(files: Sequence[str], named: str) -> str:
     return whole[-1]
 
 
-def check_config(path: Path, named: str, given: Sequence[str]) -> None:
-    """Raise ConfigError if the config names code outside grpocli, or files that are not on the hub, and `given` does
-    not name them again."""
+def check_config(path: Path, named: str, given: Sequence[str], searched: Sequence[str] = ()) -> dict[str, Any]:
+    """The config that is safe to keep: without code outside grpocli, except for what `given` names again.
+
+    Raises ConfigError if it has such code that is not named again, or files that are not on the hub. Imports none of
+    it: Hydra reads the saved overrides only after they have passed.
+    """
+    register_parts()
+    loaded = _loaded(path, named)
+    saved = [text for text in map(str, loaded.get(OVERRIDES) or []) if not of_hydra(text)]
+    repeated = [text for text in saved if _override_is_code(text, named, given)]
+    config = _without_code({name: node for name, node in loaded.items() if name != OVERRIDES}, named, given)
+    # a later choice of a group replaces an earlier one unread; other overrides Hydra would read, too
+    config[OVERRIDES] = [text for text in saved if text not in repeated or not {".", "@"} & {*_name(text)}]
+    with TemporaryDirectory() as folder:
+        Path(folder, CONFIG).write_text(yaml.safe_dump(config))
+        whole = _composed(Resume(Path(folder), list(given)), named, searched)
+    kept = whole.pop(OVERRIDES)[: -len(given) or None]
+    _without_code(whole, named, given)
+    again = [text for text in given if _name(text) in map(_name, repeated)]
+    return config | {OVERRIDES: [*(text for text in kept if text not in repeated), *again]}
+
+
+def _composed(resume: Resume, named: str, searched: Sequence[str]) -> dict[str, Any]:
+    """The plain config of the resumed run, with the values of its interpolations."""
+    composed = compose([*searched, *resume.overrides(resume.given)])
     try:
-        config = yaml_text.load(path.read_text())
+        whole = resume.merged(composed)
+        line = raw_value(whole, OVERRIDES)
+        whole[OVERRIDES] = []  # it may name a variable that is not set
+        return OmegaConf.to_container(whole, resolve=True) | {OVERRIDES: line}  # type: ignore[operator, return-value]
+    except OmegaConfBaseException as error:
+        raise ConfigError(unresolved(error)) from error
+    except ConfigError as error:
+        raise error if error.value != resume.folder else ConfigError(error.problem, key=KEY, value=named) from error
+
+
+def _loaded(path: Path, named: str) -> dict[str, Any]:
+    try:
+        loaded = yaml_text.load(path.read_text())
     except (ValueError, OSError) as error:
         raise ConfigError(f"its config.yaml is broken: {error}", key=KEY, value=named) from error
-    keys = [text.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for text in given]
-    for key, value in _leaves({name: node for name, node in config.items() if name != "overrides"}):
-        if any(key == one or key.startswith(f"{one}.") for one in keys):
-            continue
-        if _runs_code(key, value):
-            problem = f"its config runs code outside grpocli, {key}={value}"
-            raise ConfigError(problem, key=KEY, value=named, hint="if you trust it, give this key again")
-        if isinstance(value, str) and value.startswith(f"{ELSEWHERE}/"):
+    if not isinstance(loaded, dict):
+        raise ConfigError("its config.yaml is broken: expected a mapping", key=KEY, value=named)
+    return loaded
+
+
+def _name(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _override_is_code(override: str, named: str, given: Sequence[str]) -> bool:
+    """Whether a saved override names code outside grpocli. Raises ConfigError unless `given` replaces it."""
+    try:
+        code = code_in(override)
+    except HydraException as error:
+        raise ConfigError(f"its config.yaml is broken: {override}", key=KEY, value=named) from error
+    if code and _name(override) not in map(_name, given):
+        raise _untrusted(_name(override), code[1], named)
+    return code is not None
+
+
+def _without_code(node: Any, named: str, given: Sequence[str]) -> dict[str, Any]:
+    """The values of a config but for code that `given` names again. Raises ConfigError for what must be given."""
+    keys = [_name(text).partition("@")[0].replace("/", ".") for text in given]
+    again = set()
+    for key, value in leaves(node):
+        is_given = any(f"{key}.".startswith(f"{one}.") for one in keys)
+        if runs_code(key, value):
+            if not is_given:
+                raise _untrusted(key, value, named)
+            again.add(key)
+        if isinstance(value, str) and value.startswith(f"{ELSEWHERE}/") and not is_given:
             problem = f"{key} was a file outside of the run, {Path(value.partition('/')[2])}, which is not on the hub"
             raise ConfigError(problem, key=KEY, value=named, hint="give this key again, with its place here")
+    cleaned: dict[str, Any] = _without(node, again)
+    return cleaned
 
 
-def _runs_code(key: str, value: Any) -> bool:
-    """Whether a value of a config makes the run execute code that is no part of grpocli."""
-    name = key.rpartition(".")[2]
-    if name == "_target_":
-        return bool(foreign_target({"_target_": value}))
-    return bool(value) and (name == "trust_remote_code" or is_marked(key, USER_CODE))
+def _untrusted(key: str, value: object, named: str) -> ConfigError:
+    problem = f"its config runs code outside grpocli, {key}={value}"
+    return ConfigError(problem, key=KEY, value=named, hint="if you trust it, give this key again")
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of each plain value of a config; a list's values have the key of the list."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from _leaves(value, f"{prefix}.{name}".lstrip("."))
-    elif isinstance(node, list):
-        for value in node:
-            yield from _leaves(value, prefix)
-    else:
-        yield prefix, node
+def _without(node: Any, keys: set[str], prefix: str = "") -> Any:
+    if not isinstance(node, dict):
+        return node
+    below = {name: f"{prefix}.{name}".lstrip(".") for name in node}
+    return {name: _without(value, keys, below[name]) for name, value in node.items() if below[name] not in keys}

@@ -207,13 +207,22 @@ def _refuse_changes(saved: Any, composed: DictConfig, given: list[str]) -> None:
 def _overrides(folder: Path) -> list[str]:
     """The saved command line of a run. It determines types and choices; the saved config has the values.
 
+    Keys of Hydra belong to a session, so a run saves none of them. In a config of somebody else they could name code.
+
     Earlier versions saved it in Hydra's own file. Without a readable file it is empty, and the config suffices.
     """
     kept = _load(folder / CONFIG).get("overrides")
     if kept is None:
         with suppress(ConfigError):
             kept = _load(folder / ".hydra" / "overrides.yaml")
-    return list(map(str, raw_value(kept, slice(None)))) if OmegaConf.is_list(kept) else []
+    texts = map(str, raw_value(kept, slice(None))) if OmegaConf.is_list(kept) else ()
+    return [text for text in texts if not of_hydra(text)]
+
+
+def of_hydra(override: str) -> bool:
+    """Whether an override changes Hydra's own keys, also by `GROUP@hydra.PACKAGE=`."""
+    key, _, package = override.partition("=")[0].strip(" +~").partition("@")
+    return re.match(r"hydra(?![\w-])", key) is not None or "hydra" in re.split(r"[./:]", package)
 
 
 def _load(path: Path) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.parts import part, require
+from grpocli.config.parts import UserCode, part, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import after_thinking
 from grpocli.rewards.reward import Correctness, Failure, Sample, Score
@@ -50,7 +50,7 @@ class CodeReward(Correctness):
     """Most processes that a program may start."""
     disk_mb: int = 16
     """Room for the files that a program writes, in MiB."""
-    python: str | None = None
+    python: UserCode | None = None
     """Interpreter whose installed packages the programs may import. null: grpocli's interpreter, without packages."""
     workers: int = 0
     """Programs that run at a time; 0: one per core."""

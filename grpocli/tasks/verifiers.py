@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import part, require
+from grpocli.config.parts import UserCode, part, require
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.tasks.library_task import LibraryTask, call_in_worker
@@ -32,11 +32,11 @@ class VerifiersTask(LibraryTask):
     environment: EnvironmentConfig = EnvironmentConfig(
         name="grpocli.environments.verifiers:Verifiers", stateful=True, turns=32, timeout=60.0
     )
-    env: str = MISSING
+    env: UserCode = MISSING
     """An installed environment, or the path of its folder or .py file: the module that exports a `Taskset`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Keys of the taskset's config: `task.config.split=train`."""
-    paired_env: str = ""
+    paired_env: UserCode = ""
     """Name of an environment of verifiers that plays the taskset; empty: the taskset's own."""
     load_timeout: float = 300.0
     """Seconds for loading the tasks."""

@@ -1,0 +1,94 @@
+"""Which values of a config run code outside grpocli: of a downloaded config, before anything of it is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from grpocli.config.parts import CLASSES, USER_CODE, is_marked
+from grpocli.config.user_parts import GROUP, is_spec
+from grpocli.environments.environment import EnvironmentConfig
+from grpocli.environments.tools import READY
+from grpocli.launch.report_page import foreign_target
+
+Leaf = tuple[str, Any]
+"""The key of a plain value of a config, and the value."""
+GROUPS = re.compile(rf"{GROUP.pattern}|algorithm|recipe|.*/.*")
+VLLM = ("engine.vllm_args.", "engine.speculative.")
+"""Options that vLLM takes, some of which name a class or a file of Python."""
+IMPORTABLE = re.compile(r"[\w-]+([.:][\w-]+)+|.*\.py")
+KERNEL = re.compile(r"(?!kernels-community/).*/.*")
+"""Attention that transformers would download as code; its own organization's it trusts itself."""
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[Leaf]:
+    """The plain values of a config; those of a list have the key of the list."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from leaves(value, f"{prefix}.{name}".lstrip("."))
+    elif isinstance(node, list):
+        for value in node:
+            yield from leaves(value, prefix)
+    else:
+        yield prefix, node
+
+
+def code_in(override: str) -> Leaf | None:
+    """The first value of an override that runs code outside grpocli: a choice that names code, or the value of a key.
+
+    Raises HydraException if it cannot be read.
+    """
+    parsed = OverridesParser.create().parse_override(override)
+    key = (parsed.package or parsed.key_or_group).replace("/", ".")
+    is_choice = "." not in parsed.key_or_group
+    for leaf, value in leaves(parsed.value(), key):
+        if runs_code(leaf, value) or (is_choice and _imports(parsed.key_or_group, value)):
+            return leaf, value
+    return None
+
+
+def runs_code(key: str, value: Any) -> bool:
+    """Whether a value of a config makes the run execute code that is no part of grpocli."""
+    name = key.rpartition(".")[2].replace("-", "_")
+    if name == "_target_":
+        return bool(foreign_target({"_target_": value}))
+    if name == "simple_templates":  # of fsspec: without it, an index of files is a program
+        return True
+    if not value or value == "???":
+        return False
+    if name in ("trust_remote_code", "unsafe"):
+        return True
+    text = str(value)
+    if name in ("attention", "attn_implementation"):
+        return KERNEL.fullmatch(text) is not None
+    if key.startswith(VLLM):
+        return isinstance(value, str) and IMPORTABLE.fullmatch(text) is not None
+    if key.endswith((".arguments.taskset", ".arguments.env")):  # of the environment of task=verifiers
+        return True
+    return is_marked(key, USER_CODE) and not key.endswith(".environment.env") and not _is_own(key, text)
+
+
+def _imports(group: str, choice: Any) -> bool:
+    """Whether a choice comes from elsewhere than the config groups. That of a model may be its folder."""
+    if not isinstance(choice, str) or not GROUPS.fullmatch(group):
+        return False
+    elsewhere = "$" in choice or (group != "model" and (".." in choice or choice.startswith("/")))
+    return elsewhere or is_spec(choice)
+
+
+def _is_own(key: str, value: str) -> bool:
+    """Whether a value of a key that names code is a choice that comes with grpocli."""
+    if key.endswith(".tools"):
+        return value in READY or value in READY.values()
+    return key.endswith(".environment.name") and value in _own_environments()
+
+
+def _own_environments() -> set[str]:
+    """The environments that tasks have by default."""
+    own = [cls for cls in CLASSES.values() if dataclasses.is_dataclass(cls) and cls.__module__.startswith("grpocli.")]
+    defaults = [field.default for cls in own for field in dataclasses.fields(cls)]
+    return {one.name for one in defaults if isinstance(one, EnvironmentConfig) and one.name}

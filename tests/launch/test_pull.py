@@ -1,0 +1,202 @@
+"""What a downloaded config may make a run do, and which files a resume from the hub downloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launch.test_push import add_checkpoint, hub, run  # noqa: F401 - the fixtures
+from stand_in_hub import StandInHub
+
+from grpocli.cli.hydra_app import composed
+from grpocli.config.schema import Hub
+from grpocli.errors import ConfigError
+from grpocli.hub import HubPath
+from grpocli.launch import pull
+from grpocli.launch.compose import compose, save
+from grpocli.launch.pull import check_config
+from grpocli.launch.push import Pusher
+from grpocli.launch.resume import Resume
+from grpocli.tracking.run_dir import RunDir
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"
+)  # huggingface_hub's use of its client
+NAME = "hub:me/adder"
+TASK = ["task=arithmetic"]
+CODE = "def f(x: int) -> int:\n    return x\n\n\n__import__('pathlib').Path('imported').touch()\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Writes the config.yaml of a run with these overrides, changed by `change`. evil.py leaves a file if imported."""
+    monkeypatch.chdir(tmp_path)
+    Path("evil.py").write_text(CODE)
+
+    def write(*overrides: str, change: Callable[[dict[str, Any]], None] = lambda _: None) -> Path:
+        plain = yaml.safe_load(composed_once(*TASK))
+        plain["overrides"] = [*TASK, *overrides]
+        change(plain)
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(plain))
+        return path
+
+    return write
+
+
+@lru_cache
+def composed_once(*overrides: str) -> str:
+    return save(compose(list(overrides)))
+
+
+def without(*keys: str) -> Callable[[dict[str, Any]], None]:
+    """A change that removes keys, whose values then come from the overrides."""
+
+    def change(plain: dict[str, Any]) -> None:
+        for key in keys:
+            section, _, name = key.rpartition(".")
+            (plain[section] if section else plain).pop(name)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "task.tools=[evil.py:f]",
+        "callbacks=[evil.py:f]",
+        "reward=[math,evil.py:f]",
+        "+reward@reward.mine=evil.py:f",
+        "algorithm/advantage=evil.py:F",
+        "recipe=../../evil",
+        "'task=${oc.env:HOME}'",
+        "+task={_target_: task/verifiers, env: evil.py}",
+        "+engine.vllm_args.worker_extension_cls=evil.Worker",
+        "+model.trust_remote_code=true",
+        "+reward.code.unsafe=true",
+    ],
+)
+def test_code_in_a_saved_override_is_refused_before_it_is_imported(config: Callable[..., Path], override: str) -> None:
+    path = config(override.strip("'"), change=without("task.tools", "callbacks"))
+    with pytest.raises(ConfigError, match=r"its config runs code outside grpocli"):
+        check_config(path, NAME, [])
+    assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize(
+    "override", ["+hydra.callbacks.evil._target_=os.mkdir", "hydra/launcher=slurm", "+task@hydra.callbacks=arithmetic"]
+)
+def test_a_resume_takes_no_saved_key_of_hydra(config: Callable[..., Path], override: str) -> None:
+    folder = config(override, "train.steps=3").parent
+    assert Resume(folder).overrides([])[:2] == [*TASK, "train.steps=3"]
+    assert check_config(folder / "config.yaml", NAME, [])["overrides"] == [*TASK, "train.steps=3"]
+
+
+def test_an_interpolation_that_becomes_code_is_refused(config: Callable[..., Path]) -> None:
+    def change(plain: dict[str, Any]) -> None:
+        plain["reward"]["mine"] = {"_target_": "task/verifiers", "env": "evil.py"}
+        plain["task"] = "${reward.mine}"
+
+    with pytest.raises(ConfigError, match=r"runs code outside grpocli, task\.env=evil\.py"):
+        check_config(config(change=change), NAME, [])
+
+
+@pytest.mark.parametrize("key", ["env", "paired_env"])
+def test_environments_of_verifiers_are_code(config: Callable[..., Path], key: str) -> None:
+    path = config(change=lambda plain: plain["task"].update({"_target_": "task/verifiers", key: "evil.py"}))
+    with pytest.raises(ConfigError, match=rf"task\.{key}=evil\.py"):
+        check_config(path, NAME, [])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "task.tools=[calculator]",
+        "task=sliding_puzzle",
+        "task.environment.env=[MY_VARIABLE]",
+        "model=hub:me/base@main",
+        "model=some/base",
+        "recipe=grpo-small",
+        "seed=7",
+    ],
+)
+def test_what_comes_with_grpocli_is_accepted(config: Callable[..., Path], override: str) -> None:
+    overrides = [override, "engine=transformers"]
+    path = config().with_name("own.yaml")
+    plain = yaml.safe_load(composed_once(*overrides)) | {"overrides": overrides}
+    path.write_text(yaml.safe_dump(plain))
+    assert check_config(path, NAME, []) == plain
+
+
+def test_code_that_is_named_again_replaces_that_of_the_config_for_good(config: Callable[..., Path]) -> None:
+    Path("mine.py").write_text(CODE.replace("imported", "mine"))
+    path = config(
+        "callbacks=[evil.py:f]",
+        "reward=[math,evil.py:f]",
+        change=lambda plain: plain["reward"].update(f={"_target_": "reward/python", "function": "evil.py:f"}),
+    )
+    with pytest.raises(ConfigError, match=r"runs code outside grpocli, reward=evil\.py:f"):
+        check_config(path, NAME, ["callbacks=[]"])
+    kept = check_config(path, NAME, ["callbacks=[]", "reward=[math,mine.py:f]", "train.steps=9"])
+    assert not Path("imported").exists()
+    assert "evil" not in yaml.safe_dump(kept)
+    # also a resume of the folder without these overrides, after a first attempt that failed
+    path.write_text(yaml.safe_dump(kept))
+    path.with_name("sessions.jsonl").write_text("")
+    path.with_name("trainer.json").write_text("")
+    (path.parent / "checkpoints").mkdir()
+    again = composed([f"resume={path.parent}"], None)
+    assert "mine.py" in str(again.reward.f.function)
+    assert (again.callbacks, again.train.steps) == ([], kept["train"]["steps"])
+    assert not Path("imported").exists()
+
+
+def pushed(run: RunDir, change: Callable[[RunDir], None] = lambda _: None) -> None:  # noqa: F811 - the fixture's value
+    """Push a run with a checkpoint and a config that composes."""
+    run.config.write_text(yaml.safe_dump(yaml.safe_load(composed_once(*TASK)) | {"overrides": TASK}))
+    add_checkpoint(run, 4)
+    change(run)
+    Pusher(run, Hub(push="me/new", checkpoints=True)).push()
+
+
+def test_only_the_files_of_a_checkpoint_are_downloaded(
+    hub: StandInHub,  # noqa: F811
+    run: RunDir,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    def add_code(run: RunDir) -> None:
+        for name in ("evil.py", "evil.so", "carried.pt", "chat_template.jinja"):
+            (run.checkpoint(4) / name).write_text("x")
+
+    pushed(run, add_code)
+    pull.fetch(HubPath("me/new"), "hub:me/new", tmp_path / "b", [])
+    there = {path.name for path in (tmp_path / "b" / "checkpoints" / "step_000004").iterdir()}
+    assert there == {"trainer.json", "model.safetensors", "carried.pt", "chat_template.jinja"}
+
+
+def test_an_interrupted_download_of_another_commit_is_not_completed(
+    hub: StandInHub,  # noqa: F811
+    run: RunDir,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import huggingface_hub
+
+    pushed(run)
+    first = huggingface_hub.snapshot_download
+
+    def interrupted(*given: Any, **named: Any) -> None:
+        first(*given, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pull.fetch(HubPath("me/new"), "hub:me/new", tmp_path / "b", [])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", first)
+    Pusher(run, Hub(push="me/new")).push_checkpoint(add_checkpoint(run, 7), 7)
+    pull.fetch(HubPath("me/new"), "hub:me/new", tmp_path / "b", [])
+    assert [path.name for path in (tmp_path / "b" / "checkpoints").iterdir()] == ["step_000007"]
