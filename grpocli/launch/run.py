@@ -99,7 +99,8 @@ def run_errors(run_dir: RunDir, new: bool) -> Iterator[None]:
     try:
         yield
     except (ConfigError, KeyboardInterrupt) as error:
-        if new and str(run_dir.path.absolute() / "logs") not in str(error):  # a server's log that explains the error is kept
+        explained = str(run_dir.path.absolute() / "logs") in str(error)  # by the log of a server
+        if new and not explained:
             with suppress(OSError):
                 run_dir.remove_unstarted()
         if isinstance(error, KeyboardInterrupt) and run_dir.config.exists():
