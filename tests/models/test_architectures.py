@@ -41,7 +41,12 @@ from grpocli.types import Row, Sampling
 
 __all__ = ["world"]
 
-every_architecture = pytest.mark.parametrize("name", [one.model_type for one in ARCHITECTURES])
+NAMES = [one.model_type for one in ARCHITECTURES]
+KINDS = ("qwen3", "qwen3_moe", "qwen3_5_text", "gemma3_text", "lfm2")
+"""An architecture of each kind: dense, mixture, recurrent, sliding window, convolutional."""
+every_architecture = pytest.mark.parametrize(
+    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.survival) for name in NAMES]
+)
 LONGEST = 64
 
 
