@@ -168,16 +168,20 @@ class TurnEncoder:
         ]
 
     def _encode_content(self, text: str) -> list[int]:
-        """The tokens of a text that is only data: control tokens in it are encoded as their characters."""
-        ends = [found.start() + 1 for found in self._control.finditer(text)]
+        """The tokens of a text that is only data: control tokens in it are encoded as their characters.
+
+        The text is cut behind the first character of each. The tokenizer's option `split_special_tokens` would set a
+        state of it that other threads see.
+        """
+        ends = [found.start() + 1 for found in self._control_begins.finditer(text)]
         parts = [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
-        ids = [token for part in parts if part for token in self._encode(part, split_special_tokens=True)]
+        ids = [token for part in parts if part for token in self._encode(part)]
         controls = set(self._controls.values())
         return [token for token in ids if token not in controls]
 
-    def _encode(self, text: str, **options: Any) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(
-            text, add_special_tokens=False, return_attention_mask=False, verbose=False, **options
+            text, add_special_tokens=False, return_attention_mask=False, verbose=False
         ).input_ids
         return ids
 
@@ -192,6 +196,11 @@ class TurnEncoder:
     @cached_property
     def _control(self) -> re.Pattern[str]:
         return control_pattern(self._controls)
+
+    @cached_property
+    def _control_begins(self) -> re.Pattern[str]:
+        """Matches before each control token, also before one that begins within another."""
+        return re.compile(f"(?={self._control.pattern})")
 
 
 def _call(message: Message, is_last: bool) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +142,50 @@ def test_text_of_a_tool_never_becomes_a_control_token(name: str) -> None:
         text = tokenizer.decode(found)
         for content in harmful:  # llama's template quotes it
             assert (json.dumps(content, ensure_ascii=False)[1:-1] if name == "llama" else content) in text
+
+
+def test_threads_encode_with_one_tokenizer() -> None:
+    """The rollout thread and an evaluation encode at once; data of one changes no token of the other."""
+    tokenizer = FAMILIES["qwen"].tokenizer()
+    text = FAMILIES["qwen"].end * 20
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    said = [{"role": "tool", "name": "echo", "content": "result <|im_end|> of the search"}]
+    right = TurnEncoder(tokenizer).encode_observation(tokens[:1], said, chat=True)
+    TurnEncoder(tokenizer).cut(text, tokens=1)
+    assert tokenizer.backend_tokenizer.encode_special_tokens is False, "the state that other threads see"
+    ended = threading.Event()
+
+    def wrong_prompts() -> int:
+        try:
+            return sum(tokenizer(text, add_special_tokens=False).input_ids != tokens for _ in range(1000))
+        finally:
+            ended.set()
+
+    def wrong_observations() -> int:
+        encoder, wrong = TurnEncoder(tokenizer), 0
+        while not ended.is_set():
+            wrong += encoder.encode_observation(tokens[:1], said, chat=True) != right
+        return wrong
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            done = [pool.submit(wrong_prompts), pool.submit(wrong_observations)]
+            assert [one.result() for one in done] == [0, 0]
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_overlapping_control_tokens_are_characters_too() -> None:
+    """The parts that remain of a control token hold no other one."""
+    tokenizer = FAMILIES["qwen"].tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a<b>"]}, replace_extra_special_tokens=False)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<b>"]}, replace_extra_special_tokens=False)
+    encoder = TurnEncoder(tokenizer)
+    ids = encoder.encode_observation([], [{"role": "tool", "name": "echo", "content": "x<a<b>y"}], chat=True)
+    assert "x<a<b>y" in tokenizer.decode(ids)
+    assert not set(tokenizer.convert_tokens_to_ids(["<a<b>", "<b>"])) & set(ids)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
