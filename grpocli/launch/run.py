@@ -33,7 +33,7 @@ from grpocli.launch.run_pushes import push_finished
 from grpocli.launch.trainer_job import TrainerJob, wait_for_job
 from grpocli.launch.trainer_launcher import SETTLE, clean, resume_marker, stop_file
 from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error, quiet_libraries
-from grpocli.launch.validate import check_nodes, check_prefetch, check_shares
+from grpocli.launch.validate import check_nodes, check_prefetch, check_schedule, check_shares
 from grpocli.processes.node import Node
 from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
 from grpocli.processes.threads import BackgroundTask
@@ -139,6 +139,7 @@ def _run_locked(
         for spec in run.callbacks:
             check_callback(spec)
         run = _with_steps(config, run, run_dir if resuming else None)
+        check_schedule(run)
         job = prepare(run, run_dir, view, devices, node)
         point = _resume_point(run, run_dir, view, resuming)
         job = replace(job, checkpoint=point.path)

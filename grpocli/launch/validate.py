@@ -23,6 +23,8 @@ def check_run(run: Run) -> None:
     _check_max_rl(run)
     _check_curriculum(run)
     _check_batch(run)
+    if run.train.data_epochs is None:  # with it the number of steps is known once the data is read
+        check_schedule(run)
     _check_structure(run)
     _check_group_fits(run)
     _check_waits(run)
@@ -63,6 +65,14 @@ def _check_supervised(run: Run) -> None:
             problem = f"{why}, so problems have no pass rates"
             hint = "choose another order, or give difficulty_column"
             raise ConfigError(problem, key=f"{key}.order", value=OrderKeys.of(task).order, hint=hint)
+
+
+def check_schedule(run: Run) -> None:
+    """Raise ConfigError for a schedule of the learning rate that does not fit into the run's updates."""
+    from grpocli.training.optim import Optimizer
+
+    if isinstance(run.optim, Optimizer):
+        run.optim.check_total(run.train.steps * run.train.updates_per_step)
 
 
 def _check_rewards(run: Run) -> None:

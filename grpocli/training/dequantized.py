@@ -44,7 +44,7 @@ def dequantized_base(part: Any, path: str, dtype: str, device: str = "auto") -> 
     if not getattr(part, "quantization", None):
         return None
     device = "cuda" if torch.cuda.is_available() and device != "cpu" else "cpu"
-    name = f"models/nf4-{_identity(part, path, dtype)}"
+    name = f"models/nf4-{_identity(part, path, dtype, device)}"
     return str(cached(name, NEEDED, lambda folder: _write(part, path, dtype, device, folder)))
 
 
@@ -61,8 +61,8 @@ def _write(part: Any, path: str, dtype: str, device: str, folder: Path) -> None:
     gc.collect()
 
 
-def _identity(part: Any, path: str, dtype: str) -> str:
-    """A hash of what determines the weights: the base's files or commit, the dtype and the versions of libraries."""
+def _identity(part: Any, path: str, dtype: str, device: str) -> str:
+    """A hash of what determines the weights: the base's files or commit, dtype, device and versions of libraries."""
     folder = Path(path)
     if folder.is_dir():
         files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
@@ -70,4 +70,4 @@ def _identity(part: Any, path: str, dtype: str) -> str:
     else:
         base = [path, load_config(part, path)._commit_hash, getattr(part, "revision", None)]
     libraries = [version(name) for name in ("torch", "transformers", "bitsandbytes")]
-    return hashlib.sha256(json.dumps([base, dtype, libraries]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([base, dtype, device, libraries]).encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from grpocli.config.parts import one_of, part, require, section
 from grpocli.models.quantization import check_bitsandbytes, import_bitsandbytes
-from grpocli.training.schedule import ARGUMENTS, check_arguments, refuse_stateful, scheduled
+from grpocli.training.schedule import ARGUMENTS, check_arguments, check_total, refuse_stateful, scheduled
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,10 @@ class Optimizer:
     def rate(self, update: int, total: int) -> float:
         """The learning rate of update number `update` (from 0) of `total`: a pure function, without state to save."""
         return scheduled(self.lr, self.schedule, self.schedule_arguments, self.warmup_steps, update, total)
+
+    def check_total(self, total: int) -> None:
+        """Raise ConfigError for a schedule that does not fit into `total` updates."""
+        check_total(self.schedule, self.schedule_arguments, self.warmup_steps, total)
 
     def groups(self, parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
         """The parameters with gradients in groups: norms and biases have no weight decay."""
@@ -163,7 +167,10 @@ class AdamW8bit(Adam):
 
 @part("optim", "muon")
 class Muon(Adam):
-    """Muon (Jordan et al. 2024; torch's) for matrices in the layers; AdamW for embedding, head, norms and biases."""
+    """Muon (Jordan et al. 2024; torch's) for matrices in the layers; AdamW for embedding, head, norms and biases.
+
+    The experts of a mixture, which transformers keeps as one tensor with three dimensions, are AdamW's too.
+    """
 
     momentum: float = 0.95
     """Decay rate, per update, of the average gradient of a matrix."""
@@ -287,7 +294,10 @@ def make_optimizer(part: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def matrices_in_layers(model: torch.nn.Module) -> set[str]:
-    """The names of the matrices that are neither the embedding nor the output head; LoRA's are among them."""
+    """The names of the matrices that are neither the embedding nor the output head; LoRA's are among them.
+
+    Tensors with three dimensions, such as all experts of a layer, are none: torch's Muon takes two.
+    """
     import torch
 
     ends = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, torch.nn.Embedding)}

@@ -76,6 +76,15 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
         raise ConfigError(problem, key="optim.schedule_arguments", value=dict(arguments))
 
 
+def check_total(name: str, arguments: Mapping[str, Any], warmup: int, total: int) -> None:
+    """Raise ConfigError for a warm-up and a decay that overlap in `total` updates: the rate would jump between them."""
+    decay = arguments.get("num_decay_steps", 0)
+    if name == "warmup_stable_decay" and "num_stable_steps" not in arguments and warmup + decay > total:
+        problem = f"with optim.warmup_steps={warmup} these are more than the {total:,} updates of the run"
+        key = "optim.schedule_arguments.num_decay_steps"
+        raise ConfigError(problem, key=key, value=decay, hint="lower one of them, or raise train.steps")
+
+
 def scheduled(lr: float, name: str, arguments: Mapping[str, Any], warmup: int, update: int, total: int) -> float:
     """The learning rate of update number `update` (from 0) of `total`.
 

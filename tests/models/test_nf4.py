@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_policy
 from grpocli.models.lora import Lora, lora_layers, merged, switched_off
 from grpocli.models.tiny import make_tokenizer
+from grpocli.training import dequantized
 from grpocli.training.dequantized import dequantized_base
 
 LORA = Lora(rank=4, alpha=8.0)
@@ -83,6 +85,17 @@ def test_the_quantized_model_is_the_model_that_vllm_serves(part, dtype: str, tmp
             assert model.train()(IDS).logits.equal(expected)
     with autocast(dtype):
         assert not model(IDS).logits.equal(expected), "the update counts"
+
+
+def test_a_shared_cache_has_a_copy_of_each_kind_of_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer quantizes on its own device, whose rounding is not another's."""
+    names: list[str] = []
+    monkeypatch.setattr(dequantized, "cached", lambda name, *_: names.append(name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    part = SimpleNamespace(quantization="nf4")
+    for device in ("auto", "cuda", "cpu"):
+        dequantized_base(part, str(tmp_path), "float32", device)
+    assert names[0] == names[1] != names[2]
 
 
 def test_it_differs_from_the_base_by_the_rounding_to_four_bits(part, base: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers.optimization
+from accelerate import Accelerator
+from cli.running import run_here
 from transformers import LlamaConfig, LlamaForCausalLM, SchedulerType, get_scheduler
 
 from grpocli.distributed.parallel import step
@@ -182,6 +184,19 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 WARMUP, TOTAL, LR = 3, 20, 0.2
 
 
+def test_a_combined_optimizer_that_is_loaded_still_shares_groups_and_state() -> None:
+    """Accelerate loads an optimizer's own state when it prepares it."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = Muon(lr=0.1)._make([model.weight], [model.bias])
+    prepared = Accelerator(cpu=True).prepare_optimizer(optimizer).optimizer
+    for part, group in zip(prepared.parts, prepared.param_groups, strict=True):
+        assert part.param_groups[0] is group
+        assert part.state is prepared.state
+    model(torch.ones(4)).sum().backward()
+    prepared.step()
+    assert prepared.state.keys() == {model.weight, model.bias}
+
+
 def theirs(name: str, arguments: dict[str, Any]) -> Iterator[float]:
     """The learning rate of each update as transformers' Trainer takes it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
@@ -242,6 +257,17 @@ def test_a_wrong_schedule_is_named(name: str, arguments: dict[str, Any], said: s
     with pytest.raises(ConfigError) as caught:
         AdamW(schedule=name, schedule_arguments=arguments)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_a_decay_that_begins_in_the_warm_up_is_refused_before_training(passes: bool, tmp_path: Path, capsys) -> None:
+    """Otherwise the rate rises to 0.75 of optim.lr and falls to 0.128 of it at once."""
+    config = ["optim.schedule=warmup_stable_decay", "optim.schedule_arguments.num_decay_steps=30"]
+    steps = ["train.data_epochs=0.004", "task.train_size=1000"] if passes else ["train.steps=10"]
+    assert run_here("train", *config, "optim.warmup_steps=3", *steps, f"hydra.run.dir={tmp_path / 'run'}") == 2
+    assert "num_decay_steps=30: with optim.warmup_steps=3 these are more than the " in capsys.readouterr().err
+    build_run(compose([*config, "optim.warmup_steps=30", "train.steps=60"]))
+    build_run(compose([*config, "optim.schedule_arguments.num_stable_steps=4", "train.steps=10"]))
 
 
 def test_a_value_that_transformers_refuses_is_named() -> None:
