@@ -8,6 +8,7 @@ are pushed without secrets and local folders (tracking/published.py).
 from __future__ import annotations
 
 import json
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,8 @@ KEY = "hub.push"
 TEXTS = ("config.yaml", "sessions.jsonl", "metrics.jsonl", "summary.json")
 """The files of a run, beside its folders, that are pushed."""
 CARD = "README.md"
+NEW = {".gitattributes", CARD}
+"""The files that the hub makes itself in a new repository."""
 CHECKSUMS = "checksums.json"
 REPORT = "report.html"
 COMMIT_FILES = 100
@@ -173,20 +176,23 @@ def _files(folder: Path, below: str) -> list[Content]:
 
 
 def refuse_other_run(key: str, hub: Hub, run_dir: RunDir) -> None:
-    """Raise ConfigError if the repository holds another run, whose files would mix with this one's."""
+    """Raise ConfigError if the repository holds another run or a model, whose files would mix with this run's.
+
+    Also if the hub does not say what it holds.
+    """
     if hub.push is None:
         return
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
 
+    hint = "choose another name"
     with hub_errors(key, hub.push):
-        try:
-            sessions = hf_hub_download(hub.push, run_dir.sessions.name, revision=hub.revision)
-        except EntryNotFoundError:
+        files = set(hub_api().list_repo_files(hub.push, revision=hub.revision))
+        if run_dir.sessions.name not in files:
+            if files - NEW:
+                raise ConfigError("holds files that are no run of grpocli", key=key, value=hub.push, hint=hint)
             return
-        other = run_id(RunDir(Path(sessions).parent))
-        if other != run_id(run_dir):
-            hint = "choose another name, or another branch with hub.revision=BRANCH"
+        sessions = hf_hub_download(hub.push, run_dir.sessions.name, revision=hub.revision)
+        if run_id(RunDir(Path(sessions).parent)) != run_id(run_dir):
             raise ConfigError("holds another run", key=key, value=hub.push, hint=hint)
 
 
@@ -195,6 +201,8 @@ def _checked(repo: str, revision: str | None, private: bool) -> None:
     api = hub_api()
     api.create_repo(repo, private=private, exist_ok=True)
     api.auth_check(repo, write=True)  # create_repo accepts a repository that exists and may not be written
+    if private and not api.repo_info(repo).private:
+        print(f"warning: {repo} is a public repository, and hub.private=true does not change it", file=sys.stderr)
     if revision:
         api.create_branch(repo, branch=revision, exist_ok=True)
 

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+COPY = ".tmp-push_"
+"""The name of a copy begins with this; a resume deletes it after a kill."""
+
 
 class CheckpointPushes:
     """Pushes checkpoints in a thread, one after another, while the run goes on.
 
-    Each is copied by hard links first, since the run may delete it meanwhile. A newer one replaces one that waits. A
-    failure is a warning.
+    Each is copied by hard links first, since the run may delete it meanwhile. Without hard links it is pushed from its
+    own folder, because a copy would hold up the training; then one that the run deletes meanwhile is left out. A newer
+    one replaces one that waits. A failure is a warning.
     """
 
     def __init__(self, pusher: Pusher, warn: Callable[[str], None]) -> None:
@@ -38,17 +42,15 @@ class CheckpointPushes:
 
     def add(self, step: int) -> None:
         """Push the checkpoint after a step, which is whole."""
-        source = self._pusher.run_dir.checkpoint(step)
-        copy = source.with_name(f".tmp-push_{source.name}-{os.getpid()}")  # a resume deletes it after a kill
-        shutil.copytree(source, copy, copy_function=_link_or_copy)
+        folder = _linked(self._pusher.run_dir.checkpoint(step))
         with self._lock:
-            replaced, self._waiting = self._waiting, (step, copy)
+            replaced, self._waiting = self._waiting, (step, folder)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="push", daemon=True)
                 self._thread.start()
         if replaced:
             logger.info("step %d: its checkpoint is not pushed, as that of step %d follows", replaced[0], step)
-            shutil.rmtree(replaced[1], ignore_errors=True)
+            _remove_copy(replaced[1])
 
     def close(self, timeout: float) -> None:
         """Wait for the pushes, at most `timeout` seconds."""
@@ -68,22 +70,35 @@ class CheckpointPushes:
                 self._pusher.push_checkpoint(folder, step)
                 logger.info("pushed the checkpoint of step %d", step)
             except Exception as error:
+                if not folder.is_dir():
+                    logger.info("step %d: its checkpoint is not pushed, as the run has deleted it", step)
+                    continue
                 logger.exception("the checkpoint of step %d was not pushed", step)
                 if not self._failed:
                     self._warn(f"the checkpoint of step {step} is not pushed: {reason(error)}; {self._remedy()}")
                 self._failed = True
             finally:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove_copy(folder)
 
     def _remedy(self) -> str:
         return f"the run goes on, and later pushes it with: {push_command(self._pusher.run_dir, self._pusher.hub)}"
 
 
-def _link_or_copy(source: str, copy: str) -> None:
+def _linked(checkpoint: Path) -> Path:
+    """A copy of a checkpoint by hard links; the checkpoint itself where there are none."""
+    copy = checkpoint.with_name(f"{COPY}{checkpoint.name}-{os.getpid()}")
     try:
-        os.link(source, copy)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, copy)
+        shutil.copytree(checkpoint, copy, copy_function=os.link)
+    except OSError as error:  # shutil.Error, too
+        logger.info("%s is pushed from its own folder, as it cannot be linked: %s", checkpoint.name, error)
+        shutil.rmtree(copy, ignore_errors=True)
+        return checkpoint
+    return copy
+
+
+def _remove_copy(folder: Path) -> None:
+    if folder.name.startswith(COPY):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def reason(error: BaseException) -> str:

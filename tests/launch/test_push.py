@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,13 +12,14 @@ from pathlib import Path
 import huggingface_hub.constants as hub_constants
 import pytest
 import yaml
-from stand_in_hub import StandInHub, serving
+from stand_in_hub import Repo, StandInHub, serving
 
 from grpocli.config.schema import Hub
 from grpocli.errors import ConfigError
 from grpocli.hub import why_unreachable
 from grpocli.launch import push as pushing
 from grpocli.launch.push import Pusher
+from grpocli.launch.run_pushes import CheckpointPushes
 from grpocli.tracking.published import Publisher
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Session, add_session
@@ -159,8 +161,58 @@ def test_another_branch_keeps_the_default_branch_as_it_is(hub: StandInHub, run: 
 
 def test_another_run_is_not_overwritten(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:
     Pusher(run, Hub(push="me/new")).push()
-    with pytest.raises(ConfigError, match=r"^hub\.push=me/new: holds another run; .*hub\.revision=BRANCH"):
+    with pytest.raises(ConfigError, match=r"^hub\.push=me/new: holds another run; choose another name"):
         Pusher(make_run(tmp_path / "other" / "run", "second"), Hub(push="me/new")).push()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.yaml", "notes/plan.txt"])
+def test_files_that_are_no_run_are_not_overwritten(hub: StandInHub, run: RunDir, name: str) -> None:
+    mine = {name: b"MINE", "README.md": b"my card"}
+    hub.repos["me/base"] = Repo(private=True)
+    hub.repos["me/base"].commit("main", mine, "by hand")
+    with pytest.raises(ConfigError, match=r"^hub\.push=me/base: holds files that are no run of grpocli; choose"):
+        Pusher(run, Hub(push="me/base")).push()
+    assert hub.repos["me/base"].files("main") == mine
+
+
+def test_a_new_repository_of_the_hub_s_page_is_pushed_to(hub: StandInHub, run: RunDir) -> None:
+    hub.repos["me/new"] = Repo(private=True)
+    hub.repos["me/new"].commit(
+        "main", {".gitattributes": b"", "README.md": b"---\nlicense: mit\n---\n"}, "initial commit"
+    )
+    Pusher(run, Hub(push="me/new")).push()
+    assert b"library_name" in (hub.repos["me/new"].files("main") or {})["README.md"]
+
+
+@pytest.mark.parametrize("path", ["/api/models/me/new/tree", "/me/new/resolve"])
+def test_a_hub_that_does_not_say_what_it_holds_is_not_pushed_to(
+    hub: StandInHub,
+    run: RunDir,
+    tmp_path: Path,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    add_checkpoint(run, 4)
+    Pusher(run, Hub(push="me/new", checkpoints=True)).push()
+    before = hub.repos["me/new"].files("main")
+    hub.refuse[path] = 503
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    with pytest.raises(ConfigError, match=r"^hub\.push=me/new: .*(503|refused by the test)"):
+        Pusher(make_run(tmp_path / "other" / "run", "second"), Hub(push="me/new")).push()
+    assert hub.repos["me/new"].files("main") == before
+    assert "HTTP Error" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("private", "warned"), [(True, 1), (False, 0)])
+def test_a_push_to_a_public_repository_is_warned_of(
+    hub: StandInHub, run: RunDir, capsys: pytest.CaptureFixture[str], private: bool, warned: int
+) -> None:
+    Pusher(run, Hub(push="me/new", private=False)).push()
+    forget_hub()
+    Pusher(run, Hub(push="me/new", private=private)).push()
+    assert capsys.readouterr().err.count("warning: me/new is a public repository") == warned
+    assert not hub.repos["me/new"].private
 
 
 @pytest.mark.parametrize(
@@ -260,6 +312,33 @@ class OneProcess:
 
     def gather_objects(self, values: list[object]) -> list[object]:
         return values
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_without_hard_links_a_checkpoint_is_pushed_from_its_own_folder(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, deleted: bool
+) -> None:
+    def link(source: str, copy: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Recording:
+        run_dir, hub = run, Hub(push="me/new")
+
+        def push_checkpoint(self, folder: Path, step: int) -> None:
+            if deleted:
+                shutil.rmtree(folder)
+            pushed.append((folder, len(list(folder.iterdir()))))
+
+    pushed: list[tuple[Path, int]] = []
+    warnings: list[str] = []
+    monkeypatch.setattr(os, "link", link)
+    source = add_checkpoint(run, 4)
+    pushes = CheckpointPushes(Recording(), warnings.append)  # type: ignore[arg-type]
+    pushes.add(4)
+    pushes.close(30)
+    assert pushed == ([] if deleted else [(source, 2)])
+    assert list(run.checkpoints.iterdir()) == ([] if deleted else [source])
+    assert warnings == []
 
 
 def test_texts_without_anything_to_hide_stay_as_they_are() -> None:
