@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
+from grpocli.masking import CREDENTIALS
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -27,7 +28,6 @@ REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_PATH = re.compile(rf"{PREFIX}(?P<repo>{REPO.pattern})(?P<folder>(/[\w.-]+)*)(@(?P<revision>[\w./-]+))?")
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
 """The files of a model: no pickled weights. Python files run only with trust_remote_code."""
-CREDENTIALS = re.compile(r"//[^/@\s]*@")
 CONNECT_SECONDS = 3.0
 READ_SECONDS = 0.5
 """Seconds to wait for an answer. None is needed: the connection shows that the hub is reachable."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+CREDENTIALS = re.compile(r"//[^/@\s]*@")
+"""Matches the user and the password of an address."""
 SHORTEST = 6
 """The shortest value that is masked, in characters: shorter ones occur in other words."""
 _shown: dict[str, str] = {}
@@ -18,3 +22,8 @@ def masked(text: str) -> str:
     for value in sorted(_shown, key=len, reverse=True):
         text = text.replace(value, _shown[value])
     return text
+
+
+def without_secrets(url: str) -> str:
+    """An address without a password in it, and without the parameters that sign it."""
+    return CREDENTIALS.sub("//", url).partition("?")[0]

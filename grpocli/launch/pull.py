@@ -28,7 +28,7 @@ from grpocli.launch.compose import compose, register_parts
 from grpocli.launch.foreign_code import code_in, leaves, runs_code
 from grpocli.launch.push import TEXTS
 from grpocli.launch.resume import Resume, of_hydra
-from grpocli.tracking.published import ELSEWHERE
+from grpocli.tracking.published import ELSEWHERE, HIDDEN
 from grpocli.tracking.run_dir import RunDir
 
 KEY = "resume"
@@ -169,11 +169,19 @@ def _without_code(node: Any, named: str, given: Sequence[str]) -> dict[str, Any]
             if not is_given:
                 raise _untrusted(key, value, named)
             again.add(key)
-        if isinstance(value, str) and value.startswith(f"{ELSEWHERE}/") and not is_given:
-            problem = f"{key} was a file outside of the run, {Path(value.partition('/')[2])}, which is not on the hub"
-            raise ConfigError(problem, key=KEY, value=named, hint="give this key again, with its place here")
+        if isinstance(value, str) and not is_given:
+            _refuse_unpushed(key, value, named)
     cleaned: dict[str, Any] = _without(node, again)
     return cleaned
+
+
+def _refuse_unpushed(key: str, value: str, named: str) -> None:
+    if value.startswith(f"{ELSEWHERE}/"):
+        problem = f"{key} was a file outside of the run, {Path(value.partition('/')[2])}, which is not on the hub"
+        raise ConfigError(problem, key=KEY, value=named, hint="give this key again, with its place here")
+    if HIDDEN in value:
+        problem = f"{key} has a secret, which is not on the hub"
+        raise ConfigError(problem, key=KEY, value=named, hint="give this key again")
 
 
 def _untrusted(key: str, value: object, named: str) -> ConfigError:

@@ -22,6 +22,7 @@ import xxhash
 from grpocli.errors import ConfigError
 from grpocli.files import regular
 from grpocli.hub import hub_api, hub_errors
+from grpocli.launch.compose import register_parts
 from grpocli.launch.report_page import report_page
 from grpocli.progress import Progress, unreported
 from grpocli.tracking.published import Publisher
@@ -72,6 +73,7 @@ class Pusher:
 
         Safe to repeat: files that are there already are not sent again. Raises ConfigError, in one sentence.
         """
+        register_parts()  # which know the keys of a config that hold no secrets
         commits = [*self._rollouts(), *self._checkpoints(), self._model()]
         if not any(commits):
             raise ConfigError("has neither a final model nor a checkpoint yet", key="RUN", value=self.run_dir.path)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.hub import why_unreachable
+from grpocli.masking import without_secrets
 from grpocli.tasks.json_rows import Row, read_json, repeated, unreadable
 from grpocli.tasks.remote import (
     RemoteFile,
@@ -21,7 +22,6 @@ from grpocli.tasks.remote import (
     is_remote,
     named_after,
     remote_files,
-    without_secrets,
 )
 
 DataFile: TypeAlias = Path | RemoteFile

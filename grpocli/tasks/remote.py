@@ -17,12 +17,12 @@ from typing import IO, Any, TypeVar
 
 from grpocli.cache import cached
 from grpocli.errors import ConfigError
+from grpocli.masking import CREDENTIALS, without_secrets
 from grpocli.processes.deadline import within
 
 T = TypeVar("T")
 
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.")
-CREDENTIALS = re.compile(r"//[^/@\s]*@")
 ANSWER_SECONDS = 60.0
 """Seconds to wait for a listing, and for the next piece of a file."""
 FETCH_SECONDS = 3600.0
@@ -148,8 +148,3 @@ def named_after(files: Sequence[RemoteFile], copies: Sequence[Path]) -> Iterator
         for file, copy in zip(files, copies, strict=True):
             problem, value = problem.replace(str(copy), str(file)), file if str(value) == str(copy) else value
         raise ConfigError(problem, key=error.key, value=value, hint=error.hint) from error
-
-
-def without_secrets(url: str) -> str:
-    """An address without a password in it, and without the parameters that sign it."""
-    return CREDENTIALS.sub("//", url).partition("?")[0]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpocli.config.environment import SECRET
+from grpocli.config.environment import OVERRIDES, SECRET
+from grpocli.config.parts import CLASSES
 from grpocli.files import regular
-from grpocli.masking import masked
+from grpocli.masking import CREDENTIALS, masked
 
 ELSEWHERE = "NOT_PUSHED"
 """Stands for the folder of a file that is neither below the working directory nor below the home folder."""
-HIDDEN = "SECRET"
+HIDDEN = "NOT_PUSHED_SECRET"
+"""Stands for a secret."""
 SHORTEST = 8
-"""The shortest value of an environment variable that is taken for a secret: shorter ones occur in other words."""
+"""The shortest secret that is replaced wherever it occurs: shorter ones occur in other words."""
+SIGNED = re.compile(rf"(?<=[?&])([\w.-]*(?:{SECRET.pattern}|sig)[\w.-]*=)[^&\s'\"<>]+", re.IGNORECASE)
+"""Matches a parameter of an address that signs it, such as X-Amz-Signature."""
 PATH = r"/(?:[^\s/'\",\[\]{}:=]+/)*[^\s/'\",\[\]{}:=]+"
 WHOLE = re.compile(rf"(?P<path>{PATH})(:[A-Za-z_]\w*)?")
 """A value that is a path, or FILE.py:NAME."""
@@ -29,9 +37,12 @@ TYPED = re.compile(rf"(?<=[=\[,'\"(])(?P<path>{PATH})")
 
 @dataclass(frozen=True, slots=True)
 class Publisher:
-    """Replaces secrets and local folders in texts. replacements: {text: what stands for it}."""
+    """Replaces secrets and local folders in texts. paths: {path: what stands for it}. secrets: texts that are hidden
+    wherever they are. short: {key: values} of texts that are hidden as the value of this key."""
 
-    replacements: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, str] = field(default_factory=dict)
+    secrets: frozenset[str] = frozenset()
+    short: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *folders: Path) -> Publisher:
@@ -41,7 +52,9 @@ class Publisher:
         for folder, shown in ((Path.cwd(), "."), (Path.home(), "~")):
             if len(folder.parts) > 1:  # of a root folder every text has one
                 found[str(folder)] = shown
-        return cls(found | dict.fromkeys(_secrets(), HIDDEN))
+        named = frozenset(_secret_values(config))
+        long = {value for _, value in named if len(value) >= SHORTEST}
+        return cls(found, _secrets() | long, frozenset(one for one in named if one[1] not in long))
 
     @classmethod
     def of_file(cls, config: Path, *folders: Path) -> Publisher:
@@ -50,18 +63,72 @@ class Publisher:
         return cls.of(loaded if isinstance(loaded, dict) else {}, *folders)
 
     def __call__(self, text: str) -> str:
-        if not self.replacements:
-            return masked(text)
-        longest_first = sorted(self.replacements, key=len, reverse=True)
+        text = SIGNED.sub(rf"\g<1>{HIDDEN}", CREDENTIALS.sub(f"//{HIDDEN}@", masked(text)))
+        for secret in sorted(self.secrets, key=len, reverse=True):
+            for written in {secret, json.dumps(secret)[1:-1], html.escape(secret)}:
+                text = text.replace(written, HIDDEN)
+        for key, value in self.short:
+            text = re.sub(rf"(\b{re.escape(key)}['\"]?[=:]\s*['\"]?){re.escape(value)}(?!\w)", rf"\g<1>{HIDDEN}", text)
+        if not self.paths:
+            return text
+        longest_first = sorted(self.paths, key=len, reverse=True)
         pattern = "|".join(rf"(?<![\w/.-]){re.escape(one)}(?![\w-])" for one in longest_first)
-        return re.sub(pattern, lambda found: self.replacements[found[0]], masked(text))
+        return re.sub(pattern, lambda found: self.paths[found[0]], text)
+
+
+def _secret_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(last word of the key, value) of the texts in a config and its overrides whose keys are named as secrets.
+
+    Not those that parts of grpocli declare, which are names of variables and files: `reward.judge.api_key`.
+    """
+    declared = set(_declared(config))
+    values = {name: node for name, node in config.items() if name != OVERRIDES}
+    overrides = config.get(OVERRIDES) or []
+    for key, value in (*_texts(values), *(text for one in overrides for text in _texts_of_override(str(one)))):
+        words = key.split(".")
+        named = [".".join(words[: i + 1]) for i, word in enumerate(words) if SECRET.search(word)]
+        if value and not value.startswith("${") and value != "???" and set(named) - declared:
+            yield words[-1], value
+
+
+def _declared(node: Any, prefix: str = "") -> Iterator[str]:
+    """The keys of a config that are fields of parts of grpocli, or names of parts."""
+    if isinstance(node, Mapping):
+        cls = CLASSES.get(str(node.get("_target_")))
+        names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+        for name, value in node.items():
+            key = f"{prefix}.{name}".lstrip(".")
+            if name in names or (isinstance(value, Mapping) and "_target_" in value):
+                yield key
+            yield from _declared(value, key)
+
+
+def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, text) of the texts in a config; those of a list have its key."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _texts(value, f"{key}.{name}".lstrip("."))
+    elif isinstance(node, list):
+        for value in node:
+            yield from _texts(value, key)
+    elif isinstance(node, str):
+        yield key, node
+
+
+def _texts_of_override(override: str) -> Iterator[tuple[str, str]]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    with suppress(HydraException):
+        parsed = OverridesParser.create().parse_override(override)
+        yield from _texts(parsed.value(), (parsed.package or parsed.key_or_group).replace("/", "."))
 
 
 def _paths(node: Any) -> Iterator[str]:
     """The absolute paths among the values of a config and in its overrides."""
     if isinstance(node, Mapping):
         for key, value in node.items():
-            if key == "overrides" and isinstance(value, list):
+            if key == OVERRIDES and isinstance(value, list):
                 yield from (found["path"] for text in value for found in TYPED.finditer(str(text)))
             else:
                 yield from _paths(value)
@@ -80,9 +147,9 @@ def _public(path: str) -> str:
     return f"{ELSEWHERE}/{Path(path).name}"
 
 
-def _secrets() -> Iterable[str]:
+def _secrets() -> frozenset[str]:
     """The values of environment variables that are named as secrets, and the token of the hub."""
     from huggingface_hub import get_token
 
     named = (value for name, value in os.environ.items() if SECRET.search(name))
-    return {value for value in (*named, get_token() or "") if len(value) >= SHORTEST}
+    return frozenset(value for value in (*named, get_token() or "") if len(value) >= SHORTEST)

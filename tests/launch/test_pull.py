@@ -21,6 +21,7 @@ from grpocli.launch.compose import compose, save
 from grpocli.launch.pull import check_config
 from grpocli.launch.push import Pusher
 from grpocli.launch.resume import Resume
+from grpocli.tracking.published import HIDDEN
 from grpocli.tracking.run_dir import RunDir
 
 pytestmark = pytest.mark.filterwarnings(
@@ -46,6 +47,16 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
         return path
 
     return write
+
+
+def test_a_secret_that_was_not_pushed_must_be_given_again(config: Callable[..., Path]) -> None:
+    def change(plain: dict[str, Any]) -> None:
+        plain["tracker"].update(_target_="tracker/accelerate", options={"api_key": HIDDEN})
+
+    path = config("tracker=tensorboard", change=change)
+    with pytest.raises(ConfigError, match=r"tracker\.options\.api_key has a secret, .*; give this key again"):
+        check_config(path, NAME, [])
+    check_config(path, NAME, ["tracker.options.api_key=mine"])
 
 
 @lru_cache

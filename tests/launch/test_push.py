@@ -18,6 +18,7 @@ from grpocli.config.schema import Hub
 from grpocli.errors import ConfigError
 from grpocli.hub import why_unreachable
 from grpocli.launch import push as pushing
+from grpocli.launch.compose import register_parts
 from grpocli.launch.push import Pusher
 from grpocli.launch.run_pushes import CheckpointPushes
 from grpocli.tracking.published import Publisher
@@ -341,8 +342,57 @@ def test_without_hard_links_a_checkpoint_is_pushed_from_its_own_folder(
     assert warnings == []
 
 
+@pytest.mark.parametrize(
+    "text", ["https://h/v1/{}/chat", "a.{}", "Bearer-{}", "{}-x", "x_{}_y", '{{"a": "{}"}}', "engine.extra={}"]
+)
+def test_a_secret_is_hidden_wherever_it_is(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MY_TOKEN", 'a"secret/of&mine')
+    for secret in ('a"secret/of&mine', 'a\\"secret/of&mine', "a&quot;secret/of&amp;mine"):
+        assert Publisher.of({})(text.format(secret)) == text.format("NOT_PUSHED_SECRET")
+
+
+def test_secrets_in_addresses_and_in_values_of_a_config_are_hidden() -> None:
+    config = {
+        "task": {
+            "path": "https://bob:pw@data.example/x.jsonl?part=1&X-Amz-Signature=deadbeef&n=2",
+            "storage_options": {"secret": "hunter2", "key": "an-access-key", "anon": False, "region": "eu"},
+        },
+        "tracker": {"_target_": "tracker/accelerate", "options": {"api_key": "w", "name": "w"}},
+        "reward": {
+            "judge": {"_target_": "reward/judge", "api_key": "MY_VARIABLE"},
+            "passes": {"_target_": "mine.py:Passes", "api_key": "of-my-own-part", "style": "strict"},
+        },
+        "algorithm": {"_target_": "algorithm", "tokens": {"_target_": "algorithm/tokens/all"}},
+        "overrides": [
+            "task.path=https://old:word@data.example/y?sig=ab",
+            "+task.storage_options={secret:pw1,region:eu}",
+            "algorithm/tokens=all",
+            "model=${oc.env:HF_TOKEN}",
+        ],
+    }
+    register_parts()
+    hidden = "NOT_PUSHED_SECRET"
+    assert yaml.safe_load(Publisher.of(config)(yaml.safe_dump(config))) == {
+        "task": {
+            "path": f"https://{hidden}@data.example/x.jsonl?part=1&X-Amz-Signature={hidden}&n=2",
+            "storage_options": {"secret": hidden, "key": hidden, "anon": False, "region": "eu"},
+        },
+        "tracker": {"_target_": "tracker/accelerate", "options": {"api_key": hidden, "name": "w"}},
+        "reward": {
+            "judge": {"_target_": "reward/judge", "api_key": "MY_VARIABLE"},
+            "passes": {"_target_": "mine.py:Passes", "api_key": hidden, "style": "strict"},
+        },
+        "algorithm": config["algorithm"],
+        "overrides": [
+            f"task.path=https://{hidden}@data.example/y?sig={hidden}",
+            f"+task.storage_options={{secret:{hidden},region:eu}}",
+            *config["overrides"][2:],
+        ],
+    }
+
+
 def test_texts_without_anything_to_hide_stay_as_they_are() -> None:
-    text = "https://example.org/a/b and/or 1/2 </answer> /no_think"
+    text = "https://example.org/a/b?x=1 and/or 1/2 </answer> /no_think"
     assert Publisher.of({"a": text})(text) == text
 
 
