@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,13 +36,31 @@ def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None], dea
     path = cache_dir() / name
     if _whole(path, needed):
         return path
-    try:
+    with _writable():
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path, deadline):
             if not _whole(path, needed):  # another process may have made it meanwhile
                 _remove_leftovers(path)
                 with atomic_folder(path, replace=True) as folder:
                     make(folder)
+    return path
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder in the cache that is removed at the end of the block."""
+    with _writable():
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(prefix=".tmp-", dir=cache_dir())
+    with made as name:
+        yield Path(name)
+
+
+@contextmanager
+def _writable() -> Iterator[None]:
+    """A block whose OSErrors become a ConfigError about the cache folder."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"cannot store files there ({error.strerror or error})",
@@ -49,7 +68,6 @@ def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None], dea
             value=cache_dir(),
             hint="set GRPOCLI_CACHE to a folder that can be written",
         ) from error
-    return path
 
 
 def _whole(path: Path, needed: tuple[str, ...]) -> bool:

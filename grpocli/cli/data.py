@@ -47,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.launch.compose import build_run
     from grpocli.launch.ready import check_data
     from grpocli.launch.trainer_process import quiet_libraries
-    from grpocli.models.loading import end_token_ids
     from grpocli.tasks.data_view import SPLITS, DataView
     from grpocli.tracking.live_view import status_view
+    from grpocli.tracking.metrics import to_json
 
     quiet_libraries()
     run = build_run(composed(args.overrides, args.config_dir))
@@ -64,12 +64,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         status.stage("loading the tokenizer")
         tokenizer = run.model.tokenizer()
-        splits, ends = [args.split] if args.split else SPLITS, end_token_ids(None, tokenizer)
-        view = DataView.of(run, tokenizer, splits, args.rows, STREAMED, report, ends)
+        splits, ends = [args.split] if args.split else SPLITS, run.model.end_ids(tokenizer)
+        view = DataView.of(run, tokenizer, ends, splits, args.rows, STREAMED, report)
     finally:
         status.stop()
+    if args.example is not None:
+        _check_example(view, args.example)
     if args.json:
-        print(json.dumps(_as_dict(view, args), ensure_ascii=False, allow_nan=False, default=str))
+        print(json.dumps(to_json(_as_dict(view, args)), allow_nan=False, default=str))
     else:
         _show(view, args)
     return 0
@@ -90,13 +92,21 @@ def _parser() -> argparse.ArgumentParser:
 # What is shown
 
 
+def _check_example(view: DataView, number: int) -> None:
+    """Raise ConfigError if no split has an example of this number."""
+    if all(number >= split.read for split in view.splits):
+        read = ", ".join(map(_has, view.splits))
+        raise ConfigError(f"{read}, numbered from 0", key="--example", value=number)
+
+
+def _has(split: SplitView) -> str:
+    return f"{split.task} {split.split} has {split.read:,} examples"
+
+
 def _chosen(split: SplitView, args: argparse.Namespace) -> list[int]:
-    """The numbers of the examples to show."""
+    """The numbers of the examples to show; none if the split has no --example."""
     if args.example is not None:
-        if args.example >= split.read:
-            read = f"{split.task} {split.split} has {split.read:,} examples"
-            raise ConfigError(f"{read}, numbered from 0", key="--example", value=args.example)
-        return [args.example]
+        return [args.example] if args.example < split.read else []
     order: Sequence[int] = range(split.read)
     if args.longest:
         order = sorted(order, key=lambda i: -split.lengths[i])
@@ -186,6 +196,8 @@ def _show(view: DataView, args: argparse.Namespace) -> None:
         console.print(facts)
         if split.lengths:
             console.print(Padding(_lengths(split), (1, 0, 0, 0)))
+        if args.example is not None and args.example >= split.read:
+            console.print(f"\n{_has(split)}, numbered from 0: no example {args.example}")
         for number in _chosen(split, args):
             for one in _example(view, split, number, args.whole):
                 console.print(one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
@@ -13,7 +13,10 @@ from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
 from grpocli.hub import PREFIX, check_folder, model_folder, why_unreachable
 from grpocli.models.chat_template import DAY
-from grpocli.models.loading import ModelPart, Progress
+from grpocli.models.loading import ModelPart, Progress, configured_end_ids, end_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @part("model", "hf")
@@ -54,6 +57,10 @@ class HuggingFace(ModelPart):
             return model_folder(self.path, "model.path", self.revision)
         folder = Path(self.path).expanduser()
         return str(folder.resolve()) if folder.is_dir() else self.path
+
+    def end_ids(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+        """The tokens that end a completion, those of the generation config among them."""
+        return end_token_ids(configured_end_ids(self, self.prepare()), tokenizer)
 
     def check_ready(self) -> None:
         """Raise ConfigError if there is no such model. Loads no slow library."""

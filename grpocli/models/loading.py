@@ -62,6 +62,10 @@ class ModelPart:
         """The tokenizer alone; no weights are made or fetched."""
         return load_tokenizer(self, self.prepare())
 
+    def end_ids(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+        """The tokens that end a completion, see `end_token_ids`; no weights are made or fetched."""
+        return end_token_ids(None, tokenizer)
+
     def check_ready(self) -> None:
         """Raise ConfigError if a library that the keys need is not installed. Loads no slow library."""
         if self.quantization:

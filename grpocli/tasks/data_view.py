@@ -92,11 +92,11 @@ class DataView:
         cls,
         run: Run,
         tokenizer: PreTrainedTokenizerBase,
+        end_ids: frozenset[int],
         wanted: Sequence[str] = SPLITS,
         limit: int | None = None,
         of_stream: int = AT_ONCE,
         report: Report = lambda text, done, total: None,
-        end_ids: frozenset[int] = frozenset(),
     ) -> DataView:
         """Read the splits of a run. limit: read at most so many examples of each; None: all, of a stream `of_stream`.
 

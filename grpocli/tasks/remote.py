@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
-from grpocli.cache import cached
+from grpocli.cache import cached, temporary_folder
 from grpocli.errors import ConfigError
 from grpocli.masking import CREDENTIALS, without_secrets
 from grpocli.processes.deadline import within
@@ -23,6 +23,8 @@ from grpocli.processes.deadline import within
 T = TypeVar("T")
 
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.")
+VERSION = re.compile("etag|md5|digest|sha|crc|hash|modif|time|updated|created|blob|commit|version|generation", re.I)
+"""Facts of file systems about a file that change with its content, or that name it."""
 ANSWER_SECONDS = 60.0
 """Seconds to wait for a listing, and for the next piece of a file."""
 FETCH_SECONDS = 3600.0
@@ -83,12 +85,23 @@ class RemoteFile:
     def copy(self) -> Path:
         """A copy in the cache folder, made now if there is none or if the file has changed.
 
+        Without a word of the server about the version of the file, it is fetched each time, and an equal copy is kept.
         Raises OSError, and TimeoutError if nothing arrives for ANSWER_SECONDS.
         """
-        state = json.dumps([self.url, dict(self.info)], sort_keys=True, default=str)
         name = self.name.partition("?")[0]
-        folder = f"data/{hashlib.sha256(state.encode()).hexdigest()[:16]}"
-        return cached(folder, (name,), lambda made: self._fetch(made / name), FETCH_SECONDS) / name
+        if any(VERSION.search(fact) and value is not None for fact, value in self.info.items()):
+            state = json.dumps([self.url, dict(self.info)], sort_keys=True, default=str)
+            folder = _folder(hashlib.sha256(state.encode()))
+            return cached(folder, (name,), lambda made: self._fetch(made / name), FETCH_SECONDS) / name
+        with temporary_folder() as latest:
+            self._fetch(latest / name)
+            with (latest / name).open("rb") as file:
+                folder = _folder(hashlib.file_digest(file, "sha256"))
+
+            def keep(made: Path) -> None:
+                (latest / name).rename(made / name)
+
+            return cached(folder, (name,), keep, FETCH_SECONDS) / name
 
     def _fetch(self, target: Path) -> None:
         with self.filesystem.open(self.path, "rb") as source, target.open("wb") as copy:
@@ -118,6 +131,10 @@ def remote_files(
         if one["type"] == "file"
     ]
     return choose(found)
+
+
+def _folder(digest: hashlib._Hash) -> str:
+    return f"data/{digest.hexdigest()[:16]}"
 
 
 def _asked(call: Callable[[], T]) -> T:

@@ -11,7 +11,7 @@ from chat_families import CHAT_FAMILIES
 from cli.running import run_here
 
 from grpocli.cli.data import histogram
-from grpocli.models.tiny import make_model
+from grpocli.models.tiny import make_model, make_tokenizer
 
 QUESTIONS = ["1+1=", "2+2=", "1+1=", "10+20+30=", "3+3="]
 
@@ -64,8 +64,11 @@ def test_one_example_or_the_longest_can_be_shown(task, capsys) -> None:
     longest = splits(capsys, *task, "--split", "train", "--longest", "--prompts", "1")
     assert [p["example"] for p in longest["train"]["prompts"]] == [3]
     assert longest.keys() == {"train"}
+    capsys.readouterr()
     assert run_here("data", *task, "--example", "99") == 2
-    assert "has 5 examples, numbered from 0" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert not out
+    assert "train has 5 examples, jsonl eval has 2 examples, numbered from 0" in err
 
 
 def test_supervised_runs_show_the_answers_that_they_teach(task, capsys) -> None:
@@ -86,6 +89,18 @@ def test_the_view_follows_the_template_of_a_family(family: str, task, tmp_path: 
     assert first["target"].endswith(one.template_ends)
     assert first["token_ids"].count(tokenizer.bos_token_id) == (1 if one.bos else 0)
     assert "Today Date: 01 July 2025" in first["text"] or family != "smollm3"
+
+
+def test_an_answer_ends_at_a_token_of_the_generation_config(task, tmp_path: Path, capsys) -> None:
+    """As it is taught; this template ends the last turn as no other, and with a line break."""
+    model, tokenizer = make_model(0), make_tokenizer()
+    end = "'<user>\n' if loop.last and message.role == 'assistant' else '<end>' }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("'<end>' }}", end)
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<user>")
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "model")
+    view = splits(capsys, *task, "algorithm=sft", f"model={tmp_path / 'model'}")
+    assert view["train"]["prompts"][0]["target"] == "7<user>"
 
 
 def test_a_stream_says_what_it_did_not_read(task, capsys) -> None:
@@ -128,6 +143,24 @@ def test_conversations_that_end_with_the_answer_are_named(tmp_path: Path, capsys
     data = ["task=jsonl", f"task.path={path}", "task.prompt_column=m", f"task.eval_path={path}", "--split", "train"]
     assert "2 of 4 end with the assistant's turn, which algorithm=sft" in printed(capsys, *data)
     assert splits(capsys, *data, "algorithm=sft")["train"]["ends_with_the_answer"] == []
+
+
+def test_json_is_ascii_and_has_null_for_numbers_that_are_not_finite(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "d.jsonl"
+    row = '{"prompt": "1\\u009b\\u202e", "answer": "2", "level": NaN, "parts": [Infinity, 1]}\n'
+    path.write_text(row + row.replace('"1', '"2'))
+    out = printed(capsys, "task=jsonl", f"task.path={path}", f"task.eval_path={path}", "--split", "train", "--json")
+    assert out.isascii()
+    columns = json.loads(out)["splits"][0]["prompts"][0]["columns"]
+    assert (columns["level"], columns["parts"]) == (None, [None, 1])
+
+
+def test_a_split_without_the_example_says_so(task, capsys) -> None:
+    """The splits have 5 and 2 examples."""
+    shown = printed(capsys, *task, "--example", "4")
+    assert "eval has 2 examples, numbered from 0: no example 4" in shown
+    assert "train 4 (" in shown
+    assert [len(one["prompts"]) for one in splits(capsys, *task, "--example", "4").values()] == [1, 0]
 
 
 def test_bad_data_is_refused_as_by_a_run(tmp_path: Path, capsys) -> None:

@@ -6,6 +6,7 @@ import functools
 import http.server
 import io
 import json
+import os
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -180,6 +181,31 @@ def test_files_are_read_over_http(load: Any, site: str, tmp_path: Path, cache_fo
     with pytest.raises(ConfigError, match=r"absent.jsonl: there is no such file") as refused:
         load(f"{site}/absent.jsonl?signature=secret", None, "train", "task.path")
     assert "secret" not in str(refused.value)
+
+
+class Bare(Quiet):
+    """Says nothing about the version of a file."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword != "Last-Modified":
+            super().send_header(keyword, value)
+
+
+@pytest.mark.parametrize("handler", [Quiet, Bare])
+def test_a_changed_file_of_the_same_length_is_noticed(handler: type[Quiet], tmp_path: Path, cache_folder: Path) -> None:
+    """A server without ETag and Last-Modified is asked for the file each time."""
+    file = tmp_path / "site/a.jsonl"
+    file.parent.mkdir()
+    serve = functools.partial(handler, directory=str(tmp_path / "site"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for answer, day in (("1", 1), ("1", 1), ("9", 2)):
+            file.write_bytes(jsonl([{"prompt": "a", "answer": answer}]))
+            os.utime(file, (day * 86400, day * 86400))
+            rows = load_table(f"http://127.0.0.1:{server.server_port}/a.jsonl", None, "train").rows
+            assert [row["answer"] for row in rows] == [answer]
+        server.shutdown()
+    assert len(list((cache_folder / "data").glob("*/a.jsonl"))) == 2, "an equal file is kept once"
 
 
 def test_a_stream_begins_at_any_row(cache_folder: Path) -> None:
