@@ -76,6 +76,8 @@ class StandInHub:
                 Route("/api/repos/create", self._create, methods=["POST"]),
                 Route(f"{model}/auth-check", self._auth),
                 Route(f"{model}/auth-check/write", self._auth_write),
+                Route(f"{model}/refs", self._refs),
+                Route(f"{model}/commits/{{revision}}", self._commits),
                 Route(f"{model}/branch/{{revision}}", self._branch, methods=["POST"]),
                 Route(f"{model}/preupload/{{revision}}", self._preupload, methods=["POST"]),
                 Route(f"{model}/commit/{{revision}}", self._commit, methods=["POST"]),
@@ -153,8 +155,30 @@ class StandInHub:
         name = request.path_params["revision"]
         if name in repo.branches:
             return JSONResponse({"error": "Reference already exists"}, 409)
-        repo.branches[name] = repo.branches["main"]
+        start = (await request.json()).get("startingPoint", "main")
+        repo.branches[name] = repo.branches.get(start, start)
         return JSONResponse({})
+
+    async def _refs(self, request: Request) -> Response:
+        repo = self.repo(request)
+        if isinstance(repo, Response):
+            return repo
+        branches = [
+            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
+            for name, commit in repo.branches.items()
+        ]
+        return JSONResponse({"branches": branches, "converts": [], "tags": []})
+
+    async def _commits(self, request: Request) -> Response:
+        """All commits, the newest first, as if there were one branch."""
+        repo = self.repo(request)
+        if isinstance(repo, Response):
+            return repo
+        entries = [
+            {"id": revision, "authors": [], "date": "2026-01-01T00:00:00.000Z", "title": message, "message": ""}
+            for revision, message in zip(repo.commits, repo.messages, strict=True)
+        ]
+        return JSONResponse(entries[::-1])
 
     async def _preupload(self, request: Request) -> Response:
         repo = self.repo(request, write=True)

@@ -110,11 +110,13 @@ def check_config(path: Path, named: str, given: Sequence[str], searched: Sequenc
     repeated = [text for text in saved if _override_is_code(text, named, given)]
     config = _without_code({name: node for name, node in loaded.items() if name != OVERRIDES}, named, given)
     # a later choice of a group replaces an earlier one unread; other overrides Hydra would read, too
-    config[OVERRIDES] = [text for text in saved if text not in repeated or not {".", "@"} & {*_name(text)}]
+    choices = {text.partition("=")[0] for text in given if not {".", "@", "+"} & {*text.partition("=")[0]}}
+    config[OVERRIDES] = [text for text in saved if text not in repeated or text.partition("=")[0] in choices]
     with TemporaryDirectory() as folder:
         Path(folder, CONFIG).write_text(yaml.safe_dump(config))
-        whole = _composed(Resume(Path(folder), list(given)), named, searched)
-    kept = whole.pop(OVERRIDES)[: -len(given) or None]
+        resume = Resume(Path(folder), [text for text in given if not of_hydra(text)])
+        whole = _composed(resume, named, searched)
+    kept = whole.pop(OVERRIDES)[: -len(resume.given) or None]
     _without_code(whole, named, given)
     again = [text for text in given if _name(text) in map(_name, repeated)]
     return config | {OVERRIDES: [*(text for text in kept if text not in repeated), *again]}

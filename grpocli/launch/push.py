@@ -186,7 +186,7 @@ def refuse_other_run(key: str, hub: Hub, run_dir: RunDir) -> None:
         return
     from huggingface_hub import hf_hub_download
 
-    hint = "choose another name"
+    hint = "choose another name, or a new branch with hub.revision=BRANCH"
     with hub_errors(key, hub.push):
         files = set(hub_api().list_repo_files(hub.push, revision=hub.revision))
         if run_dir.sessions.name not in files:
@@ -205,8 +205,9 @@ def _checked(repo: str, revision: str | None, private: bool) -> None:
     api.auth_check(repo, write=True)  # create_repo accepts a repository that exists and may not be written
     if private and not api.repo_info(repo).private:
         print(f"warning: {repo} is a public repository, and hub.private=true does not change it", file=sys.stderr)
-    if revision:
-        api.create_branch(repo, branch=revision, exist_ok=True)
+    if revision and revision not in [branch.name for branch in api.list_repo_refs(repo).branches]:
+        empty = api.list_repo_commits(repo)[-1].commit_id  # a branch of the newest commit would have its files
+        api.create_branch(repo, branch=revision, revision=empty, exist_ok=True)
 
 
 def check_may_push(key: str, hub: Hub) -> None:

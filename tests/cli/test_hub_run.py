@@ -128,6 +128,14 @@ def test_code_in_a_downloaded_config_must_be_named_again(hub: StandInHub, grpocl
 
 
 @pytest.mark.survival
+def test_a_downloaded_config_has_no_callbacks_of_hydra(hub: StandInHub) -> None:
+    evil = ["+hydra.callbacks.evil._target_=os.mkdir", "+hydra.callbacks.evil.path=made"]
+    push_changed(hub, lambda config: config["overrides"].extend(evil))
+    assert run_here("train", "resume=hub:me/new", "train.steps=2", "hydra.run.dir=b") == 0
+    assert not Path("made").exists()
+
+
+@pytest.mark.survival
 def test_a_file_that_was_not_pushed_must_be_given_again(hub: StandInHub, grpocli: Grpocli) -> None:
     push_changed(hub, lambda config: config["model"].update(chat_template="/data/templates/mine.jinja"))
     code, _, err = grpocli("train", "resume=hub:me/new", "hydra.run.dir=b")

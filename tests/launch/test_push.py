@@ -160,9 +160,21 @@ def test_another_branch_keeps_the_default_branch_as_it_is(hub: StandInHub, run: 
     assert "model.safetensors" not in (repo.files("main") or {})
 
 
+def test_another_run_goes_to_a_branch_of_its_own(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:
+    Pusher(run, Hub(push="me/new")).push()
+    before = hub.repos["me/new"].files("main")
+    other = make_run(tmp_path / "other" / "run", "second")
+    for _ in range(2):
+        forget_hub()
+        Pusher(other, Hub(push="me/new", revision="second")).push()
+    files = hub.repos["me/new"].files("second") or {}
+    assert files["model.safetensors"] == (other.model / "model.safetensors").read_bytes()
+    assert hub.repos["me/new"].files("main") == before
+
+
 def test_another_run_is_not_overwritten(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:
     Pusher(run, Hub(push="me/new")).push()
-    with pytest.raises(ConfigError, match=r"^hub\.push=me/new: holds another run; choose another name"):
+    with pytest.raises(ConfigError, match=r"^hub\.push=me/new: holds another run; .*hub\.revision=BRANCH"):
         Pusher(make_run(tmp_path / "other" / "run", "second"), Hub(push="me/new")).push()
 
 
