@@ -7,7 +7,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,8 @@ from grpocli.config.environment import OVERRIDES, SECRET
 from grpocli.config.parts import CLASSES
 from grpocli.files import regular
 from grpocli.masking import CREDENTIALS, masked
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.sessions import Changes, read_sessions
 
 ELSEWHERE = "NOT_PUSHED"
 """Stands for the folder of a file that is neither below the working directory nor below the home folder."""
@@ -45,14 +47,15 @@ class Publisher:
     short: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], *folders: Path) -> Publisher:
-        """For the texts of a run with this config. folders: further ones whose files are shown by name."""
-        found = {path: _public(path) for path in _paths(config)}
+    def of(cls, config: Mapping[str, Any], *folders: Path, former: Sequence[Changes] = ()) -> Publisher:
+        """For the texts of a run with this config. folders: further ones whose files are shown by name. former: the
+        changes of its sessions, which have values that are in the config no more."""
+        found = {path: _public(path) for part in (config, *former) for path in _paths(part)}
         found |= {str(folder.absolute()): folder.name for folder in folders}
         for folder, shown in ((Path.cwd(), "."), (Path.home(), "~")):
             if len(folder.parts) > 1:  # of a root folder every text has one
                 found[str(folder)] = shown
-        named = frozenset(_secret_values(config))
+        named = frozenset(_secret_values(config, former))
         long = {value for _, value in named if len(value) >= SHORTEST}
         return cls(found, _secrets() | long, frozenset(one for one in named if one[1] not in long))
 
@@ -60,7 +63,8 @@ class Publisher:
     def of_file(cls, config: Path, *folders: Path) -> Publisher:
         """For the texts of a run with this config.yaml."""
         loaded = yaml.safe_load(regular(config).read_text()) or {}
-        return cls.of(loaded if isinstance(loaded, dict) else {}, *folders)
+        former = [session.changes for session in read_sessions(RunDir(config.parent))]
+        return cls.of(loaded if isinstance(loaded, dict) else {}, *folders, former=former)
 
     def __call__(self, text: str) -> str:
         text = SIGNED.sub(rf"\g<1>{HIDDEN}", CREDENTIALS.sub(f"//{HIDDEN}@", masked(text)))
@@ -76,15 +80,19 @@ class Publisher:
         return re.sub(pattern, lambda found: self.paths[found[0]], text)
 
 
-def _secret_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(last word of the key, value) of the texts in a config and its overrides whose keys are named as secrets.
+def _secret_values(config: Mapping[str, Any], former: Sequence[Changes]) -> Iterator[tuple[str, str]]:
+    """(last word of the key, value) of the texts of a run whose keys are named as secrets.
 
     Not those that parts of grpocli declare, which are names of variables and files: `reward.judge.api_key`.
     """
     declared = set(_declared(config))
     values = {name: node for name, node in config.items() if name != OVERRIDES}
     overrides = config.get(OVERRIDES) or []
-    for key, value in (*_texts(values), *(text for one in overrides for text in _texts_of_override(str(one)))):
+    nodes = (values, *former)
+    for key, value in (
+        *(text for one in nodes for text in _texts(one)),
+        *(text for one in overrides for text in _texts_of_override(str(one))),
+    ):
         words = key.split(".")
         named = [".".join(words[: i + 1]) for i, word in enumerate(words) if SECRET.search(word)]
         if value and not value.startswith("${") and value != "???" and set(named) - declared:
@@ -108,7 +116,7 @@ def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(node, Mapping):
         for name, value in node.items():
             yield from _texts(value, f"{key}.{name}".lstrip("."))
-    elif isinstance(node, list):
+    elif isinstance(node, list | tuple):
         for value in node:
             yield from _texts(value, key)
     elif isinstance(node, str):
@@ -132,7 +140,7 @@ def _paths(node: Any) -> Iterator[str]:
                 yield from (found["path"] for text in value for found in TYPED.finditer(str(text)))
             else:
                 yield from _paths(value)
-    elif isinstance(node, list):
+    elif isinstance(node, list | tuple):
         for value in node:
             yield from _paths(value)
     elif isinstance(node, str) and (found := WHOLE.fullmatch(node)) and Path(found["path"]).parts[2:]:

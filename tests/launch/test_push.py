@@ -403,6 +403,19 @@ def test_secrets_in_addresses_and_in_values_of_a_config_are_hidden() -> None:
     }
 
 
+def test_secrets_and_folders_of_former_sessions_are_hidden(run: RunDir) -> None:
+    changes = {
+        "task.storage_options.secret": ("a-former-secret", "${oc.env:SECRET}"),
+        "task.path": ("/data/former/train.jsonl", "hub/data"),
+    }
+    add_session(run, Session(1, "2026-01-02T00:00:00Z", {}, changes))
+    text = Publisher.of_file(run.config)(run.sessions.read_text())
+    assert json.loads(text.splitlines()[-1])["changes"] == {
+        "task.storage_options.secret": ["NOT_PUSHED_SECRET", "${oc.env:SECRET}"],
+        "task.path": ["NOT_PUSHED/train.jsonl", "hub/data"],
+    }
+
+
 def test_texts_without_anything_to_hide_stay_as_they_are() -> None:
     text = "https://example.org/a/b?x=1 and/or 1/2 </answer> /no_think"
     assert Publisher.of({"a": text})(text) == text
