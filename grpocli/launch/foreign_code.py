@@ -20,6 +20,7 @@ Leaf = tuple[str, Any]
 GROUPS = re.compile(rf"{GROUP.pattern}|algorithm|recipe|.*/.*")
 VLLM = ("engine.vllm_args.", "engine.speculative.")
 """Options that vLLM takes, some of which name a class or a file of Python."""
+IMPORTS = re.compile("module|plugin|cls|middleware|logits.processors")
 IMPORTABLE = re.compile(r"[\w-]+([.:][\w-]+)+|.*\.py")
 KERNEL = re.compile(r"(?!kernels-community/).*/.*")
 """Attention that transformers would download as code; its own organization's it trusts itself."""
@@ -58,6 +59,9 @@ def runs_code(key: str, value: Any) -> bool:
         return bool(foreign_target({"_target_": value}))
     if name == "simple_templates":  # of fsspec: without it, an index of files is a program
         return True
+    option = next((key.removeprefix(start) for start in VLLM if key.startswith(start)), None)
+    if option is not None and _imported_by_vllm(option, value):
+        return True
     if not value or value == "???":
         return False
     if name in ("trust_remote_code", "unsafe"):
@@ -65,11 +69,18 @@ def runs_code(key: str, value: Any) -> bool:
     text = str(value)
     if name in ("attention", "attn_implementation"):
         return KERNEL.fullmatch(text) is not None
-    if key.startswith(VLLM):
-        return isinstance(value, str) and IMPORTABLE.fullmatch(text) is not None
     if key.endswith((".arguments.taskset", ".arguments.env")):  # of the environment of task=verifiers
         return True
     return is_marked(key, USER_CODE) and not key.endswith(".environment.env") and not _is_own(key, text)
+
+
+def _imported_by_vllm(option: str, value: Any) -> bool:
+    """Whether an option of vLLM may name code. A name with other characters could hold a value on its command line."""
+    if re.search(r"[^\w.-]", option):
+        return True
+    text = value if isinstance(value, str) else ""
+    named = bool(text) and IMPORTS.search(option) is not None
+    return named or text.startswith(("{", "[")) or IMPORTABLE.fullmatch(text) is not None
 
 
 def _imports(group: str, choice: Any) -> bool:

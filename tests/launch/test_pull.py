@@ -17,7 +17,8 @@ from grpocli.config.schema import Hub
 from grpocli.errors import ConfigError
 from grpocli.hub import HubPath
 from grpocli.launch import pull
-from grpocli.launch.compose import compose, save
+from grpocli.launch.compose import compose, register_parts, save
+from grpocli.launch.foreign_code import runs_code
 from grpocli.launch.pull import check_config
 from grpocli.launch.push import Pusher
 from grpocli.launch.resume import Resume
@@ -105,6 +106,38 @@ def test_a_resume_takes_no_saved_key_of_hydra(config: Callable[..., Path], overr
     folder = config(override, "train.steps=3").parent
     assert Resume(folder).overrides([])[:2] == [*TASK, "train.steps=3"]
     assert check_config(folder / "config.yaml", NAME, [])["overrides"] == [*TASK, "train.steps=3"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code"),
+    [
+        ("engine.vllm_args.max_num_seqs", 64, False),
+        ("engine.vllm_args.kv_cache_dtype", "fp8", False),
+        ("engine.vllm_args.chat_template_content_format", "openai", False),
+        ("engine.vllm_args.worker-cls", "evil", True),
+        ("engine.vllm_args.logits_processors", "evil:Processor", True),
+        ("engine.vllm_args.kv_transfer_config", '{"kv_connector_module_path": "evil"}', True),
+        ("engine.vllm_args.worker-cls=evil", None, True),
+        ("engine.vllm_args.trust-remote-code", True, True),
+        ("engine.speculative.model", "some/draft", False),
+        ("engine.speculative.model", "evil.Proposer", True),
+        ("model.attention", "flash_attention_2", False),
+        ("model.attention", "kernels-community/flash-attn3", False),
+        ("model.attention", "evil/kernel", True),
+        ("reward.code.python", "/usr/bin/evil", True),
+        ("reward.mine.unsafe", True, True),
+        ("reward.mine.unsafe", False, False),
+        ("task.storage_options.simple_templates", False, True),
+        ("task.maths.tools", "grpocli.environments.ready_tools:python", False),
+        ("task.maths.tools", "grpocli.files:remove", True),
+        ("task.maths.environment.name", "grpocli.environments.worker:call", True),
+        ("task.maths.environment.name", "grpocli.environments.openenv:OpenEnv", False),
+        ("task.maths.environment.arguments.taskset", "evil.py", True),
+    ],
+)
+def test_values_that_run_code(key: str, value: object, code: bool) -> None:
+    register_parts()
+    assert runs_code(key, value) is code
 
 
 def test_an_interpolation_that_becomes_code_is_refused(config: Callable[..., Path]) -> None:
