@@ -37,7 +37,7 @@ def check_run(run: Run) -> None:
 def _check_supervised(run: Run) -> None:
     """Require groups of one in supervised training, of two or more elsewhere; refuse what needs samples of a policy."""
     from grpocli.algorithm.keep import Dynamic
-    from grpocli.environments.environment import environment_of
+    from grpocli.environments.environment import TOOLS, environment_of
     from grpocli.tasks.curriculum import OrderKeys
     from grpocli.tasks.mixture import key_of, tasks_of
 
@@ -58,7 +58,8 @@ def _check_supervised(run: Run) -> None:
         raise ConfigError(f"{why}, not from a sampler: choose none", key="algorithm/correction")
     for name, task in tasks_of(run.task).items():
         key = key_of(run.task, name)
-        if environment := environment_of(task):
+        environment = environment_of(task)
+        if environment and environment.name != TOOLS:  # tools are only shown
             problem = f"{why}, and this task is played in turns"
             raise ConfigError(problem, key=f"{key}.environment.name", value=environment.name)
         if OrderKeys.of(task).uses_pass_rates:

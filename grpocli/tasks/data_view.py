@@ -16,7 +16,7 @@ from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
 from grpocli.tasks.streaming import with_columns
-from grpocli.tasks.targets import Targets
+from grpocli.tasks.targets import Target, Targets
 from grpocli.types import Message, Prompt, Text
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class DataView:
         task = tasks_of(self.run.task)[view.task]
         with errors_below(key_of(self.run.task, view.task)):
             example, where = _example(task, view.split, number)
-            answer = ""
+            answer: Target = ""
             if targets := self.targets.get(view.task):
                 example, answer = targets.split(example, where)
             text = text_of(example, where)
@@ -158,7 +158,7 @@ def _split_view(
         texts = [text_of(one, where) for (one, _), where in zip(pairs, names, strict=True)]
         view.lengths += [len(ids) for ids in tokenize(texts, tokenizer, names.__getitem__, tools)]
         if targets:
-            answers = [answer for _, answer in pairs]
+            answers: list[Target] = [answer for _, answer in pairs]
             view.target_lengths += [len(ids) for ids in targets.token_ids(texts, answers, names.__getitem__)]
         view.hashes += [text_hash(text) for text in texts]
         view.answered += [start + i for i, text in enumerate(texts) if _is_answered(text)]

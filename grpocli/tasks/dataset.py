@@ -106,6 +106,7 @@ class PromptBuilder:
     def _from_messages(self, messages: list[dict[str, Any]], where: str) -> Text:
         # a table gives every message the keys of all messages, and chat templates would print a None
         messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        messages = [{"content": "", **message} if message.get("tool_calls") else message for message in messages]
         if self.format == "plain":
             return self.prefix + "\n".join(str(message.get("content", "")) for message in messages)
         if self.prefix:

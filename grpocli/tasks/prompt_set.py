@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grpocli.environments.tools import Schema
-    from grpocli.tasks.targets import Targets
+    from grpocli.tasks.targets import Target, Targets
     from grpocli.tasks.task import Example
 
 
@@ -66,7 +66,7 @@ class PromptSet:
         self.hashes = [text_hash(texts[i]) for i in self._kept]
 
     def _take_targets(
-        self, targets: Targets, texts: Sequence[Text], answers: Sequence[str], left_out: set[int]
+        self, targets: Targets, texts: Sequence[Text], answers: Sequence[Target], left_out: set[int]
     ) -> set[int]:
         """Tokenise the targets. Returns the examples to leave out because theirs is too long."""
         every = targets.token_ids(texts, answers, self._where)
@@ -87,8 +87,8 @@ class PromptSet:
             )
         return long
 
-    def _texts(self, limit: int | None) -> tuple[list[Text], list[str]]:
-        """The prompts of the first `limit` examples and, with targets, the texts of these."""
+    def _texts(self, limit: int | None) -> tuple[list[Text], list[Target]]:
+        """The prompts of the first `limit` examples and, if wanted, their targets."""
         examples = enumerate(islice(self._examples, limit))
         if self._targets is None:
             return [text_of(example, self._where(i)) for i, example in examples], []

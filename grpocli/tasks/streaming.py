@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from grpocli.environments.tools import Schema
     from grpocli.tasks.dataset import TableTask
-    from grpocli.tasks.targets import Targets
+    from grpocli.tasks.targets import Target, Targets
     from grpocli.tasks.task import Example
 
 logger = logging.getLogger(__name__)
@@ -376,7 +376,8 @@ class StreamedPrompts:
     def _prompt(self, number: int, uid: str) -> Prompt | None:
         start = number - number % self._buffer
         example = self._stream.example(self._run(start)[number - start], number)
-        where, row, answer = f"{self._task} example ({self._stream.where(number)})", self._stream.first + number, ""
+        where, row = f"{self._task} example ({self._stream.where(number)})", self._stream.first + number
+        answer: Target = ""
         if text_hash(example["prompt"]) in self._excluded:
             return None
         if self._targets:

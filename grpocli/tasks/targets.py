@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from grpocli.config.parts import nearest, template_fields
+from grpocli.environments.environment import loaded_environment_of
+from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
-from grpocli.tasks.json_rows import encodable
+from grpocli.tasks.json_rows import encodable, short
 from grpocli.tasks.prompts import QUIET, TEMPLATE_SECONDS, rendered, text_of, tokenize
-from grpocli.types import Text
+from grpocli.types import Message, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpocli.environments.tools import Schema
     from grpocli.tasks.task import Example
 
 KEY = "task.target_template"
+PARTS = ("content", "reasoning_content", "thinking", "tool_calls")
+"""Parts of an answer, which the chat template must write if a message has them."""
+Target: TypeAlias = str | Message
+"""The text of an answer, or the model's turn with its calls and thoughts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +36,28 @@ class Targets:
 
     template: text with {column} fields; None: the last turn of a conversation that ends with the assistant's, otherwise
     `otherwise`, a template, too. end_ids: tokens that end a completion. required: whether an example whose target has
-    more than `max_tokens` is left out.
+    more than `max_tokens` is left out. tools: schemas that the chat template shows.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
+    end_ids: frozenset[int]
     template: str | None = None
     otherwise: str = "{answer}"
-    end_ids: frozenset[int] = frozenset()
     required: bool = True
+    tools: Sequence[Schema] = ()
 
     @classmethod
-    def of(
-        cls, task: object, tokenizer: PreTrainedTokenizerBase, max_tokens: int, end_ids: frozenset[int] = frozenset()
-    ) -> Targets:
+    def of(cls, task: object, tokenizer: PreTrainedTokenizerBase, max_tokens: int, end_ids: frozenset[int]) -> Targets:
         """The targets of a task, by its keys `target_template` and `shot_template`."""
-        template = getattr(task, "target_template", None)
-        return cls(tokenizer, max_tokens, template, getattr(task, "shot_template", None) or "{answer}", end_ids)
+        template, otherwise = getattr(task, "target_template", None), getattr(task, "shot_template", None)
+        tools = tools_of(loaded_environment_of(task))
+        return cls(tokenizer, max_tokens, end_ids, template, otherwise or "{answer}", tools=tools)
 
-    def split(self, example: Example, where: str) -> tuple[Example, str]:
-        """The example without the assistant's last turn, and the text of its target.
+    def split(self, example: Example, where: str) -> tuple[Example, Target]:
+        """The example without the assistant's last turn, and its target: that turn, or the template's text.
 
-        Raises ConfigError, naming `where`, for a missing column and an empty target.
+        Raises ConfigError, naming `where`, for a missing column, an empty target and a call that is none.
         """
         prompt = example["prompt"]
         last = prompt[-1] if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict) else {}
@@ -56,10 +65,16 @@ class Targets:
             return example, self._filled(example, self.template or self.otherwise, where)
         if len(prompt) == 1:
             raise ConfigError(f"{where} has only an answer", key="task", hint="give it a prompt before the answer")
-        text_of(example, where)  # the last turn is text
+        turn = _turn(last, where)
+        text_of({**example, "prompt": [*prompt[:-1], turn]}, where)  # the last turn has a text
         bare = {**example, "prompt": prompt[:-1]}
-        target = str(last["content"]) if self.template is None else self._filled(example, self.template, where)
-        return bare, self._checked(target, where)
+        if self.template is not None:
+            return bare, self._filled(example, self.template, where)
+        parts = [turn[part] for part in PARTS if turn.get(part)]
+        self._checked(
+            "".join(one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in parts), where
+        )
+        return bare, turn
 
     def _filled(self, example: Example, template: str, where: str) -> str:
         fields = dict.fromkeys(template_fields(template, KEY))
@@ -81,14 +96,14 @@ class Targets:
         return target
 
     def token_ids(
-        self, prompts: Sequence[Text], targets: Sequence[str], where: Callable[[int], str] = "example {}".format
+        self, prompts: Sequence[Text], targets: Sequence[Target], where: Callable[[int], str] = "example {}".format
     ) -> list[list[int]]:
         """The tokens that follow each tokenised prompt: the target and the token that ends it.
 
         In a conversation they are what the chat template writes after the generation prompt. Raises ConfigError if the
         template writes something else before it.
         """
-        prompt_ids = tokenize(prompts, self.tokenizer, where)
+        prompt_ids = tokenize(prompts, self.tokenizer, where, self.tools)
         seconds = TEMPLATE_SECONDS + len(prompts) / 100
         pairs = enumerate(zip(prompts, targets, strict=True))
         try:
@@ -101,12 +116,14 @@ class Targets:
         found = zip(prompt_ids, whole_ids, after_ids, strict=True)
         return [self._ended(_after(before, whole, after)) for before, whole, after in found]
 
-    def _texts(self, prompt: Text, target: str, where: str) -> tuple[str, str]:
+    def _texts(self, prompt: Text, target: Target, where: str) -> tuple[str, str]:
         """The text of prompt and target together, and the part of it after the prompt."""
         if isinstance(prompt, str):
-            return prompt + target, target
-        before = rendered(prompt, self.tokenizer, where)
-        whole = rendered([*prompt, {"role": "assistant", "content": target}], self.tokenizer, where, answered=True)
+            return f"{prompt}{target}", str(target)
+        turn = target if isinstance(target, dict) else {"role": "assistant", "content": target}
+        before = rendered(prompt, self.tokenizer, where, tools=self.tools)
+        whole = self._answered(prompt, turn, where)
+        self._check_written(prompt, turn, whole, where)
         if not whole.startswith(before):
             raise ConfigError(
                 f"its chat template writes the prompt of {where} in another way when an answer follows",
@@ -114,6 +131,23 @@ class Targets:
                 hint="give model.chat_template=FILE whose generation prompt is the beginning of an answer",
             )
         return whole, whole.removeprefix(before)
+
+    def _answered(self, prompt: Sequence[Message], turn: Message, where: str) -> str:
+        return rendered([*prompt, turn], self.tokenizer, where, answered=True, tools=self.tools)
+
+    def _check_written(self, prompt: Sequence[Message], turn: Message, whole: str, where: str) -> None:
+        """Raise ConfigError if the template leaves out a part of the answer. Every template writes a content alone."""
+        parts = [part for part in PARTS if turn.get(part)]
+        for part in parts if parts != ["content"] else []:
+            without = {name: value for name, value in turn.items() if name != part}
+            try:
+                written = self._answered(prompt, {"content": "", **without}, where) != whole
+            except ConfigError:  # the template needs the part
+                written = True
+            if not written:
+                problem = f"its chat template does not write the {part} of the answer of {where}"
+                hint = "remove it from the data, or give model.chat_template=FILE"
+                raise ConfigError(problem, key="model", hint=hint)
 
     def _whole(self, prompts: Sequence[Text], texts: Sequence[str]) -> list[list[int]]:
         """The tokens of texts, with the special tokens that `tokenize` gives their prompts."""
@@ -132,6 +166,28 @@ class Targets:
         ends = self.end_ids | {int(self.tokenizer.eos_token_id)}
         last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in ends), None)
         return [*ids, int(self.tokenizer.eos_token_id)] if last is None else ids[: last + 1]
+
+
+def _turn(message: Message, where: str) -> Message:
+    """A turn of the model without empty parts, which some templates take for full ones."""
+    turn = {name: value for name, value in message.items() if value is not None and value != []}
+    if "tool_calls" in turn:
+        calls = turn["tool_calls"]
+        turn["tool_calls"] = [_call(one, where) for one in (calls if isinstance(calls, list) else [calls])]
+    return turn
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """A call as templates take it. Its arguments may be JSON, as servers write them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+        hint = 'it must be {"type": "function", "function": {"name": NAME, "arguments": OBJECT}}'
+        raise ConfigError(f"{where} has the call {short(call)}", key="task", hint=hint)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _after(prompt_ids: list[int], whole_ids: list[int], after_ids: list[int]) -> list[int]:

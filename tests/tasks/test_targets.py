@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environments.tool_families import FAMILIES
 
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
@@ -18,11 +19,12 @@ from grpocli.tasks.prompts import tokenize
 from grpocli.tasks.targets import Targets
 
 TINY = make_tokenizer()
+NONE: frozenset[int] = frozenset()
 QUESTION = [{"role": "user", "content": "1+1="}]
 
 
-def made(tokenizer: Any, prompt: Any, target: str, **options: Any) -> list[int]:
-    (ids,) = Targets(tokenizer, 99, **options).token_ids([prompt], [target])
+def made(tokenizer: Any, prompt: Any, target: Any, **options: Any) -> list[int]:
+    (ids,) = Targets(tokenizer, 99, **{"end_ids": NONE, **options}).token_ids([prompt], [target])
     return ids
 
 
@@ -60,11 +62,92 @@ def test_a_template_that_writes_answers_elsewhere_is_refused() -> None:
 
 def test_the_last_turn_of_a_conversation_is_its_target() -> None:
     example = {"prompt": [*QUESTION, {"role": "assistant", "content": "two"}], "x": 1}
-    targets = Targets(TINY, 99)
-    assert targets.split(example, "row 1") == ({"prompt": QUESTION, "x": 1}, "two")
-    assert Targets(TINY, 99, template="{x}").split(example, "row 1") == ({"prompt": QUESTION, "x": 1}, "1")
+    targets = Targets(TINY, 99, NONE)
+    assert targets.split(example, "row 1") == ({"prompt": QUESTION, "x": 1}, example["prompt"][-1])
+    assert Targets(TINY, 99, NONE, template="{x}").split(example, "row 1") == ({"prompt": QUESTION, "x": 1}, "1")
     with pytest.raises(ConfigError, match="has only an answer"):
         targets.split({"prompt": example["prompt"][1:]}, "row 1")
+
+
+CALL = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 3, "b": 4}}}
+
+
+def taught(tokenizer: Any, **answer: Any) -> str:
+    example = {"prompt": [*QUESTION, {"role": "assistant", **answer}]}
+    targets = Targets(tokenizer, 999, NONE)
+    bare, target = targets.split(example, "row 1")
+    return str(tokenizer.decode(targets.token_ids([bare["prompt"]], [target], "row {}".format)[0]))
+
+
+@pytest.mark.parametrize("content", ["Let me compute.", ""])
+@pytest.mark.parametrize("name", ["qwen", "gemma"])
+def test_calls_of_an_answer_are_taught_as_the_template_writes_them(name: str, content: str) -> None:
+    tokenizer = FAMILIES[name].tokenizer()
+    prompt = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    turn = {"role": "assistant", "content": content, "tool_calls": [CALL, CALL]}
+    whole = tokenizer.apply_chat_template([*QUESTION, turn], tokenize=False)
+    function = CALL["function"] | {"arguments": json.dumps(CALL["function"]["arguments"])}  # type: ignore[operator]
+    for call in (CALL, CALL | {"function": function}):
+        empty = {"reasoning_content": None, "name": None}
+        found = taught(tokenizer, content=content, tool_calls=[call, CALL], **empty)
+        assert found == whole.removeprefix(prompt).rstrip("\n")
+        assert found.count("multiply") == 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_prompts_show_the_tools_whose_calls_are_taught(tmp_path: Path, streaming: bool) -> None:
+    path = tmp_path / "calls.jsonl"
+    call = {"function": {"name": "calculator", "arguments": '{"expression": "3*4"}'}}
+    chats = [
+        [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        for i in range(9)
+    ]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    chosen = ["algorithm=sft", "task=jsonl", f"task.path={path}", "task.prompt_column=messages", "reward=none"]
+    keys = ["task.answer_column=null", "task.eval_size=2", "eval.problems=2", "rollout.max_prompt_tokens=64"]
+    run = build_run(
+        compose(
+            [
+                *chosen,
+                *keys,
+                "rollout.max_completion_tokens=64",
+                "task.tools=[calculator]",
+                f"task.streaming={streaming}",
+            ]
+        )
+    )
+    data = PromptSource.of(run, TINY)
+    for prompt in (data.draw(0), data.problems()[0]):
+        assert prompt.target_ids is not None
+        shown = f"<bos><system>calculator(expression)<end><user>{prompt.text[-1]['content']}<end><assistant>"
+        assert TINY.decode(prompt.token_ids) == shown
+        assert TINY.decode(prompt.target_ids) == "calculator(expression=3*4)<end>"
+
+
+def test_thoughts_of_an_answer_are_taught() -> None:
+    tokenizer = make_tokenizer()
+    thought = "{% if message.reasoning_content %}{{ '[' + message.reasoning_content + ']' }}{% endif %}"
+    tokenizer.chat_template = TINY.chat_template.replace("{% for call", thought + "{% for call")
+    assert taught(tokenizer, content="two", reasoning_content="1+1") == "two[1+1]<end>"
+    assert taught(tokenizer, content="two", reasoning_content=None, tool_calls=[]) == "two<end>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ({"content": "a", "reasoning_content": "b"}, "does not write the reasoning_content of the answer of row 0"),
+        ({"content": "a", "tool_calls": [CALL]}, "does not write the content of the answer of row 0"),
+        ({"content": "", "tool_calls": []}, "the target of row 1 is empty"),
+        ({"content": None}, "needs a `content`"),
+        ({"content": "", "tool_calls": [{"name": "multiply"}]}, "row 1 has the call {'name': 'multiply'}"),
+        ({"content": "", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}, "row 1 has the call"),
+    ],
+)
+def test_an_answer_that_cannot_be_taught_whole_is_refused(answer: dict[str, Any], problem: str) -> None:
+    """Llama's template writes a call alone."""
+    with pytest.raises(ConfigError) as refused:
+        taught(FAMILIES["llama"].tokenizer(), **answer)
+    assert problem in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +162,13 @@ def test_the_last_turn_of_a_conversation_is_its_target() -> None:
 )
 def test_bad_targets_are_refused_in_one_sentence(example: dict[str, Any], template: str | None, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as refused:
-        Targets(TINY, 99, template).split(example, "row 1")
+        Targets(TINY, 99, NONE, template).split(example, "row 1")
     assert refused.value.key == "task.target_template"
 
 
 def test_long_targets_are_dropped_or_cut_and_counted() -> None:
     examples = [{"prompt": "1", "answer": "22"}, {"prompt": "1", "answer": "4444"}]
-    targets = Targets(TINY, 3)
+    targets = Targets(TINY, 3, NONE)
     prompts = PromptSet(examples, TINY, 10, "drop", "train", targets=targets)
     assert len(prompts) == 1
     assert "1 of 2 train targets are longer than rollout.max_completion_tokens=3 and were dropped" in prompts.report
@@ -93,7 +176,7 @@ def test_long_targets_are_dropped_or_cut_and_counted() -> None:
     assert TINY.decode(cut.prompt(1, "u").target_ids) == "444", "without an end, which would be false"
     assert "cut at the end" in cut.report
     with pytest.raises(ConfigError, match="all 2 train targets are longer, the shortest has 3 tokens"):
-        PromptSet(examples, TINY, 10, "drop", "train", targets=Targets(TINY, 2))
+        PromptSet(examples, TINY, 10, "drop", "train", targets=Targets(TINY, 2, NONE))
 
 
 def test_a_question_with_several_answers_is_on_one_side(tmp_path: Path) -> None:
