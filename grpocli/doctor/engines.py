@@ -21,7 +21,6 @@ SANDBOX_SECONDS = 60.0
 FLAGS = re.compile(r"^(?:flags|Features)\s*:\s*(.*)$", re.MULTILINE)
 KERNEL_FLAGS = ("avx512_bf16", "avx512f", "avx2")
 """What vLLM's kernels for x86 are built for, the fastest first."""
-OURS = "grpocli"
 
 
 def vllm(machine: Machine, needs: Needs) -> Iterator[Finding]:

@@ -108,7 +108,7 @@ class Verifiers:
         return self._first_request(task).tools
 
     def _first_request(self, task: Task[Any, Any, Any]) -> ModelRequest:
-        """What a trial episode of a task first asks of the model."""
+        """The first model request of a trial episode."""
         state = self.reset({"index": task.data.idx, "key": task.key})
         request = self._episode(state).pending
         if request is None:

@@ -12,13 +12,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.environment import TOOLS, WORKER
-from grpocli.environments.tools import UNKNOWN, tools_of
+from grpocli.environments.tools import UNKNOWN, name_of, tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool, default_workers
 from grpocli.rollout.engine import Listener, OnGroup, ignore_group
 from grpocli.rollout.sampling import derive_seed
-from grpocli.rollout.tool_calls import CallParser, ToolCall, calls_of, specs_by_name
+from grpocli.rollout.tool_calls import CallParser, ToolCall, calls_of
 from grpocli.rollout.turn_encoder import TurnEncoder
 from grpocli.types import Completion, Episode, Message, Prompt, Request, ReusableKV, Sampling
 
@@ -292,7 +292,7 @@ class MultiTurnEngine:
     def _calls(self, episode: _RunningEpisode) -> list[ToolCall]:
         """The calls in the last turn of an episode with tools."""
         arguments = episode.environment.arguments
-        specs = specs_by_name(tools_of(episode.environment), arguments["tools"])
+        specs = dict(zip(map(name_of, tools_of(episode.environment)), arguments["tools"], strict=True))
         return calls_of(episode.messages[-1], specs, arguments["max_calls"] - episode.calls.total())
 
     def _apply_step(self, episode: _RunningEpisode, answer: Any, sampling: Sampling) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from grpocli.environments.tools import UNKNOWN, Schema, name_of
+from grpocli.environments.tools import UNKNOWN
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rollout.turn_encoder import TurnEncoder
@@ -314,7 +314,3 @@ def calls_of(message: Message, tools: Mapping[str, str], left: int) -> list[Tool
         else:
             found.append(ToolCall(name, tools[name], call["function"]["arguments"], identity))
     return found
-
-
-def specs_by_name(schemas: Sequence[Schema], specs: Sequence[str]) -> dict[str, str]:
-    return dict(zip(map(name_of, schemas), specs, strict=True))
