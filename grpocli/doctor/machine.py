@@ -67,31 +67,35 @@ RunCommand = Callable[[Sequence[str], float, Mapping[str, str]], Ended]
 
 _RUNNING: set[int] = set()
 """The sessions of commands that have not ended."""
+_STARTING = threading.Lock()
+"""Held while a command starts, so that one that has started is known."""
 
 
 def end_commands() -> None:
     """Kill the commands that still run, with what they started."""
-    for session in list(_RUNNING):
-        with suppress(ProcessLookupError):
-            os.killpg(session, signal.SIGKILL)
+    with _STARTING:
+        for session in _RUNNING:
+            with suppress(ProcessLookupError):
+                os.killpg(session, signal.SIGKILL)
 
 
 def run_command(command: Sequence[str], seconds: float, environ: Mapping[str, str]) -> Ended:
     """Run a command in a new session; at the deadline the whole session is killed."""
     try:
-        process = subprocess.Popen(
-            command,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-        )
+        with _STARTING:
+            process = subprocess.Popen(
+                command,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,
+            )
+            _RUNNING.add(process.pid)
     except OSError as error:
         return Ended(MISSING, err=f"{command[0]}: {error.strerror or error}")
-    _RUNNING.add(process.pid)
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -100,7 +104,8 @@ def run_command(command: Sequence[str], seconds: float, environ: Mapping[str, st
         out, err = _rest(process)
         return Ended(None, out, err)
     finally:
-        _RUNNING.discard(process.pid)
+        with _STARTING:
+            _RUNNING.discard(process.pid)
     return Ended(process.returncode, out[:LONGEST_OUTPUT], err[-LONGEST_OUTPUT:])
 
 

@@ -35,7 +35,7 @@ def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, mo
     assert said == [
         "changed optim.lr: 0.001 -> 0.0005",
         "changed train.steps: 2 -> 3",
-        "changed rollout.stop: ['${oc.env:MY_SECRET}'] -> ['${oc.env:MY_SECRET}', 'b']",
+        "changed rollout.stop: [${oc.env:MY_SECRET}] -> [${oc.env:MY_SECRET},b]",
     ]
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
     card = (run / "model" / "README.md").read_text()

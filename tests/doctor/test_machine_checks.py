@@ -380,7 +380,7 @@ def test_processes_that_cannot_connect_are_one_line() -> None:
 def test_commands_that_still_run_end_with_the_doctor(tmp_path: Path) -> None:
     ended: list[Ended] = []
     command = ["sh", "-c", f"touch {tmp_path}/started; sleep 1000"]
-    running = threading.Thread(target=lambda: ended.append(Machine().run(command, 500.0)))
+    running = threading.Thread(target=lambda: ended.append(Machine().run(command, 60.0)))
     running.start()
     while not (tmp_path / "started").exists():
         time.sleep(0.01)
