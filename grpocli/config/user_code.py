@@ -132,9 +132,15 @@ def names_in(path: Path) -> list[str]:
 def _existing(place: str, key: str) -> Path:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise ConfigError(f"there is no such file{nearest(path.name, beside)}", key=key, value=path)
+        raise no_such_file(path, key)
     return path
+
+
+def no_such_file(path: Path, key: str) -> ConfigError:
+    """The ConfigError for a missing file of Python code, or for a folder if it has another ending."""
+    kind, pattern = ("file", "*.py") if path.suffix == ".py" else ("folder", "*")
+    beside = [file.name for file in path.parent.glob(pattern)] if path.parent.is_dir() else []
+    return ConfigError(f"there is no such {kind}{nearest(path.name, beside)}", key=key, value=path)
 
 
 def _no_name(function: str, place: str, name: str, names: Iterable[str], key: str) -> ConfigError:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any, NamedTuple, Protocol
 
 from grpocli.config.parts import Escaped, UserCode, part, require, section
+from grpocli.errors import ConfigError
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.types import Message
 
@@ -90,8 +92,15 @@ class EnvironmentConfig:
         require(self, "turns", self.turns >= 1, "must be at least 1")
         require(self, "turn_tokens", self.turn_tokens is None or self.turn_tokens >= 1, "must be at least 1")
         require(self, "stop", all(self.stop), "a stop string must not be empty")
-        require(self, "timeout", 0 < self.timeout < math.inf, "must be above 0 seconds")
+        require(self, "timeout", 0 < self.timeout < math.inf, "must be above 0 seconds and finite")
         require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
+
+    def check_variables(self) -> None:
+        """Raise ConfigError for a name in `env` of a variable that is not set."""
+        for name in self.env:
+            if name not in os.environ:
+                problem = "this environment variable is not set: export it, or remove it from the list"
+                raise ConfigError(problem, key="task.environment.env", value=f"[{name}]")
 
 
 def environment_of(task: object) -> EnvironmentConfig | None:

@@ -20,7 +20,7 @@ from grpocli.config.user_code import load
 from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, TOOLS_KEY, WORKER, EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
-from grpocli.rewards.worker_pool import WorkerPool
+from grpocli.rewards.worker_pool import WorkerPool, withheld
 from grpocli.types import Message
 from grpocli.user_frames import raised
 
@@ -59,7 +59,8 @@ def _schemas(specs: tuple[str, ...], variables: tuple[str, ...]) -> str:
     finally:
         pool.close()
     if isinstance(answer, Failure):
-        raise ConfigError(answer.reason, key=TOOLS_KEY, value=f"[{','.join(specs)}]")
+        hint = withheld(answer.reason, variables)
+        raise ConfigError(answer.reason, key=TOOLS_KEY, value=f"[{','.join(specs)}]", hint=hint)
     return json.dumps(answer)
 
 

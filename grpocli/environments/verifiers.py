@@ -22,6 +22,7 @@ from grpocli.environments.verifiers_episode import RUNNING, Endpoint, ModelReque
 from grpocli.environments.verifiers_loading import load_env, messages_of
 from grpocli.environments.verifiers_tools import set_up, take_over
 from grpocli.types import Message
+from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:
     from verifiers.v1 import Env, ModelContext, Task, Toolset
@@ -206,9 +207,16 @@ def _text(message: dict[str, Any]) -> str:
 def load_tasks(taskset: str, config: dict[str, Any], env: str, seconds: float, n: int) -> list[Any]:
     """[the first n tasks as examples, the schemas of their tools].
 
-    For a worker process: the trainer does not import the environment's code.
+    For a worker process: the trainer does not import the environment's code. Raises RuntimeError with a sentence.
     """
-    environment = Verifiers(taskset, config, env, seconds)
+    try:
+        return _tasks_and_tools(Verifiers(taskset, config, env, seconds), n)
+    except (Exception, SystemExit) as error:
+        sentence = isinstance(error, ValueError | ImportError) and not where(error)
+        raise RuntimeError(str(error) if sentence else raised(error)) from error
+
+
+def _tasks_and_tools(environment: Verifiers, n: int) -> list[Any]:
     rows = [
         {
             **task.data.model_dump(mode="json", exclude_defaults=True, exclude={"idx", "prompt", "system_prompt"}),

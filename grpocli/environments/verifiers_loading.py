@@ -7,10 +7,12 @@ import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpocli.config.parts import nearest
 from grpocli.environments.verifiers_episode import FULL, RUNNING
 from grpocli.environments.verifiers_tools import EpisodeTools
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
     from verifiers.v1 import Env, TaskData
 
 HARNESS = "grpocli_chat"
@@ -21,8 +23,9 @@ def load_env(taskset: str, config: dict[str, Any], env: str) -> Env[Any]:
     """The environment of a taskset, whose roles are all played by `ChatHarness` in this process.
 
     taskset: the name of an installed package, or the path of a folder or a .py file.
-    Raises ValueError if it has several roles, of which only one could be trained.
+    Raises ValueError if it has several roles, of which only one could be trained, or a config with wrong keys.
     """
+    from pydantic import ValidationError
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
@@ -33,9 +36,29 @@ def load_env(taskset: str, config: dict[str, Any], env: str) -> Env[Any]:
         raise ValueError(f"the environment has the roles {', '.join(roles)}, but one model is trained")
     role = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
     interception = {"type": "elastic"}  # a server holds at most 1,000 waiting requests
-    return load_environment(
-        resolve_env_config({"id": env, "taskset": {**config, "id": name}, "interception": interception, roles[0]: role})
-    )
+    given = {"id": env, "taskset": {**config, "id": name}, "interception": interception, roles[0]: role}
+    try:
+        resolved = resolve_env_config(given)
+    except ValidationError as error:
+        raise ValueError(_wrong_key(error, name)) from error
+    return load_environment(resolved)
+
+
+def _wrong_key(error: ValidationError, taskset: str) -> str:
+    """The first problem of a taskset's config, with the key that users type."""
+    from verifiers.v1 import TasksetConfig
+    from verifiers.v1.utils.loaders import taskset_config_type
+
+    problem = error.errors(include_url=False)[0]
+    section, *path = map(str, problem["loc"])
+    key = ".".join(["task.config" if section == "taskset" else section, *path])
+    if problem["type"] == "extra_forbidden":
+        own = sorted(taskset_config_type(taskset).model_fields, key=lambda name: name in TasksetConfig.model_fields)
+        names = [name for name in own if name != "id"]
+        known = f"; the keys are {', '.join(names)}{nearest(path[0], names)}" if len(path) == 1 else ""
+        return f"there is no key {key}{known}"
+    value = f"={problem['input']}" if isinstance(problem["input"], str | int | float) else ""
+    return f"{key}{value}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
 
 
 def messages_of(data: TaskData) -> list[dict[str, Any]]:

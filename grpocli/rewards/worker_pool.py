@@ -43,6 +43,14 @@ KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
 """Exit codes of a worker that was killed from outside, for instance by the system when memory runs out."""
 
 
+def withheld(reason: str, variables: Collection[str]) -> str:
+    """A hint if a failure names an exported variable that its worker did not get; "" otherwise."""
+    for name in dict.fromkeys(re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", reason)):
+        if name in os.environ and name not in variables and not PASSED_ON.fullmatch(name):
+            return f"if it needs {name}, name it in task.environment.env=[{name}]"
+    return ""
+
+
 class PoolClosed(RunError):
     """Another thread has closed the pool, as at the end of a run. Not a failure of a reward."""
 

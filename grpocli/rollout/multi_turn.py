@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from grpocli.environments.environment import TOOLS, WORKER
 from grpocli.environments.tools import UNKNOWN, name_of, tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
-from grpocli.rewards.worker_pool import WorkerPool, default_workers
+from grpocli.rewards.worker_pool import WorkerPool, default_workers, withheld
 from grpocli.rollout.engine import Listener, OnGroup, ignore_group
 from grpocli.rollout.sampling import derive_seed
 from grpocli.rollout.tool_calls import CallParser, ToolCall, calls_of
@@ -371,12 +370,7 @@ def check_environment(task: str, environment: EnvironmentConfig, example: Mappin
 
     The environment runs in a worker process, as in training, so this process does not import its modules.
     """
-    if missing := [name for name in environment.env if name not in os.environ]:
-        raise ConfigError(
-            "this environment variable is not set: export it, or remove it from the list",
-            key="task.environment.env",
-            value=f"[{missing[0]}]",
-        )
+    environment.check_variables()
     if environment.name == TOOLS:
         tools_of(environment)
         return
@@ -388,7 +382,8 @@ def check_environment(task: str, environment: EnvironmentConfig, example: Mappin
         pool.close()
     if isinstance(answer, Failure):
         problem = f"{task}: the environment's reset failed: {answer.reason}"
-        raise ConfigError(problem, key="task.environment.name", value=environment.name)
+        hint = withheld(answer.reason, environment.env)
+        raise ConfigError(problem, key="task.environment.name", value=environment.name, hint=hint)
 
 
 def _turn_request(request: Request, environment: EnvironmentConfig | None) -> Request:

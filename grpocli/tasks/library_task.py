@@ -12,7 +12,7 @@ from typing import Any
 from grpocli.config.parts import one_of, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
-from grpocli.rewards.worker_pool import WorkerPool
+from grpocli.rewards.worker_pool import WorkerPool, withheld
 from grpocli.tasks.task import BaseTask
 
 LARGEST_SHARE = 5
@@ -66,6 +66,7 @@ def call_in_worker(
     finally:
         pool.close()
     if isinstance(found, Failure):
-        raise ConfigError(f"cannot {doing}: {' '.join(found.reason.split())}", key=key, value=value)
+        reason, hint = " ".join(found.reason.split()), withheld(found.reason, variables)
+        raise ConfigError(f"cannot {doing}: {reason}", key=key, value=value, hint=hint)
     result: list[Any] = found
     return result

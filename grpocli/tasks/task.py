@@ -78,6 +78,7 @@ class BaseTask:
         for tool in self.tools:
             if ":" in tool:
                 check_exists(tool, TOOLS_KEY)
+        self.environment.check_variables()
 
     def __post_init__(self) -> None:
         require(self, "weight", 0 < self.weight < math.inf, "must be above 0 and finite")

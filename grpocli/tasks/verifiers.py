@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import field, replace
 from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
 from grpocli.config.parts import UserCode, part, require
+from grpocli.config.user_code import no_such_file
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.tasks.library_task import LibraryTask, call_in_worker
@@ -44,7 +47,7 @@ class VerifiersTask(LibraryTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "env", self.env not in ("", MISSING), "name an environment: task.env=NAME, or its folder")
-        require(self, "load_timeout", self.load_timeout > 0, "must be above 0 seconds")
+        require(self, "load_timeout", 0 < self.load_timeout < math.inf, "must be above 0 seconds and finite")
         seconds = STEP_SHARE * self.environment.timeout
         given = {"taskset": self.env, "config": self.config, "env": self.paired_env, "seconds": seconds}
         object.__setattr__(self, "environment", replace(self.environment, arguments=given))
@@ -53,6 +56,10 @@ class VerifiersTask(LibraryTask):
         super().check_ready()
         if find_spec("verifiers") is None:
             raise ConfigError(MISSING_LIBRARY, key="task", value="verifiers")
+        place = Path(self.env).expanduser()
+        is_path = place.suffix == ".py" or self.env.startswith((".", "/", "~"))  # OWNER/NAME is a package
+        if is_path and not place.exists():
+            raise no_such_file(place, "task.env")
 
     def examples(self, split: str) -> Sequence[Example]:
         """Examples with `prompt`, the task's own columns, and `index` and `key`, which name the task."""

@@ -168,6 +168,8 @@ def test_bad_data_is_refused_as_by_a_run(tmp_path: Path, capsys) -> None:
     path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "", "answer": "b"}\n{"prompt": "c", "answer": "d"}\n')
     assert run_here("data", "task=jsonl", f"task.path={path}", f"task.eval_path={path}") == 2
     assert "row 2 of" in capsys.readouterr().err
+    assert run_here("data", "task.tools=[calculator]", "task.environment.env=[NOPE_KEY]") == 2
+    assert "[NOPE_KEY]: this environment variable is not set" in capsys.readouterr().err
 
 
 def test_every_length_is_in_one_bin() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import random
+import sys
 from collections.abc import Iterator
 
 import verifiers.v1 as vf
@@ -59,6 +60,10 @@ class CountTaskset(vf.Taskset[CountTask, CountConfig]):
     INFINITE = True
 
     def load(self) -> Iterator[CountTask]:
+        if self.config.kind == "exits":
+            sys.exit("bye")
+        if self.config.kind == "variable":
+            os.environ["COUNTING_KEY"]
         for i in itertools.count() if self.config.n is None else range(self.config.n):
             answer = str(random.random() if self.config.kind == "random" else i)
             prompt = None if self.config.kind == "opens" else f"say {answer}"

@@ -175,7 +175,9 @@ def test_examples_are_tasks_with_their_columns_and_the_first_are_held_out() -> N
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"config": {"nn": 1}}, "cannot load it: .*nn"),
+        ({"config": {"nn": 1}}, r'no key task\.config\.nn; the keys are n, kind, .*; did you mean "n"\?$'),
+        ({"config": {"n": "many"}}, r"cannot load it: task\.config\.n=many: input should be a valid integer[^\n:]*$"),
+        ({"config": {"kind": "exits"}}, r"cannot load it: SystemExit: bye \(.*counting_taskset\.py:\d+, in load: "),
         pytest.param({"config": {"n": 1}}, "has 1 examples, too few for train", marks=pytest.mark.survival),
         pytest.param({"config": {"kind": "system"}, "format": "plain"}, "one user message", marks=pytest.mark.survival),
     ],
@@ -183,6 +185,30 @@ def test_examples_are_tasks_with_their_columns_and_the_first_are_held_out() -> N
 def test_what_cannot_be_loaded_is_one_sentence(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         task_of(**given).examples("train")
+
+
+def test_a_variable_that_a_taskset_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {"kind": "variable"}
+    with pytest.raises(ConfigError, match=r"cannot load it: KeyError: 'COUNTING_KEY' \(.*in load: [^;]*$"):
+        task_of(config=needs).examples("train")
+    monkeypatch.setenv("COUNTING_KEY", "secret")
+    with pytest.raises(ConfigError, match=r"name it in task\.environment\.env=\[COUNTING_KEY\]$") as refused:
+        task_of(config={**needs, "n": 9}).examples("train")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["counting_tasksets.py", "./environments", "~/no_environment"])
+def test_a_missing_file_or_folder_is_named_before_anything_is_loaded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(COUNTING.parent)
+    nearest = r"; did you mean \"counting_taskset\.py\"\?" if name.startswith("counting") else ""
+    with pytest.raises(ConfigError, match=rf"there is no such (file|folder){nearest}"):
+        VerifiersTask(env=name).check_ready()
+
+
+def test_a_name_with_an_owner_is_a_package() -> None:
+    VerifiersTask(env="owner/package").check_ready()
 
 
 def test_the_environment_gets_the_tasks_keys() -> None:
