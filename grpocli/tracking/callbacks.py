@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from grpocli.config.parts import nearest
 from grpocli.config.user_code import load, short, staying
 from grpocli.errors import ConfigError, RunError
 from grpocli.processes.deadline import within
@@ -25,6 +26,8 @@ from grpocli.user_frames import raised
 logger = logging.getLogger(__name__)
 
 KEY = "callbacks"
+HOOKS = ("on_", "before_", "after_")
+"""How the names of the methods begin that a run calls."""
 COMPLETIONS = 8
 """Most completions of a step that callbacks see; the step's rollout file has all."""
 
@@ -197,8 +200,10 @@ def make_callbacks(specs: Sequence[str]) -> list[tuple[str, Callback]]:
 def check_callback(spec: str) -> None:
     """Raise ConfigError if the code of a callback cannot be imported, or if it is a class of another kind."""
     found = load(spec, KEY)
-    if isinstance(found, type) and not issubclass(found, Callback):
-        raise _no_callback(spec, "is a class that")
+    if isinstance(found, type):
+        if not issubclass(found, Callback):
+            raise _no_callback(spec, "is a class that")
+        _check_hooks(found, spec)
 
 
 def _made(spec: str) -> Callback:
@@ -210,7 +215,17 @@ def _made(spec: str) -> Callback:
         raise ConfigError(f"making it raised {raised(error)}", key=KEY, value=spec) from error
     if not isinstance(callback, Callback):
         raise _no_callback(spec, f"makes a {type(callback).__name__}, which")
+    _check_hooks(type(callback), spec)
     return callback
+
+
+def _check_hooks(cls: type[Callback], spec: str) -> None:
+    """Raise ConfigError for a method that is named like one that a run calls, but which no run calls."""
+    known = [name for name in vars(Callback) if name.startswith(HOOKS)]
+    for name in dir(cls):
+        if name.startswith(HOOKS) and name not in known and callable(getattr(cls, name)):
+            problem = f"a run never calls its method {name}, but {', '.join(known)}{nearest(name, known)}"
+            raise ConfigError(problem, key=KEY, value=spec)
 
 
 def _no_callback(spec: str, subject: str) -> ConfigError:

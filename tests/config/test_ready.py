@@ -46,6 +46,9 @@ CASES = {
     "tracker=wandb": "tracker=wandb: it is not installed: pip install wandb",
     "task=reasoning_gym task.name=chain_sum reward=[reasoning_gym]": "needs the library reasoning-gym",
     "model.lora.rank=4": "model.lora.rank=4: needs peft, which is not installed",
+    "task=calculator task.tools=calculator": "task.tools=calculator: must be a list; write task.tools=[calculator]",
+    "callbacks=cb.py:Log": "cb.py:Log]",
+    "task=calculator task.environment.env=[NOPE_KEY]": "[NOPE_KEY]: this environment variable is not set: export it",
     "--config-dir nowhere": "--config-dir=nowhere: there is no such folder",
 }
 

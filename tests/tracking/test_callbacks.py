@@ -159,6 +159,13 @@ patient = partial(Good, patience=9)
 class Raises(Callback):
     def __init__(self):
         raise KeyError("x")
+
+class Misspelt(Callback):
+    on_board = 3  # not a method
+
+    def after_stepp(self, step): ...
+
+def misspelt(): return Misspelt()
 """
 
 
@@ -177,5 +184,10 @@ def test_code_that_is_no_callback_is_refused(tmp_path: Path) -> None:
         check_callback(f"{file}:Other")
     with pytest.raises(ConfigError, match=r"mine\.py:Raises: making it raised KeyError: 'x' \("):
         make_callbacks([f"{file}:Raises"])
+    for make in (lambda: check_callback(f"{file}:Misspelt"), lambda: make_callbacks([f"{file}:misspelt"])):
+        with pytest.raises(
+            ConfigError, match=r'never calls its method after_stepp, but .*; did you mean "after_step"\?'
+        ):
+            make()
     with pytest.raises(ConfigError, match=r'no function or class Goood; did you mean "Good"\?'):
         check_callback(f"{file}:Goood")
