@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from grpocli.environments.tools import UNKNOWN
 from grpocli.errors import RunError
 from grpocli.models.loading import end_token_ids
 from grpocli.progress import UNWATCHED, Cancelled, Watch
@@ -24,7 +25,7 @@ from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.rollout.sampling import derive_seed
 from grpocli.tasks.curriculum import Curriculum, Outcome, outcomes_of
 from grpocli.tracking.rollouts import Record
-from grpocli.types import Completion, Group, Prompt, Request, Rollout, Row, Sampling, Status
+from grpocli.types import Completion, Episode, Group, Prompt, Request, Rollout, Row, Sampling, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,7 +165,8 @@ class RolloutStats:
 
     rewards: {name: [P, G]}. tasks: the task of each group. lengths, truncated: of each completion; lengths count tokens
     that the model wrote. turns: of each episode. prompt_tokens: each prompt counts once for each of its completions.
-    calls, failures: of tools, by name. callers: the number of completions of tasks with tools.
+    calls, failures: of tools, by name. errors: the first failed result of each. callers: the number of completions of
+    tasks with tools.
     """
 
     rewards: dict[str, Tensor]
@@ -175,6 +177,7 @@ class RolloutStats:
     prompt_tokens: int
     calls: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
+    errors: dict[str, str] = field(default_factory=dict)
     callers: int = 0
 
     @classmethod
@@ -190,6 +193,7 @@ class RolloutStats:
             prompt_tokens=sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups),
             calls=sum((Counter(episode.calls or {}) for episode in callers), Counter()),
             failures=sum((Counter(episode.failures or {}) for episode in callers), Counter()),
+            errors=_first_errors(callers),
             callers=len(callers),
         )
 
@@ -203,6 +207,7 @@ class RolloutStats:
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             calls=self.calls + other.calls,
             failures=self.failures + other.failures,
+            errors=other.errors | self.errors,
             callers=self.callers + other.callers,
         )
 
@@ -246,6 +251,15 @@ class RolloutStats:
             **{f"tools/{name}/failures": self.failures[name] / self.callers for name in sorted(self.calls)},
         }
 
+    def tool_warnings(self) -> dict[str, str]:
+        """A sentence for each tool whose calls all failed. A single call may be the model's mistake."""
+        found = {}
+        for name, count in self.calls.items():
+            if count > 1 and count == self.failures[name] and name != UNKNOWN:
+                reason = f", the first with {self.errors[name].removeprefix('error: ')}" if name in self.errors else ""
+                found[f"tool {name}"] = f"all {count} calls of {name} failed{reason}; `grpocli rollouts RUN` shows them"
+        return found
+
     def task_metrics(self, scores_PG: Tensor, accuracy_rewards: Mapping[str, str]) -> dict[str, float]:
         """The mean score of each task, and the share of completions that its accuracy reward calls right.
 
@@ -261,6 +275,16 @@ class RolloutStats:
                 f"task/{task}/accuracy": right.nanmean().item(),
             }
         return metrics
+
+
+def _first_errors(episodes: Sequence[Episode]) -> dict[str, str]:
+    """The first failed result of each tool."""
+    found: dict[str, str] = {}
+    for episode in episodes:
+        for message in episode.messages:
+            if message["role"] == "tool" and "is_error" in message:
+                found.setdefault(message.get("name", UNKNOWN), str(message["content"]))
+    return found
 
 
 def _length_metrics(name: str, lengths: Sequence[int]) -> dict[str, float]:
@@ -356,7 +380,11 @@ class Collector:
         return RolloutBatch(
             wanted,
             metrics | self.curriculum.metrics(),
-            warnings={**self.sampler.scorer.warnings(sampled.score_stats), **self.curriculum.warnings()},
+            warnings={
+                **self.sampler.scorer.warnings(sampled.score_stats),
+                **self.curriculum.warnings(),
+                **(sampled.stats.tool_warnings() if sampled.stats else {}),
+            },
             untrained=untrained if self.keeps_untrained else [],
             leftover_uids=frozenset(group.uid for group in leftover),
         )

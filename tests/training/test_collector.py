@@ -18,7 +18,7 @@ from grpocli.rewards.text_match import ExactMatch
 from grpocli.rollout.sampling import derive_seed
 from grpocli.training import saved_rollouts
 from grpocli.training.collector import Collector, RolloutStats
-from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
+from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Sampling
 
 
 class Scripted:
@@ -330,6 +330,30 @@ def test_a_step_without_terminated_completions_has_no_terminated_lengths() -> No
     metrics = seen.metrics(torch.ones(1, 1))
     assert metrics["completions/min_length"] == 2
     assert not [name for name in metrics if "terminated" in name or name.endswith("/std")]
+
+
+def test_a_tool_whose_calls_all_failed_is_named_with_its_first_error() -> None:
+    def stats(*calls: tuple[str, str]) -> RolloutStats:
+        counts = dict(Counter(name for name, _ in calls))
+        failed = dict(Counter(name for name, said in calls if said.startswith("error: ")))
+        said = [
+            {
+                "role": "tool",
+                "name": name,
+                "content": text,
+                **({"is_error": True} if text.startswith("error: ") else {}),
+            }
+            for name, text in calls
+        ]
+        done = Completion([1], [-1.0], "stop", version=1, episode=Episode(said, 2, {}, None, counts, failed))
+        return RolloutStats.of([Group(prompt(0), [Rollout(prompt(0), done, "t", {"r": 1.0})])], ["r"])
+
+    broken, works, single = ("search", "error: KeyError: 'url'"), ("add", "3"), ("once", "error: x")
+    seen = stats(broken, ("add", "error: no"), single) + stats(
+        ("search", "error: other"), works, ("unknown", "error: y")
+    )
+    (sentence,) = (seen + stats(("unknown", "error: y"))).tool_warnings().values()
+    assert sentence.startswith("all 2 calls of search failed, the first with KeyError: 'url'; ")
 
 
 def test_seeds_differ_by_run_and_draw() -> None:
