@@ -155,8 +155,7 @@ class _CommandLine:
             return ConfigError("is a section, not a key", key=key, value=value, hint=f"set its keys: {keys}")
         reason = str(cause).splitlines()[0] if cause else "it does not fit"
         if reason.endswith("is not a ListConfig, list or tuple."):
-            plain = f"{key}=[{value}]"
-            form = plain if _parses(plain) else quoted_list(key, value)
+            form = f"{key}=[{value}]" if re.fullmatch(r"[\w.:/~-]+", value) else quoted_list(key, value)
             return ConfigError("must be a list", key=key, value=value, hint=f"write {form}")
         expected = re.search(r"could not be converted to (\w+)", reason)
         return ConfigError(f"must be of type {expected[1].lower()}" if expected else reason, key=key, value=value)

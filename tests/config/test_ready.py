@@ -48,6 +48,7 @@ CASES = {
     "model.lora.rank=4": "model.lora.rank=4: needs peft, which is not installed",
     "task=calculator task.tools=calculator": "task.tools=calculator: must be a list; write task.tools=[calculator]",
     "callbacks=cb.py:Log": "cb.py:Log]",
+    'task.environment.stop="</s>"': "must be a list; write 'task.environment.stop=[\"</s>\"]'",
     "task=calculator task.environment.env=[NOPE_KEY]": "[NOPE_KEY]: this environment variable is not set: export it",
     "--config-dir nowhere": "--config-dir=nowhere: there is no such folder",
 }
