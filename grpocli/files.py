@@ -30,7 +30,13 @@ LEFTOVER = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+?)-\d+(-[0-9a-f]{8})?")
 
 
 class QuietFileHandler(logging.FileHandler):
-    """A log file that masks secrets and ignores write errors, such as a full disk, which other writes report."""
+    """A log file that masks secrets and ignores write errors, such as a full disk, which other writes report.
+
+    Lone surrogates, which text of models and tools may have, are written as escapes.
+    """
+
+    def __init__(self, filename: str | Path, delay: bool = False) -> None:
+        super().__init__(filename, encoding="utf-8", delay=delay, errors="backslashreplace")
 
     def format(self, record: logging.LogRecord) -> str:
         return masked(super().format(record))

@@ -69,6 +69,16 @@ def test_a_log_that_cannot_be_opened_is_silent(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
+def test_a_log_takes_lone_surrogates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = QuietFileHandler(tmp_path / "run.log")
+    logger = logging.Logger("a run's")
+    logger.addHandler(handler)
+    logger.info("a text \ud800 of a model")
+    handler.close()
+    assert (tmp_path / "run.log").read_text() == "a text \\ud800 of a model\n"
+    assert capsys.readouterr().err == ""
+
+
 def test_a_wrong_call_of_the_log_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.Logger("a run's")
     handler = QuietFileHandler(tmp_path / "run.log", delay=True)

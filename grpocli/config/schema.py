@@ -247,15 +247,13 @@ class Hub:
     rollouts: bool = True
     """Push the sampled completions, too."""
     checkpoints: bool = False
-    """Push each checkpoint while training goes on, and delete those that checkpoint.keep has deleted."""
+    """Push each checkpoint to hub.push while training goes on, and delete those that checkpoint.keep has deleted."""
     timeout: float = 3600.0
     """Most seconds that the end of the run waits for its push."""
 
     def __post_init__(self) -> None:
         ok = self.push is None or REPO.fullmatch(self.push) is not None
         require(self, "push", ok, "expected OWNER/NAME")
-        ok = self.push is not None or not self.checkpoints
-        require(self, "checkpoints", ok, "needs hub.push=OWNER/NAME")
         require(self, "timeout", 0 < self.timeout < math.inf, "must be above 0 and finite")
 
 

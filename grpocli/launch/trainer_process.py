@@ -173,7 +173,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
         restore=recorder.show_stage,
         warn=view.warn,
     )
-    if run.hub.checkpoints:
+    if run.hub.push and run.hub.checkpoints:
         from grpocli.launch.push import Pusher
         from grpocli.launch.run_pushes import CheckpointPushes
 

@@ -168,7 +168,8 @@ class Callbacks:
             try:
                 with staying(f"the callback {name}"), _randomness_kept():
                     what = f"no end within callbacks_timeout={self.timeout:g} seconds"
-                    within(self.timeout, what, partial(getattr(callback, method), event))
+                    remedy = f"{method} of the callback {name} catches every exception, as a bare `except:` does"
+                    within(self.timeout, what, partial(getattr(callback, method), event), remedy)
             except StopTraining as asked:
                 self._end(name, " ".join(str(asked).split()) or "without a reason")
             except (Exception, SystemExit) as error:  # noqa: BLE001 - reported; with callbacks_strict it is raised

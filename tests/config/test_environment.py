@@ -128,7 +128,7 @@ def test_a_tracker_gets_names_instead_of_values(tmp_path: Path) -> None:
     tracker = SimpleNamespace(start=lambda name, folder, config: given.append(config))
     rollout = SimpleNamespace(sampling=SimpleNamespace(structure=None))
     plain = {"callbacks": [], "callbacks_strict": False, "callbacks_timeout": 1.0}
-    run = SimpleNamespace(tracker=tracker, rollout=rollout, reward={}, hub=SimpleNamespace(checkpoints=False), **plain)
+    run = SimpleNamespace(tracker=tracker, rollout=rollout, reward={}, hub=SimpleNamespace(push=None), **plain)
     job = SimpleNamespace(checkpoint=None, engine=SimpleNamespace(dtype="float32"))
     make_recorder(run, RunDir(tmp_path), SimpleNamespace(is_main=True), job, silent_view())  # type: ignore[arg-type]
     assert given[0]["rollout"]["stop"] == ["${oc.env:MY_SECRET}"]
