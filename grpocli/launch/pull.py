@@ -7,6 +7,7 @@ with its interpolations resolved.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from glob import escape
@@ -34,6 +35,8 @@ from grpocli.tracking.run_dir import RunDir
 KEY = "resume"
 STATE = "trainer.json"
 CONFIG = "config.yaml"
+CHECKPOINT = re.compile(rf"(checkpoints/step_(\d{{6,9}}))/{re.escape(STATE)}")
+ROLLOUTS = re.compile(r"rollouts/step_\d{6,9}\.parquet")
 
 
 def fetched(overrides: Sequence[str], searched: Sequence[str] = ()) -> list[str]:
@@ -68,7 +71,8 @@ def fetch(place: HubPath, named: str, folder: Path, given: Sequence[str], search
             raise ConfigError("holds no run of grpocli: there is no config.yaml in it", key=KEY, value=named)
         config = check_config(Path(hf_hub_download(place.repo, CONFIG, revision=commit)), named, given, searched)
         checkpoint = newest_checkpoint(files, named)
-        wanted = [*TEXTS, "rollouts/step_*.parquet", *(f"{checkpoint}/{kind}" for kind in _kinds(given))]
+        rollouts = filter(ROLLOUTS.fullmatch, files)
+        wanted = [*TEXTS, *rollouts, *(f"{checkpoint}/{kind}" for kind in _kinds(given))]
         # of this commit alone: a branch may have moved since an earlier download was interrupted
         partial = folder.with_name(f"{folder.name}.{commit[:12]}.download")
         snapshot_download(place.repo, revision=commit, local_dir=partial, allow_patterns=wanted)
@@ -89,13 +93,12 @@ def _kinds(given: Sequence[str]) -> list[str]:
 
 def newest_checkpoint(files: Sequence[str], named: str) -> str:
     """The folder of the newest checkpoint among the files of a repository."""
-    found = [path.removesuffix(f"/{STATE}") for path in files if path.startswith("checkpoints/step_")]
-    whole = sorted(path for path in found if f"{path}/{STATE}" in files)
+    whole = {int(found[2]): found[1] for path in files if (found := CHECKPOINT.fullmatch(path))}
     if not whole:
         problem = "holds no checkpoint, from which alone a run resumes"
         hint = "push them with hub.checkpoints=true, or grpocli push RUN --checkpoints"
         raise ConfigError(problem, key=KEY, value=named, hint=hint)
-    return whole[-1]
+    return whole[max(whole)]
 
 
 def check_config(path: Path, named: str, given: Sequence[str], searched: Sequence[str] = ()) -> dict[str, Any]:

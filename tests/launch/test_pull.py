@@ -19,7 +19,7 @@ from grpocli.hub import HubPath
 from grpocli.launch import pull
 from grpocli.launch.compose import compose, register_parts, save
 from grpocli.launch.foreign_code import runs_code
-from grpocli.launch.pull import check_config
+from grpocli.launch.pull import check_config, newest_checkpoint
 from grpocli.launch.push import Pusher
 from grpocli.launch.resume import Resume
 from grpocli.tracking.published import HIDDEN
@@ -244,3 +244,11 @@ def test_an_interrupted_download_of_another_commit_is_not_completed(
     Pusher(run, Hub(push="me/new")).push_checkpoint(add_checkpoint(run, 7), 7)
     pull.fetch(HubPath("me/new"), "hub:me/new", tmp_path / "b", [])
     assert [path.name for path in (tmp_path / "b" / "checkpoints").iterdir()] == ["step_000007"]
+
+
+def test_the_newest_checkpoint_has_the_largest_number_that_a_run_gives() -> None:
+    files = [f"checkpoints/step_{name}/trainer.json" for name in ("000002", "1000000", "999999", "9" * 20, "\x1b[31m")]
+    assert (
+        newest_checkpoint([*files, "checkpoints/step_2000000/model.safetensors"], "me/run")
+        == "checkpoints/step_1000000"
+    )
