@@ -71,8 +71,7 @@ def test_an_environment_of_verifiers_is_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.survival
-@pytest.mark.parametrize("played", [PLAYED, [*CALLED, TURNS]], ids=["turns", "tools"])
-@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize(("played", "stale"), [(PLAYED, True), ([*CALLED, TURNS], False)], ids=["turns", "tools"])
 def test_it_is_resumed_exactly_with_dynamic_sampling(
     played: list[str], stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,11 +88,10 @@ def test_it_is_resumed_exactly_with_dynamic_sampling(
 
 
 @pytest.mark.survival
-@pytest.mark.parametrize("played", [PLAYED, [*CALLED, *SPOKEN]], ids=["turns", "tools"])
-def test_two_processes_play_the_same_episodes(played: list[str], tmp_path: Path) -> None:
+def test_two_processes_play_the_same_episodes(tmp_path: Path) -> None:
     runs = []
     for options in ((), ("hardware.processes=2", "hardware.timeout=120")):
         runs.append(tmp_path / f"{len(options)}")
-        assert run_here(*played, *options, "train.steps=1", f"hydra.run.dir={runs[-1]}") == 0
+        assert run_here(*CALLED, *SPOKEN, *options, "train.steps=1", f"hydra.run.dir={runs[-1]}") == 0
     one, two = (read_rollouts(run / "rollouts" / "step_000001.parquet") for run in runs)
     assert [row["completion_ids"] for row in one] == [row["completion_ids"] for row in two]
