@@ -71,7 +71,7 @@ def test_a_log_that_cannot_be_opened_is_silent(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_log_takes_lone_surrogates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     handler = QuietFileHandler(tmp_path / "run.log")
-    logger = logging.Logger("a run's")
+    logger = logging.Logger("grpocli.run")
     logger.addHandler(handler)
     logger.info("a text \ud800 of a model")
     handler.close()
