@@ -94,11 +94,10 @@ class Padded:
         """Values of the targets as [B, T]."""
         return values_N.view(len(self.input_ids), self.completion)
 
-    def row_sums(self, values_NE: Tensor) -> Tensor:
-        """Sums [B, E] over each row's tokens, prompt included, of values [N, E] of all tokens."""
-        rows, length = self.attention_mask.shape
-        sums: Tensor = (values_NE.view(rows, length, -1) * self.attention_mask.unsqueeze(2)).sum(1)
-        return sums
+    def members(self) -> Tensor:
+        """[B, N] in float32: 1 where one of all N tokens is of a row, its prompt included."""
+        members_BN: Tensor = torch.block_diag(*self.attention_mask.float())
+        return members_BN
 
     def forward(self, model: torch.nn.Module) -> Tensor:
         """The output of the output head for each target [N, ...]."""
@@ -240,16 +239,13 @@ class Packed:
         flat = values_N.new_zeros(self.rows * self.completion)
         return flat.index_copy(0, self.index_C, values_N[: len(self.index_C)]).view(self.rows, self.completion)
 
-    def row_sums(self, values_NE: Tensor) -> Tensor:
-        """Sums [B, E] over each row's tokens, prompt included, of values [N, E] of all tokens.
-
-        A matrix product, since adding at indices has no fixed order on a GPU.
-        """
-        member_BN = torch.zeros(self.rows, len(values_NE))
+    def members(self) -> Tensor:
+        """[B, N] in float32: 1 where one of all N tokens is of a row, its prompt included."""
+        member_BN = torch.zeros(self.rows, self.input_ids.shape[1])
         for row, (prompt, first, n_prompt, n) in enumerate(self.spans):
             member_BN[row, prompt : prompt + n_prompt] = 1
             member_BN[row, first : first + n] = 1
-        return member_BN.to(values_NE) @ values_NE
+        return member_BN.to(self.input_ids.device)
 
     def forward(self, model: torch.nn.Module) -> Tensor:
         """The output of the output head for each target; `logprobs.scoring` repeats hidden states by `predictor_N`."""

@@ -32,13 +32,17 @@ if TYPE_CHECKING:
 
 
 def balance(routings: list[Routing], batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The loss of each row [B], and how many of its tokens chose each expert, [B, layers, E], both in float32."""
+    """The loss of each row [B], and how many of its tokens chose each expert, [B, layers, E], both in float32.
+
+    Sums over a row's tokens are matrix products, since adding at indices has no fixed order on a GPU.
+    """
     losses, counts = [], []
-    tokens_B1 = batch.layout.row_sums(torch.ones_like(routings[0].logits[:, :1], dtype=torch.float32))
+    member_BN = batch.layout.members()  # once for all layers: it is copied to the GPU
+    tokens_B1 = member_BN.sum(1, keepdim=True)
     for one in routings:
         probs_NE = one.logits.float().softmax(-1)
         chosen_NE = torch.zeros_like(probs_NE).scatter_(1, one.chosen, 1.0)
-        probs_BE, count_BE = batch.layout.row_sums(torch.cat([probs_NE, chosen_NE], 1)).chunk(2, 1)
+        probs_BE, count_BE = (member_BN @ torch.cat([probs_NE, chosen_NE], 1)).chunk(2, 1)
         losses.append(probs_BE.shape[1] * (count_BE / tokens_B1 * (probs_BE / tokens_B1)).sum(1))
         counts.append(count_BE)
     return torch.stack(losses).mean(0), torch.stack(counts, 1)
