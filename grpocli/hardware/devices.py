@@ -50,6 +50,13 @@ def devices_of(hardware: Hardware, engine: Any) -> Devices:
     return split(hardware, engine, gpus) if gpus else _on_a_cpu(hardware)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to `device`; from the CPU to a GPU through pinned memory, so that the CPU does not wait for it."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def visible_gpus() -> list[str]:
     """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them."""
     import torch

@@ -104,7 +104,8 @@ class EngineContext:
     often in every process. None: sync in this thread. With prefetch, `training/build.py` passes a function that syncs
     in the main thread. stopping: whether a stop of the run is requested; a long wait then ends with EngineGone.
     before_change: called in every process before a canary changes the policy's weights for a while; waits for a
-    checkpoint that is being written from them.
+    checkpoint that is being written from them. before_update: functions that the engine adds, and that the trainer
+    calls in every process before a step's updates, to release memory that only sampling needs.
     """
 
     job: EngineJob
@@ -117,6 +118,7 @@ class EngineContext:
     recover: Callable[[], None] | None = None
     stopping: Callable[[], bool] = lambda: False
     before_change: Callable[[], None] = lambda: None
+    before_update: list[Callable[[], None]] = field(default_factory=list)
 
 
 OnGroup = Callable[[int, list[Completion]], None]

@@ -71,7 +71,8 @@ def build_trainer(
         """Sync the engine again, in the main thread because an update may be changing the weights."""
         trainer.prefetcher.run_in_main_thread(trainer.sync_now)
 
-    engine = _engine(run, job, policy, data, world, stop, recover, lambda: trainer.wait_for_checkpoint())
+    before_update: list[Callable[[], None]] = []
+    engine = _engine(run, job, policy, data, world, stop, recover, lambda: trainer.wait_for_checkpoint(), before_update)
     sampler = _sampler(run, world, engine, data)
     updater = loaded.updater
     watch = Watch(recorder.progress_of("rollout"))
@@ -87,6 +88,7 @@ def build_trainer(
         reference=reference,
         tokenizer=data.tokenizer,
         engine=engine,
+        before_update=before_update,
         collector=collector,
         prefetcher=_prefetcher(run, collector, data, world, state.step, checkpoint_path),
         updater=updater,
@@ -193,8 +195,9 @@ def _engine(
     stop: StopSignal,
     recover: Callable[[], None],
     before_change: Callable[[], None],
+    before_update: list[Callable[[], None]],
 ) -> Engine:
-    """Connect the engine. recover: syncs an engine that was lost and is back. before_change: see `EngineContext`."""
+    """Connect the engine. recover: syncs an engine that was lost and is back. The last two: see `EngineContext`."""
     rollout = run.rollout
     context = EngineContext(
         job,
@@ -207,6 +210,7 @@ def _engine(
         recover if rollout.max_staleness else None,
         stop.requested,
         before_change,
+        before_update,
     )
     return connected(run.engine, context)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from grpocli.hardware.devices import to_device
 from grpocli.training.packing import Layout, Padded, pad
 from grpocli.types import Group, Row
 
@@ -55,11 +56,11 @@ class MicroBatch:
         """The rows, padded, on `device`."""
         return cls(
             layout=layout.build(rows, device),
-            completion_ids=pad([torch.tensor(r.completion_ids, dtype=torch.long) for r in rows]).to(device),
-            mask=pad([torch.tensor(r.mask, dtype=torch.long) for r in rows]).to(device),
-            advantages=torch.tensor([r.advantage for r in rows], device=device),
-            group_ids=torch.tensor([r.group for r in rows], device=device),
-            rollout_logp=pad([torch.tensor(r.rollout_logp) for r in rows]).to(device),
+            completion_ids=to_device(pad([torch.tensor(r.completion_ids, dtype=torch.long) for r in rows]), device),
+            mask=to_device(pad([torch.tensor(r.mask, dtype=torch.long) for r in rows]), device),
+            advantages=to_device(torch.tensor([r.advantage for r in rows]), device),
+            group_ids=to_device(torch.tensor([r.group for r in rows]), device),
+            rollout_logp=to_device(pad([torch.tensor(r.rollout_logp) for r in rows]), device),
             old_logp=_pad_optional(rows, [r.old_logp for r in rows], device),
             ref_logp=_pad_optional(rows, [r.ref_logp for r in rows], device),
             selected=_pad_optional(rows, [r.selected for r in rows], device),
@@ -71,7 +72,7 @@ def _pad_optional(rows: Sequence[Row], values: Sequence[Tensor | None], device: 
     if all(v is None for v in values):
         return None
     unknown = [torch.full((len(r.completion_ids),), float("nan"), device=device) for r in rows]
-    return pad([u if v is None else v.to(device) for u, v in zip(unknown, values, strict=True)])
+    return pad([u if v is None else to_device(v, device) for u, v in zip(unknown, values, strict=True)])
 
 
 def group_spans(n_groups: int, minibatches: int) -> list[range]:

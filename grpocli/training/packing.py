@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from grpocli.hardware.devices import to_device
 from grpocli.models.shared_prompt_attention import Block, Segment, Segments, split_into_blocks
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ class Padded:
         present_BT = pad([torch.ones(len(r.completion_ids), dtype=torch.long) for r in rows])
         attention_mask = torch.cat([prompt_mask_BL, present_BT], 1)
         return cls(
-            input_ids=torch.cat([prompts_BL, ids_BT], 1).to(device),
-            attention_mask=attention_mask.to(device),
-            position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0).to(device),
+            input_ids=to_device(torch.cat([prompts_BL, ids_BT], 1), device),
+            attention_mask=to_device(attention_mask, device),
+            position_ids=to_device((attention_mask.cumsum(1) - 1).clamp(min=0), device),
             completion=ids_BT.shape[1],
         )
 
@@ -175,11 +176,11 @@ class Packed:
         filler = rounded(len(flat_predictors)) - len(flat_predictors)
         predictor_N = [keep[position] for position in flat_predictors] + [0] * filler
         return cls(
-            input_ids=torch.tensor([sequence.ids], device=device),
-            position_ids=torch.tensor([sequence.positions], device=device),
-            keep_U=torch.tensor(list(keep), dtype=torch.long, device=device),
-            predictor_N=torch.tensor(predictor_N, dtype=torch.long, device=device),
-            index_C=torch.tensor(completion_indices, dtype=torch.long, device=device),
+            input_ids=to_device(torch.tensor([sequence.ids]), device),
+            position_ids=to_device(torch.tensor([sequence.positions]), device),
+            keep_U=to_device(torch.tensor(list(keep), dtype=torch.long), device),
+            predictor_N=to_device(torch.tensor(predictor_N, dtype=torch.long), device),
+            index_C=to_device(torch.tensor(completion_indices, dtype=torch.long), device),
             completion=width,
             rows=len(rows),
             segments=Segments(tuple(segments), on_cpu=on_cpu),
@@ -245,7 +246,7 @@ class Packed:
         for row, (prompt, first, n_prompt, n) in enumerate(self.spans):
             member_BN[row, prompt : prompt + n_prompt] = 1
             member_BN[row, first : first + n] = 1
-        return member_BN.to(self.input_ids.device)
+        return to_device(member_BN, self.input_ids.device)
 
     def forward(self, model: torch.nn.Module) -> Tensor:
         """The output of the output head for each target; `logprobs.scoring` repeats hidden states by `predictor_N`."""

@@ -117,13 +117,12 @@ def test_prefetched_steps_draw_by_the_scores_of_the_steps_before(
 
 
 @pytest.mark.survival
-@pytest.mark.parametrize("options", [["algorithm=dapo", "algorithm.keep.surplus=carry"], ["algorithm=grpo"]], ids=str)
-def test_processes_draw_the_same_problems(options: list[str], tmp_path: Path) -> None:
-    found = []
-    for processes in (1, 2, 3):
+def test_processes_draw_the_same_problems(tmp_path: Path) -> None:
+    options, found = ["algorithm=dapo", "algorithm.keep.surplus=carry"], []
+    for processes in (1, 3):
         run = tmp_path / f"{processes}"
         more = [f"hardware.processes={processes}", "hardware.timeout=120", "train.steps=4", f"hydra.run.dir={run}"]
         assert run_here(*RUN, *HALF, *options, *more) == 0
         saved: Any = problem_scores.load(run / "checkpoints" / "step_000004")
         found.append((drawn(run), repr(saved)))
-    assert found[1:] == found[:1] * 2
+    assert found[0] == found[1]

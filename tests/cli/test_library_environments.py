@@ -40,7 +40,6 @@ CALLED = [
     *SMALL,
     "eval.problems=0",
 ]
-TURNS = "task.environment.turns=3"
 SPOKEN = ["engine=fake", f"engine.function={CALLING}:add"]
 
 
@@ -71,17 +70,13 @@ def test_an_environment_of_verifiers_is_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.survival
-@pytest.mark.parametrize(("played", "stale"), [(PLAYED, True), ([*CALLED, TURNS], False)], ids=["turns", "tools"])
-def test_it_is_resumed_exactly_with_dynamic_sampling(
-    played: list[str], stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_resumed_exactly_with_dynamic_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     engine = config_dir(tmp_path / "conf")  # samples beside the trainer, as vLLM does
-    carried = ["algorithm.keep.surplus=carry", *(SPOKEN if played != PLAYED else [])]
-    sampling = ["algorithm.keep.surplus=discard", "rollout.max_staleness=1", *engine] if stale else carried
+    sampling = ["algorithm.keep.surplus=discard", "rollout.max_staleness=1", *engine]
     options = ["algorithm=dapo", "reward=[environment,format]", *EVEN[1:], "checkpoint.every=1", "checkpoint.keep=0"]
     whole = tmp_path / "whole"
-    assert run_here(*played, *options, *sampling, "train.steps=2", f"hydra.run.dir={whole}") == 0
+    assert run_here(*PLAYED, *options, *sampling, "train.steps=2", f"hydra.run.dir={whole}") == 0
     killed = killed_after(1, whole, tmp_path / "killed")
     assert run_here("train", *engine[:2], f"resume={killed}") == 0
     assert_same_run(killed, whole)

@@ -24,7 +24,7 @@ from grpocli.rollout.vllm.client import KeepsRefusing, Refused, ServerClient, Se
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.request import spread_seed
 from grpocli.rollout.vllm.server_files import Endpoint
-from grpocli.rollout.vllm.server_pool import CONCURRENT, ServerPool
+from grpocli.rollout.vllm.server_pool import REQUESTS, SEQUENCES, ServerPool, requests_at_once
 from grpocli.types import Request, Sampling
 
 
@@ -61,9 +61,14 @@ def test_answers_keep_the_order_of_requests_and_concurrency_is_bounded(stand_in:
         return 200, {"choices": [choice([body["token_ids"][0]] * 2)]}
 
     stand_in.answer = answer
-    results = generate(client, 2 * CONCURRENT + 5)
-    assert [group[0].token_ids[0] for group in results] == list(range(2 * CONCURRENT + 5))
-    assert 4 < stand_in.max_in_flight <= CONCURRENT
+    results = generate(client, 2 * REQUESTS + 5)
+    assert [group[0].token_ids[0] for group in results] == list(range(2 * REQUESTS + 5))
+    assert 4 < stand_in.max_in_flight <= REQUESTS
+
+
+@pytest.mark.parametrize(("n", "limit"), [(1, REQUESTS), (16, SEQUENCES // 16), (SEQUENCES, 1), (2 * SEQUENCES, 1)])
+def test_the_limit_of_requests_counts_completions(n: int, limit: int) -> None:
+    assert requests_at_once([{"sampling_params": {"n": 1}}, {"sampling_params": {"n": n}}]) == limit
 
 
 def test_choices_are_sorted_by_index(stand_in: StandIn, client: ServerClient) -> None:

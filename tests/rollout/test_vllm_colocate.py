@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ class Recorded:
         self.calls: list[str] = []
         self.alive = 0
         self.version = ""
+        self.before_update: list[Callable[[], None]] = []
+
+    def update(self) -> None:
+        """What the trainer calls before its updates."""
+        for prepare in self.before_update:
+            prepare()
 
     def wake_up(self, tags: list[str]) -> None:
         self.calls.append(f"wake {' '.join(tags)}")
@@ -84,7 +91,7 @@ def recorded(tmp_path: Path) -> tuple[ColocateEngine, Recorded]:
     server = Sampling1(llm, VllmEnvironment(), torch.float32, can_sleep=True, log=tmp_path / "log")
     server.policy = policy
     job = EngineJob(str(tmp_path / "model"), "float32", 128, tmp_path, seed=0)
-    return ColocateEngine(server, EngineContext(job, policy, TOKENIZER, Alone())), llm  # type: ignore[arg-type]
+    return ColocateEngine(server, EngineContext(job, policy, TOKENIZER, Alone(), before_update=llm.before_update)), llm  # type: ignore[arg-type]
 
 
 LOAD = ["start", "update", "finish"]
@@ -96,21 +103,28 @@ def test_it_sleeps_while_the_trainer_trains(recorded: tuple[ColocateEngine, Reco
     ask = [Request([5, 6], 1, seed=0)]
     engine.sync(1)
     engine.generate(ask, Sampling(4))
+    engine.generate(ask, Sampling(4))  # a refill, or the next turn: awake, with its prefix cache
+    llm.update()
     verified = [*LOAD, "reset", "probe", "sample"]
-    assert llm.calls == [*verified, *verified, "generate", "sleep 2"], "a canary goes first"
+    assert llm.calls == [*verified, *verified, "generate", "generate", "sleep 2"], "a canary goes first"
     llm.calls.clear()
     engine.sync(2)
     engine.generate(ask, Sampling(4))
+    llm.update()
+    llm.update()
     assert llm.calls == [*AWAKE, "probe", "generate", "sleep 2"]
 
 
-def test_a_second_generation_without_a_sync_uses_the_same_weights(recorded: tuple[ColocateEngine, Recorded]) -> None:
+def test_a_generation_after_an_update_without_a_sync_uses_the_same_weights(
+    recorded: tuple[ColocateEngine, Recorded],
+) -> None:
     engine, llm = recorded
     engine.sync(7)
     engine.generate([Request([5, 6], 1, seed=0)], Sampling(4))
+    llm.update()
     llm.calls.clear()
     group = engine.generate([Request([5, 6], 1, seed=0)], Sampling(4))[0]
-    assert llm.calls == [*AWAKE, "generate", "sleep 2"]
+    assert llm.calls == [*AWAKE, "generate"]
     assert (group[0].version, llm.version) == (7, "7")
 
 

@@ -75,7 +75,8 @@ def test_the_command_differs_between_cpu_and_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "cpu", "limit"), [(128, True, None), (129, True, "129"), (256, False, None), (300, False, "300")]
+    ("most", "cpu", "limit"),
+    [(128, True, None), (129, True, "129"), (256, False, None), (300, False, "1024"), (2000, False, "2000")],
 )
 def test_a_large_group_is_one_request(most: int, cpu: bool, limit: str | None) -> None:
     assert flags(Vllm(), cpu, replace(SPEC, job=replace(SPEC.job, max_num_seqs=most))).get("--max-num-seqs") == limit

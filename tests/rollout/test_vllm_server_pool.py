@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections import Counter
@@ -153,7 +154,7 @@ def test_a_fast_server_gets_more_requests_and_answers_keep_their_order(
     serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slow server answers only after the fast one has answered all other requests."""
-    monkeypatch.setattr(server_pool, "CONCURRENT", 4)
+    monkeypatch.setattr(server_pool, "REQUESTS", 4)
     slow, fast = serve(), serve()
     go_on, count = threading.Event(), 20
     respond = slow.respond
@@ -334,7 +335,7 @@ def test_a_new_server_gets_no_requests_before_it_has_the_weights(serve: Callable
 def test_a_queued_request_does_not_go_to_a_replaced_server(
     serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_pool, "CONCURRENT", 1)
+    monkeypatch.setattr(server_pool, "REQUESTS", 1)
     dies, lives, new = serve(), serve(), serve()
     under_way, replaced = threading.Event(), threading.Event()
     two = ServerPool(clients_of(dies, lives))
@@ -480,3 +481,14 @@ def test_answers_are_counted_as_they_arrive(serve: Callable[..., Vllm]) -> None:
     counts = [done for done, total, unit in told if (total, unit) == (8, "completions")]
     assert sorted(set(counts) - {0}) == [2, 4, 6, 8]
     assert len(counts) == len(told)
+
+
+def test_many_connections_do_not_run_out_of_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        ServerPool([])
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert raised >= 1024 or raised == hard

@@ -53,6 +53,7 @@ class ColocateEngine:
         self._before_change = context.before_change
         self._proven = False  # whether vLLM has followed a canary
         self._stop = stop_token_ids(self.policy.model, context.tokenizer)
+        context.before_update.append(llm.sleep)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
@@ -65,7 +66,6 @@ class ColocateEngine:
             self._load(self.version)  # sleep discarded vLLM's weights; the policy still has those of the sync
         parameters = [sampling_params(request, sampling, self._stop) for request in requests]
         answers = self.llm.complete([request.token_ids for request in requests], parameters)
-        self.llm.sleep()
         return [
             completions(choices, request, sampling, self.version)
             for choices, request in zip(answers, requests, strict=True)
@@ -214,8 +214,8 @@ class InProcessLLM:
         return sent
 
     def sleep(self) -> None:
-        """Release the memory if `can_sleep`; only `load` wakes vLLM up again."""
-        if self.can_sleep:
+        """Release the memory if `can_sleep` and it is awake; only `load` wakes vLLM up again."""
+        if self.can_sleep and not self.asleep:
             with self._vllm_call("sleep"):
                 self.llm.sleep(level=DISCARD_LEVEL)
             self.asleep = True

@@ -228,7 +228,7 @@ class ColocateOptions(CommonOptions):
     quantization: str | None = None
     """vLLM's quantization of the weights, such as fp8; null: none."""
     sleep: bool | None = None
-    """true: give vLLM's memory back between generations; null: true on GPUs."""
+    """true: give vLLM's memory back while the trainer trains; null: true on GPUs."""
     vllm_args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Any other argument of `vllm.LLM`: `engine.vllm_args.max_num_seqs=64`."""
 

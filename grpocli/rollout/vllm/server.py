@@ -129,8 +129,13 @@ def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
 
 
 def max_num_seqs_option(max_num_seqs: int, cpu: bool) -> int | None:
-    """vLLM's option for requests of so many completions, which it refuses above `max_num_seqs`; None: its default."""
-    return max_num_seqs if max_num_seqs > (128 if cpu else 256) else None
+    """vLLM's option for requests of so many completions, which it refuses above `max_num_seqs`; None: its default.
+
+    The default on a GPU is 256, or 1,024 on a large one, which the option must not lower.
+    """
+    if max_num_seqs <= (128 if cpu else 256):
+        return None
+    return max_num_seqs if cpu else max(max_num_seqs, 1024)
 
 
 def environment(key: str, shm_dir: Path, own: Path, options: VllmOptions, transport: str = "shm") -> dict[str, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,10 @@ from grpocli.progress import UNWATCHED, Watch, unreported
 from grpocli.rollout.vllm.client import ServerClient, ServerGone
 from grpocli.rollout.vllm.server_files import Endpoint
 
-CONCURRENT = 64  # requests at a server; each may hold several sequences, and the server queues the surplus
+SEQUENCES = 1024
+"""Completions at a server at a time: as many as vLLM runs at once on a large GPU; a smaller server queues the rest."""
+REQUESTS = 256
+"""Requests at a server at a time, since each has its own connection."""
 POLL = 0.5  # seconds between checks of the watch and at the counts of tokens
 
 Choices = list[dict[str, Any]]
@@ -45,12 +49,12 @@ class ServerLoad:
 
     client: ServerClient
     takes_requests: Callable[[], bool]
-    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT))
+    room: asyncio.Semaphore
     outstanding: int = 0
 
     async def request(self, body: dict[str, Any]) -> Choices | None:
         """The completions; None if the server was lost or replaced before it answered."""
-        wanted = int(body.get("sampling_params", {}).get("n", 1))
+        wanted = completions_of(body)
         self.outstanding += wanted
         try:
             async with self.room:
@@ -61,11 +65,30 @@ class ServerLoad:
             self.outstanding -= wanted
 
 
+def completions_of(body: dict[str, Any]) -> int:
+    """The number of completions that a request asks for."""
+    return int(body.get("sampling_params", {}).get("n", 1))
+
+
+def requests_at_once(bodies: Sequence[dict[str, Any]]) -> int:
+    """Requests at a server at a time, so that the largest ones hold at most SEQUENCES completions together."""
+    return max(1, min(REQUESTS, SEQUENCES // max(map(completions_of, bodies))))
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit of open files, often 1,024, to at least `count` where the hard limit allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class ServerPool:
     """The servers of a run in one trainer process. Several threads may call it."""
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         self.clients = list(clients)
+        allow_open_files(1024 + REQUESTS * len(self.clients))
         self._closed: set[int] = set()
 
     @property
@@ -107,8 +130,12 @@ class ServerPool:
         on_answer: Callable[[int, Choices], None] | None,
         count: CompletionCounter,
     ) -> list[Choices | None]:
-        loads = [ServerLoad(client, partial(self.takes_requests, i)) for i, client in enumerate(self.clients)]
-        turn = asyncio.Semaphore(CONCURRENT * len(loads))  # a request chooses its server only when it can run
+        limit = requests_at_once(bodies)
+        loads = [
+            ServerLoad(client, partial(self.takes_requests, i), asyncio.Semaphore(limit))
+            for i, client in enumerate(self.clients)
+        ]
+        turn = asyncio.Semaphore(limit * len(loads))  # a request chooses its server only when it can run
 
         async def one(number: int, body: dict[str, Any]) -> Choices | None:
             async with turn:

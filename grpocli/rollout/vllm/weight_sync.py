@@ -72,10 +72,11 @@ class PolicyWeights:
         return any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_shape") for parameter in parameters)
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters in order, in the dtype of training."""
+        """Whole parameters in order, in the dtype of training; FSDP2's are cast before they travel."""
         for name, tensor in self.policy.weights():
             part = tensor.detach()
-            yield from self._as_known(name, part.full_tensor() if hasattr(part, "full_tensor") else part)
+            whole = part.to(self.dtype).full_tensor() if hasattr(part, "full_tensor") else part
+            yield from self._as_known(name, whole)
 
     def shapes(self) -> list[ParameterShape]:
         """The names and shapes of the parameters of `stream`, without a gather."""
