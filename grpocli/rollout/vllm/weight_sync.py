@@ -74,7 +74,7 @@ class PolicyWeights:
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters in order, in the dtype of training; FSDP2's are cast before they travel."""
         for name, tensor in self.policy.weights():
-            part = tensor.detach()
+            part: Any = tensor.detach()
             whole = part.to(self.dtype).full_tensor() if hasattr(part, "full_tensor") else part
             yield from self._as_known(name, whole)
 
