@@ -14,7 +14,7 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
 TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test-fast test test-survival test-slurm test-zero test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu clean
+.PHONY: help train test-fast test test-survival test-slurm test-zero test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu gpu-proof clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -117,17 +117,17 @@ bench-savings: setup ## time updates with and without each optimization, and wri
 
 bench-gpu: ## on a machine with a GPU, and torch, transformers and accelerate for PYTHON: the same on models of 0.5B and 1.5B parameters
 	@for package in torch transformers accelerate; do $(PYTHON) -c "import $$package" 2>/dev/null || \
-	  { echo "bench-gpu: PYTHON=$(PYTHON) has no $$package; choose one that has it (not in a venv)" >&2; exit 1; }; done
+	  { echo "bench-gpu: PYTHON=$(PYTHON) has no $$package; choose one that has it" >&2; exit 1; }; done
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "bench-gpu: torch finds no CUDA GPU here" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' || \
-	  { echo "bench-gpu: PYTHON=$(PYTHON) is in a venv, whose packages another venv does not see" >&2; exit 1; }
-	$(PYTHON) -m venv --system-site-packages .venv-gpu
-	.venv-gpu/bin/python -m pip install --quiet $(PIP_FLAGS) -e . -r requirements/parity.txt
+	$(PYTHON) bench/gpu_proof/environment.py .venv-gpu $(PIP_FLAGS)
 	.venv-gpu/bin/python bench/side_by_side/run.py gpu --peer .venv-gpu/bin/python $(ARGS)
 
+gpu-proof: ## see docs/gpu.md: all that has to be seen once on a GPU, in stages (PYTHON=..., ARGS="--wheels FOLDER --stages A,B")
+	$(PYTHON) bench/gpu_proof/gpu_proof.py $(ARGS)
+
 clean: ## remove the environments and what tools left behind
-	rm -rf $(VENV) .venv-parity .venv-zero .venv-gpu .venv-release dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-zero .venv-gpu .venv-release .gpu-proof dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

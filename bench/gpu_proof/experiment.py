@@ -1,0 +1,238 @@
+"""Experiments of the GPU proof, what is expected of them, and the file of their results.
+
+The file is JSON:
+
+    {"schema": 1, "experiments": {NAME: RESULT, ...}}
+
+A result has
+
+    verdict    "as expected", "not as expected", "failed" (it raised, crashed or hung), or "not run"
+    reason     one sentence for the last two; "" otherwise
+    measured   {figure: a number, a text or a list}
+    laws       [{"figure", "text", "low", "high", "measured", "holds"}]; low or high is null if there is no limit, and
+               holds is null for a law that says nothing about this device or without its figure
+    seconds    of the experiment
+    size       "full" on a GPU, "small" on a CPU
+    machine    {"device", "driver", "torch", ... , "commit"}, see `machine.py`
+    when       the end, in UTC
+    log        the last lines of its output, if it failed
+
+The file is replaced as a whole after each experiment, so an experiment that was cut short is absent from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+EXPECTED, UNEXPECTED, FAILED, NOT_RUN = "as expected", "not as expected", "failed", "not run"
+NEEDS = {
+    "gpu": "needs a GPU",
+    "two gpus": "needs two GPUs",
+    "vllm": "needs vLLM",
+    "trl": "needs TRL",
+    "model": "needs the folder of a pretrained model (--model)",
+}
+"""What an experiment may need, and the reason for which it does not run without it."""
+STAGES = {
+    "machine": "the machine, and the settings that grpocli makes",
+    "kernels": "attention, the output head and the layouts, without a training run",
+    "transfers": "what weight syncs rest on, without a server",
+    "updates": "updates of models of 0.5B and 1.5B parameters with random weights",
+    "runs": "whole runs with engine=transformers",
+    "serving": "whole runs with a vLLM server",
+    "colocated": "whole runs with vLLM in the trainer's process",
+    "graphs": "compiled vLLM: CUDA graphs, many sequences, repeated runs",
+    "peer": "beside TRL",
+}
+"""By value: first what is cheap and decides most."""
+
+Measured = dict[str, Any]
+
+
+class NotRun(Exception):
+    """Raised by an experiment that finds that it cannot run here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """An expectation: a figure lies between `low` and `high`, both included. gpu: it says nothing about a CPU."""
+
+    figure: str
+    text: str
+    low: float = -math.inf
+    high: float = math.inf
+    gpu: bool = False
+
+    @property
+    def range(self) -> str:
+        """`at most 5`, `0.15 to 0.35`, `yes`."""
+        if self.low == self.high:
+            return "yes" if self.low is True else f"{self.low:g}"
+        if self.low == -math.inf:
+            return f"at most {self.high:g}"
+        return f"at least {self.low:g}" if self.high == math.inf else f"{self.low:g} to {self.high:g}"
+
+    def judge(self, measured: Measured, device: str) -> dict[str, Any]:
+        """The entry of the result's `laws`."""
+        value = measured.get(self.figure)
+        known = isinstance(value, int | float) and (device == "cuda" or not self.gpu)
+        return {
+            "figure": self.figure,
+            "text": self.text,
+            "low": _limit(self.low),
+            "high": _limit(self.high),
+            "measured": value,
+            "holds": self.low <= value <= self.high if known else None,
+        }
+
+
+def _limit(value: float) -> float | None:
+    return None if math.isinf(value) else value
+
+
+def at_most(figure: str, high: float, text: str, gpu: bool = False) -> Law:
+    return Law(figure, text, high=high, gpu=gpu)
+
+
+def at_least(figure: str, low: float, text: str, gpu: bool = False) -> Law:
+    return Law(figure, text, low=low, gpu=gpu)
+
+
+def between(figure: str, low: float, high: float, text: str, gpu: bool = False) -> Law:
+    return Law(figure, text, low, high, gpu)
+
+
+def true(figure: str, text: str, gpu: bool = False) -> Law:
+    return Law(figure, text, True, True, gpu)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where an experiment runs. device: "cuda" or "cpu". model: a folder with a pretrained model. folder: for files."""
+
+    device: str
+    model: str | None
+    folder: str
+
+    @property
+    def small(self) -> bool:
+        """Whether sizes are those of a test on a CPU."""
+        return self.device == "cpu"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """name: of its function. needs: of `NEEDS`. seconds: after which it counts as hung."""
+
+    name: str
+    stage: str
+    question: str
+    laws: tuple[Law, ...]
+    run: Callable[[Setting], Measured]
+    needs: tuple[str, ...]
+    seconds: float
+
+    def missing(self, machine: dict[str, Any]) -> str:
+        """The reason why it cannot run on this machine; "" if it can."""
+        return next((NEEDS[need] for need in self.needs if not machine["has"].get(need)), "")
+
+
+EXPERIMENTS: dict[str, Experiment] = {}
+
+
+def experiment(
+    stage: str, question: str, *laws: Law, needs: tuple[str, ...] = (), seconds: float = 60
+) -> Callable[[Callable[[Setting], Measured]], Callable[[Setting], Measured]]:
+    """Register a function as an experiment of a stage. It returns its figures; `laws` judge them."""
+
+    def register(function: Callable[[Setting], Measured]) -> Callable[[Setting], Measured]:
+        name = function.__name__
+        assert stage in STAGES, stage
+        assert set(needs) <= set(NEEDS), needs
+        EXPERIMENTS[name] = Experiment(name, stage, question, laws, function, needs, seconds)
+        return function
+
+    return register
+
+
+def in_order() -> list[Experiment]:
+    """All experiments, stage by stage."""
+    return [one for stage in STAGES for one in EXPERIMENTS.values() if one.stage == stage]
+
+
+def judged(one: Experiment, measured: Measured, device: str) -> tuple[str, list[dict[str, Any]]]:
+    """The verdict on an experiment that has run, and its laws."""
+    laws = [law.judge(measured, device) for law in one.laws]
+    # on a GPU a law without its figure does not hold: the experiment did not see what it was for
+    broken = [law for law in laws if law["holds"] is False or (device == "cuda" and law["holds"] is None)]
+    return (UNEXPECTED if broken else EXPECTED), laws
+
+
+def outcome(
+    verdict: str,
+    machine: dict[str, Any],
+    device: str,
+    *,
+    reason: str = "",
+    measured: Measured | None = None,
+    laws: list[dict[str, Any]] | None = None,
+    seconds: float = 0.0,
+    log: str = "",
+) -> dict[str, Any]:
+    """A result of the file."""
+    return {
+        "verdict": verdict,
+        "reason": reason,
+        "measured": {name: _finite(value) for name, value in (measured or {}).items()},
+        "laws": laws or [],
+        "seconds": round(seconds, 1),
+        "size": "small" if device == "cpu" else "full",
+        "machine": {key: value for key, value in machine.items() if key != "has"},
+        "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "log": log,
+    }
+
+
+def _finite(value: object) -> object:
+    """A number that is not finite as a text, since JSON has none; no law holds for it."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Results:
+    """The results of a file, by the experiment's name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.experiments: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["schema"] != SCHEMA:
+                raise SystemExit(f"{path}: schema {found['schema']}, this script writes {SCHEMA}: choose another --out")
+            self.experiments = found["experiments"]
+
+    def has(self, name: str) -> bool:
+        """Whether an experiment needs no further run. One that could not run may be able to now."""
+        return name in self.experiments and self.experiments[name]["verdict"] != NOT_RUN
+
+    def put(self, name: str, result: dict[str, Any]) -> None:
+        """Add a result and replace the file as a whole."""
+        self.experiments[name] = result
+        self.save()
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        with new.open("w", encoding="utf-8") as file:
+            json.dump({"schema": SCHEMA, "experiments": self.experiments}, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self.path)

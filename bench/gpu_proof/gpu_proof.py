@@ -1,0 +1,255 @@
+"""Everything that has to be seen once on a GPU, in stages: `python bench/gpu_proof/gpu_proof.py [OPTION ...]`.
+
+Writes results.json (its schema is in experiment.py) and results.md into the folder --out after each experiment. Each
+experiment is a process with a deadline, so one that crashes or hangs is a result and does not end the others. Run it
+again, and it goes on with the experiments that have no result yet. It ends by itself after --minutes. Without a GPU it
+runs what makes sense on a CPU, at small sizes, which tests the script; nothing of that is a figure of a GPU.
+
+    gpu_proof.py --wheels FOLDER           install from a folder of wheels first, without network (environment.py)
+    gpu_proof.py --stages kernels,runs     stages, or experiments by their names
+    gpu_proof.py --list                    what there is
+    gpu_proof.py --render FILE ...         add results of a GPU to docs/gpu.json, and write docs/gpu.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import page
+from environment import prepared_python
+from experiment import (
+    EXPERIMENTS,
+    FAILED,
+    NOT_RUN,
+    STAGES,
+    Experiment,
+    NotRun,
+    Results,
+    Setting,
+    in_order,
+    judged,
+    outcome,
+)
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+OUT = ROOT / ".gpu-proof"
+GROUPS = ("kernels", "transfers", "updates", "runs", "serving", "peer")
+LOG_LINES = 40
+END = 10.0  # seconds between SIGTERM and SIGKILL
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # flashinfer is left out of the wheels
+}
+"""Of experiments; variables that are set already stay."""
+
+
+def load(files: Sequence[str] = ()) -> None:
+    """Import the files of experiments, which register them. files: further ones."""
+    # this Python may lack grpocli, which it needs for its own process only
+    sys.path += [path for path in (str(ROOT / "bench" / "side_by_side"), str(ROOT)) if path not in sys.path]
+    for name in GROUPS:
+        importlib.import_module(f"{name}_experiments")
+    for file in files:
+        runpy.run_path(file)
+
+
+def chosen(names: str) -> list[Experiment]:
+    """The experiments of comma-separated stages and experiments; all for "". Raises SystemExit for an unknown name."""
+    wanted = [name for name in names.split(",") if name]
+    if unknown := [name for name in wanted if name not in STAGES and name not in EXPERIMENTS]:
+        raise SystemExit(f"--stages {','.join(unknown)}: there are {', '.join([*STAGES, *EXPERIMENTS])}")
+    return [one for one in in_order() if not wanted or one.stage in wanted or one.name in wanted]
+
+
+def machine_facts(python: str) -> dict[str, Any]:
+    """What `machine.py` finds, in another process, since it imports torch."""
+    done = subprocess.run([python, str(HERE / "machine.py")], capture_output=True, text=True, env=environment())
+    if done.returncode:
+        raise SystemExit(f"{python} cannot run the experiments:\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def environment() -> dict[str, str]:
+    return ENVIRONMENT | dict(os.environ)
+
+
+class Runner:
+    """Runs experiments one after the other.
+
+    until: the time at which this call must end. files: further files of experiments.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        machine: dict[str, Any],
+        setting: Setting,
+        results: Results,
+        until: float,
+        files: Sequence[str] = (),
+    ) -> None:
+        self.python, self.machine, self.setting = python, machine, setting
+        self.results, self.until, self.files = results, until, files
+
+    def run(self, experiments: Sequence[Experiment]) -> list[str]:
+        """Run those without a result that fit into the remaining time; return the names of the others."""
+        left = []
+        for one in experiments:
+            if self.results.has(one.name):
+                continue
+            if missing := one.missing(self.machine):
+                self._put(one, outcome(NOT_RUN, self.machine, self.setting.device, reason=missing))
+            elif time.monotonic() + one.seconds > self.until:
+                left.append(one.name)
+            else:
+                self._put(one, self._run(one))
+        return left
+
+    def _put(self, one: Experiment, result: dict[str, Any]) -> None:
+        self.results.put(one.name, result)
+        page.write_page(self.results, self.results.path.with_suffix(".md"))
+        reason = f": {result['reason']}" if result["reason"] else ""
+        print(f"{result['seconds']:6.1f} s  {one.stage}/{one.name}: {result['verdict']}{reason}", flush=True)
+
+    def _run(self, one: Experiment) -> dict[str, Any]:
+        """Run an experiment in a process of its own."""
+        from grpocli.processes.guard import guarded
+
+        folder = Path(self.setting.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        log, answer = folder / f"{one.name}.log", folder / f"{one.name}.json"
+        answer.unlink(missing_ok=True)
+        setting = {"device": self.setting.device, "model": self.setting.model, "folder": str(folder / one.name)}
+        command = [self.python, str(HERE / "gpu_proof.py"), "--one", one.name, str(answer), json.dumps(setting)]
+        command += [word for file in self.files for word in ("--add", file)]
+        log.unlink(missing_ok=True)
+        began, end = time.monotonic(), ""
+        # even after SIGKILL a process may wait for the GPU's driver; then the guard is not waited for
+        running = guarded(command, name=one.name, env=environment(), log=log, cwd=ROOT, grace=END)
+        with suppress(subprocess.TimeoutExpired), running as child:
+            try:
+                end = _ending(child.wait(one.seconds))
+            except subprocess.TimeoutExpired:
+                end = f"no result within {one.seconds:g} s"
+        seconds = time.monotonic() - began
+        if answer.exists():
+            result: dict[str, Any] = json.loads(answer.read_text())
+            return result | {"machine": {k: v for k, v in self.machine.items() if k != "has"}, "seconds": seconds}
+        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return outcome(FAILED, self.machine, self.setting.device, reason=end, seconds=seconds, log="\n".join(lines))
+
+
+def _ending(code: int) -> str:
+    """Why a process ended without a result."""
+    if code == 0:
+        return "it left no result"
+    return f"it ended with {signal.Signals(code - 128).name if code > 128 else f'exit code {code}'}"
+
+
+def stop(number: int, frame: FrameType | None) -> NoReturn:
+    """End with the experiment under way, which stays without a result."""
+    raise SystemExit(f"stopped by signal {number}: run it again to go on")
+
+
+def run_one(name: str, answer: Path, setting: Setting) -> None:
+    """The process of one experiment: run it and write its result as a whole."""
+    one = EXPERIMENTS[name]
+    Path(setting.folder).mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("GRPOCLI_CACHE", str(Path(setting.folder).parent / "cache"))
+    try:
+        measured = one.run(setting)
+    except NotRun as error:
+        result = outcome(NOT_RUN, {}, setting.device, reason=str(error))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (a failure is a result)
+        lines = traceback.format_exc().splitlines()[-LOG_LINES:]
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        result = outcome(FAILED, {}, setting.device, reason=reason, log="\n".join(lines))
+    else:
+        verdict, laws = judged(one, measured, setting.device)
+        result = outcome(verdict, {}, setting.device, measured=measured, laws=laws)
+    new = answer.with_suffix(".new")
+    new.write_text(json.dumps(result))
+    new.replace(answer)
+
+
+def listed() -> str:
+    """The stages and their experiments."""
+    lines = []
+    for stage, about in STAGES.items():
+        lines.append(f"{stage}: {about}")
+        lines += [f"  {one.name:24} {one.question}" for one in in_order() if one.stage == stage]
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", default="", metavar="A,B", help="stages or experiments; all by default")
+    parser.add_argument("--again", action="store_true", help="run them although they have results")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which this call ends by itself")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="for results.json and results.md")
+    parser.add_argument("--work", type=Path, default=OUT / "work", metavar="FOLDER", help="for models and runs")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install from here first, without network")
+    parser.add_argument("--model", metavar="FOLDER", help="a pretrained model; with --wheels, SmolLM2 of its wheel")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--list", action="store_true", help="print the stages and experiments")
+    parser.add_argument(
+        "--render", nargs="*", type=Path, metavar="FILE", help="write docs/gpu.md from results of a GPU"
+    )
+    parser.add_argument("--add", action="append", default=[], metavar="FILE.py", help="experiments of your own")
+    parser.add_argument("--one", nargs=3, metavar=("NAME", "FILE", "SETTING"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args, began = arguments(), time.monotonic()
+    load(args.add)
+    if args.one:
+        name, answer, setting = args.one
+        run_one(name, Path(answer), Setting(**json.loads(setting)))
+        return
+    if args.list:
+        print(listed())
+        return
+    if args.render is not None:
+        page.render(args.render)
+        return
+    wanted = chosen(args.stages)
+    python, model = prepared_python(args.wheels, args.model)
+    machine = machine_facts(python)
+    machine["has"]["model"] = bool(model)
+    device = ("cuda" if machine["has"]["gpu"] else "cpu") if args.device == "auto" else args.device
+    if device == "cuda" and not machine["has"]["gpu"]:
+        raise SystemExit("--device cuda: torch finds no GPU")
+    if device == "cpu":
+        machine["has"] |= {"gpu": False, "two gpus": False}
+    results = Results(args.out / "results.json")
+    if args.again:
+        for one in wanted:
+            results.experiments.pop(one.name, None)
+    setting = Setting(device, model and str(Path(model).resolve()), str(args.work.resolve()))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    left = Runner(python, machine, setting, results, began + 60 * args.minutes, args.add).run(wanted)
+    if left:
+        print(f"{args.minutes:g} minutes do not suffice for {', '.join(left)}: run it again to go on")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""The machine, attention, the output head and the layouts: small tensors and models with random weights."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from experiment import Measured, Setting, at_least, at_most, between, experiment, true
+
+if TYPE_CHECKING:
+    import torch
+
+    from grpocli.training.packing import Layout
+    from grpocli.training.policy import Policy
+    from grpocli.types import Row
+
+MIB = 2**20
+
+
+def synchronize(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def milliseconds(call: Callable[[], object], device: str) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return 1000 * (time.perf_counter() - began)
+
+
+def typical_ms(call: Callable[[], object], device: str, times: int = 5) -> float:
+    """The median after one call that does not count."""
+    call()
+    return statistics.median(milliseconds(call, device) for _ in range(times))
+
+
+def added_mib(call: Callable[[], object]) -> float:
+    """The largest memory that torch has allocated on the GPU during the call, beyond that before it."""
+    import torch
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """The names of the GPU's kernels that a call starts."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return sorted({event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA})
+
+
+def has_kernel(names: Sequence[str], *words: str) -> bool:
+    return any(word in name.lower() for name in names for word in words)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The norm of the difference over the norm of `b`, in float64."""
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
+    return float((a - b).norm() / b.norm())
+
+
+@experiment(
+    "machine",
+    "what the GPU computes and moves, beside what the plan takes from its data sheet",
+    true("bfloat16", "supports bfloat16", gpu=True),
+    between("matmul_share", 0.6, 1.05, "share of the data sheet's bfloat16 rate in a product of 8,192", gpu=True),
+    between("copy_share", 0.6, 1.05, "share of its memory bandwidth in a copy", gpu=True),
+)
+def capabilities(setting: Setting) -> Measured:
+    import torch
+
+    from grpocli.plan.resources import GPUS
+
+    n = 256 if setting.small else 8192
+    a, b = (torch.randn(n, n, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randint(0, 255, (MIB if setting.small else 4096 * MIB,), dtype=torch.uint8, device=setting.device)
+    target = torch.empty_like(source)
+    rate = 2 * n**3 / typical_ms(lambda: a @ b, setting.device) / 1e9
+    moved = 2 * source.numel() / typical_ms(lambda: target.copy_(source), setting.device) / 1e9
+    found: Measured = {"tflops": rate, "terabytes_per_second": moved, "torch": torch.__version__}
+    if setting.device == "cpu":
+        return found
+    properties = torch.cuda.get_device_properties(0)
+    known = next(((t, w) for name, (t, w) in GPUS.items() if name in properties.name), None)
+    if known:
+        found |= {"matmul_share": rate / known[0], "copy_share": moved / known[1]}
+    return found | {
+        "bfloat16": torch.cuda.is_bf16_supported(),
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "gib": properties.total_memory / 2**30,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": str(torch.cuda.nccl.version()),
+        "architectures": " ".join(torch.cuda.get_arch_list()),
+    }
+
+
+@experiment(
+    "machine",
+    "what grpocli sets when it makes its process group",
+    true("cudnn_attention_off", "attention by cuDNN is off"),
+    true("float32_exact", "float32 products are not made in TF32"),
+)
+def settings(setting: Setting) -> Measured:
+    import torch
+
+    from grpocli.distributed.world import World
+    from grpocli.hardware.hardware import Single
+
+    world = World(Single(device=setting.device))
+    return {
+        "device": str(world.device),
+        "cudnn_attention_off": not torch.backends.cuda.cudnn_sdp_enabled(),
+        "float32_exact": torch.get_float32_matmul_precision() == "highest",
+    }
+
+
+@experiment(
+    "kernels",
+    "cuDNN's plans: causal attention, forward and backward, at lengths 640, 641 and 642",
+    between("new_length_with_ms", 300, 1000, "ms for a new length, attention by cuDNN allowed"),
+    at_most("known_length_with_ms", 5, "ms for a known length, allowed"),
+    at_most("new_length_without_ms", 5, "ms for a new length, switched off as grpocli does"),
+    true("flash_without", "flash attention's kernel runs then"),
+    needs=("gpu",),
+)
+def cudnn_plans(setting: Setting) -> Measured:
+    import torch
+
+    def call(n: int) -> None:
+        query, key, value = (
+            torch.randn(1, 14, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
+        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+
+    found: Measured = {}
+    for allowed, word in ((True, "with"), (False, "without")):
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
+        call(512)
+        new = [milliseconds(lambda n=n: call(n), "cuda") for n in (640, 641, 642)]
+        known = [milliseconds(lambda n=n: call(n), "cuda") for n in (640, 641, 642)]
+        names = kernels_of(lambda: call(640))
+        found |= {f"new_length_{word}_ms": statistics.median(new), f"known_length_{word}_ms": statistics.median(known)}
+        found |= {f"flash_{word}": has_kernel(names, "flash"), f"cudnn_{word}": has_kernel(names, "cudnn")}
+    return found
+
+
+@experiment(
+    "kernels",
+    "attention with a mask, 8,192 queries and 10,240 keys, 12 heads of 128, forward and backward",
+    true("efficient", "the memory-efficient kernel runs"),
+    at_most("added_mib", 1024, "MiB beyond the operands"),
+    needs=("gpu",),
+)
+def masked_call(setting: Setting) -> Measured:
+    import torch
+
+    from grpocli.models import sdpa
+
+    queries, keys = 8192, 10240
+    query, key, value = (
+        torch.randn(1, 12, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (queries, keys, keys)
+    )
+    mask = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries)
+
+    def call() -> None:
+        sdpa.on_gpu(query, key, value, mask, 1, {"dropout_p": 0.0, "scale": None}).sum().backward()
+
+    call()
+    names = kernels_of(call)
+    return {
+        "efficient": has_kernel(names, "fmha", "efficient"),
+        "added_mib": added_mib(call),
+        "ms": typical_ms(call, "cuda"),
+        "kernels": [name[:80] for name in names],
+    }
+
+
+@experiment(
+    "kernels",
+    "the output head at a vocabulary of 151,936: as many columns at a time as memory allows, or 1,024",
+    at_least("speedup_2048", 2, "times as fast as with 1,024 columns, at 2,048 tokens"),
+    at_least("speedup_16384", 1, "the same at 16,384 tokens"),
+    at_most("difference", 1e-3, "largest difference of log-probs, nats"),
+    needs=("gpu",),
+)
+def head_columns(setting: Setting) -> Measured:
+    import torch
+
+    from grpocli.training import logprobs
+    from grpocli.types import Sampling
+
+    hidden, vocabulary = 896, 151936
+    head = torch.nn.Linear(hidden, vocabulary, bias=False, device="cuda")
+    found: Measured = {}
+    own = logprobs._columns
+    for n in (2048, 8192, 16384):
+        states = torch.randn(n, hidden, device="cuda", requires_grad=True)
+        targets = logprobs.Targets(torch.randint(0, vocabulary, (n,), device="cuda"), None, Sampling(1))
+        scored = {}
+        for word, columns in (("many", own), ("few", lambda rows, in_cache: 1024)):
+            logprobs._columns = columns
+
+            def call(states: torch.Tensor = states, targets: logprobs.Targets = targets) -> torch.Tensor:
+                with torch.autocast("cuda", torch.bfloat16), logprobs.scoring(head, targets):
+                    return head(states)[..., 0]
+
+            scored[word] = call()
+            found[f"ms_{n}_{word}"] = typical_ms(call, "cuda")
+        found[f"speedup_{n}"] = found[f"ms_{n}_few"] / found[f"ms_{n}_many"]
+        found["difference"] = max(found.get("difference", 0.0), float((scored["many"] - scored["few"]).abs().max()))
+    return found
+
+
+def little_policy(device: str, dtype: str) -> Policy:
+    """A Llama with random weights that are far from uniform; the same for every device and dtype."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from grpocli.training.policy import Policy
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 1000}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(2)
+    model.to(device)
+    return Policy(model, model, getattr(torch, dtype))
+
+
+def random_rows(small: bool) -> list[Row]:
+    """Groups with prompts and completions of different lengths."""
+    import random
+
+    from grpocli.types import Row
+
+    draw, longest = random.Random(0), 40 if small else 400
+    rows = []
+    for group in range(4):
+        prompt = [draw.randrange(1000) for _ in range(draw.randint(5, longest // 2))]
+        for _ in range(4):
+            ids = [draw.randrange(1000) for _ in range(draw.randint(1, longest))]
+            rows.append(Row(prompt, ids, [1] * len(ids), draw.choice((-1.0, 1.0)), group, [-6.0] * len(ids)))
+    return rows
+
+
+def scored(policy: Policy, batches: Sequence[Sequence[Row]], layout: type[Layout]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of all rows, and the gradient of their sum weighted by advantages, in one tensor each."""
+    import torch
+
+    from grpocli.training.micro_batch import MicroBatch
+    from grpocli.types import Sampling
+
+    policy.model.zero_grad(set_to_none=True)
+    logps = []
+    for rows in batches:
+        batch = MicroBatch.build(rows, policy.model.device, layout)
+        logp_BT = policy.scores(batch, Sampling(1)).logp
+        (logp_BT.where(batch.mask.bool(), 0.0) * batch.advantages.unsqueeze(1)).sum().backward()
+        logps += [logp_BT.detach()[k, : len(row.completion_ids)].cpu() for k, row in enumerate(rows)]
+    gradients = [p.grad.float().flatten().cpu() for p in policy.model.parameters() if p.grad is not None]
+    return torch.cat(logps), torch.cat(gradients)
+
+
+@experiment(
+    "kernels",
+    "the GPU's log-probs and gradients beside the CPU's, packed rows",
+    at_most("logp_float32", 1e-4, "float32: largest difference of log-probs, nats"),
+    at_most("gradient_float32", 1e-4, "float32: relative difference of the gradient"),
+    at_most("logp_bfloat16", 0.1, "bfloat16: mean difference from the CPU's float32, nats"),
+    at_most("gradient_bfloat16", 0.1, "bfloat16: relative difference of the gradient from it"),
+    needs=("gpu",),
+)
+def equal_to_the_cpu(setting: Setting) -> Measured:
+    from grpocli.training.packing import Packed
+    from grpocli.training.packing_check import pack
+
+    rows, found = random_rows(setting.small), {}
+    reference = little_policy("cpu", "float32")
+    assert pack(reference, None)
+    logp, gradient = scored(reference, [rows], Packed)
+    for dtype in ("float32", "bfloat16"):
+        policy = little_policy("cuda", dtype)
+        assert pack(policy, None)
+        own_logp, own_gradient = scored(policy, [rows], Packed)
+        apart = (own_logp - logp).abs()
+        found[f"logp_{dtype}"] = float(apart.max() if dtype == "float32" else apart.mean())
+        found[f"gradient_{dtype}"] = relative(own_gradient, gradient)
+    return found
+
+
+@experiment(
+    "kernels",
+    "packed rows beside padded ones, and one micro-batch beside four",
+    true("agrees_float32", "float32: the trial at the start of a run packs"),
+    true("agrees_bfloat16", "bfloat16: it packs"),
+    at_most("logp_float32", 1e-4, "float32: largest difference of log-probs, nats"),
+    at_most("gradient_float32", 1e-4, "float32: relative difference of the gradient"),
+    at_most("gradient_bfloat16", 0.1, "bfloat16: the same"),
+    at_most("split_float32", 1e-4, "float32: the gradient of four micro-batches beside that of one"),
+)
+def packed_and_padded(setting: Setting) -> Measured:
+    from grpocli.training.packing import Packed, Padded
+    from grpocli.training.packing_check import pack
+
+    rows, found = random_rows(setting.small), dict[str, Any]()
+    groups = [[row for row in rows if row.group == group] for group in range(4)]
+    for dtype in ("float32", "bfloat16"):
+        policy = little_policy(setting.device, dtype)
+        padded_logp, padded_gradient = scored(policy, groups, Padded)
+        found[f"agrees_{dtype}"] = pack(policy, None)
+        packed_logp, packed_gradient = scored(policy, [rows], Packed)
+        _, split_gradient = scored(policy, groups, Packed)
+        found[f"logp_{dtype}"] = float((packed_logp - padded_logp).abs().max())
+        found[f"gradient_{dtype}"] = relative(packed_gradient, padded_gradient)
+        found[f"split_{dtype}"] = relative(split_gradient, packed_gradient)
+    return found
+
+
+@experiment(
+    "kernels",
+    "`model.head_dtype=float32`: products of bfloat16 matrices with float32 sums",
+    at_most("error", 1e-5, "relative error beside float64"),
+    at_most("slower", 2, "times as slow as the product in bfloat16", gpu=True),
+)
+def float32_head(setting: Setting) -> Measured:
+    import torch
+
+    from grpocli.models.head import product, product_of_float32
+
+    n = 128 if setting.small else 4096
+    a, b = (torch.randn(n, n, device=setting.device).to(torch.bfloat16) for _ in range(2))
+    exact = a.double() @ b.double()
+    wide = a.float()
+    plain = typical_ms(lambda: a @ b, setting.device)
+    return {
+        "error": relative(product(a, b), exact),
+        "error_of_float32": relative(product_of_float32(wide, b), exact),
+        "slower": typical_ms(lambda: product(a, b), setting.device) / plain,
+        "slower_in_two_parts": typical_ms(lambda: product_of_float32(wide, b), setting.device) / plain,
+    }

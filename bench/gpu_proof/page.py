@@ -1,0 +1,114 @@
+"""The page of results: expectation, measured, verdict."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from experiment import EXPECTED, FAILED, NOT_RUN, STAGES, UNEXPECTED, Experiment, Results, in_order
+
+DOCS = Path(__file__).parents[2] / "docs"
+DATA, PAGE = DOCS / "gpu.json", DOCS / "gpu.md"
+BEGIN, END = "<!-- gpu proof -->", "<!-- end of gpu proof -->"
+NOBODY = "Not run yet: no GPU could be had. Every row below has still to be seen."
+
+
+def table(results: Results) -> str:
+    """The summary, what has still to be seen, and a table for each stage."""
+    parts = [summary(results)]
+    for stage, about in STAGES.items():
+        rows = [row for one in in_order() if one.stage == stage for row in rows_of(one, results)]
+        head = ["| experiment | expected | measured | verdict |", "|---|---|---|---|"]
+        parts.append("\n".join([f"### {stage}: {about}", "", *head, *rows]))
+    return "\n\n".join(parts)
+
+
+def summary(results: Results) -> str:
+    """How many experiments have which verdict, on which machines, and which have still to be seen."""
+    ran = {name: found for name, found in results.experiments.items() if found["verdict"] != NOT_RUN}
+    if not ran:
+        return NOBODY
+    counts = Counter(found["verdict"] for found in ran.values())
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (EXPECTED, UNEXPECTED, FAILED) if counts[verdict])
+    machines = "; ".join(dict.fromkeys(machine_of(found) for found in ran.values()))
+    left = [one.name for one in in_order() if one.name not in ran]
+    unseen = f" Still to be seen: {', '.join(f'`{name}`' for name in left)}." if left else ""
+    return f"{len(ran)} of {len(in_order())} experiments have run: {said}. {machines}.{unseen}"
+
+
+def machine_of(found: dict[str, Any]) -> str:
+    """`NVIDIA H100 80GB HBM3, driver 580, torch 2.11.0, vLLM 0.32.0, commit 1234567`."""
+    machine = found["machine"]
+    words = [machine.get("device", "unknown")]
+    for key, name in (("driver", "driver"), ("torch", "torch"), ("vllm", "vLLM"), ("commit", "commit")):
+        words += [f"{name} {machine[key]}"] if machine.get(key) else []
+    return ", ".join(words) + (" (small sizes: a test of the script)" if found["size"] == "small" else "")
+
+
+def rows_of(one: Experiment, results: Results) -> list[str]:
+    """A row for each law of an experiment; the first has its name and question."""
+    found = results.experiments.get(one.name, {"verdict": NOT_RUN, "reason": "", "laws": []})
+    by_figure = {law["figure"]: law for law in found["laws"]}
+    rows = []
+    for number, law in enumerate(one.laws):
+        seen = by_figure.get(law.figure, {})
+        first = f"`{one.name}`: {one.question}" if number == 0 else ""
+        why = f": {found['reason']}" if found["reason"] else ""
+        verdict = holds(seen.get("holds")) if found["laws"] else f"{found['verdict']}{why}"
+        measured = shown(seen.get("measured"))
+        rows.append(
+            f"| {first} | {law.text}: {law.range} | {measured} | {_cell(verdict if measured or number == 0 else '')} |"
+        )
+    return rows
+
+
+def holds(answer: bool | None) -> str:
+    return {True: "as expected", False: "**not as expected**", None: "not judged"}[answer]
+
+
+def shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, int | float) else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def write_page(results: Results, path: Path) -> None:
+    """A page of its own beside the results, with the figures that no law judges."""
+    parts = ["# GPU proof", table(results)]
+    for one in in_order():
+        found = results.experiments.get(one.name)
+        if found and found["measured"]:
+            lines = [f"- {name}: {value}" for name, value in found["measured"].items()]
+            parts.append("\n".join([f"## {one.name}", "", *lines]))
+        if found and found["log"]:
+            parts.append(f"## {one.name}: the end of its output\n\n```\n{found['log']}\n```")
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def render(files: list[Path]) -> None:
+    """Add results of a GPU to docs/gpu.json and write the table of docs/gpu.md. Raises SystemExit for a CPU's."""
+    known = Results(DATA)
+    for file in files:
+        found = Results(file).experiments
+        if any(result["size"] == "small" for result in found.values()):
+            raise SystemExit(f"{file} has results of a CPU, which test the script and say nothing about a GPU")
+        for name, result in found.items():
+            if result["verdict"] != NOT_RUN or not known.has(name):
+                known.experiments[name] = result
+    if files:
+        known.save()
+    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8"), known), encoding="utf-8")
+
+
+def rendered(text: str, results: Results) -> str:
+    """The page with the table between its markers."""
+    inner = re.escape(BEGIN) + ".*?" + re.escape(END)
+    if not re.search(inner, text, re.DOTALL):
+        raise SystemExit(f"{PAGE} has no {BEGIN} ... {END} to write into")
+    return re.sub(inner, lambda _: f"{BEGIN}\n{table(results)}\n{END}", text, flags=re.DOTALL)

@@ -1,0 +1,38 @@
+"""grpocli beside TRL on the GPU: two workloads of `make bench-gpu`, whose table has all of them."""
+
+from __future__ import annotations
+
+import sys
+
+from experiment import Measured, Setting, at_most, experiment
+from run import one
+from updates_experiments import model_folder, seconds, update, workload
+
+
+@experiment(
+    "peer",
+    "updates beside TRL's, 0.5B: the time and the memory of grpocli over TRL's",
+    *(at_most(f"time_{kind}", 1, f"{kind}: time", gpu=True) for kind in ("even", "skewed")),
+    *(at_most(f"memory_{kind}", 1, f"{kind}: memory", gpu=True) for kind in ("even", "skewed")),
+    *(
+        at_most(f"gradient_apart_{kind}", 0.03, f"{kind}: difference of the gradient norms")
+        for kind in ("even", "skewed")
+    ),
+    needs=("trl",),
+    seconds=400,
+)
+def beside_trl(setting: Setting) -> Measured:
+    found: Measured = {}
+    for kind in ("even", "skewed"):
+        name = workload(setting, f"0.5B, {kind}")
+        theirs = one("trl_side.py", sys.executable, name, model_folder(setting, name), 5)
+        ours = update(setting, name, 5)
+        norms = [run["logs"][0]["grad_norm"] for run in (ours, theirs)]
+        found |= {
+            f"time_{kind}": seconds(ours) / seconds(theirs),
+            f"memory_{kind}": ours["GiB"] / theirs["GiB"],
+            f"gradient_apart_{kind}": abs(norms[0] / norms[1] - 1),
+            f"seconds_{kind}": [ours["seconds"], theirs["seconds"]],
+            f"gib_{kind}": [ours["GiB"], theirs["GiB"]],
+        }
+    return found

@@ -1,0 +1,85 @@
+"""Whole runs with engine=transformers: the default run, a pretrained model, a kill and a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+from experiment import Measured, Setting, at_least, at_most, experiment
+from training_runs import command, differences, fresh, mean, median, metrics, model_keys, train
+
+RESUMED = ["eval.problems=0", "checkpoint.every=1", "rollout.prompts_per_step=8", "rollout.group_size=8"]
+SHORT = ["model.warm_start_steps=20", "eval.problems=4"]
+"""For a CPU."""
+
+
+@experiment(
+    "runs",
+    "the default run, warm start included",
+    at_least("accuracy", 0.8, "greedy accuracy at the end", gpu=True),
+    at_most("seconds_per_step", 0.5, "seconds a step", gpu=True),
+    seconds=180,
+)
+def default_run(setting: Setting) -> Measured:
+    keys = [*SHORT, "train.steps=2"] if setting.small else []
+    began = time.monotonic()
+    folder = train(setting, "run", "engine=transformers", *keys)
+    rows = [row for row in metrics(folder) if "time/step" in row]
+    summary = json.loads((folder / "summary.json").read_text())
+    found: Measured = {"seconds": time.monotonic() - began, "seconds_per_step": median(rows, "time/step")}
+    found |= {"seconds_sampling": median(rows, "time/rollout"), "peak_gib": rows[-1]["memory/peak_gib"]}
+    return found | {"accuracy": summary["eval/accuracy"]}
+
+
+@experiment(
+    "runs",
+    "SmolLM2-135M with engine=transformers: recipe=multiplication, 20 steps",
+    at_least("gain", 0.05, "mean reward of the last five steps less that of the first five"),
+    needs=("model",),
+    seconds=180,
+)
+def pretrained_model(setting: Setting) -> Measured:
+    steps = 10 if setting.small else 20
+    rows = metrics(train(setting, "run", "engine=transformers", *model_keys(setting), f"train.steps={steps}"))
+    first, last = mean(rows[:5], "reward"), mean(rows[-5:], "reward")
+    return {"first": first, "last": last, "gain": last - first, "seconds_per_step": median(rows, "time/step")}
+
+
+@experiment(
+    "runs",
+    "a run killed with SIGKILL after two steps and resumed, beside an undisturbed one",
+    at_most(
+        "beyond_a_repeat", 3, "difference of the final weights, in differences of two undisturbed runs (0 of 0 is 0)"
+    ),
+    at_most("weights", 1e-3, "largest difference of the final weights"),
+    seconds=240,
+)
+def kill_and_resume(setting: Setting) -> Measured:
+    keys = ["engine=transformers", *RESUMED, *(SHORT[:1] if setting.small else []), "train.steps=5"]
+    calm = train(setting, "calm", *keys)
+    again = train(setting, "again", *keys)
+    folder = fresh(setting, "killed")
+    run = subprocess.Popen(command(setting, folder, *keys), stdout=subprocess.DEVNULL, start_new_session=True)
+    while len(metrics(folder)) < 2 and run.poll() is None:
+        time.sleep(0.02)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    steps = len(metrics(folder))
+    resumed = subprocess.run(
+        [*command(setting, folder)[:4], f"resume={folder}"], capture_output=True, text=True, check=False
+    )
+    if resumed.returncode:
+        raise RuntimeError(resumed.stderr[-1500:])
+    found, repeated = differences(folder, calm), differences(again, calm)
+    own, usual = found["weights"], repeated["weights"]
+    return {
+        "steps_before_the_kill": steps,
+        "steps": found["steps"],
+        "other_metrics": found["metrics"],
+        "weights": own,
+        "weights_of_a_repeat": usual,
+        "beyond_a_repeat": own / usual if usual else 1e9 * (own > 0),
+    }

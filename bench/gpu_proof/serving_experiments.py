@@ -1,0 +1,328 @@
+"""Whole runs with vLLM: a server that shares the GPU, vLLM in the trainer's process, compiled vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from experiment import Measured, Setting, at_least, at_most, experiment, true
+from training_runs import fresh, mean, median, metrics, model_keys, train, train_here
+
+SHARED = ["engine=vllm", "engine.gpu_memory_utilization=0.4"]
+EAGER = "engine.enforce_eager=true"
+GENERATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM(model=sys.argv[1], enforce_eager=True, max_model_len=256, gpu_memory_utilization=0.4)
+    sampling = SamplingParams(max_tokens=32, temperature=0, logprobs=0)
+    (output,) = llm.generate([{"prompt_token_ids": list(range(20, 60))}], [sampling], use_tqdm=False)
+    done = output.outputs[0]
+    scores = [entry[token].logprob for entry, token in zip(done.logprobs, done.token_ids)]
+    print("found: " + json.dumps([list(done.token_ids), scores]))
+"""
+
+
+def served_model(setting: Setting) -> str:
+    """A folder with a model that vLLM can serve: the pretrained one, or one with random weights."""
+    from updates_experiments import model_folder
+
+    return setting.model or str(model_folder(setting, "W1" if setting.small else "0.5B, even"))
+
+
+@experiment(
+    "serving",
+    "vLLM loads on this torch and generates, eager",
+    at_least("tokens", 1, "tokens"),
+    at_most("gap", 0.1, "mean difference from the trainer's log-probs of these tokens, nats"),
+    needs=("vllm",),
+    seconds=150,
+)
+def vllm_generates(setting: Setting) -> Measured:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from grpocli.training.policy import Policy
+
+    folder, began = served_model(setting), time.monotonic()
+    done = subprocess.run([sys.executable, "-c", GENERATE, folder], capture_output=True, text=True)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("found: ")), None)
+    if line is None:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-1500:]}")
+    ids, scores = json.loads(line.removeprefix("found: "))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(setting.device)
+    own = Policy(model, model, torch.bfloat16).score([*range(20, 60), *ids])[-len(ids) :]
+    gaps = [abs(a - b) for a, b in zip(own, scores, strict=True)]
+    return {"tokens": len(ids), "gap": statistics.mean(gaps), "seconds": time.monotonic() - began}
+
+
+@contextmanager
+def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
+    """A block in which the verifier's differences and the canaries' are kept, in nats."""
+    from grpocli.rollout.vllm import weight_verifier as verifier
+
+    close, followed = verifier.require_close, verifier.require_followed
+
+    def measure(name: str, check: Callable[..., None]) -> Callable[..., None]:
+        def measured(server: Any, trainer: Any, *more: Any) -> None:
+            found.setdefault(name, []).append(verifier.mean_gap(server, trainer))
+            check(server, trainer, *more)
+
+        return measured
+
+    verifier.require_close, verifier.require_followed = measure("gaps", close), measure("canary_gaps", followed)
+    try:
+        yield
+    finally:
+        verifier.require_close, verifier.require_followed = close, followed
+
+
+def served(setting: Setting, name: str, *keys: str) -> Measured:
+    """A run of five steps in this process, and what its syncs took."""
+    found: dict[str, Any] = {}
+    began = time.monotonic()
+    with watched_syncs(found):
+        folder = train_here(setting, name, *model_keys(setting), "train.steps=5", *keys)
+    rows = metrics(folder)
+    probes = found.get("gaps", [])
+    found |= {"steps": len(rows), "seconds": time.monotonic() - began, "gap": max(probes, default=None)}
+    for key in ("update", "probe"):
+        if any(f"sync/seconds/{key}" in row for row in rows):
+            found[f"sync_{key}_seconds"] = median(rows[1:], f"sync/seconds/{key}")
+    found["megabytes"] = mean(rows, "sync/bytes") / 1e6
+    return found | {"step_seconds": median(rows[1:], "time/step"), "reward": [row["reward"] for row in rows]}
+
+
+SERVED_LAWS = (
+    at_least("steps", 5, "steps"),
+    at_most("gap", 0.25, "largest mean difference of a probe in bfloat16, nats"),
+)
+
+
+@experiment(
+    "serving",
+    "a server on the trainer's GPU, sync=auto, which takes ipc: every weight by a canary, then five steps",
+    *SERVED_LAWS,
+    at_most("sync_update_seconds", 0.5, "seconds of an update of the server's weights"),
+    needs=("gpu", "vllm"),
+    seconds=240,
+)
+def sync_by_ipc(setting: Setting) -> Measured:
+    return served(setting, "run", *SHARED, EAGER, "sync=auto")
+
+
+@experiment(
+    "serving",
+    "the same by shared memory",
+    *SERVED_LAWS,
+    needs=("vllm",),
+    seconds=240,
+)
+def sync_by_shm(setting: Setting) -> Measured:
+    return served(setting, "run", *SHARED, EAGER, "sync=shm")
+
+
+@experiment(
+    "serving",
+    "the same by NCCL, to a server on another GPU",
+    *SERVED_LAWS,
+    at_most("sync_update_seconds", 0.5, "seconds of an update of the server's weights"),
+    needs=("two gpus", "vllm"),
+    seconds=240,
+)
+def sync_by_nccl(setting: Setting) -> Measured:
+    keys = ["hardware.train_devices=1", "hardware.rollout_devices=1", "sync=nccl"]
+    return served(setting, "run", "engine=vllm", EAGER, *keys)
+
+
+@experiment(
+    "serving",
+    "LoRA: adapters in the server, each kind of layer by a canary",
+    at_least("steps", 5, "steps"),
+    at_most("gap", 0.25, "largest mean difference of a probe, nats"),
+    needs=("vllm",),
+    seconds=240,
+)
+def lora_adapters(setting: Setting) -> Measured:
+    return served(setting, "run", *SHARED, EAGER, "model.lora.rank=16", "optim.lr=2e-4", "model.dtype=bfloat16")
+
+
+@experiment(
+    "serving",
+    "the server is killed in the middle of a run",
+    at_least("steps", 6, "steps of the run"),
+    at_least("killed", 1, "processes of the server that were killed"),
+    needs=("vllm",),
+    seconds=300,
+)
+def killed_server(setting: Setting) -> Measured:
+    killed: list[int] = []
+    folder = fresh(setting, "run")
+
+    def kill() -> None:
+        while len(metrics(folder)) < 2:
+            time.sleep(0.05)
+        for pid in server_processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+    threading.Thread(target=kill, daemon=True).start()
+    rows = metrics(train(setting, "run", *model_keys(setting), "train.steps=6", *SHARED, EAGER))
+    return {"steps": len(rows), "killed": len(killed), "seconds": [row["time/step"] for row in rows]}
+
+
+def server_processes() -> list[int]:
+    """Processes of vLLM servers on this machine that grpocli has started below this process."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes()
+            guard = b"reaper.py" in words
+            if not guard and (b"grpocli.rollout.vllm.api_server" in words or b"VLLM::EngineCore" in words):
+                found.append(int(folder.name))
+    return found
+
+
+@experiment(
+    "colocated",
+    "vLLM in the trainer's process: weights, sleep, load",
+    *SERVED_LAWS,
+    at_least("freed_share", 0.9, "share of vLLM's memory that sleep gives back", gpu=True),
+    at_most("load_seconds", 1, "seconds to wake and load", gpu=True),
+    true("stream_kept", "the trainer's stream is the one from before vLLM's start", gpu=True),
+    needs=("vllm",),
+    seconds=300,
+)
+def colocated_run(setting: Setting) -> Measured:
+    found: dict[str, Any] = {}
+    with watched_colocation(found, setting.device):
+        served_run = served(setting, "run", "engine=vllm_colocate", EAGER)
+    loads = found.pop("loads", [])
+    return found | served_run | {"load_seconds": statistics.median(loads) if loads else None, "loads": loads}
+
+
+@contextmanager
+def watched_colocation(found: dict[str, Any], device: str) -> Iterator[None]:
+    """A block in which vLLM's memory, sleeps and loads in this process are measured."""
+    import torch
+
+    from grpocli.rollout.vllm import colocate
+
+    start, sleep, load = colocate.start, colocate.InProcessLLM.sleep, colocate.InProcessLLM.load
+
+    def free() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    def started(*given: Any) -> Any:
+        before, stream = (free(), torch.cuda.current_stream()) if device == "cuda" else (0, None)
+        llm = start(*given)
+        if device == "cuda":
+            found["vllm_bytes"] = before - free()
+            found["stream_kept"] = torch.cuda.current_stream() == stream
+        return llm
+
+    def slept(self: Any) -> None:
+        before, asleep = (free() if device == "cuda" else 0), self.asleep
+        sleep(self)
+        if device == "cuda" and not asleep:
+            found["freed_share"] = (free() - before) / found["vllm_bytes"]
+
+    def loaded(self: Any, weights: Any, version: Any) -> int:
+        began = time.perf_counter()
+        sent = load(self, weights, version)
+        found.setdefault("loads", []).append(time.perf_counter() - began)
+        return sent
+
+    colocate.start, colocate.InProcessLLM.sleep, colocate.InProcessLLM.load = started, slept, loaded  # type: ignore
+    try:
+        yield
+    finally:
+        colocate.start, colocate.InProcessLLM.sleep, colocate.InProcessLLM.load = start, sleep, load  # type: ignore
+
+
+@experiment(
+    "colocated",
+    "a weight that never arrives is refused by the canary",
+    true("refused", "the first sync fails"),
+    needs=("vllm",),
+    seconds=240,
+)
+def lost_weight(setting: Setting) -> Measured:
+    from grpocli.rollout.vllm.weight_sync import PolicyWeights
+
+    stream = PolicyWeights.stream
+
+    def without_one(self: PolicyWeights) -> Iterator[tuple[str, Any]]:
+        return (pair for pair in stream(self) if not pair[0].endswith("layers.0.mlp.down_proj.weight"))
+
+    PolicyWeights.stream = without_one  # type: ignore[method-assign]
+    try:
+        served(setting, "run", "engine=vllm_colocate", EAGER)
+    except RuntimeError as error:
+        return {"refused": "does not follow" in str(error) or "trainer's weights" in str(error), "error": str(error)}
+    finally:
+        PolicyWeights.stream = stream  # type: ignore[method-assign]
+    return {"refused": False}
+
+
+def repeated_sampling(setting: Setting, name: str, sequences: int) -> tuple[Path, Measured]:
+    """Three steps of as many sequences with compiled vLLM: the run's folder and its speed."""
+    keys = ["train.steps=3", f"rollout.prompts_per_step={sequences // 8}", "rollout.group_size=8", "optim.lr=0"]
+    folder = train(setting, name, *model_keys(setting), *SHARED, *keys)
+    rows = metrics(folder)
+    tokens = [row["tokens/generated"] for row in rows]
+    rates = [count / row["time/rollout"] for count, row in zip(tokens, rows, strict=True)]
+    return folder, {f"tokens_per_second_{sequences}": rates[-1], f"syncs_{sequences}": len(rows)}
+
+
+def completions(folder: Path) -> list[list[int]]:
+    """The token ids of all completions of a run, step by step."""
+    from pyarrow import parquet
+
+    files = sorted((folder / "rollouts").glob("*.parquet"))
+    return [
+        ids
+        for file in files
+        for ids in parquet.read_table(file, columns=["completion_ids"])["completion_ids"].to_pylist()
+    ]
+
+
+@experiment(
+    "graphs",
+    "compiled vLLM with CUDA graphs: three syncs each with 64, 256 and 1,024 sequences",
+    *(at_least(f"syncs_{n}", 3, f"verified syncs with {n} sequences") for n in (64, 256, 1024)),
+    needs=("gpu", "vllm"),
+    seconds=520,
+)
+def cuda_graphs(setting: Setting) -> Measured:
+    found: Measured = {}
+    for sequences in (64, 256, 1024):
+        found |= repeated_sampling(setting, f"run_{sequences}", sequences)[1]
+    return found
+
+
+@experiment(
+    "graphs",
+    "the same run twice with VLLM_BATCH_INVARIANT=1",
+    at_least("equal", 1, "share of equal completions"),
+    needs=("gpu", "vllm"),
+    seconds=400,
+)
+def batch_invariance(setting: Setting) -> Measured:
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    one, two = (completions(repeated_sampling(setting, f"run_{k}", 256)[0]) for k in (1, 2))
+    return {"equal": statistics.mean(a == b for a, b in zip(one, two, strict=True)), "completions": len(one)}

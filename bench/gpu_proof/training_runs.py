@@ -1,0 +1,93 @@
+"""Runs of `grpocli train` for experiments, in another process or in this one, and what their files say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from experiment import Setting
+
+TIMES = ("time/", "memory/", "engine/", "sync/seconds", "sync/bytes")
+"""Prefixes of metrics that differ between two equal runs."""
+TAIL = 1500  # characters of a failed run's output
+
+Rows = list[dict[str, Any]]
+
+
+def command(setting: Setting, folder: Path, *keys: str) -> list[str]:
+    options = [*keys, f"hardware.device={setting.device}", f"hydra.run.dir={folder}"]
+    return [sys.executable, "-m", "grpocli", "train", *options]
+
+
+def train(setting: Setting, name: str, *keys: str) -> Path:
+    """The folder of a finished run. Raises RuntimeError with the end of its output if it fails."""
+    folder = fresh(setting, name)
+    done = subprocess.run(command(setting, folder, *keys), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-TAIL:]}")
+    return folder
+
+
+def train_here(setting: Setting, name: str, *keys: str) -> Path:
+    """The same in this process, whose functions an experiment may have replaced."""
+    from grpocli.cli import main
+
+    folder = fresh(setting, name)
+    with suppress(SystemExit):
+        main(command(setting, folder, *keys)[3:])
+    file = folder / "summary.json"
+    ended = json.loads(file.read_text())["exit"] if file.exists() else "before its first step"
+    if ended != "done":
+        raise RuntimeError(f"the run ended: {ended}")
+    return folder
+
+
+def fresh(setting: Setting, name: str) -> Path:
+    """A folder of an experiment that does not exist."""
+    folder = Path(setting.folder) / name
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def metrics(folder: Path) -> Rows:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def mean(rows: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.mean(row[key] for row in rows if key in row)
+
+
+def median(rows: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.median(row[key] for row in rows if key in row)
+
+
+def differences(one: Path, other: Path) -> dict[str, Any]:
+    """How far two runs are apart: whether metrics are equal, and the largest difference of weights."""
+    from safetensors.torch import load_file
+
+    rows, others = ([_repeatable(row) for row in metrics(folder)] for folder in (one, other))
+    weights, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
+    apart = [float((weights[name].double() - theirs[name].double()).abs().max()) for name in weights]
+    names = sorted({k for a, b in zip(rows, others, strict=False) for k in a.keys() | b.keys() if a.get(k) != b.get(k)})
+    return {"steps": [len(rows), len(others)], "metrics": names, "weights": max(apart)}
+
+
+def _repeatable(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not key.startswith(TIMES)}
+
+
+def model_keys(setting: Setting) -> list[str]:
+    """The task of serving experiments: the pretrained model on its recipe if there is one, else the built-in model."""
+    keys = ["eval.problems=0", "checkpoint.every=0"]
+    if setting.model:
+        return [*keys, "recipe=multiplication", f"model.path={setting.model}"]
+    return [*keys, "rollout.prompts_per_step=8", "rollout.group_size=8"]

@@ -1,0 +1,148 @@
+"""What weight syncs to vLLM rest on, without a server: CUDA IPC handles as JSON, and the buckets of sync=nccl."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from experiment import Measured, Setting, at_least, at_most, experiment, true
+
+if TYPE_CHECKING:
+    import torch
+
+READER = """
+import json, sys
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from grpocli.rollout.vllm.transport_gpu import decode_handles
+
+for line in sys.stdin:
+    (arguments,) = decode_handles(json.loads(line)).values()
+    arguments = [*arguments[:6], torch.cuda.current_device(), *arguments[7:]]  # as vLLM's worker
+    tensor = rebuild_cuda_tensor(*arguments)
+    print(json.dumps([list(tensor.shape), str(tensor.dtype), int(tensor.view(torch.uint8).long().sum())]), flush=True)
+"""
+
+
+@experiment(
+    "transfers",
+    "CUDA IPC handles as JSON into another process (sync=ipc)",
+    true("equal", "another process reads the same bytes"),
+    true("follows", "and sees a later change of the buffer"),
+    at_most("left_mib", 1, "MiB that stay allocated after the reader has ended"),
+    needs=("gpu",),
+)
+def ipc_handles(setting: Setting) -> Measured:
+    import torch
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    from grpocli.rollout.vllm.transport_gpu import encode_handles
+
+    before = torch.cuda.memory_allocated()
+    buffer = torch.randint(0, 255, (2**24,), dtype=torch.uint8, device="cuda")
+    command = [sys.executable, "-c", READER]
+    reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert reader.stdin
+    assert reader.stdout
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    answers = []
+    for _ in range(2):
+        torch.cuda.synchronize()
+        _, arguments = reduce_tensor(buffer)  # an export for each reading, which releases it
+        reader.stdin.write(json.dumps(encode_handles({uuid: arguments})) + "\n")
+        reader.stdin.flush()
+        answers.append((json.loads(reader.stdout.readline()), int(buffer.long().sum())))
+        buffer.add_(1)
+    reader.stdin.close()
+    code = reader.wait(60)
+    del buffer
+    torch.cuda.ipc_collect()
+    return {
+        "equal": answers[0][0] == [[2**24], "torch.uint8", answers[0][1]],
+        "follows": answers[1][0][2] == answers[1][1],
+        "reader_exit_code": code,
+        "left_mib": (torch.cuda.memory_allocated() - before) / 2**20,
+    }
+
+
+class Group:
+    """A group whose broadcast copies from a tensor of this process, bucket after bucket."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.source, self.sent = source, 0
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        tensor.copy_(self.source[self.sent : self.sent + len(tensor)])
+        self.sent += len(tensor)
+
+
+class LateLoader:
+    """Loads as vLLM's layerwise reload: the last tensor of a bucket is of a layer that the next bucket completes.
+
+    That layer's copy is made late, as on a busy GPU.
+    """
+
+    def __init__(self, target: torch.Tensor, size: int) -> None:
+        self.target, self.size = target, size
+        self.kept: list[tuple[str, torch.Tensor]] = []
+
+    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        import torch
+
+        *complete, last = weights
+        for name, tensor in complete:
+            layer = torch.empty_like(tensor)  # vLLM makes the layer anew, maybe where a freed bucket was
+            layer.copy_(tensor)
+            self._put(name, layer)
+        kept, self.kept = self.kept, [last]
+        if kept:
+            torch.cuda._sleep(50_000_000)  # cycles of the GPU, tens of milliseconds
+        for name, tensor in kept:
+            self._put(name, tensor)
+
+    def finish(self) -> None:
+        for name, tensor in self.kept:
+            self._put(name, tensor)
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        start = int(name) * self.size
+        self.target[start : start + self.size].copy_(tensor)
+
+
+@experiment(
+    "transfers",
+    "vLLM's consumer of packed buckets, a loader that is late: bytes of 32 MiB that are wrong (sync=nccl)",
+    at_most("wrong_with_one_buffer", 0, "with one buffer, as grpocli asks for"),
+    at_least("wrong_with_two_buffers", 1, "with two, vLLM's default: the race that the one buffer avoids"),
+    needs=("gpu", "vllm"),
+    seconds=90,
+)
+def bucket_race(setting: Setting) -> Measured:
+    import torch
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
+
+    size, count = 2**20, 32
+    source = torch.randint(0, 255, (size * count,), dtype=torch.uint8, device="cuda")
+
+    def names() -> Iterator[tuple[str, tuple[list[int], torch.dtype]]]:
+        return ((str(k), ([size], torch.uint8)) for k in range(count))
+
+    found: Measured = {}
+    for buffers, word in ((1, "one_buffer"), (2, "two_buffers")):
+        wrong = []
+        for _ in range(5):
+            target = torch.zeros_like(source)
+            loader = LateLoader(target, size)
+            torch.cuda.synchronize()
+            packed_nccl_broadcast_consumer(
+                names(), Group(source), 0, loader.load, buffer_size_bytes=3 * size, num_buffers=buffers
+            )
+            loader.finish()
+            torch.cuda.synchronize()
+            wrong.append(int((target != source).sum()))
+        found[f"wrong_with_{word}"] = max(wrong)
+        found[f"each_with_{word}"] = wrong
+    return found

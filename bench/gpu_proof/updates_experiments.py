@@ -1,0 +1,274 @@
+"""Updates of models of 0.5B and 1.5B parameters with random weights: the workloads of side_by_side."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from experiment import Measured, Setting, at_most, between, experiment
+from run import PEAK, WARM, one
+from workloads import ALL, Workload, make_model
+
+ROOT = Path(__file__).parents[2]
+SIDE = ROOT / "bench" / "side_by_side"
+WITH_CUDNN = (
+    "import sys, torch; sys.path.insert(0, sys.argv[1]); torch.backends.cuda.enable_cudnn_sdp = lambda on: None; "
+    "sys.argv[:2] = ['grpocli_side.py']; import grpocli_side; grpocli_side.main()"
+)
+"""The same side, in which attention by cuDNN stays as torch has it."""
+CHOICES = {
+    "flex_skewed": ("skewed", ("model.attention=flex_attention",)),
+    "flex_prompts": ("prompts", ("model.attention=flex_attention",)),
+    "compiled_even": ("even", ("model.compile=true",)),
+}
+"""Kernels that a config may choose: the workload on which each is compared with the default, and its keys."""
+MEMORY = {
+    "packed": (),
+    "padded": ("train.packed=false",),
+    "checkpointing": ("train.gradient_checkpointing=true",),
+    "lora": ("model.lora.rank=16",),
+}
+"""Configs whose planned memory is compared with the measured one."""
+
+
+def workload(setting: Setting, name: str) -> str:
+    """The name of a workload; on a CPU that of the smallest."""
+    return "smoke" if setting.small else name
+
+
+def model_folder(setting: Setting, name: str) -> Path:
+    """The folder of the workload's model, made once for all experiments."""
+    folder = Path(setting.folder).parent / ALL[name].model.replace(" ", "-")
+    if not (folder / "tokenizer.json").exists():  # written last
+        make_model(ALL[name].model, folder)
+    return folder
+
+
+def update(setting: Setting, name: str, steps: int, *keys: str) -> dict[str, Any]:
+    """Steps of grpocli on a workload, in another process: the output of grpocli_side.py."""
+    return one("grpocli_side.py", sys.executable, name, model_folder(setting, name), steps, *keys, *device(setting))
+
+
+def device(setting: Setting) -> tuple[str, ...]:
+    return (f"hardware.device={setting.device}",)
+
+
+def seconds(run: dict[str, Any]) -> float:
+    return statistics.median(run["seconds"][WARM:])
+
+
+@experiment(
+    "updates",
+    "the update at skewed lengths, 0.5B, without cuDNN's plans and with them",
+    between("times_as_fast", 2, 100, "times as fast without them", gpu=True),
+    at_most("gradient_apart", 0.03, "relative difference of the first gradient norm"),
+    seconds=180,
+)
+def skewed_update(setting: Setting) -> Measured:
+    name, steps = workload(setting, "0.5B, skewed"), 5
+    folder = model_folder(setting, name)
+    without = update(setting, name, steps)
+    command = [sys.executable, "-c", WITH_CUDNN, str(SIDE), name, str(folder), str(steps), *device(setting)]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    allowed = json.loads(done.stdout.splitlines()[-1])
+    norms = [run["logs"][0]["grad_norm"] for run in (without, allowed)]
+    return {
+        "times_as_fast": seconds(allowed) / seconds(without),
+        "seconds_without": without["seconds"],
+        "seconds_with": allowed["seconds"],
+        "gib": without["GiB"],
+        "gradient_apart": abs(norms[0] / norms[1] - 1),
+    }
+
+
+@contextmanager
+def synchronizations(found: Counter[str]) -> Iterator[None]:
+    """A block in which the lines of Python that wait for the GPU within an update's micro-batches are counted."""
+    import torch
+
+    from grpocli.training.update import Updater
+
+    accumulate = Updater.accumulate
+
+    def watched(self: Any, window: Any, *more: Any) -> Any:
+        found["micro-batches"] += len(window.micro_batches)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                return accumulate(self, window, *more)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                for one in seen:
+                    if "synchronizing CUDA operation" in str(one.message):
+                        found[f"{_short(one.filename)}:{one.lineno}"] += 1
+
+    Updater.accumulate = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Updater.accumulate = accumulate  # type: ignore[method-assign]
+
+
+def _short(file: str) -> str:
+    """`training/packing.py`, or the last three parts of the path of a library's file."""
+    return "/".join(Path(file).parts[-3:])
+
+
+@experiment(
+    "updates",
+    "operations of an update's micro-batches that wait for the GPU, 0.5B, skewed lengths",
+    at_most("waits_per_micro_batch", 0, "waits a micro-batch"),
+    needs=("gpu",),
+    seconds=120,
+)
+def host_synchronizations(setting: Setting) -> Measured:
+    import grpocli_side
+
+    name, found = "0.5B, skewed", Counter[str]()
+    sys.argv = ["grpocli_side.py", name, str(model_folder(setting, name)), "3"]
+    with synchronizations(found):
+        grpocli_side.main()
+    batches = found.pop("micro-batches")
+    return {
+        "micro_batches": batches,
+        "waits_per_micro_batch": sum(found.values()) / batches,
+        "where": [f"{place}: {count}" for place, count in found.most_common(20)],
+    }
+
+
+def flops_share(work: Workload, run: dict[str, Any]) -> float | None:
+    """The share of the GPU's peak that the needed operations take; None for a device without a known peak."""
+    peak = next((most for name, most in PEAK.items() if name in run["device"]), None)
+    steps = range(WARM, len(run["seconds"]))
+    return sum(map(work.flops, steps)) / sum(run["seconds"][WARM:]) / peak if peak else None
+
+
+@experiment(
+    "updates",
+    "the share of the GPU's bfloat16 peak that an update of 1.5B needs",
+    between("share_even", 0.15, 0.45, "lengths of 512", gpu=True),
+    between("share_skewed", 0.1, 0.45, "skewed lengths up to 2,048", gpu=True),
+    seconds=180,
+)
+def model_flops(setting: Setting) -> Measured:
+    found: Measured = {}
+    for kind in ("even", "skewed"):
+        name = workload(setting, f"1.5B, {kind}")
+        run = update(setting, name, 5)
+        tokens = sum(sum(ALL[name].lengths(step)) for step in range(WARM, 5))
+        found |= {f"share_{kind}": flops_share(ALL[name], run), f"seconds_{kind}": run["seconds"]}
+        found |= {f"gib_{kind}": run["GiB"], f"tokens_per_second_{kind}": tokens / sum(run["seconds"][WARM:])}
+    return found
+
+
+def planned_gib(setting: Setting, name: str, keys: tuple[str, ...]) -> float:
+    """GiB that `grpocli plan` expects during the update, without libraries, which torch does not allocate."""
+    work = ALL[name]
+    command = [
+        *(sys.executable, "-m", "grpocli", "plan", "--json", "--no-advice", "model=hf"),
+        *(f"model.path={model_folder(setting, name)}", "model.dtype=bfloat16", "engine=transformers"),
+        *("task=arithmetic", "algorithm=grpo", "algorithm.kl.beta=0", "algorithm/aggregate=token_mean"),
+        *(f"rollout.prompts_per_step={work.groups}", f"rollout.group_size={work.rows}", *keys, *device(setting)),
+        *(f"rollout.max_prompt_tokens={work.prompt}", f"rollout.max_completion_tokens={work.longest}"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode not in (0, 1):  # 1: it does not fit
+        raise RuntimeError(done.stderr[-2000:])
+    items = json.loads(done.stdout)["devices"][0]["items"]
+    return sum(float(item["update"]) for item in items if item["name"] != "libraries") / 2**30
+
+
+@experiment(
+    "updates",
+    "memory of an update, planned over measured, 0.5B, prompts of 128 and 512 new",
+    *(between(f"ratio_{kind}", 0.85, 1.15, kind, gpu=True) for kind in MEMORY),
+    seconds=240,
+)
+def memory_against_plan(setting: Setting) -> Measured:
+    name, found = workload(setting, "0.5B, even"), dict[str, Any]()
+    for kind, keys in MEMORY.items():
+        planned, measured = planned_gib(setting, name, keys), update(setting, name, 3, *keys)["GiB"]
+        found |= {f"planned_{kind}": planned, f"measured_{kind}": measured, f"ratio_{kind}": planned / measured}
+    return found
+
+
+@experiment(
+    "updates",
+    "packed rows by flex attention beside sdpa, and compiled layers beside eager ones, 0.5B",
+    *(at_most(f"time_{name}", 1, f"{name}: time over that of the default", gpu=True) for name in CHOICES),
+    *(at_most(f"gradient_apart_{name}", 0.03, f"{name}: difference of the gradient norms") for name in CHOICES),
+    seconds=400,
+)
+def kernel_choices(setting: Setting) -> Measured:
+    found: Measured = {}
+    usual: dict[str, dict[str, Any]] = {}
+    for name, (kind, keys) in CHOICES.items():
+        work = workload(setting, f"0.5B, {kind}")
+        if work not in usual:
+            usual[work] = update(setting, work, 5)
+        run = update(setting, work, 8, *keys)
+        norms = [one["logs"][0]["grad_norm"] for one in (run, usual[work])]
+        found |= {f"time_{name}": seconds(run) / seconds(usual[work]), f"seconds_{name}": run["seconds"]}
+        found |= {f"gradient_apart_{name}": abs(norms[0] / norms[1] - 1), f"gib_{name}": run["GiB"]}
+    return found
+
+
+@experiment(
+    "updates",
+    "FSDP2 on one process beside plain torch: gradient norms and seconds of an update, float32 and bfloat16",
+    at_most("apart_float32", 1e-4, "float32: relative difference of the gradient norms"),
+    at_most("apart_bfloat16", 0.03, "bfloat16: the same"),
+    seconds=120,
+)
+def fsdp2_on_one_process(setting: Setting) -> Measured:
+    from grpocli.rollout.vllm.server import free_port
+
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(place | {"MASTER_PORT": str(free_port())})
+    found: Measured = {}
+    for dtype in ("float32", "bfloat16"):
+        norms = {}
+        for parallel in ("plain", "fsdp2"):
+            norms[parallel] = gradient_norm(setting, parallel, dtype)
+        found |= {f"norms_{dtype}": list(norms.values()), f"apart_{dtype}": abs(norms["fsdp2"] / norms["plain"] - 1)}
+    return found
+
+
+def gradient_norm(setting: Setting, parallel: str, dtype: str) -> float:
+    """The gradient norm of an update of a little model on packed rows."""
+    import torch
+    from kernels_experiments import little_policy, random_rows
+
+    from grpocli.distributed.fsdp2 import Fsdp2
+    from grpocli.distributed.parallel import SingleProcess
+    from grpocli.distributed.world import World
+    from grpocli.hardware.hardware import Single
+    from grpocli.training.micro_batch import MicroBatch
+    from grpocli.training.packing import Packed
+    from grpocli.training.packing_check import pack
+    from grpocli.training.policy import Policy
+    from grpocli.types import Sampling
+
+    world = World(Single(device=setting.device))
+    own: Any = Fsdp2(world.accelerator) if parallel == "fsdp2" else SingleProcess(world.device)
+    compute = getattr(torch, dtype)
+    model = little_policy("cpu", dtype).model
+    wrapped, optimizer = own.prepare(model, compute, lambda of: torch.optim.SGD(of.parameters(), lr=0.0))
+    policy = Policy(model, wrapped, compute, own)
+    assert pack(policy, None)
+    batch = MicroBatch.build(random_rows(setting.small), world.device, Packed)
+    logp_BT = policy.scores(batch, Sampling(1)).logp
+    own.backward(wrapped, (logp_BT.where(batch.mask.bool(), 0.0) * batch.advantages.unsqueeze(1)).sum())
+    return float(own.update(wrapped, optimizer, 0.0, 0.0))
