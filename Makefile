@@ -109,8 +109,8 @@ bench: ## time steps beside TRL's, in its own environment, and write docs/benchm
 	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
 	$(BIN)/python bench/side_by_side/run.py $(or $(KIND),peer) $(ARGS)
 
-bench-limit: setup ## time updates beside the bare model's, and write docs/benchmarks.md (KIND=linear: more rows, longer ones)
-	$(BIN)/python bench/side_by_side/run.py $(or $(KIND),limit) $(ARGS)
+bench-limit: setup ## time updates beside the bare model's, and write docs/benchmarks.md (KIND=linear: more rows, longer ones; long-rows: memory)
+	$(BIN)/python bench/side_by_side/$(if $(filter long-rows,$(KIND)),long_rows.py,run.py $(or $(KIND),limit)) $(ARGS)
 
 bench-savings: setup ## time updates with and without each optimization, and write docs/benchmarks.md
 	$(BIN)/python bench/side_by_side/optimizations.py $(ARGS)

@@ -17,7 +17,6 @@ from typing import Any
 from workloads import ALL, FIRST_WORD, Workload, own_tokenizer, peak, write_prompts
 
 from grpocli.cli import main as grpocli
-from grpocli.config.parts import part
 from grpocli.rollout.engine import EnginePart, OnGroup, ignore_group
 from grpocli.types import Completion, Request, Sampling
 
@@ -26,9 +25,8 @@ TRL = [  # the loss of TRL's defaults, so that both compute the same gradient
 ]
 
 
-@part("engine", "given")
 class Given(EnginePart):
-    """An engine that returns the workload's completions."""
+    """An engine that returns the workload's completions. Trainer processes load it from this file."""
 
     workload: str = ""
 
@@ -69,7 +67,7 @@ def main() -> None:
         write_prompts(work.prompts(), prompts)
         write_prompts(["t5"], other)  # otherwise one of the other rows would be held out
         # the given completions have no log-probs of this model, so their gap to the trainer's says nothing
-        given = ["engine=given", f"engine.workload={name}", "rollout.max_prob_error=null"]
+        given = [f"engine={__file__}:Given", f"engine.workload={name}", "rollout.max_prob_error=null"]
         engine = [f"engine={work.engine}"] if work.sampled else given
         options = [
             *("model=hf", f"model.path={folder}", "model.dtype=bfloat16", *engine, *TRL),
@@ -78,7 +76,7 @@ def main() -> None:
             *(f"rollout.prompts_per_step={work.groups}", f"rollout.group_size={work.rows}"),
             *(f"rollout.max_prompt_tokens={work.prompt}", f"rollout.max_completion_tokens={work.longest}"),
             *("eval.problems=0", "checkpoint.every=0", f"train.steps={steps}", f"hydra.run.dir={run}"),
-            *(f"optim.lr={work.rate}", *more),
+            *(f"optim.lr={work.rate}", f"train.micro_batch_tokens={work.micro_batch}", *more),
         ]
         with suppress_output(), suppress(SystemExit):
             grpocli(["train", *options])
@@ -92,7 +90,8 @@ def main() -> None:
         "logs": logs,
         "device": device(),
     }
-    found["parts"] = {key: [row[key] for row in rows] for key in rows[0] if key.startswith(("time/", "tokens/"))}
+    kinds = ("time/", "tokens/", "memory/")
+    found["parts"] = {key: [row[key] for row in rows] for key in rows[0] if key.startswith(kinds)}
     print(json.dumps(found))
 
 
@@ -116,4 +115,5 @@ def device() -> str:
 
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # for trainer processes
     main()

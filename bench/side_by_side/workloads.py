@@ -28,6 +28,9 @@ MODELS = {
     "wide head": LLAMA
     | {"vocab_size": 152000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     | {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "long rows": LLAMA
+    | {"vocab_size": 32000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 32768},
     "qwen2.5-0.5b": QWEN2
     | {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
     | {"num_attention_heads": 14, "num_key_value_heads": 2},
@@ -43,7 +46,8 @@ class Workload:
 
     longest: tokens of a completion: of every one, or of a few if `skewed` (log-normal lengths). constant: share of
     groups whose rewards are all equal. sampled: each trainer samples itself, up to `longest` tokens. engine:
-    grpocli's engine. times: multiplies the number of steps if they are short. rate: learning rate.
+    grpocli's engine. times: multiplies the number of steps if they are short. rate: learning rate. micro_batch:
+    grpocli's train.micro_batch_tokens.
     """
 
     about: str
@@ -58,6 +62,7 @@ class Workload:
     engine: str = "transformers"
     times: int = 1
     rate: float = 1e-5
+    micro_batch: int = 8192
 
     def lengths(self, step: int) -> list[int]:
         """Lengths of the step's completions, group by group."""
@@ -110,6 +115,7 @@ class Workload:
         return groups
 
 
+LONG: dict[str, Any] = {"model": "long rows", "groups": 1, "rows": 4, "micro_batch": 32768}
 WORKLOADS = {
     "W1": Workload("0.4 M parameters, 8 x 8, 64 tokens, sampled by transformers", "0.4M", 8, 8, sampled=True, times=4),
     "W2": Workload("SmolLM2-135M, 2 x 8, prompts of 12, 64 new: update alone"),
@@ -118,6 +124,15 @@ WORKLOADS = {
     "W4": Workload("skewed lengths up to 256: update alone", longest=256, skewed=True),
     "W5": Workload("half of the groups constant, no KL: update alone", constant=0.5),
     "W6": Workload("a vocabulary of 152,000, small layers, 256 new: update alone", model="wide head", longest=256),
+    "W7": Workload(
+        "14 M parameters, 1 x 4, prompts of 2,048, 4,096 new: update alone", **LONG, prompt=2048, longest=4096
+    ),
+}
+LONG_ROWS = {
+    f"{k} x length": Workload(
+        f"1 x 4 rows of {512 * k:,} + {1024 * k:,} tokens", **LONG, prompt=512 * k, longest=1024 * k
+    )
+    for k in (1, 2, 4)
 }
 LINEAR = {
     **{f"{k} x rows": Workload(f"{2 * k} x 8 rows of 12 + 64 tokens", groups=2 * k) for k in (1, 2, 4)},

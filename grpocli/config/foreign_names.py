@@ -534,6 +534,9 @@ ALIASES = EARLIER | {
     "model_path": MODEL,
     "num_epochs": EPOCHS,
     "num_processes": Equivalent("hardware.processes={}"),
+    "context_parallel_size": Equivalent("hardware.context_parallel={}"),
+    "cp_size": Equivalent("hardware.context_parallel={}"),
+    "sp_size": Equivalent("hardware.context_parallel={}"),
     "pretrained_model_name_or_path": MODEL,
     "stop_strings": Equivalent("rollout.stop={}"),
     "system_prompt": Equivalent("task.system_prompt={}"),
@@ -716,14 +719,16 @@ NEMO_RL = {
     ),
     "policy.dtensor_cfg.activation_checkpointing": default(False, "train.gradient_checkpointing={}"),
     "policy.dtensor_cfg.cpu_offload": missing(False, "weights stay on the GPU; hardware.parallel=fsdp2 shards them"),
-    "policy.dtensor_cfg.sequence_parallel": missing(False, "a sequence is not split over GPUs"),
+    "policy.dtensor_cfg.sequence_parallel": missing(
+        False, "it goes with tensor parallelism; hardware.context_parallel splits sequences"
+    ),
     "policy.dtensor_cfg.tensor_parallel_size": missing(1, "training shards with fsdp2, not by tensors"),
-    "policy.dtensor_cfg.context_parallel_size": missing(1, "a sequence is not split over GPUs"),
+    "policy.dtensor_cfg.context_parallel_size": default(1, "hardware.context_parallel={}"),
     "policy.dtensor_cfg._v2": nothing(True, "hardware.parallel=fsdp2 is torch's own"),
     "policy.dtensor_cfg.custom_parallel_plan": missing(None, "training shards with fsdp2, not by tensors"),
     **{f"policy.megatron_cfg.{name}": missing(value, NO_MEGATRON) for name, value in MEGATRON.items()},
     "policy.make_sequence_length_divisible_by": nothing(
-        "${policy.dtensor_cfg.tensor_parallel_size}", "a sequence is not split over GPUs"
+        "${policy.dtensor_cfg.tensor_parallel_size}", "hardware.context_parallel fills up what it splits"
     ),
     "policy.optimizer.kwargs.foreach": nothing(False, "optim=adamw is fused where the device has it"),
     "policy.optimizer.kwargs.fused": nothing(False, "optim=adamw is fused where the device has it"),
@@ -841,6 +846,7 @@ VERL = {
     f"{ACTOR}.ppo_micro_batch_size": MEMORY,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": MEMORY,
     f"{ACTOR}.ppo_mini_batch_size": Equivalent("", "train.minibatches=N divides a step into N updates"),
+    f"{ACTOR}.ulysses_sequence_parallel_size": Equivalent("hardware.context_parallel={}"),
     f"{ACTOR}.use_kl_loss": Equivalent("algorithm/kl=k3", values=KL),
     "actor_rollout_ref.model.enable_gradient_checkpointing": TRL["gradient_checkpointing"],
     "actor_rollout_ref.model.lora_alpha": TRL["lora_alpha"],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from grpocli.distributed.context_parallel import ContextParallel
 from grpocli.distributed.parallel import Ddp, Parallel, SingleProcess
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class World:
     """This process among `size` processes, on `device`. All processes must make collective calls in the same order.
 
     A second thread has its own order: it makes its calls in a `channel`. parallel: how processes share models and
-    updates.
+    updates. context_parallel: the processes that share this one's micro-batches; None: it has micro-batches of its own.
     """
 
     def __init__(self, hardware: Hardware, heartbeat: HeartbeatWriter | None = None) -> None:
@@ -50,6 +51,8 @@ class World:
         self.size: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
         self.parallel: Parallel = parallel_of(hardware, self.accelerator)
+        size = hardware.context_parallel if self.size > 1 else 1
+        self.context_parallel = ContextParallel.of(self.rank, self.size, size, self.timeout)
         self._thread = threading.local()
         self._heartbeat = heartbeat
 
@@ -85,6 +88,26 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def copies(self) -> int:
+        """The number of processes that compute the same rows: those that share micro-batches, otherwise 1."""
+        return self.context_parallel.size if self.context_parallel else 1
+
+    @property
+    def shares(self) -> int:
+        """The number of shares into which the rows of an update are dealt."""
+        return self.size // self.copies
+
+    @property
+    def share(self) -> int:
+        """The number of this process's share, from 0."""
+        return self.rank // self.copies
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this process is the one that speaks for those with the same rows."""
+        return self.rank % self.copies == 0
 
     def barrier(self) -> None:
         if self._group:
@@ -134,6 +157,10 @@ class World:
     def sum(self, value: Tensor) -> Tensor:
         """The sum over processes, on the device. In the main thread only."""
         return self.accelerator.reduce(value, reduction="sum") if self.size > 1 else value
+
+    def sum_of_shares(self, value: Tensor) -> Tensor:
+        """The sum over the shares of rows of a value that is equal in all processes of a share."""
+        return self.sum(value) / self.copies if self.copies > 1 else self.sum(value)
 
     def max(self, value: Tensor) -> Tensor:
         """The elementwise maximum over processes, on the device. In the main thread only."""

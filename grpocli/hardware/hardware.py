@@ -23,12 +23,17 @@ class Hardware:
     """How model states are distributed over trainer processes. `ddp`: everything is replicated. `fsdp2`: weights,
     gradients and optimizer state are sharded (torch). `zero2`: gradients and optimizer state are sharded; `zero3`:
     weights too (DeepSpeed)."""
+    context_parallel: int
+    """Trainer processes that share each micro-batch, for rows that fit no device (docs/long_rows.md): each has this
+    part of the tokens of every sequence. It divides the number of trainer processes and of attention heads. 1: every
+    process has micro-batches of its own."""
     timeout: int
     """Timeout in seconds for a process that waits for the others; the run stops when it expires."""
 
     def _check(self) -> None:
         one_of(self, "device", ("auto", "cpu", "cuda"))
         one_of(self, "parallel", PARALLEL)
+        require(self, "context_parallel", 1 <= self.context_parallel <= 1024, "must be between 1 and 1024")
         require(self, "timeout", 1 <= self.timeout <= 10**9, "must be at least 1 second, and no more than 1e9")
 
 
@@ -45,6 +50,7 @@ class Single(Hardware):
     """GPUs that serve (engine=vllm): how many, or a list of their numbers. `auto`: as many as the servers need."""
     device: str = "auto"
     parallel: str = "ddp"
+    context_parallel: int = 1
     timeout: int = 1800
 
     nodes = train_nodes = 1
@@ -70,6 +76,7 @@ class Multinode(Hardware):
     """GPUs of each machine, 1 to 1024; on CPUs, trainer processes of each machine."""
     device: str = "auto"
     parallel: str = "fsdp2"
+    context_parallel: int = 1
     timeout: int = 1800
 
     def __post_init__(self) -> None:

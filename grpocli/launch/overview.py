@@ -34,7 +34,8 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
     rollout, train = run.rollout, run.train
     rows = rollout.prompts_per_step * rollout.group_size
     groups = _share(rollout.prompts_per_step, train.minibatches)
-    processes = devices.processes * run.hardware.train_nodes
+    processes, split = devices.processes * run.hardware.train_nodes, run.hardware.context_parallel
+    shared = f", {split} share each" if split > 1 else ""
     rounds = run.algorithm.keep.max_rounds
     refill = f", refilled up to {rounds} rounds" if rounds > 1 else ""
     answers = f"learn   {rollout.prompts_per_step} answers a step, up to {rollout.max_prompt_tokens} + "
@@ -45,8 +46,8 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
     )
     update = (
         f"train   {train.epochs} x {train.minibatches} = {_count(train.updates_per_step, 'update')} a step, "
-        f"{groups} groups each, micro-batches of up to {train.micro_batch_tokens:,} tokens, "
-        f"{_count(processes, 'process')}"
+        f"{groups} groups each, micro-batches of up to {split * train.micro_batch_tokens:,} tokens, "
+        f"{_count(processes, 'process')}{shared}"
     )
     total = (
         f"run     {_count(train.steps, 'step')}, {_count(train.steps * train.updates_per_step, 'update')}, "

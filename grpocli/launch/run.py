@@ -33,7 +33,14 @@ from grpocli.launch.run_pushes import push_finished
 from grpocli.launch.trainer_job import TrainerJob, wait_for_job
 from grpocli.launch.trainer_launcher import SETTLE, clean, resume_marker, stop_file
 from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error, quiet_libraries
-from grpocli.launch.validate import check_nodes, check_prefetch, check_schedule, check_shares
+from grpocli.launch.validate import (
+    check_context_parallel,
+    check_nodes,
+    check_prefetch,
+    check_schedule,
+    check_shares,
+    check_splits,
+)
 from grpocli.processes.node import Node
 from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
 from grpocli.processes.threads import BackgroundTask
@@ -257,11 +264,14 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         view.note("model.attn_implementation is now called model.attention")
     check_prefetch(run, run.engine.resolved())
     check_nodes(run, run.engine.resolved())
-    check_shares(run, devices.processes * (node.count if node else 1))
+    processes = devices.processes * (node.count if node else 1)
+    check_shares(run, processes)
+    check_context_parallel(run, processes)
     for name, task in tasks_of(run.task).items():
         with errors_below(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples("train")[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
+    check_splits(run, model_path)
     _check_teachers(run, model_path, view)
     if coefficient := run.algorithm.router_aux_loss_coef:
         check_has_routers(run.model, model_path, coefficient)

@@ -30,6 +30,7 @@ def check_run(run: Run) -> None:
     _check_waits(run)
     check_nodes(run, run.engine)
     check_shares(run, run.hardware.processes or 1)
+    check_context_parallel(run, run.hardware.processes)
     _check_parallel(run)
     check_prefetch(run, run.engine)
 
@@ -291,13 +292,17 @@ def _check_batch(run: Run) -> None:
             key="train.minibatches",
             value=run.train.minibatches,
         )
-    longest = run.rollout.longest_row
-    if run.train.micro_batch_tokens < longest:
+    longest, split = run.rollout.longest_row, run.hardware.context_parallel
+    if run.train.micro_batch_tokens * split < longest:
+        limits = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
+        least = f"{limits} = {longest}: a micro-batch holds whole completions"
+        if split > 1:
+            least = f"({limits}) / hardware.context_parallel = {-(-longest // split)}: a process has this part of a row"
         raise ConfigError(
-            f"must be at least rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest}: "
-            "a micro-batch holds whole completions",
+            f"must be at least {least}",
             key="train.micro_batch_tokens",
             value=run.train.micro_batch_tokens,
+            hint=f"raise it, or split rows over {2 * split} processes: hardware.context_parallel={2 * split}",
         )
 
 
@@ -386,14 +391,60 @@ def check_nodes(run: Run, engine: Any) -> None:
 def check_shares(run: Run, processes: int) -> None:
     """Require a completion for each process. Called again when the GPUs have been counted."""
     groups = run.rollout.prompts_per_step // run.train.minibatches
-    rows = groups * run.rollout.group_size
-    if processes > rows:
+    rows, shared_by = groups * run.rollout.group_size, run.hardware.context_parallel
+    if processes > rows * shared_by:
         raise ConfigError(
             f"leaves some of {processes} trainer processes without data: an update has {groups} groups of "
             f"rollout.group_size={run.rollout.group_size}; raise it, or train in fewer processes",
             key="rollout.prompts_per_step",
             value=run.rollout.prompts_per_step,
         )
+
+
+def check_context_parallel(run: Run, processes: int | None) -> None:
+    """Check `hardware.context_parallel`. processes: of the trainer; None: not counted yet, and this is called again."""
+    from grpocli.algorithm.kl import KL
+
+    n, kl = run.hardware.context_parallel, run.algorithm.kl
+    if n == 1:
+        return
+    refused = {
+        f"works with hardware.parallel=ddp or fsdp2, not with {run.hardware.parallel}": (
+            run.hardware.parallel not in ("ddp", "fsdp2")
+        ),
+        "splits packed rows: set train.packed=true": not run.train.packed,
+        "splits packed rows, which a repetition penalty does not have: set rollout.repetition_penalty=1": (
+            run.rollout.repetition_penalty != 1
+        ),
+        "a server would score each row once a process: load the teacher with algorithm.kl.model": (
+            isinstance(kl, KL) and bool(kl.beta and kl.urls)
+        ),
+        f"must divide the number of trainer processes, {processes}: set hardware.processes={n}, or a multiple of it": (
+            processes is not None and processes % n > 0
+        ),
+    }
+    for problem, holds in refused.items():
+        if holds:
+            raise ConfigError(problem, key="hardware.context_parallel", value=n)
+
+
+def check_splits(run: Run, model_path: str) -> None:
+    """Require a model whose sequences `hardware.context_parallel` can split. Reads its config alone."""
+    from grpocli.models.loading import load_config
+    from grpocli.models.shared_prompt_attention import supports
+
+    n = run.hardware.context_parallel
+    if n == 1:
+        return
+    config = load_config(run.model, model_path)
+    heads, problem = getattr(config.get_text_config(), "num_attention_heads", n), ""
+    if not supports(config, run.rollout.longest_row):
+        problem = "not every layer of this model is full attention, whose heads can be dealt out: set it to 1"
+    elif isinstance(heads, int) and heads % n:  # otherwise each layer has its own, and the trial of the model decides
+        fits = ", ".join(str(k) for k in range(2, heads + 1) if heads % k == 0)
+        problem = f"must divide the {heads} attention heads of this model: {fits}"
+    if problem:
+        raise ConfigError(problem, key="hardware.context_parallel", value=n)
 
 
 def _check_parallel(run: Run) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -28,6 +28,8 @@ MIN_TOKENS = 128
 """Completion tokens that justify a call of `sdpa`."""
 MAX_PADDING = 0.2
 """Largest share of padding in the rows of a block."""
+MOST_MASKED = 2**24
+"""Numbers of the largest mask. Without a mask, memory is linear in the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Block:
         size, width = sum(lengths), max(lengths)
         if not _copies_pay_off(prompt, width):
             return cls(size, 1, size, _mask(prompt, lengths, device, on_cpu))
-        causal = width >= prompt and sdpa.prefers_causal(width, on_cpu)
+        causal = (width >= prompt and sdpa.prefers_causal(width, on_cpu)) or _mask_is_too_large(prompt, width)
         mask = None if causal else _mask(prompt, [width], device, on_cpu)
         block = cls(size, len(lengths), width, mask)
         if size == len(lengths) * width:
@@ -100,13 +102,34 @@ class Segments:
     parts: tuple[Segment, ...]
     on_cpu: bool
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
+        """query [1, heads, N, D], key and value [1, heads / groups, N, D] -> [1, N, heads, D].
+
+        how: `dropout_p` and `scale`, as of `sdpa`.
+        """
+        groups = query.shape[1] // key.shape[1]
+        if not self.on_cpu:
+            return _attend(query, key, value, self.parts, partial(sdpa.on_gpu, groups=groups, how=how))
+        low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+        with torch.autocast("cpu", enabled=False):  # `sdpa.on_cpu` chooses the dtype
+            return _attend(query, key, value, self.parts, partial(sdpa.on_cpu, groups=groups, low=low, how=how))
+
+
+class Attends(Protocol):
+    """What the tokens of a packed sequence attend to."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
+        """The output of attention, as of `Segments.attend`."""
+        ...
+
 
 def split_into_blocks(prompt: int, lengths: Sequence[int]) -> list[list[int]]:
     """Indices of the completions in each block, in order. lengths: tokens of each completion.
 
     If the longest completion has at least half of the prompt's tokens, a block has completions of similar length, since
     copies of the prompt then cost at most twice the completions. Otherwise a block has completions with at most as many
-    tokens as the prompt (or MIN_TOKENS): scores between different completions are computed there and discarded.
+    tokens as the prompt (or MIN_TOKENS): scores between different completions are computed there and discarded. A
+    completion whose mask would be too large is a block with a copy.
     """
     found: list[list[int]] = []
     for number in range(len(lengths)):
@@ -120,12 +143,16 @@ def _fits_block(prompt: int, lengths: Sequence[int]) -> bool:
     rows, size = len(lengths) * max(lengths), sum(lengths)
     if _copies_pay_off(prompt, max(lengths)):
         return rows - size <= MAX_PADDING * rows
-    return size <= max(prompt, MIN_TOKENS)
+    return size <= max(prompt, MIN_TOKENS) and not _mask_is_too_large(prompt, size)
 
 
 def _copies_pay_off(prompt: int, longest: int) -> bool:
     """Whether each completion gets a copy of the prompt's keys and values."""
-    return 2 * longest >= prompt
+    return 2 * longest >= prompt or _mask_is_too_large(prompt, longest)
+
+
+def _mask_is_too_large(prompt: int, tokens: int) -> bool:
+    return tokens * (prompt + tokens) > MOST_MASKED
 
 
 def attend(
@@ -134,7 +161,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    segments: Segments | None = None,
+    segments: Attends | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **others: Any,
@@ -153,13 +180,7 @@ def attend(
     refused = [name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None]
     if refused or (attention_mask is not None and attention_mask.shape != (1, 1, 1, 1)):
         raise ValueError(f"attention over segments does not support {', '.join(refused) or 'a mask of the model'}")
-    groups = query.shape[1] // key.shape[1]
-    how = {"dropout_p": dropout, "scale": scaling}
-    if not segments.on_cpu:
-        return _attend(query, key, value, segments.parts, partial(sdpa.on_gpu, groups=groups, how=how)), None
-    low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-    with torch.autocast("cpu", enabled=False):  # `sdpa.on_cpu` chooses the dtype
-        return _attend(query, key, value, segments.parts, partial(sdpa.on_cpu, groups=groups, low=low, how=how)), None
+    return segments.attend(query, key, value, {"dropout_p": dropout, "scale": scaling}), None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], call: sdpa.Kernel) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.kl import KL, has_teacher
+from grpocli.errors import ConfigError
 from grpocli.models.loading import configured_end_ids, end_token_ids, load_model, load_policy, load_tokenizer
 from grpocli.models.lora import trained_share
 from grpocli.progress import Progress, Watch
@@ -167,6 +168,8 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
     if not find_head(policy, world):
         yield "all logits of a micro-batch are kept: this model changes what its output head returns"
     if run.train.packed and not pack(policy, reference, world, run.rollout.longest_row):
+        if world.context_parallel:
+            raise ConfigError(_why_padded(run), key="hardware.context_parallel", value=world.copies, hint="set it to 1")
         yield f"micro-batches are padded: {_why_padded(run)}"
     if run.model.lora.rank:
         yield f"LoRA trains {trained_share(policy.model)}"
@@ -237,7 +240,7 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, 
     dtype = getattr(torch, job.dtype)
     wrapped, optimizer = world.parallel.prepare(model, dtype, partial(make_optimizer, run.optim))
     policy = Policy(model, wrapped, dtype, world.parallel)
-    policy.offloads = run.train.activation_offload
+    policy.offloads, policy.shared_with = run.train.activation_offload, world.context_parallel
     return policy, optimizer
 
 

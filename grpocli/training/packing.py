@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpocli.hardware.devices import to_device
-from grpocli.models.shared_prompt_attention import Block, Segment, Segments, split_into_blocks
+from grpocli.models.shared_prompt_attention import Attends, Block, Segment, Segments, split_into_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,6 +100,10 @@ class Padded:
         members_BN: Tensor = torch.block_diag(*self.attention_mask.float())
         return members_BN
 
+    def total(self, part: Tensor) -> Tensor:
+        """A sum over the tokens of this layout, summed over the layouts of all processes that share the rows."""
+        return part
+
     def forward(self, model: torch.nn.Module) -> Tensor:
         """The output of the output head for each target [N, ...]."""
         length = self.input_ids.shape[1]
@@ -142,7 +146,7 @@ class Packed:
     index_C: Tensor
     completion: int
     rows: int
-    segments: Segments
+    segments: Attends
     spans: tuple[tuple[int, int, int, int], ...] = ()
 
     @classmethod
@@ -247,6 +251,10 @@ class Packed:
             member_BN[row, prompt : prompt + n_prompt] = 1
             member_BN[row, first : first + n] = 1
         return to_device(member_BN, self.input_ids.device)
+
+    def total(self, part: Tensor) -> Tensor:
+        """A sum over the tokens of this layout, summed over the layouts of all processes that share the rows."""
+        return part
 
     def forward(self, model: torch.nn.Module) -> Tensor:
         """The output of the output head for each target; `logprobs.scoring` repeats hidden states by `predictor_N`."""

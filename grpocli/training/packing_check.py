@@ -14,6 +14,7 @@ from grpocli.models import shared_prompt_attention as attention
 from grpocli.training.logprobs import completion_logp, marked, output_head
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Layout, Packed, Padded
+from grpocli.training.sequence_shard import shards_of
 from grpocli.training.teachers import LoadedTeacher, Teachers, loaded_teachers
 from grpocli.types import Row, Sampling
 
@@ -84,8 +85,12 @@ def agrees(policy: Policy | LoadedTeacher) -> bool:
     """Whether packed and padded rows have the same log-probs, and packed rows do not influence each other."""
     rows = _rows(policy)
     exact = _marked(policy)[1].dtype == torch.float32
-    packed, padded = _logp(policy, rows, Packed), _logp(policy, rows, Padded)
-    if not _close(packed, padded, FLOAT32_TOLERANCE if exact else BFLOAT16_TOLERANCE):
+    padded, tolerance = _logp(policy, rows, Padded), FLOAT32_TOLERANCE if exact else BFLOAT16_TOLERANCE
+    packed = _logp(policy, rows, Packed)
+    if not _close(packed, padded, tolerance):
+        return False
+    shared = shards_of(policy.shared_with, Packed) if policy.shared_with else None
+    if shared and not _close(_logp(policy, rows, shared), padded, tolerance):
         return False
     first = len(rows[0].completion_ids)
     other = replace(rows[0], completion_ids=rows[0].completion_ids[::-1])

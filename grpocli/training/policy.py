@@ -16,11 +16,13 @@ from grpocli.training.activation_offload import offloading
 from grpocli.training.logprobs import TokenScores, completion_logp, completion_scores
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Layout, Packed, Padded
+from grpocli.training.sequence_shard import shards_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from grpocli.distributed.context_parallel import ContextParallel
     from grpocli.distributed.world import World
     from grpocli.types import Row, Sampling
 
@@ -31,7 +33,8 @@ class Policy:
     model: the model of transformers. wrapped: what training calls, the same object or a wrapper (DDP, DeepSpeed).
     parallel: how the processes share it; None for a single process. packs: whether it takes packed rows. at_head:
     whether its logits are exactly the output of its output head. `grpocli.training.packing_check` sets these two.
-    offloads: whether activations wait for the backward pass in the CPU's memory.
+    offloads: whether activations wait for the backward pass in the CPU's memory. shared_with: the processes that share
+    each micro-batch; None: this one alone.
     """
 
     def __init__(
@@ -40,10 +43,13 @@ class Policy:
         self.model, self.wrapped, self.dtype = model, wrapped, dtype
         self.parallel: Parallel = parallel or SingleProcess(model.device)
         self.packs, self.at_head, self.offloads = False, True, False
+        self.shared_with: ContextParallel | None = None
 
     def layout(self, sampling: Sampling) -> type[Layout]:
         """Whether the rows of a micro-batch are packed or padded."""
-        return Packed if self.packs and sampling.repetition_penalty == 1 else Padded
+        if not self.packs or sampling.repetition_penalty != 1:
+            return Padded
+        return shards_of(self.shared_with, Packed) if self.shared_with else Packed
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name, tied ones once; with LoRA, the base model's with updates added.
@@ -96,7 +102,7 @@ class Policy:
 
     @torch.no_grad()
     def scores_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> TokenScores:
-        """Like `scores`, but without gradients and only in this process."""
+        """Like `scores`, but without gradients and only in this process, or those that share its micro-batches."""
         return completion_scores(self.model, batch, sampling, self.autocast(), at_head=self.at_head)
 
     @torch.no_grad()
@@ -125,6 +131,11 @@ class Reference:
     def at_head(self) -> bool:
         """As the policy's, whose architecture it has."""
         return self.policy.at_head
+
+    @property
+    def shared_with(self) -> ContextParallel | None:
+        """As the policy's."""
+        return self.policy.shared_with
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Called with this process's rows of a step, before `score`."""

@@ -38,11 +38,12 @@ def balance(routings: list[Routing], batch: MicroBatch) -> tuple[Tensor, Tensor]
     """
     losses, counts = [], []
     member_BN = batch.layout.members()  # once for all layers: it is copied to the GPU
-    tokens_B1 = member_BN.sum(1, keepdim=True)
+    tokens_B1 = batch.layout.total(member_BN.sum(1, keepdim=True))
     for one in routings:
         probs_NE = one.logits.float().softmax(-1)
         chosen_NE = torch.zeros_like(probs_NE).scatter_(1, one.chosen, 1.0)
-        probs_BE, count_BE = (member_BN @ torch.cat([probs_NE, chosen_NE], 1)).chunk(2, 1)
+        sums_B2E = batch.layout.total(member_BN @ torch.cat([probs_NE, chosen_NE], 1))
+        probs_BE, count_BE = sums_B2E.chunk(2, 1)
         losses.append(probs_BE.shape[1] * (count_BE / tokens_B1 * (probs_BE / tokens_B1)).sum(1))
         counts.append(count_BE)
     return torch.stack(losses).mean(0), torch.stack(counts, 1)

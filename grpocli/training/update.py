@@ -118,7 +118,7 @@ class Updater:
         self.lr = self.optim_config.rate(number, self.total_updates)
         limit = self.optim_config.max_grad_norm
         norm = self.policy.parallel.update(self.policy.wrapped, self.optimizer, self.lr, limit)
-        self._add({"grad_norm": norm / self.world.size})  # `metrics` sums over the processes
+        self._add({"grad_norm": norm / self.world.shares})  # `metrics` sums over the shares
         self.updates += 1
 
     def accumulate(self, window: Window) -> None:
@@ -141,7 +141,7 @@ class Updater:
             batch = MicroBatch.build(some, self.world.device, self.policy.layout(self.sampling))
             scores = self.policy.scores_without_gradient(batch, self.sampling)
             sums_2 += torch.stack([-scores.logp.where(batch.mask.bool(), 0.0).sum(), (scores.top * batch.mask).sum()])
-        loss, right = self.world.sum(sums_2).tolist()
+        loss, right = self.world.sum_of_shares(sums_2).tolist()
         tokens = max(window.totals.tokens, 1)
         return {"loss": loss / tokens, "token_accuracy": right / tokens}
 
@@ -151,7 +151,7 @@ class Updater:
         They are log-probs and entropies, and ratios and clipped tokens if there are any. Each process sends its own in
         one copy from its device, 8 or 16 bytes per completion token. Rows that no process has computed keep None.
         """
-        computed = [i for i, row in enumerate(rows) if row.logp is not None]
+        computed = [i for i, row in enumerate(rows) if row.logp is not None and self.world.is_first_copy]
         kinds = ["logp", "entropy", *(["ratio", "clipped"] if _complete_ratios(rows) else [])]
         own = []
         if computed:
@@ -165,13 +165,16 @@ class Updater:
         _complete_ratios(rows)
 
     def _window(self, number: int, rows: list[Row]) -> Window:
-        """Deal the rows of a window to the processes; all get as many micro-batches as the busiest one."""
+        """Deal the rows of a window to the processes; all get as many micro-batches as the busiest one.
+
+        Processes that share micro-batches get the same rows.
+        """
         layout = self.policy.layout(self.sampling)
         needed = [row for row in rows if self.is_computed(row)]
-        shares = [layout.pack(share, self.train.micro_batch_tokens) for share in layout.deal(needed, self.world.size)]
+        shares = [layout.pack(share, self.train.micro_batch_tokens) for share in layout.deal(needed, self.world.shares)]
         # at least one micro-batch, because AdamW skips its weight decay without a gradient
         busiest = max(1, *(len(share) for share in shares))
-        own = shares[self.world.rank]
+        own = shares[self.world.share]
         totals = Totals.from_lengths(
             torch.tensor([r.advantage for r in rows]),
             torch.tensor([sum(r.mask) for r in rows]),
@@ -228,7 +231,8 @@ class Updater:
         rows = [r for micro_batch in window.micro_batches for r in micro_batch]
         entropies = torch.cat([r.entropy for r in rows if r.entropy is not None]).cpu()
         mask = torch.tensor([m for r in rows for m in r.mask]).bool()
-        all_entropies = torch.cat(self.world.gather_objects([entropies[mask]]))
+        own = [entropies[mask]] if self.world.is_first_copy else []
+        all_entropies = torch.cat(self.world.gather_objects(own))
         threshold = self.algorithm.tokens.threshold(all_entropies).item() * (1 - ROUNDING)
         for row in rows:
             if row.entropy is not None:
@@ -303,7 +307,7 @@ class Updater:
         if not self.sums:
             return tokens | {"lr": self.lr}
         names = sorted(self.sums.keys() - EXTREMES.keys() - {name for name, n in counts.items() if not n})
-        sums = self.world.sum(torch.stack([self.sums[name].float() for name in names])).tolist()
+        sums = self.world.sum_of_shares(torch.stack([self.sums[name].float() for name in names])).tolist()
         means = {name: total / counts.get(name, n_updates) for name, total in zip(names, sums, strict=True)}
         return tokens | means | self._extremes() | self.routers.metrics(self.world) | {"lr": self.lr}
 

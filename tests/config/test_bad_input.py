@@ -99,6 +99,25 @@ BAD = [
     ("engine=vllm engine.vllm_args.scheduling_policy=fcfs", "grpocli sets this itself"),
     ("train.minibatches=1000", "train.minibatches=1000: must be at most rollout.prompts_per_step"),
     ("train.micro_batch_tokens=8", "train.micro_batch_tokens=8: must be at least"),
+    (
+        "rollout.max_completion_tokens=16384",
+        "a micro-batch holds whole completions; raise it, or split rows over 2 processes: hardware.context_parallel=2",
+    ),
+    (
+        "rollout.max_completion_tokens=32000 hardware.context_parallel=2",
+        " / hardware.context_parallel = 16016: a process has this part of a row; raise it, or split rows over 4 proc",
+    ),
+    ("hardware.context_parallel=0", "hardware.context_parallel=0: must be between 1 and 1024"),
+    (
+        "hardware.context_parallel=2 hardware.processes=3",
+        "hardware.context_parallel=2: must divide the number of trainer processes, 3: set hardware.processes=2, or a",
+    ),
+    (
+        "hardware.context_parallel=2 hardware.parallel=zero2",
+        "works with hardware.parallel=ddp or fsdp2, not with zero2",
+    ),
+    ("hardware.context_parallel=2 train.packed=false", "hardware.context_parallel=2: splits packed rows: set train.pa"),
+    ("hardware.context_parallel=2 rollout.repetition_penalty=2", "which a repetition penalty does not have"),
     ("eval.stop_at.metric=accuracy", "eval.stop_at.metric=accuracy: needs eval.stop_at.threshold"),
     ("eval.stop_at.threshold=0.9", "eval.stop_at.threshold=0.9: needs eval.stop_at.metric, such as accuracy"),
     ("eval.stop_at.metric=accuracy eval.stop_at.threshold=90", "threshold=90.0: must be a share between 0 and 1"),

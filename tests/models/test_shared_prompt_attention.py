@@ -59,6 +59,20 @@ def test_each_completion_attends_as_a_separate_row(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("prompt", "lengths"), [(9, [4, 2, 3]), (9, [7, 6]), (40, [5] * 12)])
+def test_no_mask_is_larger_than_its_limit(prompt: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without masks, or with smaller ones, completions attend as before."""
+    states = _states(prompt + sum(lengths))
+    for most in (0, 300, 10_000):
+        monkeypatch.setattr(attention, "MOST_MASKED", most)
+        parts = [[lengths[k] for k in block] for block in split_into_blocks(prompt, lengths)]
+        blocks = tuple(Block.build(prompt, part, CPU, on_cpu=True) for part in parts)
+        assert all(block.mask is None or block.mask.numel() <= most for block in blocks)
+        segments = Segments((Segment(prompt, blocks),), on_cpu=True)
+        found, _ = attention.attend(torch.nn.Identity(), *states, None, segments)
+        torch.testing.assert_close(found, _alone(*states, prompt, lengths), rtol=1e-5, atol=1e-6)
+
+
 def test_filler_is_never_attended_to() -> None:
     block = Block.build(2, [5, 4], CPU, on_cpu=True)
     query, key, value = (states.detach() for states in _states(2 + 9))

@@ -63,6 +63,7 @@ def updated(
     if checkpointed:
         mine.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(mine, mine, torch.float32, world.parallel)
+    policy.shared_with = world.context_parallel
     assert not packed or pack(policy, None, world)
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.0)
     kept: list[torch.Tensor] = []

@@ -89,7 +89,9 @@ def loaded(
         if wide:
             widen_head(model)
     wrapped, optimizer = world.parallel.prepare(model, dtype, make)
-    return Policy(model, wrapped, dtype, world.parallel), optimizer
+    policy = Policy(model, wrapped, dtype, world.parallel)
+    policy.shared_with = world.context_parallel
+    return policy, optimizer
 
 
 def updater_of(
