@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.plan.plan import Plan
     from grpocli.plan.resources import DeviceOptions
+    from grpocli.plan.sweep import Options, Sweep
     from grpocli.tracking.view import View
 
 EXAMPLES = """\
@@ -24,6 +25,7 @@ examples
   grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8 --memory 80
   grpocli plan model=hf model.path=FOLDER            a folder with config.json is enough
   grpocli plan --json model.lora.rank=16
+  grpocli plan --simulate recipe=qwen2.5-72b-slurm  how many rollout nodes
 """
 
 
@@ -32,7 +34,8 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     from grpocli.plan.resources import DeviceOptions
 
-    asked = DeviceOptions(args.memory, args.devices, args.tflops, args.bandwidth)
+    asked = DeviceOptions(args.memory, args.devices, args.tflops, args.bandwidth, args.gpu)
+    simulation = _simulation(args)
     run = _run(args.overrides, args.config_dir)
 
     from grpocli.tracking.live_view import status_view
@@ -40,13 +43,51 @@ def main(argv: Sequence[str]) -> int:
     view = status_view()
     try:
         plan, changes = _made(run, asked, args, view)
+        found = None
+        if simulation:
+            view.stage("simulating")
+            found = sweep_of(plan, simulation)
     finally:
         view.stop()
-    from grpocli.plan.report import as_dict, as_text
-
-    title = " ".join(args.overrides)
-    print(json.dumps(as_dict(plan, changes), indent=2) if args.json else as_text(plan, title, changes).rstrip())
+    print(_json(plan, changes, found) if args.json else _text(plan, changes, found, args.overrides))
     return 0 if plan.fits else 1
+
+
+def sweep_of(plan: Plan, options: Options) -> Sweep:
+    from grpocli.plan.sweep import sweep
+
+    return sweep(plan, options)
+
+
+def _text(plan: Plan, changes: list[str], found: Sweep | None, overrides: Sequence[str]) -> str:
+    from grpocli.plan.report import as_text, simulation_text, verdict
+
+    if found is None:
+        return as_text(plan, " ".join(overrides), changes).rstrip()
+    text = simulation_text(found, " ".join(["--simulate", *overrides]))
+    return text.rstrip() if plan.fits else f"{text}\n{verdict(plan)}"
+
+
+def _json(plan: Plan, changes: list[str], found: Sweep | None) -> str:
+    from grpocli.plan.report import as_dict
+
+    more = {}
+    if found is not None:
+        from grpocli.plan import sweep
+
+        more = {"simulation": sweep.as_dict(found)}
+    return json.dumps(as_dict(plan, changes) | more, indent=2)
+
+
+def _simulation(args: argparse.Namespace) -> Options | None:
+    """The options of a simulation, if one is asked for."""
+    if not args.simulate:
+        return None
+    from grpocli.plan.simulate import Faults
+    from grpocli.plan.sweep import Options
+
+    faults = Faults(per_hour=args.failures, save=args.save, restart=args.restart)
+    return Options(args.lengths, tuple(args.speeds or ()), args.kept, args.steps, faults)
 
 
 def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
@@ -62,14 +103,17 @@ def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) 
     quiet_libraries()
     load_libraries()
     plan = make_plan(run, asked, view.stage)
-    if plan.fits or args.no_advice:
+    if plan.fits or args.no_advice or args.simulate:
         return plan, []
     view.stage("trying changes that may fit")
     return plan, list(advice(plan, again))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("plan", "[--memory GIB] [--devices N] [--no-advice] [--json]", __doc__, EXAMPLES)
+    parser = parser_of(
+        "plan", "[--gpu NAME] [--memory GIB] [--devices N] [--simulate] [--no-advice] [--json]", __doc__, EXAMPLES
+    )
+    parser.add_argument("--gpu", metavar="NAME", help="plan for this GPU: H100, H200, H20, A100, A6000, L40S or L4")
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of one GPU, or of this machine on a CPU")
     parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs, with hardware=single")
     parser.add_argument(
@@ -80,7 +124,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-advice", action="store_true", help="do not try changes with which it may fit")
     parser.add_argument("--json", action="store_true", help="print all figures, in bytes, operations and seconds")
+    _add_simulation(parser)
     return parser
+
+
+def _add_simulation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("simulation")
+    group.add_argument("--simulate", action="store_true", help="simulate steps, with several numbers of servers")
+    group.add_argument(
+        "--lengths", metavar="MEAN[,SPREAD]|RUN", help="tokens of completions: mean and relative deviation, or a run's"
+    )
+    group.add_argument(
+        "--speeds", metavar="RUN", action="append", help="take speeds from a synchronous run; several runs are pooled"
+    )
+    group.add_argument(
+        "--kept", type=float, default=1.0, metavar="SHARE", help="share of groups kept, with keep=dynamic"
+    )
+    group.add_argument("--failures", type=float, default=0.0, metavar="N", help="failures of a device in an hour")
+    group.add_argument("--save", type=float, default=0.0, metavar="S", help="seconds that training waits to save")
+    group.add_argument(
+        "--restart", type=float, default=600.0, metavar="S", help="seconds to start again after a failure"
+    )
+    group.add_argument("--steps", type=int, default=20, metavar="N", help="steps to simulate")
 
 
 def _run(overrides: list[str], config_dir: str | None) -> Run:

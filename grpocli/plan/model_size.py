@@ -15,6 +15,7 @@ from grpocli.training.optim import matrices_in_layers
 if TYPE_CHECKING:
     import torch
 
+EXPERTS = ".experts."
 PUBLIC = Path(__file__).with_name("public_models.json")
 """Configs of the models in `conf/model/`, for machines that cannot reach the hub."""
 
@@ -28,6 +29,7 @@ class ModelSize:
     tied: embedding and head are one matrix. adapter: parameters of LoRA. trained_shapes: of the parameters with a
     gradient, and whether each is a matrix between embedding and head. quantized: parameters of 4 bits. widest: those of
     the largest layer with such ones. idle: parameters of experts that a token does not go to.
+    experts: of all experts. moved: numbers that the products in the decoder layers read and write for a token.
     """
 
     config: Any
@@ -44,6 +46,8 @@ class ModelSize:
     quantized: int = 0
     widest: int = 0
     idle: int = 0
+    experts: int = 0
+    moved: int = 0
 
     @property
     def outside(self) -> int:
@@ -65,6 +69,10 @@ class ModelSize:
         """Numbers in the KV cache per token."""
         text = self.config.get_text_config()
         return int(2 * self.layers * text.num_key_value_heads * self.head_size)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config.get_text_config().vocab_size)
 
     @property
     def attention_width(self) -> int:
@@ -100,6 +108,8 @@ def find_model_size(part: Any) -> ModelSize:
         quantized=sum(layer.weight.numel() for layer in quantized_linear(model, part)),
         widest=max((layer.weight.numel() for layer in quantized_linear(model, part)), default=0),
         idle=_idle(model),
+        experts=sum(p.numel() for name, p in model.named_parameters() if EXPERTS in name),
+        moved=_moved(layers, model.config),
         trained_shapes=tuple(
             (tuple(p.shape), name in matrices) for name, p in model.named_parameters() if p.requires_grad
         ),
@@ -111,8 +121,17 @@ def _idle(model: Any) -> int:
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     if chosen is None:
         return 0
-    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    experts = [p for name, p in model.named_parameters() if EXPERTS in name]
     return sum(p.numel() - p.numel() // len(p) * chosen for p in experts)
+
+
+def _moved(layers: list[torch.nn.Module], config: Any) -> int:
+    """Inputs and outputs of the products of all layers for one token, which goes to few of the experts."""
+    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1
+    weights = [
+        (name, p) for layer in layers for name, p in layer.named_parameters() if p.dim() >= 2 and "lora_" not in name
+    ]
+    return sum(sum(p.shape[-2:]) * (chosen if EXPERTS in f".{name}" else 1) for name, p in weights)
 
 
 def quantized_linear(model: Any, part: Any) -> list[torch.nn.Linear]:

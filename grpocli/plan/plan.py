@@ -25,7 +25,7 @@ class Plan:
     """The plan of a run.
 
     dtype: of the computation. rows: the largest micro-batch, with completions of full length. micro_batches:
-    micro-batches per update and process.
+    micro-batches per update and process. inputs: of the formulas.
     """
 
     run: Run
@@ -37,6 +37,7 @@ class Plan:
     traced: TracedMemory
     devices: list[Device]
     work: Work
+    inputs: PlanInputs
 
     @property
     def fits(self) -> bool:
@@ -49,14 +50,19 @@ def load_libraries() -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
 
-def make_plan(run: Run, options: DeviceOptions, stage: Callable[[str], None] = lambda text: None) -> Plan:
-    """The plan of a run. stage: called with the name of each stage.
+def make_plan(
+    run: Run,
+    options: DeviceOptions,
+    stage: Callable[[str], None] = lambda text: None,
+    trace_memory: bool = True,
+) -> Plan:
+    """The plan of a run. stage: called with the name of each stage. trace_memory: false for times alone.
 
     Raises ConfigError if the model's config is not available or transformers cannot build it.
     """
     import torch
 
-    from grpocli.plan.trace import trace
+    from grpocli.plan.trace import TracedMemory, trace
 
     engine = _engine(run)
     resources = find_resources(run, engine, options)
@@ -65,12 +71,14 @@ def make_plan(run: Run, options: DeviceOptions, stage: Callable[[str], None] = l
     dtype = _dtype(run, size, resources)
     packed = run.train.packed and run.rollout.repetition_penalty == 1 and _takes_packed(run, size)
     rows, micro_batches = _micro_batch(run, resources, packed)
-    stage("tracing a micro-batch")
-    traced = trace(run, size, rows, getattr(torch, dtype))
+    traced = TracedMemory(0, 0, 0, 0)
+    if trace_memory:
+        stage("tracing a micro-batch")
+        traced = trace(run, size, rows, getattr(torch, dtype))
     itemsize, teachers = getattr(torch, dtype).itemsize, _teachers(run)
     inputs = PlanInputs(run, engine, size, resources, traced, packed, micro_batches, itemsize, teachers)
     found = devices(inputs)
-    return Plan(run, size, resources, dtype, rows, micro_batches, traced, found, work(inputs, found))
+    return Plan(run, size, resources, dtype, rows, micro_batches, traced, found, work(inputs, found), inputs)
 
 
 def _teachers(run: Run) -> tuple[ModelSize, ...]:

@@ -11,13 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from grpocli.errors import ConfigError
+from grpocli.plan.efficiency import COSTS, DECODE_COSTS
 from grpocli.plan.resources import GIB
-from grpocli.plan.work import EFFICIENCY, LINK, READING
+from grpocli.plan.work import LINK
 from grpocli.tracking.console import CleanConsole
 
 if TYPE_CHECKING:
     from grpocli.plan.memory import Device
     from grpocli.plan.plan import Plan
+    from grpocli.plan.sweep import Sweep
 
 WIDTH = 120
 
@@ -117,7 +119,7 @@ def step_facts(plan: Plan) -> list[tuple[str, str]]:
 def assumptions(plan: Plan) -> list[str]:
     found = [
         *plan.resources.assumed,
-        f"matrix products reach {EFFICIENCY:.0%} of the peak, decoding {READING:.0%} of the bandwidth",
+        _efficiency(plan.resources.kind),
     ]
     if plan.resources.gpu:
         found.append(
@@ -128,6 +130,14 @@ def assumptions(plan: Plan) -> list[str]:
     if plan.resources.gpu and plan.resources.trainers > 1:
         found.append("the formulas for several GPUs have not been compared with a run on GPUs")
     return found
+
+
+def _efficiency(kind: str) -> str:
+    costs, decoding = COSTS[kind], DECODE_COSTS[kind]
+    return (
+        f"training reaches {1 / costs.linear:.0%} of the peak in products with weights, {1 / costs.attention:.0%} in "
+        f"attention; decoding {1 / decoding.reading:.0%} of the bandwidth"
+    )
 
 
 def verdict(plan: Plan) -> str:
@@ -206,3 +216,60 @@ def candidates(plan: Plan) -> Iterator[list[str]]:
             yield ["engine.gpu_memory_utilization=0.3"]
     if resources.gpu and not plan.run.model.lora.rank:
         yield ["model.lora.rank=16", *harmless]
+
+
+def simulation_text(found: Sweep, title: str) -> str:
+    """A row for each number of servers, the configured one marked, and which is best."""
+    out = CleanConsole(width=WIDTH)
+    faults = found.row.simulated.job.faults
+    with out.capture() as captured:
+        out.print(Text(f"grpocli plan {title}".rstrip(), style="bold"), soft_wrap=True)
+        _pairs(out, _simulated_facts(found))
+        out.print(Text(f"\nsimulated steps by {found.unit}, * as configured", style="bold"))
+        out.print(_simulated_table(found, bool(faults.per_hour)))
+        out.print(Text(f"\n{_recommendation(found)}", style="bold"), soft_wrap=True)
+    return "".join(f"{line.rstrip()}\n" for line in captured.get().rstrip().splitlines())
+
+
+def _simulated_facts(found: Sweep) -> list[tuple[str, str]]:
+    job, faults = found.row.simulated.job, found.row.simulated.job.faults
+    kept = f", {job.kept:.0%} of the groups kept" if job.kept < 1 else ""
+    pairs = [
+        ("step", f"{job.prompts:,} prompts x {job.group} completions{kept}; max_staleness={job.max_staleness}"),
+        ("lengths", found.lengths),
+        ("speeds", found.speeds),
+    ]
+    if faults.per_hour:
+        every = f"every {_count(faults.every, 'step')}" if faults.every else "never"
+        text = f"{faults.per_hour:g} per device and hour; a checkpoint {every}, {faults.save:g} s; {faults.restart:g} s"
+        pairs.append(("failures", f"{text} to start again, {faults.server_restart:g} s for a server"))
+    return pairs
+
+
+def _simulated_table(found: Sweep, failures: bool) -> Table:
+    headers = ["devices", "step, s", "trainers idle", "servers idle", "tokens/s", "tokens/s/device"]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for header in (found.unit, *headers, *(["lost to failures"] if failures else [])):
+        table.add_column(header, justify="right")
+    for row in found.rows:
+        one, mark = row.simulated, "*" if row.nodes == found.planned else ""
+        cells = [
+            f"{mark}{row.nodes:,}",
+            f"{one.job.devices:,}",
+            f"{one.step_seconds:,.3g}" if one.step_seconds < 1000 else f"{one.step_seconds:,.0f}",
+            f"{one.trainer_idle:.0%}",
+            f"{one.rollout_idle:.0%}",
+            f"{one.tokens_per_second:,.0f}",
+            f"{row.per_device:,.1f}",
+        ]
+        table.add_row(*cells, *([f"{one.lost / one.seconds:.0%}"] if failures else []))
+    return table
+
+
+def _recommendation(found: Sweep) -> str:
+    best = found.best
+    fastest = min(found.rows, key=lambda row: (row.simulated.step_seconds, row.nodes))
+    text = f"Most tokens per device: {best.nodes:,} {found.unit}."
+    if fastest is not best:
+        text += f" Shortest steps: {fastest.nodes:,}."
+    return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
@@ -12,14 +12,37 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
 
 GIB = 2**30
-GPU_MEMORY = 80.0  # GiB, if this machine has no GPU
-GPUS = {  # dense bfloat16 TFLOP/s, and TB/s of memory bandwidth, from NVIDIA's data sheets
-    "H200": (989.0, 4.8),
-    "H100": (989.0, 3.35),
-    "A100": (312.0, 2.0),
-    "L40S": (362.0, 0.86),
-    "L4": (121.0, 0.3),
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's data sheet.
+
+    memory: GiB. tflops: 1e12 bfloat16 operations per second, dense. bandwidth: of its memory, 1e12 bytes per second.
+    link: bytes per second that it receives from other GPUs of its machine.
+    """
+
+    memory: float
+    tflops: float
+    bandwidth: float
+    link: float
+
+
+GPUS = {
+    "H200": Gpu(140.0, 989.0, 4.8, 450e9),
+    "H100": Gpu(80.0, 989.0, 3.35, 450e9),
+    "H20": Gpu(96.0, 148.0, 4.0, 450e9),
+    "A100": Gpu(80.0, 312.0, 2.0, 300e9),
+    "A6000": Gpu(48.0, 155.0, 0.768, 32e9),
+    "L40S": Gpu(48.0, 362.0, 0.86, 32e9),
+    "L4": Gpu(24.0, 121.0, 0.3, 32e9),
 }
+"""From NVIDIA's data sheets. The first name that is part of a device's name counts."""
+ASSUMED_GPU = "H100"  # if this machine has no GPU
+BETWEEN_MACHINES = 50e9
+"""Bytes per second from a GPU to another machine: 400 Gbit/s for each GPU. A collective uses all GPUs of a machine."""
+BETWEEN_PROCESSES = 5e9
+"""Bytes per second between processes on a CPU."""
 CPU_CORE = (0.05, 0.01)  # TFLOP/s and TB/s of one core of a server, to within a factor of three
 FLOAT32_SLOWER = {"cpu": 2.0, "cuda": 15.0}
 """How much slower matrix products are in float32 than in bfloat16: on an H100 67 and 989 TFLOP/s, since TF32 is off."""
@@ -29,17 +52,20 @@ FLOAT32_SLOWER = {"cpu": 2.0, "cuda": 15.0}
 class DeviceOptions:
     """The command line's options about devices; None: measured or assumed.
 
-    memory: GiB of one device. devices: GPUs of one machine, with hardware=single. tflops, bandwidth: 1e12 operations
-    and 1e12 bytes per second of one device.
+    gpu: a name of `GPUS`. memory: GiB of one device. devices: GPUs of one machine, with hardware=single. tflops,
+    bandwidth: 1e12 operations and 1e12 bytes per second of one device.
     """
 
     memory: float | None = None
     devices: int | None = None
     tflops: float | None = None
     bandwidth: float | None = None
+    gpu: str | None = None
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        if self.gpu is not None and self.gpu not in GPUS:
+            raise ConfigError(f"--gpu {self.gpu}: is not known; choose from {', '.join(GPUS)}")
+        for name in ("memory", "devices", "tflops", "bandwidth"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name} {value:g}: must be a number above 0")
@@ -50,16 +76,17 @@ class Resources:
     """Devices, trainer processes and servers of a run.
 
     kind: "cpu" or "cuda". memory: bytes of one device; on a CPU, of the whole machine. tflops, bandwidth: 1e12
-    operations and 1e12 bytes per second of one device. trainers: processes on all machines. servers: copies of the
-    model on vLLM servers that the run starts, each on `tensor_parallel` devices. shared: servers use the trainers'
-    devices. train_nodes, rollout_nodes: machines that train, and further ones that serve. assumed: sentences about
-    values that were not measured.
+    operations and 1e12 bytes per second of one device. link: bytes per second that a trainer receives from others.
+    trainers: processes on all machines. servers: copies of the model on vLLM servers that the run starts, each on
+    `tensor_parallel` devices. shared: servers use the trainers' devices. train_nodes, rollout_nodes: machines that
+    train, and further ones that serve. assumed: sentences about values that were not measured.
     """
 
     kind: str
     memory: float
     tflops: float
     bandwidth: float
+    link: float
     trainers: int
     servers: int
     tensor_parallel: int
@@ -76,16 +103,19 @@ class Resources:
 def find_resources(run: Run, engine: Any, options: DeviceOptions) -> Resources:
     """The resources of a run. engine: the run's engine, with engine=auto resolved."""
     kind = device_kind(run)
-    memory, tflops, bandwidth, assumed = _gpu(options) if kind == "cuda" else _cpu(options)
+    device, assumed = _gpu(options) if kind == "cuda" else _cpu(options)
     servers, tensor_parallel = _servers(engine)
     rollout_nodes = run.hardware.rollout_nodes
     servers *= max(1, rollout_nodes)
     trainers, shared, more = _split(run, kind, servers * tensor_parallel, options)
+    several = run.hardware.nodes - rollout_nodes > 1
+    link = min(device.link, BETWEEN_MACHINES * run.hardware.devices_per_node) if several else device.link
     return Resources(
         kind,
-        memory,
-        tflops,
-        bandwidth,
+        device.memory * GIB,
+        device.tflops,
+        device.bandwidth,
+        link,
         trainers,
         servers,
         tensor_parallel,
@@ -114,29 +144,24 @@ def gpus_here() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _gpu(options: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
+def _gpu(options: DeviceOptions) -> tuple[Gpu, tuple[str, ...]]:
+    """The planned GPU: --gpu, this machine's, or an assumed one; single figures from the options."""
     import torch
 
-    name, memory, assumed = "H100", GPU_MEMORY, "no GPU on this machine: an H100 with 80 GiB is assumed (--memory GIB)"
-    if gpus_here():
+    if options.gpu:
+        gpu, source = GPUS[options.gpu], f"{options.gpu} (--gpu)"
+    elif gpus_here():
         properties = torch.cuda.get_device_properties(0)
-        name, memory = properties.name, properties.total_memory / GIB
-        assumed = f"this machine's GPU: {name}, {memory:.0f} GiB"
-    elif options.memory:
-        assumed = f"no GPU on this machine: one as fast as an H100, with {options.memory:g} GiB (--memory)"
-    tflops, bandwidth = next((speed for known, speed in GPUS.items() if known in name), GPUS["A100"])
-    return (
-        (options.memory or memory) * GIB,
-        options.tflops or tflops,
-        options.bandwidth or bandwidth,
-        (
-            assumed,
-            f"{options.tflops or tflops:g} TFLOP/s in bfloat16 and {options.bandwidth or bandwidth:g} TB/s per GPU",
-        ),
-    )
+        known = next((gpu for name, gpu in GPUS.items() if name in properties.name), GPUS["A100"])
+        gpu, source = replace(known, memory=properties.total_memory / GIB), f"this machine's GPU: {properties.name}"
+    else:
+        gpu, source = GPUS[ASSUMED_GPU], f"no GPU on this machine: an {ASSUMED_GPU} is assumed (--gpu)"
+    gpu = Gpu(options.memory or gpu.memory, options.tflops or gpu.tflops, options.bandwidth or gpu.bandwidth, gpu.link)
+    speeds = f"{gpu.memory:g} GiB, {gpu.tflops:g} TFLOP/s in bfloat16 and {gpu.bandwidth:g} TB/s per GPU"
+    return gpu, (source, speeds)
 
 
-def _cpu(options: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
+def _cpu(options: DeviceOptions) -> tuple[Gpu, tuple[str, ...]]:
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     cores = len(os.sched_getaffinity(0))
     tflops, bandwidth = options.tflops or cores * CPU_CORE[0], options.bandwidth or cores * CPU_CORE[1]
@@ -144,9 +169,7 @@ def _cpu(options: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
         f"{options.memory:g} GiB of memory (--memory)" if options.memory else f"this machine's {ram:.1f} GiB of memory"
     )
     return (
-        (options.memory or ram) * GIB,
-        tflops,
-        bandwidth,
+        Gpu(options.memory or ram, tflops, bandwidth, BETWEEN_PROCESSES),
         (
             f"a CPU with {memory}; hardware.device=cuda plans for GPUs",
             f"{tflops:g} TFLOP/s in bfloat16 and {bandwidth:g} TB/s for {cores} cores: a guess (--tflops, --bandwidth)",

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 TRACED_LAYERS = 4
 """Decoder layers of the traced model; the bytes of a deeper model are extrapolated from this depth and half of it."""
+REMEMBERED = 256
+"""Results of traces that a process keeps."""
+_traced: dict[str, tuple[int, int, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,27 @@ def _layer_bytes(run: Run, size: ModelSize, shape: MicroBatchShape, dtype: torch
 def micro_batch_bytes(
     run: Run, config: Any, layers: int, shape: MicroBatchShape, dtype: torch.dtype
 ) -> tuple[int, int, int]:
-    """Bytes after the forward pass, at its peak, and at the peak of the backward pass; without gradients."""
+    """Bytes after the forward pass, at its peak, and at the peak of the backward pass; without gradients.
+
+    A process traces equal models and shapes once: plans of other devices, optimizers or algorithms share them.
+    """
+    key = repr(
+        (
+            with_layers(config, layers).to_json_string(use_diff=False),
+            (run.model, run.rollout.sampling, run.algorithm.needs_entropy_gradient, shares_weights(run)),
+            (run.train.gradient_checkpointing, run.train.activation_offload, shape, dtype),
+        )
+    )
+    if key not in _traced:
+        while len(_traced) >= REMEMBERED:
+            _traced.pop(next(iter(_traced)))
+        _traced[key] = _micro_batch_bytes(run, config, layers, shape, dtype)
+    return _traced[key]
+
+
+def _micro_batch_bytes(
+    run: Run, config: Any, layers: int, shape: MicroBatchShape, dtype: torch.dtype
+) -> tuple[int, int, int]:
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
     fake = FakeTensorMode()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.kl import has_teacher
+from grpocli.plan.efficiency import COMPUTE, COSTS, DECODE_COSTS, Decoding, Demand, TrainingStep, training_demand
 from grpocli.plan.memory import FLOAT32, PlanInputs, sampled_rows, sequence_bytes
 from grpocli.plan.resources import FLOAT32_SLOWER, GIB
 
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
     from grpocli.plan.model_size import ModelSize
     from grpocli.plan.resources import Resources
 
-EFFICIENCY = 0.4
-"""Share of peak FLOP/s that matrix products of training reach."""
-READING = 0.6
-"""Share of the memory bandwidth that decoding reaches."""
 LINK = 25e9
 """Bytes per second from trainer to server, over a fast network; within a machine it is more."""
 LARGE = 70 * GIB
@@ -50,21 +47,16 @@ class Work:
 def work(inputs: PlanInputs, devices: list[Device]) -> Work:
     run, size, resources = inputs.run, inputs.size, inputs.resources
     prompt, completion = run.rollout.max_prompt_tokens, run.rollout.max_completion_tokens
-    rows = run.rollout.prompts_per_step * run.rollout.group_size
-    prompts = run.rollout.prompts_per_step
+    prompts, rows = run.rollout.prompts_per_step, run.rollout.prompts_per_step * run.rollout.group_size
     of_prompt, of_row = forward_flops(size, prompt, 0), forward_flops(size, prompt, completion)
     generation = prompts * of_prompt + rows * (of_row - of_prompt)  # each prompt once for its group
     supervised = run.algorithm.supervised  # its completions are the data's
     once = generation if inputs.packed else rows * of_row
     forward, backward = _passes(inputs)
     head = run.train.epochs * 2 * size.head * rows * completion  # the backward pass recomputes the logits
-    slower = FLOAT32_SLOWER[resources.kind]
-    speed = resources.tflops * 1e12 * EFFICIENCY / (slower if inputs.dtype_bytes == 4 else 1)
-    more = _extra_head_flops(inputs, forward, backward, head)
-    computers = resources.trainers if resources.gpu else 1
-    generators = (resources.servers * resources.tensor_parallel or computers) if resources.gpu else 1
-    syncs = not (_in_process(inputs) or supervised)
-    sent = inputs.dtype_bytes * (size.adapter or size.parameters) if syncs else 0.0
+    demand = step_demand(inputs)
+    reading, products, launches = (0.0, 0.0, 0.0) if supervised else _decoding_seconds(inputs, devices)
+    costs = COSTS[resources.kind]
     return Work(
         completions=rows,
         tokens=(prompts if inputs.packed else rows) * prompt + rows * completion,
@@ -72,31 +64,87 @@ def work(inputs: PlanInputs, devices: list[Device]) -> Work:
         forward=forward * once,
         backward=backward * once + head,
         generation=0.0 if supervised else generation,
-        sync_bytes=sent,
+        sync_bytes=sync_bytes(inputs),
         seconds={
-            "training: compute": ((forward + backward) * once + head + more) / (speed * computers),
-            "generation: compute": 0.0 if supervised else generation / (speed * generators),
-            "generation: memory bandwidth of decoding": 0.0
-            if supervised
-            else decoding_bytes(inputs, devices) / (resources.bandwidth * 1e12 * READING),
-            "weight sync": sent / (LINK if resources.gpu else resources.bandwidth * 1e12 / 4),
+            "training: compute": demand.part(*COMPUTE).seconds(costs),
+            "training: network": demand.part("network").seconds(costs),
+            "generation: compute": products,
+            "generation: memory bandwidth of decoding": reading,
+            "generation: launches and scheduling": launches,
+            "weight sync": sync_seconds(inputs),
         },
     )
 
 
-def _extra_head_flops(inputs: PlanInputs, forward: float, backward: float, again: float) -> float:
+def sync_bytes(inputs: PlanInputs) -> float:
+    """Bytes sent to the servers after an update."""
+    if _in_process(inputs) or inputs.run.algorithm.supervised:
+        return 0.0
+    return float(inputs.dtype_bytes * (inputs.size.adapter or inputs.size.parameters))
+
+
+def sync_seconds(inputs: PlanInputs) -> float:
+    return sync_bytes(inputs) / (LINK if inputs.resources.gpu else inputs.resources.bandwidth * 1e12 / 4)
+
+
+def training_step(inputs: PlanInputs, prompt: float | None = None, completion: float | None = None) -> TrainingStep:
+    """The update of a step. prompt, completion: mean tokens; None: full length."""
+    run, train, rollout = inputs.run, inputs.run.train, inputs.run.rollout
+    rows = rollout.prompts_per_step * rollout.group_size
+    own, full = completion or rollout.max_completion_tokens, prompt is None and completion is None
+    shown = prompt or rollout.max_prompt_tokens
+    scoring = _reference_passes(inputs)
+    scoring += 1 if run.algorithm.tokens.needs_entropy else (train.minibatches - 1) / train.minibatches
+    prompts = rollout.prompts_per_step if inputs.packed else rows
+    tokens = (prompts * shown + rows * own) / trainers_of(inputs)
+    batches = inputs.micro_batches * train.minibatches
+    return TrainingStep(
+        rows=rows,
+        prompts=prompts,
+        prompt=shown,
+        completion=own,
+        scoring=scoring,
+        epochs=train.epochs,
+        micro_batches=batches if full else max(train.minibatches, math.ceil(tokens / train.micro_batch_tokens)),
+        updates=train.epochs * train.minibatches,
+        checkpointing=train.gradient_checkpointing,
+        frozen=bool(run.model.lora.rank),
+        shards=inputs.shards,
+        dtype_bytes=inputs.dtype_bytes,
+        flash_3=run.model.attention == "flash_attention_3",
+    )
+
+
+def trainers_of(inputs: PlanInputs) -> int:
+    """Devices that share the products of training: the cores of a CPU are one."""
+    return inputs.resources.trainers if inputs.resources.gpu else 1
+
+
+def slower(inputs: PlanInputs) -> float:
+    """How much longer products take than in bfloat16."""
+    return FLOAT32_SLOWER[inputs.resources.kind] if inputs.dtype_bytes == FLOAT32 else 1.0
+
+
+def step_demand(inputs: PlanInputs, prompt: float | None = None, completion: float | None = None) -> Demand:
+    """The work of a trainer in a step. prompt, completion: mean tokens; None: full length."""
+    step, resources = training_step(inputs, prompt, completion), inputs.resources
+    demand = training_demand(inputs.size, step, trainers_of(inputs), resources, slower(inputs))
+    more = _extra_head_flops(inputs, step) / trainers_of(inputs)
+    return replace(demand, linear=demand.linear + more / (resources.tflops * 1e12))
+
+
+def _extra_head_flops(inputs: PlanInputs, step: TrainingStep) -> float:
     """FLOPs in the dtype of the computation that take as long as what a float32 head takes longer.
 
-    forward, backward: as of `_passes`. again: FLOPs of logits that are recomputed. A CPU multiplies in float32; a GPU
-    multiplies the same operands into float32 sums, and gradients in two parts (`models/head.py`).
+    A CPU multiplies in float32; a GPU multiplies the same operands into float32 sums, and gradients in two parts
+    (`models/head.py`).
     """
     if not inputs.wide_head:
         return 0.0
-    rollout = inputs.run.rollout
-    once = 2 * inputs.size.head * rollout.prompts_per_step * rollout.group_size * rollout.max_completion_tokens
+    once, backward = 2 * inputs.size.head * step.rows * step.completion, step.epochs * (1 if step.frozen else 2)
     if inputs.resources.gpu:
         return backward * once
-    return (FLOAT32_SLOWER[inputs.resources.kind] - 1) * ((forward + backward) * once + again)
+    return (FLOAT32_SLOWER[inputs.resources.kind] - 1) * (step.scoring + 2 * step.epochs + backward) * once
 
 
 def forward_flops(size: ModelSize, prompt: int, completion: int) -> float:
@@ -111,12 +159,9 @@ def _passes(inputs: PlanInputs) -> tuple[float, float]:
 
     A backward pass costs two: gradients of activations, and of weights unless LoRA freezes them.
     """
-    run, train = inputs.run, inputs.run.train
-    scoring = _reference_passes(inputs)
-    scoring += 1 if run.algorithm.tokens.needs_entropy else (train.minibatches - 1) / train.minibatches
-    again = train.epochs if train.gradient_checkpointing else 0
-    weights = 1 if not run.model.lora.rank else 0
-    return scoring + train.epochs + again, train.epochs * (1 + weights)
+    step = training_step(inputs)
+    again = step.epochs if step.checkpointing else 0
+    return step.scoring + step.epochs + again, step.epochs * (1 if step.frozen else 2)
 
 
 def _reference_passes(inputs: PlanInputs) -> float:
@@ -131,17 +176,32 @@ def _reference_passes(inputs: PlanInputs) -> float:
     return sum(passes) / (len(passes) + servers) if passes else 0.0
 
 
-def decoding_bytes(inputs: PlanInputs, devices: list[Device]) -> float:
-    """Bytes of weights and cache that the busiest device reads to generate its share, one token per row at a time."""
-    run, size, resources = inputs.run, inputs.size, inputs.resources
-    copies = resources.servers or (resources.trainers if resources.gpu else 1)
-    rows = math.ceil(run.rollout.prompts_per_step * run.rollout.group_size / copies)
-    at_once = max(1, min(rows, _running(inputs, devices)))
-    rounds = math.ceil(rows / at_once)
-    head = _head_bytes(inputs) * size.head
-    weights = inputs.dtype_bytes * size.multiplied + head
-    cache = at_once * sequence_bytes(inputs) * (1 + run.rollout.max_prompt_tokens / _length(inputs)) / 2
-    return rounds * run.rollout.max_completion_tokens * (weights + cache) / resources.tensor_parallel
+def decoding(inputs: PlanInputs, context: float) -> Decoding:
+    """The decoding of one server, or of a trainer's own weights. context: mean tokens before the decoded one."""
+    resources = inputs.resources
+    return Decoding(
+        inputs.size,
+        resources,
+        DECODE_COSTS[resources.kind],
+        resources.tensor_parallel,
+        inputs.dtype_bytes,
+        _head_bytes(inputs),
+        context,
+        slower(inputs),
+    )
+
+
+def _decoding_seconds(inputs: PlanInputs, devices: list[Device]) -> tuple[float, float, float]:
+    """Seconds of reading, of products, and of the rest, in which the busiest server generates its share."""
+    rollout = inputs.run.rollout
+    copies = inputs.resources.servers or trainers_of(inputs)
+    rows = math.ceil(rollout.prompts_per_step * rollout.group_size / copies)
+    at_once = max(1, min(rows, running(inputs, devices)))
+    tokens = math.ceil(rows / at_once) * rollout.max_completion_tokens
+    decoder = decoding(inputs, rollout.max_prompt_tokens + rollout.max_completion_tokens / 2)
+    reading, products, rest = decoder.parts(at_once)
+    prompts = decoder.prefill(rollout.prompts_per_step / copies * rollout.max_prompt_tokens)
+    return tokens * reading, tokens * products + prompts, tokens * rest
 
 
 def _head_bytes(inputs: PlanInputs) -> int:
@@ -151,12 +211,14 @@ def _head_bytes(inputs: PlanInputs) -> int:
     return FLOAT32 if _in_process(inputs) else inputs.dtype_bytes + 2 * FLOAT32
 
 
-def _running(inputs: PlanInputs, devices: list[Device]) -> int:
+def running(inputs: PlanInputs, devices: list[Device], length: float | None = None) -> int:
+    """The most completions that a server generates at a time. length: mean tokens with prompts; None: full length."""
     if _in_process(inputs) and hasattr(inputs.engine, "max_rows"):
         return sampled_rows(inputs)
     limit = inputs.engine.max_num_seqs or _default_max_num_seqs(inputs.resources)
     caches = [item for device in devices for item in device.items if item.name == "vLLM: KV cache"]
     room = caches[0].generation * inputs.resources.tensor_parallel / sequence_bytes(inputs) if caches else limit
+    room *= inputs.run.rollout.longest_row / length if length else 1
     return int(min(limit, max(1, room)))
 
 
@@ -165,10 +227,6 @@ def _default_max_num_seqs(resources: Resources) -> int:
     if not resources.gpu:
         return 128
     return 1024 if resources.memory >= LARGE else 256
-
-
-def _length(inputs: PlanInputs) -> int:
-    return int(inputs.run.rollout.longest_row)
 
 
 def _in_process(inputs: PlanInputs) -> bool:

@@ -157,12 +157,12 @@ def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
 
 
 @pytest.mark.survival
-def test_float32_is_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: list[str]) -> None:
+def test_products_in_float32_are_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: list[str]) -> None:
     def seconds(device: str, dtype: str) -> float:
         options = (*config_only, "engine=transformers", f"hardware.device={device}", f"model.dtype={dtype}")
         return planned(*options, "model.head_dtype=null").work.seconds["training: compute"]
 
-    assert seconds("cuda", "float32") == pytest.approx(15 * seconds("cuda", "bfloat16"))
+    assert seconds("cuda", "bfloat16") < seconds("cuda", "float32") < 15 * seconds("cuda", "bfloat16")
     assert seconds("cpu", "float32") == pytest.approx(2 * seconds("cpu", "bfloat16"))
 
 

@@ -1,0 +1,300 @@
+"""Simulations of a plan with different numbers of servers: speeds from the plan or from a finished run, and a table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grpocli.errors import ConfigError
+from grpocli.plan.efficiency import COSTS
+from grpocli.plan.simulate import Faults, Job, Lengths, LogNormal, Observed, Simulated, Speeds, simulate
+from grpocli.plan.work import decoding, running, step_demand, sync_seconds, training_step
+
+if TYPE_CHECKING:
+    from grpocli.plan.memory import PlanInputs
+    from grpocli.plan.plan import Plan
+
+NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of servers or rollout nodes that a sweep tries."""
+SHARE, SPREAD = 0.5, 0.6
+"""Assumed mean length as a share of the longest, and standard deviation as a share of the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line's options of a simulation.
+
+    lengths: "MEAN", "MEAN,SPREAD" or a run's folder. speeds: folders of runs. kept: share of groups kept. steps: of the
+    simulated run. faults: failures and checkpoints; `every` is the config's.
+    """
+
+    lengths: str | None = None
+    speeds: tuple[str, ...] = ()
+    kept: float = 1.0
+    steps: int = 20
+    faults: Faults = field(default_factory=Faults)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kept <= 1:
+            raise ConfigError(f"--kept {self.kept:g}: must be above 0 and at most 1")
+        if self.steps < 1:
+            raise ConfigError(f"--steps {self.steps}: must be at least 1")
+        for name in ("per_hour", "save", "restart"):
+            value = getattr(self.faults, name)
+            if not 0 <= value < math.inf:
+                flag = {"per_hour": "failures"}.get(name, name)
+                raise ConfigError(f"--{flag} {value:g}: must be a number of 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A simulated run with `nodes` rollout nodes or, on one machine, servers."""
+
+    nodes: int
+    simulated: Simulated
+
+    @property
+    def per_device(self) -> float:
+        return self.simulated.tokens_per_second / self.simulated.job.devices
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The simulated runs. unit: "rollout nodes" or "servers". lengths, speeds: what was assumed, as sentences."""
+
+    unit: str
+    rows: tuple[Row, ...]
+    planned: int
+    lengths: str
+    speeds: str
+
+    @property
+    def best(self) -> Row:
+        """The row with the most trained tokens per second and device."""
+        return max(self.rows, key=lambda row: row.per_device)
+
+    @property
+    def row(self) -> Row:
+        """The row of the config."""
+        return next(row for row in self.rows if row.nodes == self.planned)
+
+
+def sweep(plan: Plan, options: Options) -> Sweep:
+    """Simulate the plan's run with its own number of servers and with others."""
+    lengths, said = lengths_of(plan, options)
+    unit, planned = _unit(plan)
+    rows = []
+    for nodes, inputs in _variants(plan, planned):
+        job = job_of(plan, inputs, lengths, options)
+        rows.append(Row(nodes, simulate(job, options.steps, plan.run.seed)))
+    own = next(row for row in rows if row.nodes == planned).simulated.job
+    return Sweep(unit, tuple(rows), planned, said, _speeds_text(own, options))
+
+
+def _unit(plan: Plan) -> tuple[str, int]:
+    resources = plan.resources
+    if resources.rollout_nodes:
+        return "rollout nodes", resources.rollout_nodes
+    return "servers", resources.servers or max(1, resources.trainers)
+
+
+def _variants(plan: Plan, planned: int) -> Iterator[tuple[int, PlanInputs]]:
+    """Numbers of nodes or servers with the inputs of the plan that has them."""
+    inputs, resources = plan.inputs, plan.resources
+    if not resources.servers or resources.shared:
+        yield planned, inputs
+        return
+    devices = resources.trainers + resources.servers * resources.tensor_parallel
+    each = resources.servers // planned
+    apart = not resources.rollout_nodes
+    most = devices // resources.tensor_parallel - 1 if apart else max(2 * resources.train_nodes, planned)
+    for nodes in sorted({planned, *(n for n in NODES if n <= most)}):
+        trainers = devices - nodes * resources.tensor_parallel if apart else resources.trainers
+        changed = replace(resources, servers=nodes * each, trainers=trainers, rollout_nodes=0 if apart else nodes)
+        yield nodes, replace(inputs, resources=changed)
+
+
+def job_of(plan: Plan, inputs: PlanInputs, lengths: Lengths, options: Options) -> Job:
+    """The job of a plan, with planned speeds or those of runs, whose seconds per completion token include prompts."""
+    run, resources, rollout = plan.run, inputs.resources, plan.run.rollout
+    slots = running(inputs, plan.devices, rollout.max_prompt_tokens + lengths.mean)
+    keep = run.algorithm.keep
+    if options.speeds:
+        speeds, prompt = speeds_of_runs(map(Path, options.speeds), slots, resources.trainers), 0.0
+    else:
+        speeds = planned_speeds(inputs, lengths.mean, slots)
+        prompt = rollout.max_prompt_tokens * (1.0 if inputs.packed else rollout.group_size)
+    return Job(
+        prompts=rollout.prompts_per_step,
+        group=rollout.group_size,
+        prompt_tokens=prompt,
+        lengths=lengths,
+        speeds=speeds,
+        servers=resources.servers or max(1, resources.trainers),
+        slots=slots,
+        trainers=resources.trainers,
+        rollout_devices=resources.servers * resources.tensor_parallel,
+        shared=resources.shared or not resources.servers,
+        max_staleness=rollout.max_staleness,
+        in_flight=rollout.in_flight,
+        kept=options.kept if keep.max_rounds > 1 else 1.0,
+        rounds=keep.max_rounds,
+        carry=getattr(keep, "surplus", "discard") == "carry",
+        faults=replace(options.faults, every=run.checkpoint.every),
+    )
+
+
+def planned_speeds(inputs: PlanInputs, completion: float, slots: int) -> Speeds:
+    """The speeds that the formulas give for completions of a mean length."""
+    rollout, costs = inputs.run.rollout, COSTS[inputs.resources.kind]
+    prompt = rollout.max_prompt_tokens
+    decoder = decoding(inputs, prompt + completion / 2)
+    demand = step_demand(inputs, prompt, completion)
+    fixed = demand.part("network", "layers").seconds(costs)
+    copies = inputs.resources.servers or max(1, inputs.resources.trainers)
+    return Speeds(
+        decode=decoder.table(slots),
+        round=decoder.prefill(rollout.prompts_per_step / copies * prompt),
+        update=fixed,
+        update_token=(demand.seconds(costs) - fixed) / training_step(inputs, prompt, completion).tokens,
+        sync=sync_seconds(inputs),
+    )
+
+
+def lengths_of(plan: Plan, options: Options) -> tuple[Lengths, str]:
+    """The lengths of completions and a sentence about them. Raises ConfigError."""
+    longest = plan.run.rollout.max_completion_tokens
+    text = options.lengths
+    if text is None:
+        mean, spread, said = SHARE * longest, SPREAD, " (assumed; --lengths)"
+    else:
+        try:
+            numbers = [float(part) for part in text.split(",")]
+        except ValueError:
+            values = tuple(min(n, longest) for n in completion_lengths(Path(text)))
+            return Observed(values), f"{len(values):,} completions of {text}, mean {np.mean(values):,.0f} tokens"
+        mean, spread, said = numbers[0], [*numbers, SPREAD][1], ""
+        if len(numbers) > 2 or not 0 < mean < longest or not 0 <= spread < math.inf:
+            raise ConfigError(
+                f"--lengths {text}: give MEAN or MEAN,SPREAD, a mean below rollout.max_completion_tokens={longest} and "
+                "a standard deviation as a share of it, or a run's folder"
+            )
+    found = LogNormal.with_mean(mean, spread, longest)
+    return found, f"log-normal, mean {mean:,.0f} tokens, deviation {spread:.0%} of it, cut at {longest:,}{said}"
+
+
+def completion_lengths(run: Path, step: int | None = None) -> list[int]:
+    """The tokens of all completions in the rollout files of a run or a step. Raises ConfigError if there are none."""
+    from grpocli.tracking.rollouts import read_rollouts
+
+    name = "*" if step is None else f"{step:06d}"
+    files = sorted((run / "rollouts").glob(f"step_{name}.parquet"))
+    found = [row["length"] for file in files for row in read_rollouts(file, lambda column: column == "length")]
+    if not found:
+        raise ConfigError(f"{run}: has no completions in rollouts/; give the folder of a run, or MEAN,SPREAD")
+    return found
+
+
+def speeds_of_runs(runs: Iterable[Path], slots: int, trainers: int) -> Speeds:
+    """The speeds of synchronous runs, from their metrics and rollout files, without the first steps.
+
+    A server that all completions run on at once needs, for a step, `a` for each token of the longest completion and
+    `b` for each token: `a + b n` for a token of each of n sequences. Both come from least squares over the steps; runs
+    with other numbers of completions tell them apart. slots: sequences of a server in the simulated run. trainers: of
+    it; they share the update evenly.
+    """
+    steps = [step for run in runs for step in _measured_steps(run)]
+    columns = np.array([[max(step.lengths), sum(step.lengths) / step.servers] for step in steps], dtype=float)
+    first, each = nonnegative_fit(columns, np.array([step.row["time/rollout"] for step in steps]))
+    update = statistics.median(step.row["time/train"] * step.processes / sum(step.lengths) for step in steps)
+    return Speeds(
+        decode=[0.0, *(float(first + each * n) for n in range(1, slots + 1))],
+        reward=statistics.median(step.row["time/reward"] for step in steps),
+        update_token=update / trainers,
+        sync=statistics.median(step.row.get("time/sync", 0.0) for step in steps),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredStep:
+    row: dict[str, Any]
+    lengths: list[int]
+    servers: int
+    processes: int
+
+
+def _measured_steps(run: Path) -> list[_MeasuredStep]:
+    import yaml
+
+    from grpocli.tracking.metrics import read_metrics
+
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 1]
+    if len(rows) < 3 or any(row.get("sampling/rounds", 1) != 1 or row.get("staleness/max", 0) for row in rows):
+        raise ConfigError(f"{run}: speeds need at least four steps with max_staleness=0 and one round of sampling each")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    processes = int(config["hardware"].get("processes") or 1)
+    servers = int(config["engine"].get("replicas", processes))
+    return [_MeasuredStep(row, completion_lengths(run, row["step"]), servers, processes) for row in rows]
+
+
+def nonnegative_fit(columns: Any, values: Any) -> Any:
+    """The coefficients of 0 or more with the least squares: the best over all subsets of columns."""
+    count, best, least = columns.shape[1], np.zeros(columns.shape[1]), math.inf
+    for subset in range(1, 2**count):
+        chosen = [i for i in range(count) if subset >> i & 1]
+        found, *_ = np.linalg.lstsq(columns[:, chosen], values, rcond=None)
+        error = float(np.sum((columns[:, chosen] @ found - values) ** 2))
+        if (found >= 0).all() and error < least:
+            least, best = error, np.zeros(count)
+            best[chosen] = found
+    return best
+
+
+def _speeds_text(job: Job, options: Options) -> str:
+    speeds, most = job.speeds, min(job.slots, math.ceil(job.prompts / job.servers) * job.group)
+    most = min(most, len(speeds.decode) - 1)
+    source = f"of {', '.join(options.speeds)}" if options.speeds else "planned"
+    return (
+        f"{source}: {1 / speeds.decode[1]:,.0f} tokens/s for one sequence of a server, "
+        f"{most / speeds.decode[most]:,.0f} for {most:,}; update {speeds.update:.3g} s and "
+        f"{1 / speeds.update_token:,.0f} tokens/s; sync {speeds.sync:.3g} s"
+    )
+
+
+def as_dict(found: Sweep) -> dict[str, Any]:
+    """Every simulated run's figures."""
+    return {
+        "unit": found.unit,
+        "best": found.best.nodes,
+        "planned": found.planned,
+        "lengths": found.lengths,
+        "speeds": found.speeds,
+        "rows": [_figures(row) for row in found.rows],
+    }
+
+
+def _figures(row: Row) -> dict[str, Any]:
+    one = row.simulated
+    return {
+        "nodes": row.nodes,
+        "servers": one.job.servers,
+        "trainers": one.job.trainers,
+        "devices": one.job.devices,
+        "step_seconds": one.step_seconds,
+        "trainer_idle": one.trainer_idle,
+        "rollout_idle": one.rollout_idle,
+        "tokens_per_second": one.tokens_per_second,
+        "tokens_per_second_and_device": row.per_device,
+        "max_age": one.max_age,
+        "run_seconds": one.seconds,
+        "lost_seconds": one.lost,
+        "failures": one.failures,
+        "events": one.events,
+        "faults": asdict(one.job.faults),
+    }
