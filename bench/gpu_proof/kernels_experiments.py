@@ -162,42 +162,43 @@ def cudnn_plans(setting: Setting) -> Measured:
 @experiment(
     "kernels",
     "attention with a mask, 8,192 queries and 10,240 keys, 12 heads of 128, forward and backward",
-    true("efficient", "the memory-efficient kernel runs"),
-    at_most("added_mib", 1024, "MiB beyond the operands"),
-    needs=("gpu",),
+    true("efficient", "the memory-efficient kernel runs", gpu=True),
+    at_most("added_mib", 1024, "MiB beyond the operands", gpu=True),
+    at_most("error", 0.02, "relative error of the first 64 queries beside float32"),
 )
 def masked_call(setting: Setting) -> Measured:
     import torch
+    from torch.nn.functional import scaled_dot_product_attention
 
     from grpocli.models import sdpa
 
-    queries, keys = 8192, 10240
+    queries, keys = (64, 80) if setting.small else (8192, 10240)
     query, key, value = (
-        torch.randn(1, 12, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(1, 12, n, 128, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
         for n in (queries, keys, keys)
     )
-    mask = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries)
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=setting.device).tril(keys - queries)
 
-    def call() -> None:
-        sdpa.on_gpu(query, key, value, mask, 1, {"dropout_p": 0.0, "scale": None}).sum().backward()
+    def call() -> torch.Tensor:
+        out = sdpa.on_gpu(query, key, value, mask, 1, {"dropout_p": 0.0, "scale": None})
+        out.sum().backward()
+        return out
 
-    call()
+    exact = scaled_dot_product_attention(query[:, :, :64].float(), key.float(), value.float(), attn_mask=mask[:64])
+    found: Measured = {"error": relative(call()[:, :, :64], exact), "ms": typical_ms(call, setting.device)}
+    if setting.device == "cpu":
+        return found
     names = kernels_of(call)
-    return {
-        "efficient": has_kernel(names, "fmha", "efficient"),
-        "added_mib": added_mib(call),
-        "ms": typical_ms(call, "cuda"),
-        "kernels": [name[:80] for name in names],
-    }
+    found |= {"efficient": has_kernel(names, "fmha", "efficient"), "added_mib": added_mib(call)}
+    return found | {"kernels": [name[:80] for name in names]}
 
 
 @experiment(
     "kernels",
     "the output head at a vocabulary of 151,936: as many columns at a time as memory allows, or 1,024",
-    at_least("speedup_2048", 2, "times as fast as with 1,024 columns, at 2,048 tokens"),
-    at_least("speedup_16384", 1, "the same at 16,384 tokens"),
+    at_least("speedup_2048", 2, "times as fast as with 1,024 columns, at 2,048 tokens", gpu=True),
+    at_least("speedup_16384", 1, "the same at 16,384 tokens", gpu=True),
     at_most("difference", 1e-3, "largest difference of log-probs, nats"),
-    needs=("gpu",),
 )
 def head_columns(setting: Setting) -> Measured:
     import torch
@@ -205,23 +206,23 @@ def head_columns(setting: Setting) -> Measured:
     from grpocli.training import logprobs
     from grpocli.types import Sampling
 
-    hidden, vocabulary = 896, 151936
-    head = torch.nn.Linear(hidden, vocabulary, bias=False, device="cuda")
+    hidden, vocabulary = (64, 4000) if setting.small else (896, 151936)
+    head = torch.nn.Linear(hidden, vocabulary, bias=False, device=setting.device)
     found: Measured = {}
     own = logprobs._columns
-    for n in (2048, 8192, 16384):
-        states = torch.randn(n, hidden, device="cuda", requires_grad=True)
-        targets = logprobs.Targets(torch.randint(0, vocabulary, (n,), device="cuda"), None, Sampling(1))
+    for n in (64,) if setting.small else (2048, 8192, 16384):
+        states = torch.randn(n, hidden, device=setting.device, requires_grad=True)
+        targets = logprobs.Targets(torch.randint(0, vocabulary, (n,), device=setting.device), None, Sampling(1))
         scored = {}
         for word, columns in (("many", own), ("few", lambda rows, in_cache: 1024)):
             logprobs._columns = columns
 
             def call(states: torch.Tensor = states, targets: logprobs.Targets = targets) -> torch.Tensor:
-                with torch.autocast("cuda", torch.bfloat16), logprobs.scoring(head, targets):
+                with torch.autocast(setting.device, torch.bfloat16), logprobs.scoring(head, targets):
                     return head(states)[..., 0]
 
             scored[word] = call()
-            found[f"ms_{n}_{word}"] = typical_ms(call, "cuda")
+            found[f"ms_{n}_{word}"] = typical_ms(call, setting.device)
         found[f"speedup_{n}"] = found[f"ms_{n}_few"] / found[f"ms_{n}_many"]
         found["difference"] = max(found.get("difference", 0.0), float((scored["many"] - scored["few"]).abs().max()))
     return found
@@ -286,7 +287,6 @@ def scored(policy: Policy, batches: Sequence[Sequence[Row]], layout: type[Layout
     at_most("gradient_float32", 1e-4, "float32: relative difference of the gradient"),
     at_most("logp_bfloat16", 0.1, "bfloat16: mean difference from the CPU's float32, nats"),
     at_most("gradient_bfloat16", 0.1, "bfloat16: relative difference of the gradient from it"),
-    needs=("gpu",),
 )
 def equal_to_the_cpu(setting: Setting) -> Measured:
     from grpocli.training.packing import Packed
@@ -297,7 +297,7 @@ def equal_to_the_cpu(setting: Setting) -> Measured:
     assert pack(reference, None)
     logp, gradient = scored(reference, [rows], Packed)
     for dtype in ("float32", "bfloat16"):
-        policy = little_policy("cuda", dtype)
+        policy = little_policy(setting.device, dtype)
         assert pack(policy, None)
         own_logp, own_gradient = scored(policy, [rows], Packed)
         apart = (own_logp - logp).abs()

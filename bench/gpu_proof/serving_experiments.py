@@ -184,14 +184,16 @@ def killed_server(setting: Setting) -> Measured:
 
 
 def server_processes() -> list[int]:
-    """Processes of vLLM servers on this machine that grpocli has started below this process."""
+    """The processes of vLLM's servers below this process, without their guards."""
+    from grpocli.processes.reaper import descendants
+
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in descendants():
         with suppress(OSError):
-            words = (folder / "cmdline").read_bytes()
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
             guard = b"reaper.py" in words
             if not guard and (b"grpocli.rollout.vllm.api_server" in words or b"VLLM::EngineCore" in words):
-                found.append(int(folder.name))
+                found.append(pid)
     return found
 
 

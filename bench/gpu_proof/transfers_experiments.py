@@ -93,10 +93,11 @@ class LateLoader:
         import torch
 
         *complete, last = weights
-        for name, tensor in complete:
-            layer = torch.empty_like(tensor)  # vLLM makes the layer anew, maybe where a freed bucket was
-            layer.copy_(tensor)
-            self._put(name, layer)
+        # vLLM makes a layer anew, maybe where a freed bucket was
+        layer = torch.zeros(self.size * len(weights), dtype=torch.uint8, device=self.target.device)
+        for part, (name, tensor) in zip(layer.split(self.size), complete, strict=False):
+            part.copy_(tensor)
+            self._put(name, part)
         kept, self.kept = self.kept, [last]
         if kept:
             torch.cuda._sleep(50_000_000)  # cycles of the GPU, tens of milliseconds

@@ -74,7 +74,7 @@ def seconds(run: dict[str, Any]) -> float:
     seconds=180,
 )
 def skewed_update(setting: Setting) -> Measured:
-    name, steps = workload(setting, "0.5B, skewed"), 5
+    name, steps = workload(setting, "0.5B, skewed"), 3 if setting.small else 5
     folder = model_folder(setting, name)
     without = update(setting, name, steps)
     command = [sys.executable, "-c", WITH_CUDNN, str(SIDE), name, str(folder), str(steps), *device(setting)]

