@@ -354,7 +354,9 @@ TRAINING_ARGUMENTS = {
         "false here: train.micro_batch_tokens bounds memory first, without computing twice",
     ),
     "gradient_checkpointing_kwargs": nothing(None, "it is the variant without re-entrance"),
-    "torch_compile": missing(False, "the model is not compiled in training; vLLM compiles its own"),
+    "torch_compile": default(
+        False, "model.compile={}", "decoder layers, without packed attention; vLLM compiles its own"
+    ),
     "use_liger_kernel": nothing(False, "log-probs are computed in chunks, without a table of all logits"),
     "torch_empty_cache_steps": nothing(None, "memory is bounded by train.micro_batch_tokens"),
     "auto_find_batch_size": nothing(

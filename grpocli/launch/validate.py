@@ -454,6 +454,7 @@ def _check_parallel(run: Run) -> None:
     parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
     _check_optimizer(run)
     _check_quantization(run)
+    _check_compile(run)
     if parallel not in ("zero3", "fsdp2"):  # returns early, since resolving engine=auto imports torch
         return
     engine = run.engine.resolved()
@@ -490,6 +491,24 @@ def _check_quantization(run: Run) -> None:
     for problem, holds in refused.items():
         if holds:
             raise ConfigError(problem, key="model.quantization", value=chosen)
+
+
+def _check_compile(run: Run) -> None:
+    """Refuse compiled layers that torch cannot see whole."""
+    if not run.model.compile:
+        return
+    parallel, quantization = run.hardware.parallel, run.model.quantization
+    refused = {
+        f"DeepSpeed's hooks (hardware.parallel={parallel}) would be compiled with the layers: take ddp or fsdp2": (
+            parallel in ("zero2", "zero3")
+        ),
+        f"torch cannot compile layers of 4 bits (model.quantization={quantization}): set one of them to its default": (
+            quantization is not None
+        ),
+    }
+    for problem, holds in refused.items():
+        if holds:
+            raise ConfigError(problem, key="model.compile", value="true")
 
 
 def _check_optimizer(run: Run) -> None:

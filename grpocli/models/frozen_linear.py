@@ -35,7 +35,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Dequantizes) -> Tensor:
         ctx.layer = layer
-        weight_OI = layer.dequantized().to(_dtype(x))
+        weight_OI = layer.dequantized().to(compute_dtype(x))
         bias_O = None if layer.bias is None else layer.bias.to(weight_OI.dtype)
         return torch.nn.functional.linear(x, weight_OI, bias_O)
 
@@ -45,6 +45,7 @@ class _Product(torch.autograd.Function):
         return gradient @ ctx.layer.dequantized().to(gradient.dtype), None
 
 
-def _dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which products of `x` are computed: that of autocast, or its own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.errors import ConfigError
+from grpocli.models.frozen_linear import compute_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,8 +58,7 @@ class Float32Head(torch.nn.Linear):
 
 def rounded(tensor: Tensor) -> Tensor:
     """The tensor in float32, after rounding to the dtype that autocast computes in; its gradient is not rounded."""
-    device = tensor.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+    dtype = compute_dtype(tensor)
     if dtype == torch.float32:
         return tensor
     wide: Tensor = _Rounded.apply(tensor, dtype)  # type: ignore[no-untyped-call]

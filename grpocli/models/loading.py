@@ -26,6 +26,10 @@ Progress = Callable[[float, str], None]
 
 
 OTHER_ATTENTION = "is the former name of model.attention, which has another value: leave this one out"
+FLEX = "flex_attention"
+"""The value of model.attention with which packed rows use torch's flex attention, and other rows `sdpa`."""
+PACKING = (None, "sdpa", FLEX)
+"""Values of model.attention with which rows are packed."""
 
 
 @section("model")
@@ -38,9 +42,12 @@ class ModelPart:
     """Dtype of logits, in the trainer and in vLLM alike: `float32`, products in float32 of hidden states and weights in
     model.dtype; null: logits rounded to model.dtype, which is faster and less exact."""
     attention: str | None = None
-    """Attention of transformers, such as `sdpa`, `flash_attention_2` or `eager`; null: its default."""
+    """Attention of transformers, such as `sdpa`, `flash_attention_2` or `eager`; `flex_attention`: one call a layer for
+    packed rows; null: the default of transformers."""
     attn_implementation: str | None = None
     """Former name of model.attention, which is still read."""
+    compile: bool = False
+    """Compile decoder layers with torch.compile: the start takes longer, an update may take less."""
     lora: Lora = Lora()
     """Low-rank updates, which train instead of all weights if lora.rank is above 0."""
     quantization: str | None = None
@@ -103,7 +110,7 @@ def _load(part: Any, path: str, **loading: Any) -> PreTrainedModel:
 
     options = _options(part, path)
     if part.attention is not None:
-        options["attn_implementation"] = part.attention
+        options["attn_implementation"] = "sdpa" if part.attention == FLEX else part.attention
     with _explained(path, "model"):
         model: PreTrainedModel
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -111,7 +118,7 @@ def _load(part: Any, path: str, **loading: Any) -> PreTrainedModel:
         )
     _refuse_random(path, "no weights", sorted(found["missing_keys"]))
     _refuse_random(path, "weights of another shape", sorted(name for name, *_ in found["mismatched_keys"]))
-    if part.attention is None and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+    if part.attention in (None, FLEX) and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa ignores the cap (Gemma 2), which vLLM has
     return model
 

@@ -16,6 +16,8 @@ MANY_QUERIES, MANY_KEYS = 256, 512
 STEP = 64
 """Lengths of calls in bfloat16 on a CPU are multiples of this."""
 
+FLASH_SIZE = 256
+"""Numbers of a query or key of a head that the flash kernel takes."""
 MASKED = 512
 """On a CPU, a mask is faster than twice the queries up to this number of queries."""
 
@@ -32,10 +34,16 @@ def prefers_causal(queries: int, on_cpu: bool) -> bool:
 
 
 def on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, groups: int, how: dict[str, Any]) -> Tensor:
-    """Attention on a GPU. Grouped keys are repeated, since with a mask and groups `sdpa` takes its slowest kernel."""
-    if groups > 1:
+    """Attention on a GPU. Grouped keys are repeated where `sdpa` would take its slowest kernel for them.
+
+    Only the flash kernel has groups: it takes no mask, no float32, and at most FLASH_SIZE numbers a head.
+    """
+    flash = mask is None and query.dtype != torch.float32 and query.shape[3] <= FLASH_SIZE
+    if groups > 1 and not flash:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, **how)
+    how = how | {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": groups > 1 and flash}
+    out: Tensor = scaled_dot_product_attention(query, key, value, **how)
+    return out
 
 
 def on_cpu(

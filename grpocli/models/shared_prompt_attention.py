@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from grpocli.hardware.devices import to_device
 from grpocli.models import sdpa
+from grpocli.models.frozen_linear import compute_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +66,7 @@ class Block:
         present = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
         row_index = torch.where(present, present.flatten().cumsum(0).view_as(present) - 1, 0).flatten()
         token_index = present.flatten().nonzero().squeeze(1)
-        return replace(block, row_index=row_index.to(device), token_index=token_index.to(device))
+        return replace(block, row_index=to_device(row_index, device), token_index=to_device(token_index, device))
 
     def to_rows(self, states: Tensor) -> Tensor:
         """Arrange states in rows: [1, heads, size, D] -> [rows, heads, width, D]. No real token attends to padding."""
@@ -84,12 +86,12 @@ def _mask(prompt: int, lengths: Sequence[int], device: torch.device, on_cpu: boo
     mask = torch.cat([torch.ones(len(own), prompt, dtype=torch.bool), own], 1)
     if on_cpu:
         mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-    return mask.to(device, non_blocking=True)
+    return to_device(mask, device)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A prompt of `prompt` tokens, followed by its completions in blocks."""
+    """A prompt of `prompt` tokens, followed by its completions in blocks. Without blocks, one causal row."""
 
     prompt: int
     blocks: tuple[Block, ...] = ()
@@ -102,21 +104,35 @@ class Segments:
     parts: tuple[Segment, ...]
     on_cpu: bool
 
+    @classmethod
+    def build(cls, prompts: Sequence[tuple[int, Sequence[int]]], device: torch.device, on_cpu: bool) -> Segments:
+        """The segments of prompts: the tokens of each prompt, and of each of its completions, which follow."""
+        parts = []
+        for prompt, lengths in prompts:
+            if len(lengths) == 1:  # a prompt and its only completion are one causal row
+                parts.append(Segment(prompt + lengths[0]))
+                continue
+            found = split_into_blocks(prompt, lengths)
+            blocks = (Block.build(prompt, [lengths[k] for k in block], device, on_cpu) for block in found)
+            parts.append(Segment(prompt, tuple(blocks)))
+        return cls(tuple(parts), on_cpu)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
         """query [1, heads, N, D], key and value [1, heads / groups, N, D] -> [1, N, heads, D].
 
         how: `dropout_p` and `scale`, as of `sdpa`.
         """
-        groups = query.shape[1] // key.shape[1]
+        groups, dtype = query.shape[1] // key.shape[1], compute_dtype(query)
         if not self.on_cpu:
+            # the rotation of positions has left them in float32; copies of prompts would take twice the memory
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
             return _attend(query, key, value, self.parts, partial(sdpa.on_gpu, groups=groups, how=how))
-        low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
         with torch.autocast("cpu", enabled=False):  # `sdpa.on_cpu` chooses the dtype
-            return _attend(query, key, value, self.parts, partial(sdpa.on_cpu, groups=groups, low=low, how=how))
+            return _attend(query, key, value, self.parts, partial(sdpa.on_cpu, groups=groups, low=dtype, how=how))
 
 
 class Attends(Protocol):
-    """What the tokens of a packed sequence attend to."""
+    """What the tokens of a packed sequence attend to: `Segments`, or `TiledMask` of `flex_attention`."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
         """The output of attention, as of `Segments.attend`."""
@@ -213,12 +229,15 @@ def _after_prompt(prompt: Tensor, rows: Tensor) -> Tensor:
     return torch.cat([prompt.expand(len(rows), -1, -1, -1), rows], 2)
 
 
-def register() -> None:
-    """Register NAME as an attention implementation of transformers, with the masks of `sdpa`."""
+def register(in_graphs: bool = True) -> None:
+    """Register NAME as an attention implementation of transformers, with the masks of `sdpa`.
+
+    in_graphs: whether a compiled decoder layer has it in its graph.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, attend if in_graphs else torch.compiler.disable(attend))
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 

@@ -117,9 +117,10 @@ def _dtype(run: Run, size: ModelSize, resources: Resources) -> str:
 
 def _takes_packed(run: Run, size: ModelSize) -> bool:
     """Whether training would pack rows, which it tries with the model itself."""
+    from grpocli.models.loading import PACKING
     from grpocli.models.shared_prompt_attention import supports
 
-    return run.model.attention in (None, "sdpa") and supports(size.config, run.rollout.longest_row)
+    return run.model.attention in PACKING and supports(size.config, run.rollout.longest_row)
 
 
 def _micro_batch(run: Run, resources: Resources, packed: bool) -> tuple[MicroBatchShape, int]:

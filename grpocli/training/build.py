@@ -13,7 +13,15 @@ import torch
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.kl import KL, has_teacher
 from grpocli.errors import ConfigError
-from grpocli.models.loading import configured_end_ids, end_token_ids, load_model, load_policy, load_tokenizer
+from grpocli.models.loading import (
+    FLEX,
+    PACKING,
+    configured_end_ids,
+    end_token_ids,
+    load_model,
+    load_policy,
+    load_tokenizer,
+)
 from grpocli.models.lora import trained_share
 from grpocli.progress import Progress, Watch
 from grpocli.rewards.scorer import Scorer
@@ -28,7 +36,9 @@ from grpocli.training import checkpoint, saved_rollouts
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
 from grpocli.training.checkpointer import BackgroundWriter, Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, Sampler, TargetSampler
+from grpocli.training.compiled import compile_layers
 from grpocli.training.optim import make_optimizer
+from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.packing_check import find_head, pack
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.prefetch import Prefetcher
@@ -162,7 +172,7 @@ def load_updater(
 
 
 def choose_layout(run: Run, world: World, policy: Policy, reference: Reference | Teachers | None) -> Iterator[str]:
-    """Turn on packing and log-probs at the output head if the model supports them; otherwise yield a note."""
+    """Turn on packing and log-probs at the output head if the model supports them, otherwise yield a note; compile."""
     for teacher in loaded_teachers(reference):
         find_head(teacher, world)
     if not find_head(policy, world):
@@ -171,6 +181,8 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
         if world.context_parallel:
             raise ConfigError(_why_padded(run), key="hardware.context_parallel", value=world.copies, hint="set it to 1")
         yield f"micro-batches are padded: {_why_padded(run)}"
+    if run.model.compile:
+        compile_layers(policy, reference, world)
     if run.model.lora.rank:
         yield f"LoRA trains {trained_share(policy.model)}"
 
@@ -227,7 +239,7 @@ def _sampler(run: Run, world: World, engine: Engine, data: PromptSource) -> Samp
 
 
 def _why_padded(run: Run) -> str:
-    if (chosen := run.model.attention) not in (None, "sdpa"):
+    if (chosen := run.model.attention) not in PACKING:
         return f"rows end to end are for model.attention=null, not for {chosen}"
     return "this model's attention does not take rows end to end"
 
@@ -241,6 +253,7 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, 
     wrapped, optimizer = world.parallel.prepare(model, dtype, partial(make_optimizer, run.optim))
     policy = Policy(model, wrapped, dtype, world.parallel)
     policy.offloads, policy.shared_with = run.train.activation_offload, world.context_parallel
+    policy.packed = FlexPacked if run.model.attention == FLEX else Packed
     return policy, optimizer
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from grpocli.models.frozen_linear import compute_dtype
 from grpocli.models.head import Float32Head, product, product_of_float32
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.sampling import first_occurrence
@@ -31,7 +32,7 @@ LOGITS_AT_ONCE = 2**24
 IN_CACHE = 2**20
 """The same in the forward pass on a CPU: few enough to stay in the cache while log-probs are computed from them."""
 COLUMNS = 1024
-"""Tokens of the vocabulary per matrix product in that pass: the smallest number at which products are fast."""
+"""Tokens of the vocabulary per matrix product in the forward pass on a CPU, and the fewest on a GPU."""
 
 
 class TokenScores(NamedTuple):
@@ -162,6 +163,14 @@ def _rows_at_once(vocabulary: int) -> int:
     return max(1, LOGITS_AT_ONCE // max(1, vocabulary))
 
 
+def _columns(rows: int, in_cache: bool) -> int:
+    """Tokens of the vocabulary in a matrix product of the forward pass.
+
+    On a GPU as many as LOGITS_AT_ONCE allows: small pieces take as long as the launches of their kernels.
+    """
+    return COLUMNS if in_cache else max(COLUMNS, LOGITS_AT_ONCE // max(1, rows))
+
+
 @dataclass(frozen=True, slots=True)
 class _How:
     """How `_Scores` computes. in_float32: whether the head is a `Float32Head`."""
@@ -191,11 +200,12 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, how: _How) -> tuple[Tensor, ...]:
         device = hidden_NH.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
+        dtype = compute_dtype(hidden_NH)
         cast_NH, cast_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
         in_cache = device == "cpu" if how.on_cpu is None else how.on_cpu
         rows = max(1, (IN_CACHE if in_cache else LOGITS_AT_ONCE) // COLUMNS)
-        found = [_row_scores(cast_NH[piece], cast_VH, ids_N[piece], how) for piece in _pieces(len(ids_N), rows)]
+        pieces = _pieces(len(ids_N), rows)
+        found = [_row_scores(cast_NH[piece], cast_VH, ids_N[piece], how, in_cache) for piece in pieces]
         logp_N, entropy_N, top_N, normalizer_N = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(cast_NH, cast_VH, ids_N, normalizer_N)
         ctx.how, ctx.dtypes = how, (hidden_NH.dtype, weight_VH.dtype)
@@ -226,7 +236,7 @@ class _Scores(torch.autograd.Function):
         return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None
 
 
-def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How) -> tuple[Tensor, ...]:
+def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How, in_cache: bool) -> tuple[Tensor, ...]:
     """Log-probs of the ids, entropies, whether the ids are the most probable ones, and normalizers.
 
     By an online softmax over pieces of the vocabulary, which keeps the largest logit so far and, relative to it, the
@@ -235,7 +245,7 @@ def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How) 
     n = len(ids_n)
     largest_n = hidden_nH.new_full((n,), torch.finfo(torch.float32).min, dtype=torch.float32)
     sum_n, weighted_n, chosen_n = (torch.zeros_like(largest_n) for _ in range(3))
-    for piece in _pieces(len(weight_VH), COLUMNS):
+    for piece in _pieces(len(weight_VH), _columns(n, in_cache)):
         logits_nv = how.logits(hidden_nH, weight_VH[piece])
         place_n = ids_n - piece.start
         here_n = (place_n >= 0) & (place_n < logits_nv.shape[1])

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from grpocli.hardware.devices import to_device
-from grpocli.models.shared_prompt_attention import Attends, Block, Segment, Segments, split_into_blocks
+from grpocli.models.flex_attention import TiledMask
+from grpocli.models.shared_prompt_attention import Attends, Segments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,31 +149,27 @@ class Packed:
     rows: int
     segments: Attends
     spans: tuple[tuple[int, int, int, int], ...] = ()
+    attention: ClassVar[type[Segments | TiledMask]] = Segments
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device, on_cpu: bool | None = None) -> Packed:
         """The rows in one sequence. on_cpu: whether attention is called as on a CPU; None: as on `device`."""
         on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
-        sequence, segments = _TokenSequence(), []
+        sequence, prompts = _TokenSequence(), []
         predictors: list[list[int]] = [[] for _ in rows]
         spans = [(0, 0, 0, 0)] * len(rows)
         for prompt, row_indices in by_prompt(rows):
             if not prompt:
                 raise ValueError("a prompt has no tokens, so nothing predicts the first token of its completions")
             last = sequence.add(prompt) + len(prompt) - 1
-            blocks = []
-            for block in split_into_blocks(len(prompt), [len(rows[k].completion_ids) for k in row_indices]):
-                indices = [row_indices[k] for k in block]
-                for index in indices:
-                    first = sequence.add(ids := rows[index].completion_ids, len(prompt))
-                    spans[index] = (last + 1 - len(prompt), first, len(prompt), len(ids))
-                    predictors[index] = [last, *range(first, first + len(ids) - 1)][: len(ids)]
-                if lengths := [n for k in indices if (n := len(rows[k].completion_ids))]:
-                    blocks.append(Block.build(len(prompt), lengths, device, on_cpu))
-            segments.append(Segment(len(prompt), tuple(blocks)))
+            for index in row_indices:
+                first = sequence.add(ids := rows[index].completion_ids, len(prompt))
+                spans[index] = (last + 1 - len(prompt), first, len(prompt), len(ids))
+                predictors[index] = [last, *range(first, first + len(ids) - 1)][: len(ids)]
+            prompts.append((len(prompt), [n for k in row_indices if (n := len(rows[k].completion_ids))]))
         if filler := rounded(len(sequence.ids)) - len(sequence.ids):
             sequence.fill(filler)
-            segments.append(Segment(filler))
+            prompts.append((filler, []))
         width = max(len(r.completion_ids) for r in rows)
         completion_indices = [k * width + t for k, r in enumerate(rows) for t in range(len(r.completion_ids))]
         flat_predictors = [k for row in predictors for k in row]
@@ -187,7 +184,7 @@ class Packed:
             index_C=to_device(torch.tensor(completion_indices, dtype=torch.long), device),
             completion=width,
             rows=len(rows),
-            segments=Segments(tuple(segments), on_cpu=on_cpu),
+            segments=cls.attention.build(prompts, device, on_cpu),
             spans=tuple(spans),
         )
 
@@ -268,6 +265,13 @@ class Packed:
             segments=self.segments,
         ).logits
         return logits[0]
+
+
+class FlexPacked(Packed):
+    """The same, whose attention is torch's `flex_attention` (model.attention=flex_attention)."""
+
+    __slots__ = ()
+    attention = TiledMask
 
 
 Layout = Padded | Packed

@@ -39,7 +39,7 @@ def find_head(owner: Policy | LoadedTeacher, world: World) -> bool:
         logits, mark = _marked(owner)
         return logits.shape == mark.shape and torch.equal(logits.float(), mark.float())
 
-    owner.at_head = not world.any(output_head(owner.model) is None or not _passes(tried))
+    owner.at_head = not world.any(output_head(owner.model) is None or not passes(tried))
     return owner.at_head
 
 
@@ -62,7 +62,7 @@ def pack(
     heads = all(output_head(one.model) is not None for one in tested)
     agreed = all(attention.enable(model, longest) for model in models) and heads
     if agreed:
-        agreed = _passes(lambda: all(agrees(one) for one in tested))
+        agreed = passes(lambda: all(agrees(one, policy.packed) for one in tested))
     policy.packs = not world.any(not agreed) if world else agreed
     if not policy.packs:
         for model in models:
@@ -70,7 +70,7 @@ def pack(
     return policy.packs
 
 
-def _passes(test: Callable[[], bool]) -> bool:
+def passes(test: Callable[[], bool]) -> bool:
     """The answer of a test; False if the model raises. Errors of the machine are raised."""
     try:
         return test()
@@ -81,20 +81,20 @@ def _passes(test: Callable[[], bool]) -> bool:
         return False
 
 
-def agrees(policy: Policy | LoadedTeacher) -> bool:
+def agrees(policy: Policy | LoadedTeacher, layout: type[Packed] = Packed) -> bool:
     """Whether packed and padded rows have the same log-probs, and packed rows do not influence each other."""
-    rows = _rows(policy)
+    rows = trial_rows(policy)
     exact = _marked(policy)[1].dtype == torch.float32
     padded, tolerance = _logp(policy, rows, Padded), FLOAT32_TOLERANCE if exact else BFLOAT16_TOLERANCE
-    packed = _logp(policy, rows, Packed)
-    if not _close(packed, padded, tolerance):
+    packed = _logp(policy, rows, layout)
+    if not is_close(packed, padded, tolerance):
         return False
-    shared = shards_of(policy.shared_with, Packed) if policy.shared_with else None
-    if shared and not _close(_logp(policy, rows, shared), padded, tolerance):
+    shared = shards_of(policy.shared_with, layout) if policy.shared_with else None  # type: ignore[arg-type]
+    if shared and not is_close(_logp(policy, rows, shared), padded, tolerance):
         return False
     first = len(rows[0].completion_ids)
     other = replace(rows[0], completion_ids=rows[0].completion_ids[::-1])
-    return torch.equal(_logp(policy, [other, *rows[1:]], Packed)[first:], packed[first:])
+    return torch.equal(_logp(policy, [other, *rows[1:]], layout)[first:], packed[first:])
 
 
 @torch.no_grad()
@@ -106,12 +106,12 @@ def _logp(policy: Policy | LoadedTeacher, rows: list[Row], layout: type[Layout])
     return logp_BT[batch.mask.bool()]
 
 
-def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     """Whether the relative difference is at most `tolerance`; False if either is NaN."""
     return bool((a - b).abs().mean() <= tolerance * b.abs().mean())
 
 
-def _rows(policy: Policy | LoadedTeacher) -> list[Row]:
+def trial_rows(policy: Policy | LoadedTeacher) -> list[Row]:
     """Two groups of two rows, one that fits into one block of attention and one that needs two."""
     config = policy.model.config.get_text_config()
     long = min(

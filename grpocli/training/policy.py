@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,10 +31,10 @@ class Policy:
     """A causal language model with float32 weights that computes in `dtype`.
 
     model: the model of transformers. wrapped: what training calls, the same object or a wrapper (DDP, DeepSpeed).
-    parallel: how the processes share it; None for a single process. packs: whether it takes packed rows. at_head:
-    whether its logits are exactly the output of its output head. `grpocli.training.packing_check` sets these two.
-    offloads: whether activations wait for the backward pass in the CPU's memory. shared_with: the processes that share
-    each micro-batch; None: this one alone.
+    parallel: how the processes share it; None for a single process. packs: whether it takes packed rows; packed: their
+    layout. at_head: whether its logits are exactly the output of its output head. `grpocli.training.packing_check` sets
+    `packs` and `at_head`. offloads: whether activations wait for the backward pass in the CPU's memory. compiles:
+    whether decoder layers are compiled. shared_with: the processes that share each micro-batch; None: this one alone.
     """
 
     def __init__(
@@ -42,14 +42,15 @@ class Policy:
     ) -> None:
         self.model, self.wrapped, self.dtype = model, wrapped, dtype
         self.parallel: Parallel = parallel or SingleProcess(model.device)
-        self.packs, self.at_head, self.offloads = False, True, False
+        self.packs, self.at_head, self.offloads, self.compiles = False, True, False, False
+        self.packed: type[Packed] = Packed
         self.shared_with: ContextParallel | None = None
 
     def layout(self, sampling: Sampling) -> type[Layout]:
         """Whether the rows of a micro-batch are packed or padded."""
         if not self.packs or sampling.repetition_penalty != 1:
             return Padded
-        return shards_of(self.shared_with, Packed) if self.shared_with else Packed
+        return shards_of(self.shared_with, self.packed) if self.shared_with else self.packed  # type: ignore[arg-type]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name, tied ones once; with LoRA, the base model's with updates added.
@@ -76,7 +77,7 @@ class Policy:
         training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.compiler.set_stance("force_eager") if self.compiles else nullcontext():
                 yield
         finally:
             self.model.train(training)

@@ -34,7 +34,7 @@ from grpocli.models.lora import Lora, attach, lora_layers, merged
 from grpocli.rollout.vllm.validate import caches_prefixes
 from grpocli.rollout.vllm.weight_sync import PolicyWeights
 from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing import Padded
+from grpocli.training.packing import FlexPacked, Padded
 from grpocli.training.packing_check import find_head, pack
 from grpocli.training.policy import Policy
 from grpocli.types import Row, Sampling
@@ -77,7 +77,7 @@ def test_rows_do_not_depend_on_their_neighbours(name: str, world: World) -> None
     policy, all_rows = chosen_policy(architecture(name).build(), world), rows()
     alone = [policy.score(row.prompt_ids + row.completion_ids)[len(row.prompt_ids) - 1 :] for row in all_rows]
     assert torch.cat([torch.tensor(logp) for logp in alone]).std() > 0.1
-    for layout in {policy.layout(Sampling(1)), Padded}:
+    for layout in {policy.layout(Sampling(1)), Padded, *([FlexPacked] if policy.packs else [])}:
         for beside in (all_rows, all_rows[::-1], all_rows[2:], all_rows[1:2]):
             batch = MicroBatch.build(beside, torch.device("cpu"), layout)
             found = policy.scores_without_gradient(batch, Sampling(1)).logp

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from grpocli.models import sdpa
+from grpocli.models.shared_prompt_attention import Segments
 
 
 def states(queries: int, keys: int) -> list[torch.Tensor]:
@@ -59,3 +63,30 @@ def test_a_small_call_is_in_float32(calls) -> None:
     for queries, keys in ((255, 600), (256, 511)):
         result(states(queries, keys), later_half(queries, keys), torch.bfloat16)
     assert [dtype for dtype, *_ in calls] == [torch.float32] * 2
+
+
+def test_a_gpu_attends_in_the_dtype_of_autocast_and_copies_no_grouped_keys_without_a_mask(monkeypatch) -> None:
+    """The rotation of positions gives queries and keys of float32."""
+    seen = []
+
+    def watched(query, key, value, **how):
+        seen.append((query.dtype, key.shape[1], how["is_causal"], how["enable_gqa"]))
+        return scaled_dot_product_attention(query, key, value, **how)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", watched)
+    query, key, value = states_of(heads=(4, 2, 2), tokens=9 + 7 + 4 + 36)
+    segments = Segments.build([(9, [4, 3]), (4, [18, 18])], torch.device("cpu"), on_cpu=False)
+    attend = partial(segments.attend, how={"dropout_p": 0.0, "scale": None})
+    with torch.autocast("cpu", torch.bfloat16):
+        low = attend(query, key, value.bfloat16())
+    causal, masked = (torch.bfloat16, 2, True, True), (torch.bfloat16, 4, False, False)
+    assert seen == [causal, masked, causal, causal]
+    seen.clear()
+    exact = attend(query, key, value)
+    assert {(dtype, grouped) for dtype, _, _, grouped in seen} == {(torch.float32, False)}
+    assert (low - exact).norm() < 0.02 * exact.norm()
+
+
+def states_of(heads: tuple[int, ...], tokens: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, n, tokens, 16) for n in heads]

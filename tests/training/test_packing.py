@@ -13,6 +13,7 @@ import pytest
 import torch
 from composed import built
 from tables import table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.test_update import world
@@ -35,13 +36,13 @@ from transformers import (
 from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
-from grpocli.models import sdpa
+from grpocli.models import flex_attention, sdpa
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.tasks.prompt_set import PromptSet
 from grpocli.training import logprobs
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
-from grpocli.training.packing import Packed
+from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.packing_check import find_head, pack
 from grpocli.training.policy import Policy, Reference
 from grpocli.training.update import Updater
@@ -132,6 +133,7 @@ def updated(
     packed: bool,
     skips: bool,
     at_head: bool = True,
+    layout: type[Packed] = Packed,
     **train: int,
 ) -> SimpleNamespace:
     """The metrics of the second of two steps, the weights after it, and the gradients of all updates."""
@@ -145,6 +147,7 @@ def updated(
         lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in mine.parameters()]))
     )
     policy = Policy(mine, wrapped, torch.float32, world.parallel)
+    policy.packed = layout
     algorithm = built(*overrides)
     reference = Reference(copy.deepcopy(model), policy) if algorithm.needs_reference else None
     if packed:
@@ -225,6 +228,16 @@ def test_the_gpu_attention_gives_the_same_update(model, world, groups: str, monk
     )
     one = updated(model, world, rows, ALGORITHMS["grpo"], packed=True, skips=True)
     assert {None if args[3] is None else args[3].dtype for args in calls} == {None, torch.bool}
+    for found, expected in zip(one.gradients, plain.gradients, strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("groups", ["ragged", "about one length"])
+def test_flex_attention_gives_the_same_update(model, world, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "TILE", 16)
+    rows = rows_of(GROUPS[groups])
+    plain = updated(model, world, rows, ALGORITHMS["grpo"], packed=False, skips=False)
+    one = updated(model, world, rows, ALGORITHMS["grpo"], packed=True, skips=True, layout=FlexPacked)
     for found, expected in zip(one.gradients, plain.gradients, strict=True):
         assert (found - expected).norm() <= 1e-5 * expected.norm()
 
@@ -454,6 +467,34 @@ def test_logits_of_all_tokens_are_never_in_memory(
     with Largest() as largest:
         policy.scores(batch, sampling)[0].sum().backward()
     assert largest.numbers == vocabulary * SHAPE["hidden_size"] < vocabulary * tokens
+
+
+class Products(TorchDispatchMode):
+    """Counts operations, and matrix products among them."""
+
+    operations = products = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.operations += 1
+        self.products += function is torch.ops.aten.mm.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [512, 20_000])
+def test_a_gpu_scores_a_wide_vocabulary_in_few_kernels(tokens: int) -> None:
+    """As many columns at once as LOGITS_AT_ONCE allows: small pieces take as long as their launches."""
+    vocabulary = 151_936
+    with FakeTensorMode(), torch.no_grad():
+        head, hidden, ids = (
+            torch.nn.Linear(64, vocabulary, bias=False),
+            torch.ones(tokens, 64),
+            torch.ones(tokens).long(),
+        )
+        with logprobs.scoring(head, logprobs.Targets(ids, None, Sampling(1), on_cpu=False)), Products() as seen:
+            head(hidden)
+    least = -(-tokens * vocabulary // logprobs.LOGITS_AT_ONCE)
+    assert seen.products <= 1.1 * least + 1
+    assert seen.operations <= 40 * (seen.products + 1)
 
 
 def test_a_model_with_another_attention_is_padded(model) -> None:

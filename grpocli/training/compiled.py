@@ -1,0 +1,73 @@
+"""model.compile: the decoder layers of a model through `torch.compile`, for micro-batches of any size.
+
+Attention over packed rows stays outside of the graphs, since its Python depends on the rows of each micro-batch. All
+layers of one class share their graphs. Sampling in this process runs the layers as they are (`Policy.sampling_mode`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.distributed.fsdp2 import layers
+from grpocli.errors import ConfigError
+from grpocli.models import shared_prompt_attention as attention
+from grpocli.models.routers import routers
+from grpocli.training.logprobs import completion_logp
+from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.packing_check import BFLOAT16_TOLERANCE, FLOAT32_TOLERANCE, is_close, passes, trial_rows
+from grpocli.training.policy import Reference
+from grpocli.types import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpocli.distributed.world import World
+    from grpocli.training.policy import Policy
+    from grpocli.training.teachers import Teachers
+
+
+def compile_layers(policy: Policy, reference: Reference | Teachers | None, world: World) -> None:
+    """Compile the layers of the policy, and of a reference that is not a teacher. Collective.
+
+    They are compiled for the same few rows in every session, so that a resume has the same graphs. Raises ConfigError,
+    in every process, unless log-probs stay the same.
+    """
+    if routers(policy.model):
+        _refuse("the hooks that watch a mixture of experts would be compiled again for each micro-batch")
+    follower = reference if isinstance(reference, Reference) else None
+    expected = _logps(policy, follower)
+    if policy.packs:
+        attention.register(in_graphs=False)
+    models: dict[int, Any] = {id(one): one for one in (policy.model, *(follower.models if follower else ()))}
+    for model in models.values():
+        for layer in layers(model):
+            layer.compile(dynamic=True)
+    policy.compiles = True
+    tolerance = FLOAT32_TOLERANCE if policy.dtype == torch.float32 else BFLOAT16_TOLERANCE
+
+    def tried() -> bool:
+        found = _logps(policy, follower)
+        return all(is_close(one, other, tolerance) for one, other in zip(found, expected, strict=True))
+
+    if world.any(not passes(tried)):
+        _refuse("torch cannot compile this model's decoder layers, or not to the same log-probs")
+
+
+def _logps(policy: Policy, follower: Reference | None) -> list[Tensor]:
+    """Log-probs of the trial's rows, as an update computes them: with and without gradients, and the reference's."""
+    policy.model.train()
+    batch = MicroBatch.build(trial_rows(policy), policy.model.device, policy.layout(Sampling(1)))
+    found = []
+    for gradient in (True, False):
+        with torch.set_grad_enabled(gradient):
+            logp_BT, _ = completion_logp(policy.model, batch, Sampling(1), policy.autocast(), at_head=policy.at_head)
+        found.append(logp_BT.detach())
+    if follower:
+        found.append(follower.logp(batch, Sampling(1)))
+    return [logp_BT[batch.mask.bool()] for logp_BT in found]
+
+
+def _refuse(problem: str) -> None:
+    raise ConfigError(f"{problem}: set it to false", key="model.compile", value="true")
