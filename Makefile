@@ -104,10 +104,10 @@ parity: ## compare advantages and losses with other trainers', in a separate env
 	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
 	.venv-parity/bin/python -m pytest tests/parity -m parity $(ARGS)
 
-bench: ## time steps beside TRL's, in its own environment, and write docs/benchmarks.md (an hour; a quiet machine; KIND=whole: whole runs)
+bench: ## time steps beside TRL's, in its own environment, and write docs/benchmarks.md (an hour; a quiet machine; KIND=whole or multiplication: whole runs)
 	@$(MAKE) --no-print-directory setup
 	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
-	$(BIN)/python bench/side_by_side/run.py $(or $(KIND),peer) $(ARGS)
+	$(BIN)/python bench/side_by_side/$(if $(filter multiplication,$(KIND)),multiplication.py,run.py $(or $(KIND),peer)) $(ARGS)
 
 bench-limit: setup ## time updates beside the bare model's, and write docs/benchmarks.md (KIND=linear: more rows, longer ones; long-rows: memory)
 	$(BIN)/python bench/side_by_side/$(if $(filter long-rows,$(KIND)),long_rows.py,run.py $(or $(KIND),limit)) $(ARGS)

@@ -202,3 +202,20 @@ def make_model(name: str, folder: Path) -> Path:
 def write_prompts(prompts: list[str], path: Path) -> None:
     """Write the prompts as grpocli reads them."""
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+
+
+class Multiplication:
+    """W8: SmolLM2-135M learns few-shot one-digit products of docs/examples/multiplication.
+
+    A run has arrived when the mean reward of `in_a_row` consecutive steps reaches `reward`; after `steps` it is given
+    up.
+    """
+
+    reward, in_a_row, steps = 0.8, 5, 60
+    groups, rows, longest, rate = 8, 8, 4, 5e-6
+
+    @classmethod
+    def arrived(cls, rewards: list[float]) -> int | None:
+        """The number of the step at which a run with these rewards arrives; None if it does not."""
+        n = cls.in_a_row
+        return next((k for k in range(n, len(rewards) + 1) if sum(rewards[k - n : k]) >= n * cls.reward), None)
