@@ -1,4 +1,4 @@
-"""What a token of W1 costs: the sampler, and a bare loop of forwards, eager and compiled: `python bench/decode_floor.py`.
+"""What a token of W1 costs: the sampler, and bare forwards, eager and compiled: `python bench/decode_floor.py`.
 
 All of them decode 64 rows of W1's model on one thread. The bare loop has nothing but the forward on a cache of fixed
 size and an argmax: what it takes is torch's and transformers' own. Compiled, it is one graph without Python between
