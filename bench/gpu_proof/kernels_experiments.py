@@ -95,9 +95,9 @@ def capabilities(setting: Setting) -> Measured:
     if setting.device == "cpu":
         return found
     properties = torch.cuda.get_device_properties(0)
-    known = next(((t, w) for name, (t, w) in GPUS.items() if name in properties.name), None)
+    known = next((gpu for name, gpu in GPUS.items() if name in properties.name), None)
     if known:
-        found |= {"matmul_share": rate / known[0], "copy_share": moved / known[1]}
+        found |= {"matmul_share": rate / known.tflops, "copy_share": moved / known.bandwidth}
     return found | {
         "bfloat16": torch.cuda.is_bf16_supported(),
         "name": properties.name,
