@@ -336,6 +336,38 @@ def packed_and_padded(setting: Setting) -> Measured:
 
 @experiment(
     "kernels",
+    "packed rows by flex attention beside those by sdpa: a forward and a backward of a little model",
+    at_most("logp_float32", 1e-4, "float32: largest difference of log-probs, nats"),
+    at_most("gradient_float32", 1e-4, "float32: relative difference of the gradient"),
+    at_most("logp_bfloat16", 0.1, "bfloat16: mean difference of log-probs, nats"),
+    at_most("gradient_bfloat16", 0.1, "bfloat16: relative difference of the gradient"),
+    at_most("time_bfloat16", 1, "bfloat16: time over that of sdpa", gpu=True),
+    seconds=120,
+)
+def flex_and_sdpa(setting: Setting) -> Measured:
+    from grpocli.training.packing import FlexPacked, Packed
+    from grpocli.training.packing_check import pack
+
+    rows, found = random_rows(setting.small), dict[str, Any]()
+    for dtype in ("float32", "bfloat16"):
+        logps, gradients, ms = [], [], []
+        for layout in (Packed, FlexPacked):
+            policy = little_policy(setting.device, dtype)
+            policy.packed = layout
+            assert pack(policy, None), layout.__name__
+            logp, gradient = scored(policy, [rows], layout)
+            logps.append(logp)
+            gradients.append(gradient)
+            ms.append(typical_ms(lambda of=policy, layout=layout: scored(of, [rows], layout), setting.device))
+        apart = (logps[0] - logps[1]).abs()
+        found[f"logp_{dtype}"] = float(apart.max() if dtype == "float32" else apart.mean())
+        found |= {f"gradient_{dtype}": relative(gradients[1], gradients[0]), f"ms_{dtype}": ms}
+        found[f"time_{dtype}"] = ms[1] / ms[0]
+    return found
+
+
+@experiment(
+    "kernels",
     "`model.head_dtype=float32`: products of bfloat16 matrices with float32 sums",
     at_most("error", 1e-5, "relative error beside float64"),
     at_most("slower", 2, "times as slow as the product in bfloat16", gpu=True),
