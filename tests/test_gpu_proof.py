@@ -120,7 +120,7 @@ def test_each_experiment_has_a_result_whatever_it_does(own: Path) -> None:
     assert found["raises"]["reason"] == "ValueError: the reason"
     assert found["crashes"]["reason"] == "it ended with SIGSEGV"
     assert found["crashes"]["log"] == "last words"
-    assert found["hangs"]["reason"] == "no result within 1 s"
+    assert found["hangs"]["reason"] == "no result within 3 s"
     assert found["elsewhere"]["reason"] == "needs a GPU"
     assert found["declines"]["reason"] == "nothing to see here"
     assert found["works"]["machine"]["device"] == "CPU"
@@ -148,9 +148,9 @@ def test_a_call_that_is_killed_leaves_whole_results_and_the_next_goes_on(own: Pa
 
 @pytest.mark.survival
 def test_an_experiment_that_does_not_fit_is_left_for_the_next_call(own: Path) -> None:
-    out = run(own, "works,lasts", "--minutes", "1.5")
-    assert list(results(own)) == ["works"], "the other may take 120 s"
-    assert "1.5 minutes do not suffice for lasts" in out
+    out = run(own, "works,lasts", "--minutes", "5")
+    assert list(results(own)) == ["works"], "the other may take three times 120 s on a CPU"
+    assert "5 minutes do not suffice for lasts" in out
 
 
 def test_laws_judge_numbers_between_their_limits(proof: ModuleType) -> None:
@@ -233,7 +233,7 @@ def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
     names = ["settings", "packed_and_padded", "skewed_update"]
     own = tmp_path / "own.py"
     own.write_text("")
-    run(own, ",".join([*names, "cudnn_plans"]))
+    run(own, ",".join([*names, "cudnn_plans"]), "--minutes", "60")
     found = results(own)
     assert {name: result["verdict"] for name, result in found.items()} == {
         **dict.fromkeys(names, "as expected"),

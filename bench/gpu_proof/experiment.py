@@ -54,6 +54,9 @@ STAGES = {
 }
 """By value: first what is cheap and decides most."""
 
+CPU_TIMES = 3
+"""How much longer an experiment may take on a CPU, where others may compute, too."""
+
 Measured = dict[str, Any]
 
 
@@ -130,7 +133,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Experiment:
-    """name: of its function. needs: of `NEEDS`. seconds: after which it counts as hung."""
+    """name: of its function. needs: of `NEEDS`. seconds: after which it counts as hung on a GPU."""
 
     name: str
     stage: str
@@ -139,6 +142,10 @@ class Experiment:
     run: Callable[[Setting], Measured]
     needs: tuple[str, ...]
     seconds: float
+
+    def limit(self, device: str) -> float:
+        """Seconds after which it counts as hung."""
+        return self.seconds if device == "cuda" else CPU_TIMES * self.seconds
 
     def missing(self, machine: dict[str, Any]) -> str:
         """The reason why it cannot run on this machine; "" if it can."""

@@ -116,7 +116,7 @@ class Runner:
                 continue
             if missing := one.missing(self.machine):
                 self._put(one, outcome(NOT_RUN, self.machine, self.setting.device, reason=missing))
-            elif time.monotonic() + one.seconds > self.until:
+            elif time.monotonic() + one.limit(self.setting.device) > self.until:
                 left.append(one.name)
             else:
                 self._put(one, self._run(one))
@@ -140,17 +140,17 @@ class Runner:
         command = [self.python, str(HERE / "gpu_proof.py"), "--one", one.name, str(answer), json.dumps(setting)]
         command += [word for file in self.files for word in ("--add", file)]
         log.unlink(missing_ok=True)
-        began, end = time.monotonic(), ""
+        began, end, limit = time.monotonic(), "", one.limit(self.setting.device)
         # even after SIGKILL a process may wait for the GPU's driver; then the guard is not waited for
         running = guarded(command, name=one.name, env=environment(), log=log, cwd=ROOT, grace=END)
         with suppress(subprocess.TimeoutExpired), running as child:
             try:
-                end = _ending(child.wait(one.seconds))
+                end = _ending(child.wait(limit))
             except subprocess.TimeoutExpired:
-                end = f"no result within {one.seconds:g} s"
+                end = f"no result within {limit:g} s"
         seconds = time.monotonic() - began
-        if answer.exists():
-            result: dict[str, Any] = json.loads(answer.read_text())
+        result: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"verdict": FAILED}
+        if result["verdict"] != FAILED or (answer.exists() and seconds < limit):  # else the deadline is the reason
             return result | {"machine": {k: v for k, v in self.machine.items() if k != "has"}, "seconds": seconds}
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
         return outcome(FAILED, self.machine, self.setting.device, reason=end, seconds=seconds, log="\n".join(lines))
