@@ -63,8 +63,8 @@ def watch_grpocli(folder: Path, model: str, seed: int, engine: str) -> dict[str,
         finally:
             run.terminate()
             run.wait(120)
-    if W8.arrived([row["reward"] for row in rows]) is None:
-        raise SystemExit(f"seed {seed}, {engine}: no mean reward of {W8.reward}\n{Path(log.name).read_text()[-2000:]}")
+    if len(rows) < W8.steps and W8.arrived([row["reward"] for row in rows]) is None:
+        raise SystemExit(f"seed {seed}, {engine}: the run has failed\n{Path(log.name).read_text()[-2000:]}")
     tokens = [row["tokens/generated"] for row in rows]
     return {"seconds": seconds, "rewards": [row["reward"] for row in rows], "tokens": tokens}
 
@@ -81,19 +81,23 @@ def run_trl(model: str, seed: int, python: str) -> dict[str, Any]:
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Medians and the least and the largest over seeds."""
+    """Medians, the least and the largest of the seeds that arrived."""
     names = ("steps", "s, from the command on", "s until the first step ended", "tokens generated")
     rows = [f"| to a mean reward of {W8.reward} | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
     for side, runs in found.items():
-        steps = [W8.arrived(run["rewards"]) or W8.steps for run in runs]
+        there = [(run, k) for run in runs if (k := W8.arrived(run["rewards"]))]
+        lost = f" ({len(runs) - len(there)} of {len(runs)} not in {W8.steps} steps)" if len(there) < len(runs) else ""
+        if not there:
+            rows.append(f"| {side}{lost} | | | | |")
+            continue
         figures = (
-            steps,
-            [run["seconds"][k - 1] for run, k in zip(runs, steps, strict=True)],
-            [run["seconds"][0] for run in runs],
-            [sum(run["tokens"][:k]) for run, k in zip(runs, steps, strict=True)],
+            [k for _, k in there],
+            [run["seconds"][k - 1] for run, k in there],
+            [run["seconds"][0] for run, _ in there],
+            [sum(run["tokens"][:k]) for run, k in there],
         )
         cells = [f"{statistics.median(each):,.0f} ({min(each):,.0f} to {max(each):,.0f})" for each in figures]
-        rows.append(f"| {side} | {' | '.join(cells)} |")
+        rows.append(f"| {side}{lost} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -118,8 +122,9 @@ def main() -> None:
                     else run_trl(args.model, seed, args.peer)
                 )
                 found[side].append(done)
-                k = W8.arrived(done["rewards"]) or 0
-                print(f"seed {seed}: {side}: {k} steps, {done['seconds'][k - 1]:.0f} s", file=sys.stderr, flush=True)
+                k = W8.arrived(done["rewards"])
+                said = f"{k} steps, {done['seconds'][k - 1]:.0f} s" if k else "has not arrived"
+                print(f"seed {seed}: {side}: {said}", file=sys.stderr, flush=True)
     if not args.print:
         found = measured(MARK) | found
     text = table(found) + f"\n\n{len(args.seeds)} seeds."
