@@ -147,3 +147,66 @@ def bucket_race(setting: Setting) -> Measured:
         found[f"wrong_with_{word}"] = max(wrong)
         found[f"each_with_{word}"] = wrong
     return found
+
+
+class CopiedGroup:
+    """A group whose broadcast keeps a copy of each bucket."""
+
+    def __init__(self) -> None:
+        self.buckets: list[torch.Tensor] = []
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        self.buckets.append(tensor.clone())
+
+
+@experiment(
+    "transfers",
+    "sync=nccl right after a change of the weights, whose kernels still run: bytes sent that are old",
+    at_most("old", 0, "bytes of 64 MiB"),
+    needs=("gpu", "vllm"),
+    seconds=90,
+)
+def sent_after_a_change(setting: Setting) -> Measured:
+    import torch
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+    from grpocli.rollout.vllm.transport_gpu import NcclTransport, packing
+
+    size, count = 2**20, 64
+    weights = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(count)]
+
+    class Weights:
+        dtype = torch.uint8
+
+        def bytes(self) -> int:
+            return size * count
+
+    class Engine:
+        """vLLM's trainer engine without servers: its producer, in streams of its own."""
+
+        def __init__(self, source: Any, group: CopiedGroup) -> None:
+            self.source, self.group = source, group
+
+        def send_weights(self) -> None:
+            how = packing(4 * size)
+            packed_nccl_broadcast_producer(
+                iter(self.source),
+                self.group,
+                0,
+                lambda item: item[1],
+                buffer_size_bytes=how["packed_buffer_size_bytes"],
+                num_buffers=how["packed_num_buffers"],
+            )
+
+    old = []
+    for value in range(1, 6):
+        transport, group = NcclTransport(Weights(), 4 * size), CopiedGroup()  # type: ignore[arg-type]
+        transport._engine = Engine(transport.source, group)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(50_000_000)  # as kernels that come before the change, tens of milliseconds
+        for weight in weights:
+            weight.fill_(value)
+        transport.send([], ((str(k), weight) for k, weight in enumerate(weights)), value)
+        torch.cuda.synchronize()
+        old.append(sum(int((bucket != value).sum()) for bucket in group.buckets))
+    return {"old": max(old), "each": old}

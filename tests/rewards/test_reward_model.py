@@ -95,3 +95,13 @@ def test_a_causal_model_is_refused(tmp_path: Path, little_model: Any) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"has \d outputs|has no weights for score\.weight"):
         RewardModel(path=str(tmp_path), device="cpu").check([])
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_the_gpu_is_that_of_the_process_in_every_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with the first GPU, also in a process that trains on the second."""
+    from grpocli.rewards import reward_model
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert reward_model._device(name) == torch.device("cuda", 1)
