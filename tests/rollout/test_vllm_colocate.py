@@ -115,7 +115,7 @@ def test_it_sleeps_while_the_trainer_trains(recorded: tuple[ColocateEngine, Reco
     assert llm.calls == [*AWAKE, "probe", "generate", "sleep 2"]
 
 
-def test_a_generation_after_an_update_without_a_sync_uses_the_same_weights(
+def test_a_generation_wakes_it_with_the_version_of_the_last_sync(
     recorded: tuple[ColocateEngine, Recorded],
 ) -> None:
     engine, llm = recorded
