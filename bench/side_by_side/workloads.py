@@ -29,7 +29,7 @@ MODELS = {
     | {"vocab_size": 152000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     | {"num_attention_heads": 4, "num_key_value_heads": 4},
     "long rows": LLAMA
-    | {"vocab_size": 32000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+    | {"vocab_size": 32000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2}
     | {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 32768},
     "qwen2.5-0.5b": QWEN2
     | {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
@@ -115,7 +115,7 @@ class Workload:
         return groups
 
 
-LONG: dict[str, Any] = {"model": "long rows", "groups": 1, "rows": 4, "micro_batch": 32768}
+LONG: dict[str, Any] = {"model": "long rows", "groups": 1, "rows": 2, "micro_batch": 16384}
 WORKLOADS = {
     "W1": Workload("0.4 M parameters, 8 x 8, 64 tokens, sampled by transformers", "0.4M", 8, 8, sampled=True, times=4),
     "W2": Workload("SmolLM2-135M, 2 x 8, prompts of 12, 64 new: update alone"),
@@ -125,12 +125,12 @@ WORKLOADS = {
     "W5": Workload("half of the groups constant, no KL: update alone", constant=0.5),
     "W6": Workload("a vocabulary of 152,000, small layers, 256 new: update alone", model="wide head", longest=256),
     "W7": Workload(
-        "14 M parameters, 1 x 4, prompts of 2,048, 4,096 new: update alone", **LONG, prompt=2048, longest=4096
+        "10 M parameters, 1 x 2, prompts of 2,048, 4,096 new: update alone", **LONG, prompt=2048, longest=4096
     ),
 }
 LONG_ROWS = {
     f"{k} x length": Workload(
-        f"1 x 4 rows of {512 * k:,} + {1024 * k:,} tokens", **LONG, prompt=512 * k, longest=1024 * k
+        f"1 x 2 rows of {512 * k:,} + {1024 * k:,} tokens", **LONG, prompt=512 * k, longest=1024 * k
     )
     for k in (1, 2, 4)
 }
