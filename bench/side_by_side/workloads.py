@@ -129,7 +129,7 @@ WORKLOADS = {
     ),
 }
 LONG_ROWS = {
-    f"{k} x length": Workload(
+    f"{k} x long": Workload(
         f"1 x 2 rows of {512 * k:,} + {1024 * k:,} tokens", **LONG, prompt=512 * k, longest=1024 * k
     )
     for k in (1, 2, 4)
@@ -150,7 +150,7 @@ GPU = {
 }
 WHOLE = {"whole run": Workload("8 x 8, 16 tokens", "0.4M", 8, 8, longest=16, sampled=True, times=50, rate=1e-3)}
 SMOKE = {"smoke": Workload("2 x 4 rows of 12 + 8 tokens, for the tests of the benchmarks", "0.4M", rows=4, longest=8)}
-ALL = WORKLOADS | LINEAR | GPU | WHOLE | SMOKE
+ALL = WORKLOADS | LINEAR | LONG_ROWS | GPU | WHOLE | SMOKE
 
 
 def peak() -> float:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 
+from grpocli.models.frozen_linear import compute_dtype
 from grpocli.models.shared_prompt_attention import Attends
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class SharedAttention:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
         """The output [1, L / size, heads, D] for states [1, heads, L / size, D]."""
+        if query.is_cuda:  # the rotation of positions has left them in float32, twice the bytes to exchange
+            query, key, value = (state.to(compute_dtype(query)) for state in (query, key, value))
         filler = query.shape[2] * self.processes.size - self.tokens
         query, key, value = (state[:, :, : self.tokens] for state in self.processes.by_heads(query, key, value))
         output = self.whole.attend(query, key, value, how)

@@ -74,7 +74,7 @@ def make_plan(
     traced = TracedMemory(0, 0, 0, 0)
     if trace_memory:
         stage("tracing a micro-batch")
-        traced = trace(run, size, rows, getattr(torch, dtype))
+        traced = trace(run, size, rows, getattr(torch, dtype)).shared_by(run.hardware.context_parallel)
     itemsize, teachers = getattr(torch, dtype).itemsize, _teachers(run)
     inputs = PlanInputs(run, engine, size, resources, traced, packed, micro_batches, itemsize, teachers)
     found = devices(inputs)
@@ -124,7 +124,7 @@ def _takes_packed(run: Run, size: ModelSize) -> bool:
 
 
 def _micro_batch(run: Run, resources: Resources, packed: bool) -> tuple[MicroBatchShape, int]:
-    """The largest micro-batch of a process, and micro-batches per update, packed as in training."""
+    """The largest micro-batch of a process, or of those that share it, and micro-batches per update, as in training."""
     from grpocli.plan.trace import MicroBatchShape
     from grpocli.training.packing import Layout, Packed, Padded
     from grpocli.types import Row
@@ -137,7 +137,9 @@ def _micro_batch(run: Run, resources: Resources, packed: bool) -> tuple[MicroBat
         Row(one, ids, ids, 0.0, number, []) for number, one in enumerate(prompts) for _ in range(rollout.group_size)
     ]
     layout: type[Layout] = Packed if packed else Padded
-    shares = [layout.pack(share, train.micro_batch_tokens) for share in layout.deal(rows, resources.trainers)]
+    shared_by = run.hardware.context_parallel
+    dealt = layout.deal(rows, max(1, resources.trainers // shared_by))
+    shares = [layout.pack(share, train.micro_batch_tokens * shared_by) for share in dealt]
     largest = max((batch for share in shares for batch in share), key=layout.size)
     counts = Counter(row.group for row in largest)
     return MicroBatchShape(tuple(counts.values()), prompt, completion, packed, resources.gpu), max(

@@ -195,12 +195,13 @@ def outcome(plan: Plan) -> str:
 def candidates(plan: Plan) -> Iterator[list[str]]:
     """Changes to try one at a time, then together those that do not change what the policy learns."""
     run, resources = plan.run, plan.resources
-    length = run.rollout.longest_row
+    shared_by = run.hardware.context_parallel
+    length = -(-run.rollout.longest_row // shared_by)
     harmless = []
     if not run.train.gradient_checkpointing:
         harmless.append("train.gradient_checkpointing=true")
     if plan.rows.rows > 1:
-        harmless.append(f"train.micro_batch_tokens={max(length, plan.rows.tokens // 2)}")
+        harmless.append(f"train.micro_batch_tokens={max(length, plan.rows.tokens // shared_by // 2)}")
     rows, group = getattr(run.engine, "max_rows", 0), run.rollout.group_size
     if rows > group:
         harmless.append(f"engine.max_rows={max(group, rows // 4)}")

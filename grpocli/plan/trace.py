@@ -88,6 +88,10 @@ class TracedMemory:
     def total(self) -> int:
         return self.casts + self.activations + self.logits + self.peak
 
+    def shared_by(self, processes: int) -> TracedMemory:
+        """Bytes of one of the processes that share the micro-batch (`hardware.context_parallel`)."""
+        return TracedMemory(self.casts, self.activations // processes, self.logits // processes, self.peak // processes)
+
 
 @dataclass(frozen=True, slots=True)
 class _LayerBytes:

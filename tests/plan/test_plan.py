@@ -451,3 +451,12 @@ def test_offloaded_activations_are_not_counted_on_the_gpu(on_gpus: list[str]) ->
     assert update(moved, "activations") < update(plain, "activations") / 4
     assert update(moved, "backward") > 0
     assert moved.traced.total < plain.traced.total
+
+
+def test_processes_that_share_micro_batches_have_a_part_of_their_activations(on_gpus: list[str]) -> None:
+    """The micro-batch has as many times the tokens; a process then has as many as alone."""
+    small = ["train.micro_batch_tokens=1024", "rollout.prompts_per_step=32", "hardware.parallel=fsdp2"]
+    alone, shared = (planned(*on_gpus, *small, f"hardware.context_parallel={n}") for n in (1, 2))
+    assert shared.rows.tokens == pytest.approx(2 * alone.rows.tokens, rel=0.1)
+    assert shared.traced.activations == pytest.approx(alone.traced.activations, rel=0.1)
+    assert shared.traced.casts == alone.traced.casts
