@@ -84,3 +84,28 @@ def kill_and_resume(setting: Setting) -> Measured:
         "weights_of_a_repeat": usual,
         "beyond_a_repeat": own / usual if usual else 1e9 * (own > 0),
     }
+
+
+PROCESSES = {
+    "ddp": ("hardware.processes=2",),
+    "fsdp2": ("hardware.processes=2", "hardware.parallel=fsdp2"),
+    "context": ("hardware.processes=2", "hardware.context_parallel=2"),
+}
+"""Two processes, by how they share the model or a micro-batch."""
+
+
+@experiment(
+    "runs",
+    "two processes over NCCL beside one: the first step of the built-in model, the same completions",
+    *(at_most(f"apart_{name}", 0.03, f"{name}: relative difference of the gradient norms") for name in PROCESSES),
+    needs=("two gpus",),
+    seconds=300,
+)
+def two_processes(setting: Setting) -> Measured:
+    keys = ["engine=transformers", *RESUMED, *(SHORT[:1] if setting.small else []), "train.steps=2"]
+    alone = metrics(train(setting, "alone", *keys, "hardware.processes=1"))[0]
+    found: Measured = {"norm": alone["grad_norm"]}
+    for name, chosen in PROCESSES.items():
+        row = metrics(train(setting, name, *keys, *chosen))[0]
+        found |= {f"apart_{name}": abs(row["grad_norm"] / alone["grad_norm"] - 1), f"reward_{name}": row["reward"]}
+    return found | {"reward": alone["reward"]}
