@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from grpocli.training.teachers import Teachers
 
 
+HOW: dict[str, Any] = {"dynamic": True}
+"""Arguments of torch.compile: one graph for micro-batches of any size."""
+
+
 def compile_layers(policy: Policy, reference: Reference | Teachers | None, world: World) -> None:
     """Compile the layers of the policy, and of a reference that is not a teacher. Collective.
 
@@ -43,7 +47,7 @@ def compile_layers(policy: Policy, reference: Reference | Teachers | None, world
     models: dict[int, Any] = {id(one): one for one in (policy.model, *(follower.models if follower else ()))}
     for model in models.values():
         for layer in layers(model):
-            layer.compile(dynamic=True)
+            layer.compile(**HOW)
     policy.compiles = True
     tolerance = FLOAT32_TOLERANCE if policy.dtype == torch.float32 else BFLOAT16_TOLERANCE
 

@@ -96,6 +96,8 @@ BAD = [
     ("engine=vllm hardware.parallel=zero3 model.lora.rank=4", "hardware.parallel=zero3: LoRA's updates cannot"),
     ("engine=vllm hardware.parallel=zero3 algorithm.kl.sync_every=2", "a sharded reference cannot follow the policy"),
     ("engine=vllm hardware.parallel=fsdp2 model.lora.rank=4", "hardware.parallel=fsdp2: engine=vllm is sent LoRA's"),
+    ("engine=vllm hardware.parallel=zero3 model.compile=true", "model.compile=true: DeepSpeed's hooks"),
+    ("model.lora.rank=4 model.quantization=nf4 model.compile=true", "model.compile=true: torch cannot compile layers"),
     ("engine=vllm engine.vllm_args.scheduling_policy=fcfs", "grpocli sets this itself"),
     ("train.minibatches=1000", "train.minibatches=1000: must be at most rollout.prompts_per_step"),
     ("train.micro_batch_tokens=8", "train.micro_batch_tokens=8: must be at least"),

@@ -1,0 +1,115 @@
+"""model.compile: compiled layers give the same update, and are compiled once for micro-batches of any size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models.architectures import architecture
+from training.test_packing import GROUPS, rows_of
+from training.test_update import world
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grpocli.distributed.world import World
+from grpocli.errors import ConfigError
+from grpocli.models.lora import Lora, attach
+from grpocli.training import compiled
+from grpocli.training.compiled import compile_layers
+from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.packing_check import pack
+from grpocli.training.policy import BaseReference, Policy, Reference
+from grpocli.types import Row, Sampling
+
+__all__ = ["world"]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def graphs() -> Iterator[Any]:
+    """torch's counters of compilations, after forgetting earlier ones."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    yield counters["stats"]
+    torch.compiler.reset()
+
+
+def a_policy(kind: str) -> tuple[Policy, Reference]:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    initial = copy.deepcopy(model)
+    if kind != "packed":
+        model = attach(model, Lora(rank=4), seed=0)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(model, model, torch.float32)
+    reference = Reference(initial, policy) if kind == "packed" else BaseReference(policy)
+    assert pack(policy, reference)
+    return policy, reference
+
+
+def results(policy: Policy, reference: Reference, rows: list[Row]) -> list[torch.Tensor]:
+    """Log-probs under the policy and the reference, and gradients."""
+    batch = MicroBatch.build(rows, torch.device("cpu"), policy.layout(Sampling(1)))
+    policy.model.train()
+    logp_BT = policy.scores(batch, Sampling(1)).logp * batch.mask
+    trained = [weight for weight in policy.model.parameters() if weight.requires_grad]
+    gradients = torch.autograd.grad((logp_BT * torch.linspace(-1, 1, logp_BT.shape[1])).sum(), trained)
+    return [logp_BT.detach(), reference.logp(batch, Sampling(1)) * batch.mask, *gradients]
+
+
+@pytest.mark.survival
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own code
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("packed", "inductor"), ("lora and checkpointing", "aot_eager")],
+)
+def test_compiled_layers_give_the_same_and_are_compiled_once(
+    kind: str, backend: str, world: World, graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "HOW", compiled.HOW | {"backend": backend})
+    policy, reference = a_policy(kind)
+    sizes = [rows_of(groups)[:n] for groups in (GROUPS["ragged"], GROUPS["about one length"]) for n in (2, 3, 5)]
+    expected = [results(policy, reference, rows) for rows in sizes]
+    sampled = policy.score([3, 4, 5, 6])
+    compile_layers(policy, reference, world)
+    after_trial = graphs["unique_graphs"]
+    assert after_trial > 0
+    for rows, one in zip(sizes, expected, strict=True):
+        for found, wanted in zip(results(policy, reference, rows), one, strict=True):
+            assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+    assert graphs["unique_graphs"] == after_trial
+    assert policy.score([3, 4, 5, 6]) == sampled, "sampling is not compiled"
+
+
+def test_a_mixture_of_experts_is_refused(world: World) -> None:
+    policy = Policy(mixture := architecture("qwen3_moe").build(), mixture, torch.float32)
+    with pytest.raises(ConfigError, match=r"model\.compile.*mixture of experts.*set it to false"):
+        compile_layers(policy, None, world)
+
+
+def test_a_model_that_torch_cannot_compile_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one sentence, before the first step."""
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(compiled, "HOW", compiled.HOW | {"backend": broken})
+    policy, reference = a_policy("packed")
+    with pytest.raises(ConfigError, match=r"model\.compile.*cannot compile.*set it to false"):
+        compile_layers(policy, reference, world)
+    torch.compiler.reset()
