@@ -71,7 +71,7 @@ def training_overrides(row: Row) -> list[str]:
         "engine=transformers",
         "hardware.device=cuda",
         f"hardware.processes={row['gpus']}",
-        f"hardware.parallel={'fsdp2' if row['gpus'] > 1 else 'ddp'}",
+        "hardware.parallel=fsdp2",
         "rollout.max_prompt_tokens=1",
         f"rollout.max_completion_tokens={row['tokens'] - 1}",
         f"rollout.prompts_per_step={row['gpus'] * row['micro_batches'] // 2}",
@@ -245,13 +245,15 @@ def training_table(folder: Path) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        seconds, memory = demand_of(row, folder).seconds(costs), planned_memory(row, folder) / GIB
+        seconds, memory = demand_of(row, folder).seconds(costs), "- | - | -"
         others = fit_training([r for r in halves(rows)[0] if r["model"] != row["model"]], folder)
         unseen = demand_of(row, folder).seconds(others) / row["seconds"]
+        if row["type"] == "rl":  # their supervised training keeps all logits
+            planned = planned_memory(row, folder) / GIB
+            memory = f"{planned:.1f} | {row['memory_gib']:.1f} | {planned / row['memory_gib']:.2f}"
         lines.append(
             f"| {row['name']} | {row['device']} | {'judged' if row in judged else 'fitted'} | {seconds:.2f} | "
-            f"{row['seconds']:.2f} | {seconds / row['seconds']:.2f} | {unseen:.2f} | {memory:.1f} | "
-            f"{row['memory_gib']:.1f} | {memory / row['memory_gib']:.2f} |"
+            f"{row['seconds']:.2f} | {seconds / row['seconds']:.2f} | {unseen:.2f} | {memory} |"
         )
     return lines
 

@@ -1,9 +1,12 @@
-"""Step times of real runs beside simulated ones: `python bench/simulated.py --model FOLDER [--rounds N] [CASE ...]`.
+"""Step times of real runs beside simulated ones: `python bench/simulated.py [--model FOLDER] [--rounds N] [CASE ...]`.
 
 Each case has synchronous runs, of which `grpocli plan --simulate --speeds RUN --lengths RUN` takes the speeds and
 lengths, and another one, which it predicts. They are repeated in turns, since other programs may slow the machine.
 Prints Markdown: the median step of each run without the first ones, the simulated steps, and the ratio.
-For a CPU: servers and trainers have a core or a thread each. SmolLM2-135M is a good model.
+
+Cases that begin with "paced" train the built-in model with servers that sleep (`bench/paced.py`), so that they say
+something on a busy machine, too. The others need a quiet CPU and --model, such as SmolLM2-135M; servers and trainers
+have a core or a thread each.
 """
 
 from __future__ import annotations
@@ -15,17 +18,31 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 GRPOCLI = str(Path(sys.executable).with_name("grpocli"))
-COMMON = [
-    "recipe=multiplication",
-    "hardware.device=cpu",
-    "eval.problems=0",
-    "checkpoint.every=0",
-    "rollout.prompts_per_step=4",
+PACED = Path(__file__).with_name("paced.py")
+START = 300.0  # seconds for a paced server to start
+COMMON = ["hardware.device=cpu", "eval.problems=0", "checkpoint.every=0"]
+REAL = ["recipe=multiplication", "rollout.prompts_per_step=4", "rollout.max_completion_tokens=48"]
+SLEEPING = [
+    "engine=vllm",
+    f"algorithm/objective={PACED}:Paced",
+    "reward=[python]",
+    f"reward.python.function={PACED}:odd",
+    "rollout.prompts_per_step=8",
+    "rollout.group_size=8",
     "rollout.max_completion_tokens=48",
+    "rollout.max_prompt_tokens=10",
+    "train.micro_batch_tokens=65536",
+    "model.warm_start_steps=20",
+    "sync.tolerance=1e9",  # the servers' tokens and log-probs are no model's
+    "sync.canary=false",
+    "rollout.max_prob_error=null",
 ]
 PROCESSES = ["engine=transformers"]
 HALF = "rollout.prompts_per_step=2"
@@ -34,15 +51,26 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Case:
-    """Runs to measure and a run to predict, by their overrides. env: of all. prefix: of the command."""
+    """Runs to measure and a run to predict, by their overrides. env: of all. prefix: of the command.
+
+    servers: paced ones, of the measured run and of the predicted one.
+    """
 
     measured: list[list[str]]
     predicted: list[str]
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=lambda: ONE_THREAD)
     prefix: tuple[str, ...] = ()
+    servers: tuple[int, int] = (0, 0)
 
 
 CASES = {
+    "paced, max_staleness=1": Case([[]], ["rollout.max_staleness=1"], servers=(1, 1)),
+    "paced, max_staleness=1, in_flight": Case(
+        [[]], ["rollout.max_staleness=1", "rollout.in_flight=true"], servers=(1, 1)
+    ),
+    "paced, max_staleness=2": Case([[]], ["rollout.max_staleness=2"], servers=(1, 1)),
+    "paced, two servers": Case([[]], [], servers=(1, 2)),
+    "paced, two servers, max_staleness=1": Case([[]], ["rollout.max_staleness=1"], servers=(1, 2)),
     "overlap": Case(
         [["engine=vllm"]],
         ["engine=vllm", "rollout.max_staleness=1"],
@@ -52,7 +80,6 @@ CASES = {
     "two processes": Case(
         [[*PROCESSES, "hardware.processes=1"], [*PROCESSES, "hardware.processes=1", HALF]],
         [*PROCESSES, "hardware.processes=2"],
-        ONE_THREAD,
     ),
     "two servers": Case(
         [["engine=vllm"], ["engine=vllm", HALF]],
@@ -62,18 +89,38 @@ CASES = {
 }
 
 
-def trained(case: Case, overrides: list[str], args: argparse.Namespace, folder: Path) -> float:
+@contextmanager
+def paced_server() -> Iterator[str]:
+    """The address of a server that sleeps."""
+    with tempfile.TemporaryFile("w+") as out:
+        env = {**os.environ, **ONE_THREAD}
+        process = subprocess.Popen([sys.executable, str(PACED)], stdout=out, stderr=subprocess.DEVNULL, env=env)
+        try:
+            deadline = time.monotonic() + START
+            while not (url := _address(out.fileno())):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"{PACED} does not serve")
+                time.sleep(1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _address(file: int) -> str:
+    return os.pread(file, 1 << 16, 0).decode().partition("serves at ")[2].strip()
+
+
+def trained(case: Case, options: list[str], steps: int, folder: Path) -> float:
     """The median step of a run, without the first two steps."""
-    options = [*COMMON, f"model.path={args.model}", f"train.steps={args.steps}", *overrides, f"hydra.run.dir={folder}"]
-    command = [*case.prefix, GRPOCLI, "train", *options]
+    command = [*case.prefix, GRPOCLI, "train", *options, f"train.steps={steps}", f"hydra.run.dir={folder}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **case.env})
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["time/step"] for row in rows[2:])
 
 
-def simulated(overrides: list[str], args: argparse.Namespace, runs: list[Path]) -> float:
+def simulated(options: list[str], runs: list[Path]) -> float:
     """The step that the command predicts from runs."""
-    options = [*COMMON, f"model.path={args.model}", *overrides]
     speeds = [word for run in runs for word in ("--speeds", str(run))]
     command = [GRPOCLI, "plan", "--simulate", "--json", *speeds, "--lengths", str(runs[0]), *options]
     ended = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -81,25 +128,37 @@ def simulated(overrides: list[str], args: argparse.Namespace, runs: list[Path]) 
     return next(row["step_seconds"] for row in found["rows"] if row["nodes"] == found["planned"])
 
 
+def options_of(case: Case, overrides: list[str], servers: list[str], model: str) -> list[str]:
+    own = [*SLEEPING, f"engine.base_url=[{','.join(servers)}]"] if servers else [*REAL, f"model.path={model}"]
+    return [*COMMON, *own, *overrides]
+
+
+def measure(name: str, case: Case, args: argparse.Namespace, folder: Path) -> None:
+    """Run a case once and print its row."""
+    with ExitStack() as running:
+        urls = [running.enter_context(paced_server()) for _ in range(max(case.servers))]
+        before = [options_of(case, own, urls[: case.servers[0]], args.model) for own in case.measured]
+        after = options_of(case, case.predicted, urls[: case.servers[1]], args.model)
+        runs = [folder / f"measured-{i}" for i in range(len(before))]
+        first, *_ = [trained(case, own, args.steps, run) for own, run in zip(before, runs, strict=True)]
+        second = trained(case, after, args.steps, folder / "predicted")
+        again, ahead = (simulated(own, runs) for own in (before[0], after))
+    print(f"| {name} | {first:.2f} | {again:.2f} | {second:.2f} | {ahead:.2f} | {ahead / second:.2f} |", flush=True)
+
+
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("cases", nargs="*", metavar="CASE", help=f"one of {', '.join(CASES)}; default: all")
-    cli.add_argument("--model", required=True, help="a folder with SmolLM2-135M, or another small model")
-    cli.add_argument("--steps", type=int, default=10)
-    cli.add_argument("--rounds", type=int, default=2)
+    cli.add_argument("--model", default="", help="a folder with SmolLM2-135M, or another small model")
+    cli.add_argument("--steps", type=int, default=8)
+    cli.add_argument("--rounds", type=int, default=1)
     args = cli.parse_args()
     print("| case | measured run, s | simulated, s | predicted run, s | simulated, s | simulated / predicted run |")
     print("|---|---|---|---|---|---|", flush=True)
     for name in args.cases or CASES:
-        case = CASES[name]
         for _ in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:
-                runs = [Path(folder) / f"measured-{i}" for i in range(len(case.measured))]
-                first, *_ = [trained(case, own, args, run) for own, run in zip(case.measured, runs, strict=True)]
-                second = trained(case, case.predicted, args, Path(folder) / "predicted")
-                again, ahead = (simulated(own, args, runs) for own in (case.measured[0], case.predicted))
-            ratio = ahead / second
-            print(f"| {name} | {first:.2f} | {again:.2f} | {second:.2f} | {ahead:.2f} | {ratio:.2f} |", flush=True)
+                measure(name, CASES[name], args, Path(folder))
 
 
 if __name__ == "__main__":

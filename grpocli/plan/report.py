@@ -125,6 +125,8 @@ def assumptions(plan: Plan) -> list[str]:
         found.append(
             f"weights are sent at {LINK / 1e9:g} GB/s; attention keeps the tensors that torch's sdpa keeps on a CPU"
         )
+    if plan.run.hardware.context_parallel > 1:
+        found.append("without hardware.context_parallel: each process has whole micro-batches, and none is shared")
     if plan.run.algorithm.keep.max_rounds > 1:
         found.append("one round of sampling; algorithm.keep=dynamic may need more")
     if plan.resources.gpu and plan.resources.trainers > 1:
@@ -227,7 +229,7 @@ def simulation_text(found: Sweep, title: str) -> str:
         out.print(Text(f"grpocli plan {title}".rstrip(), style="bold"), soft_wrap=True)
         _pairs(out, _simulated_facts(found))
         out.print(Text(f"\nsimulated steps by {found.unit}, * as configured", style="bold"))
-        out.print(_simulated_table(found, bool(faults.per_hour)))
+        out.print(_simulated_table(found, bool(faults.per_hour or faults.save)))
         out.print(Text(f"\n{_recommendation(found)}", style="bold"), soft_wrap=True)
     return "".join(f"{line.rstrip()}\n" for line in captured.get().rstrip().splitlines())
 
@@ -240,7 +242,7 @@ def _simulated_facts(found: Sweep) -> list[tuple[str, str]]:
         ("lengths", found.lengths),
         ("speeds", found.speeds),
     ]
-    if faults.per_hour:
+    if faults.per_hour or faults.save:
         every = f"every {_count(faults.every, 'step')}" if faults.every else "never"
         text = f"{faults.per_hour:g} per device and hour; a checkpoint {every}, {faults.save:g} s; {faults.restart:g} s"
         pairs.append(("failures", f"{text} to start again, {faults.server_restart:g} s for a server"))
@@ -248,29 +250,35 @@ def _simulated_facts(found: Sweep) -> list[tuple[str, str]]:
 
 
 def _simulated_table(found: Sweep, failures: bool) -> Table:
-    headers = ["devices", "step, s", "trainers idle", "servers idle", "tokens/s", "tokens/s/device"]
+    headers = ["devices", "memory", "step, s", "trainers idle", "servers idle", "tokens/s", "tokens/s/device"]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
-    for header in (found.unit, *headers, *(["lost to failures"] if failures else [])):
+    for header in (found.unit, *headers, *(["failures, saving", "run, h"] if failures else [])):
         table.add_column(header, justify="right")
     for row in found.rows:
         one, mark = row.simulated, "*" if row.nodes == found.planned else ""
         cells = [
             f"{mark}{row.nodes:,}",
             f"{one.job.devices:,}",
+            f"{row.memory:.0%}",
             f"{one.step_seconds:,.3g}" if one.step_seconds < 1000 else f"{one.step_seconds:,.0f}",
             f"{one.trainer_idle:.0%}",
             f"{one.rollout_idle:.0%}",
             f"{one.tokens_per_second:,.0f}",
             f"{row.per_device:,.1f}",
         ]
-        table.add_row(*cells, *([f"{one.lost / one.seconds:.0%}"] if failures else []))
+        table.add_row(*cells, *([f"{one.overhead:.1%}", f"{one.seconds / 3600:,.1f}"] if failures else []))
     return table
 
 
 def _recommendation(found: Sweep) -> str:
-    best = found.best
-    fastest = min(found.rows, key=lambda row: (row.simulated.step_seconds, row.nodes))
-    text = f"Most tokens per device: {best.nodes:,} {found.unit}."
+    best, unit = found.best, found.unit
+    if best.memory > 1:
+        return "None of them fits."
+    fitting = [row for row in found.rows if row.memory <= 1]
+    fastest = min(fitting, key=lambda row: (row.simulated.step_seconds, row.nodes))
+    text = f"Most tokens per device: {_count(best.nodes, unit.removesuffix('s'))}."
     if fastest is not best:
         text += f" Shortest steps: {fastest.nodes:,}."
+    if len(fitting) < len(found.rows):
+        text += " Those above 100% of the memory do not fit."
     return text

@@ -186,11 +186,16 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The result. seconds: of the whole run with failures and checkpoints. lost: of them, repeated or waited."""
+    """The result.
+
+    seconds: of the whole run with failures and checkpoints. overhead: share of them that these take. lost: seconds that
+    failures alone take.
+    """
 
     job: Job
     steps: tuple[SimulatedStep, ...]
     seconds: float
+    overhead: float
     lost: float
     failures: int
     events: int
@@ -226,12 +231,17 @@ class Simulated:
         return max(step.age for step in self.steps)
 
 
-def simulate(job: Job, steps: int, seed: int = 0) -> Simulated:
-    """Simulate a run. Raises ConfigError if failures come faster than checkpoints."""
+def simulate(job: Job, steps: int, seed: int = 0, run_steps: int | None = None) -> Simulated:
+    """Simulate steps of a run, and the checkpoints and failures of `run_steps` like them; None: of the same steps.
+
+    Raises ConfigError if failures come faster than checkpoints.
+    """
     timeline = _Timeline(job, seed)
     done = tuple(timeline.step(number) for number in range(1, steps + 1))
-    seconds, lost, failures, attempts = _with_failures(job, done, seed)
-    return Simulated(job, done, seconds, lost, failures, sum(step.batch.events for step in done) + attempts)
+    whole = done if run_steps is None else tuple(done[n % steps] for n in range(run_steps))
+    seconds, lost, failures, attempts = _with_failures(job, whole, seed)
+    useful, events = sum(step.seconds for step in whole), sum(step.batch.events for step in done)
+    return Simulated(job, done, seconds, 1 - useful / seconds, lost, failures, events + attempts)
 
 
 def generate(lengths: NDArray[np.int64], servers: int, slots: int, decode: Sequence[float]) -> tuple[float, float]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from grpocli.errors import ConfigError
 from grpocli.plan.efficiency import COSTS
+from grpocli.plan.memory import devices
 from grpocli.plan.simulate import Faults, Job, Lengths, LogNormal, Observed, Simulated, Speeds, simulate
 from grpocli.plan.work import decoding, running, step_demand, sync_seconds, training_step
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from grpocli.plan.memory import PlanInputs
     from grpocli.plan.plan import Plan
 
-NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+NODES = (*range(1, 9), 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of servers or rollout nodes that a sweep tries."""
 SHARE, SPREAD = 0.5, 0.6
 """Assumed mean length as a share of the longest, and standard deviation as a share of the mean."""
@@ -30,8 +31,8 @@ SHARE, SPREAD = 0.5, 0.6
 class Options:
     """The command line's options of a simulation.
 
-    lengths: "MEAN", "MEAN,SPREAD" or a run's folder. speeds: folders of runs. kept: share of groups kept. steps: of the
-    simulated run. faults: failures and checkpoints; `every` is the config's.
+    lengths: "MEAN", "MEAN,SPREAD" or a run's folder. speeds: folders of runs. kept: share of groups kept. steps: to
+    simulate; failures are those of train.steps like them. faults: failures and checkpoints; `every` is the config's.
     """
 
     lengths: str | None = None
@@ -54,10 +55,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A simulated run with `nodes` rollout nodes or, on one machine, servers."""
+    """A simulated run with `nodes` rollout nodes or, on one machine, servers. memory: share that a device needs."""
 
     nodes: int
     simulated: Simulated
+    memory: float
 
     @property
     def per_device(self) -> float:
@@ -76,8 +78,8 @@ class Sweep:
 
     @property
     def best(self) -> Row:
-        """The row with the most trained tokens per second and device."""
-        return max(self.rows, key=lambda row: row.per_device)
+        """The row with the most trained tokens per second and device, of those that fit if any does."""
+        return max(self.rows, key=lambda row: (row.memory <= 1, row.per_device))
 
     @property
     def row(self) -> Row:
@@ -92,7 +94,8 @@ def sweep(plan: Plan, options: Options) -> Sweep:
     rows = []
     for nodes, inputs in _variants(plan, planned):
         job = job_of(plan, inputs, lengths, options)
-        rows.append(Row(nodes, simulate(job, options.steps, plan.run.seed)))
+        memory = max(device.peak / device.memory for device in devices(inputs))
+        rows.append(Row(nodes, simulate(job, options.steps, plan.run.seed, plan.run.train.steps), memory))
     own = next(row for row in rows if row.nodes == planned).simulated.job
     return Sweep(unit, tuple(rows), planned, said, _speeds_text(own, options))
 
@@ -101,7 +104,7 @@ def _unit(plan: Plan) -> tuple[str, int]:
     resources = plan.resources
     if resources.rollout_nodes:
         return "rollout nodes", resources.rollout_nodes
-    return "servers", resources.servers or max(1, resources.trainers)
+    return "servers", _servers(plan.inputs)
 
 
 def _variants(plan: Plan, planned: int) -> Iterator[tuple[int, PlanInputs]]:
@@ -110,12 +113,12 @@ def _variants(plan: Plan, planned: int) -> Iterator[tuple[int, PlanInputs]]:
     if not resources.servers or resources.shared:
         yield planned, inputs
         return
-    devices = resources.trainers + resources.servers * resources.tensor_parallel
+    total = resources.trainers + resources.servers * resources.tensor_parallel
     each = resources.servers // planned
     apart = not resources.rollout_nodes
-    most = devices // resources.tensor_parallel - 1 if apart else max(2 * resources.train_nodes, planned)
+    most = (total - 1) // resources.tensor_parallel if apart else max(2 * resources.train_nodes, planned)
     for nodes in sorted({planned, *(n for n in NODES if n <= most)}):
-        trainers = devices - nodes * resources.tensor_parallel if apart else resources.trainers
+        trainers = total - nodes * resources.tensor_parallel if apart else resources.trainers
         changed = replace(resources, servers=nodes * each, trainers=trainers, rollout_nodes=0 if apart else nodes)
         yield nodes, replace(inputs, resources=changed)
 
@@ -136,7 +139,7 @@ def job_of(plan: Plan, inputs: PlanInputs, lengths: Lengths, options: Options) -
         prompt_tokens=prompt,
         lengths=lengths,
         speeds=speeds,
-        servers=resources.servers or max(1, resources.trainers),
+        servers=_servers(inputs),
         slots=slots,
         trainers=resources.trainers,
         rollout_devices=resources.servers * resources.tensor_parallel,
@@ -150,6 +153,12 @@ def job_of(plan: Plan, inputs: PlanInputs, lengths: Lengths, options: Options) -
     )
 
 
+def _servers(inputs: PlanInputs) -> int:
+    """Copies of the model that generate: the run's servers, those at engine.base_url, or the trainers' own."""
+    external = len(getattr(inputs.engine, "urls", ()))
+    return inputs.resources.servers or external or max(1, inputs.resources.trainers)
+
+
 def planned_speeds(inputs: PlanInputs, completion: float, slots: int) -> Speeds:
     """The speeds that the formulas give for completions of a mean length."""
     rollout, costs = inputs.run.rollout, COSTS[inputs.resources.kind]
@@ -157,7 +166,7 @@ def planned_speeds(inputs: PlanInputs, completion: float, slots: int) -> Speeds:
     decoder = decoding(inputs, prompt + completion / 2)
     demand = step_demand(inputs, prompt, completion)
     fixed = demand.part("network", "layers").seconds(costs)
-    copies = inputs.resources.servers or max(1, inputs.resources.trainers)
+    copies = _servers(inputs)
     return Speeds(
         decode=decoder.table(slots),
         round=decoder.prefill(rollout.prompts_per_step / copies * prompt),
@@ -239,8 +248,16 @@ def _measured_steps(run: Path) -> list[_MeasuredStep]:
         raise ConfigError(f"{run}: speeds need at least four steps with max_staleness=0 and one round of sampling each")
     config = yaml.safe_load((run / "config.yaml").read_text())
     processes = int(config["hardware"].get("processes") or 1)
-    servers = int(config["engine"].get("replicas", processes))
+    servers = _servers_of(config["engine"], processes)
     return [_MeasuredStep(row, completion_lengths(run, row["step"]), servers, processes) for row in rows]
+
+
+def _servers_of(engine: dict[str, Any], processes: int) -> int:
+    """The servers of a saved config; trainer processes if they sample themselves."""
+    urls = engine.get("base_url")
+    if urls is not None:
+        return 1 if isinstance(urls, str) else len(urls)
+    return int(engine.get("replicas", processes))
 
 
 def nonnegative_fit(columns: Any, values: Any) -> Any:
@@ -286,6 +303,7 @@ def _figures(row: Row) -> dict[str, Any]:
         "servers": one.job.servers,
         "trainers": one.job.trainers,
         "devices": one.job.devices,
+        "memory": row.memory,
         "step_seconds": one.step_seconds,
         "trainer_idle": one.trainer_idle,
         "rollout_idle": one.rollout_idle,
