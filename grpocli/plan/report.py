@@ -13,6 +13,7 @@ from rich.text import Text
 from grpocli.errors import ConfigError
 from grpocli.plan.efficiency import COSTS, DECODE_COSTS
 from grpocli.plan.resources import GIB
+from grpocli.plan.sweep import FULL
 from grpocli.plan.work import LINK
 from grpocli.tracking.console import CleanConsole
 
@@ -250,9 +251,9 @@ def _simulated_facts(found: Sweep) -> list[tuple[str, str]]:
 
 
 def _simulated_table(found: Sweep, failures: bool) -> Table:
-    headers = ["devices", "memory", "step, s", "trainers idle", "servers idle", "tokens/s", "tokens/s/device"]
+    headers = ["devices", "memory", "step, s", "trainers idle", "servers idle", "tokens/s", "per device"]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
-    for header in (found.unit, *headers, *(["failures, saving", "run, h"] if failures else [])):
+    for header in (found.unit.removeprefix("rollout "), *headers, *(["lost", "run, h"] if failures else [])):
         table.add_column(header, justify="right")
     for row in found.rows:
         one, mark = row.simulated, "*" if row.nodes == found.planned else ""
@@ -272,9 +273,9 @@ def _simulated_table(found: Sweep, failures: bool) -> Table:
 
 def _recommendation(found: Sweep) -> str:
     best, unit = found.best, found.unit
-    if best.memory > 1:
+    if best.memory > FULL:
         return "None of them fits."
-    fitting = [row for row in found.rows if row.memory <= 1]
+    fitting = [row for row in found.rows if row.memory <= FULL]
     fastest = min(fitting, key=lambda row: (row.simulated.step_seconds, row.nodes))
     text = f"Most tokens per device: {_count(best.nodes, unit.removesuffix('s'))}."
     if fastest is not best:

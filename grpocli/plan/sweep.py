@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from grpocli.plan.memory import PlanInputs
     from grpocli.plan.plan import Plan
 
-NODES = (*range(1, 9), 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+NODES = (*range(1, 9), 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of servers or rollout nodes that a sweep tries."""
+FULL = 1 + 1e-9
 SHARE, SPREAD = 0.5, 0.6
 """Assumed mean length as a share of the longest, and standard deviation as a share of the mean."""
 
@@ -55,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A simulated run with `nodes` rollout nodes or, on one machine, servers. memory: share that a device needs."""
+    """A simulated run with `nodes` rollout nodes or, on one machine, servers. memory: share that is needed."""
 
     nodes: int
     simulated: Simulated
@@ -79,7 +80,7 @@ class Sweep:
     @property
     def best(self) -> Row:
         """The row with the most trained tokens per second and device, of those that fit if any does."""
-        return max(self.rows, key=lambda row: (row.memory <= 1, row.per_device))
+        return max(self.rows, key=lambda row: (row.memory <= FULL, row.per_device))
 
     @property
     def row(self) -> Row:
@@ -94,8 +95,7 @@ def sweep(plan: Plan, options: Options) -> Sweep:
     rows = []
     for nodes, inputs in _variants(plan, planned):
         job = job_of(plan, inputs, lengths, options)
-        memory = max(device.peak / device.memory for device in devices(inputs))
-        rows.append(Row(nodes, simulate(job, options.steps, plan.run.seed, plan.run.train.steps), memory))
+        rows.append(Row(nodes, simulate(job, options.steps, plan.run.seed, plan.run.train.steps), _memory(inputs)))
     own = next(row for row in rows if row.nodes == planned).simulated.job
     return Sweep(unit, tuple(rows), planned, said, _speeds_text(own, options))
 
@@ -121,6 +121,15 @@ def _variants(plan: Plan, planned: int) -> Iterator[tuple[int, PlanInputs]]:
         trainers = total - nodes * resources.tensor_parallel if apart else resources.trainers
         changed = replace(resources, servers=nodes * each, trainers=trainers, rollout_nodes=0 if apart else nodes)
         yield nodes, replace(inputs, resources=changed)
+
+
+def _memory(inputs: PlanInputs) -> float:
+    """The share of its memory that a training device needs, or the one that needs most if anything does not fit.
+
+    vLLM always fills its share.
+    """
+    shares = [device.peak / device.memory for device in devices(inputs)]
+    return shares[0] if max(shares) <= FULL else max(shares)
 
 
 def job_of(plan: Plan, inputs: PlanInputs, lengths: Lengths, options: Options) -> Job:
@@ -243,6 +252,8 @@ def _measured_steps(run: Path) -> list[_MeasuredStep]:
 
     from grpocli.tracking.metrics import read_metrics
 
+    if not (run / "metrics.jsonl").is_file():
+        raise ConfigError(f"{run}: has no metrics.jsonl; --speeds takes the folder of a run")
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 1]
     if len(rows) < 3 or any(row.get("sampling/rounds", 1) != 1 or row.get("staleness/max", 0) for row in rows):
         raise ConfigError(f"{run}: speeds need at least four steps with max_staleness=0 and one round of sampling each")

@@ -1,0 +1,103 @@
+"""`grpocli plan --simulate`: speeds of plans and of runs, numbers of servers, and errors."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.launch.compose import build_run, compose
+from grpocli.plan.plan import Plan, make_plan
+from grpocli.plan.resources import DeviceOptions
+from grpocli.plan.simulate import Faults, generate
+from grpocli.plan.sweep import Options, nonnegative_fit, speeds_of_runs, sweep
+
+Command = Callable[..., tuple[int, str, str]]
+
+ON_GPUS = ("model=qwen2.5-0.5b", "hardware.device=cuda", "hardware.parallel=fsdp2", "engine=vllm")
+
+
+@functools.cache
+def planned(*overrides: str) -> Plan:
+    run = build_run(compose([*ON_GPUS, "rollout.max_completion_tokens=512", *overrides]))
+    return make_plan(run, DeviceOptions(devices=8), trace_memory=False)
+
+
+def write_run(folder: Path, lengths: list[list[int]], first: float, each: float, servers: int = 1) -> None:
+    """A synchronous run whose servers follow the law of decoding exactly."""
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"engine: {{replicas: {servers}}}\nhardware: {{processes: 1}}\n")
+    rows = []
+    for step, own in enumerate(lengths, 1):
+        pq.write_table(pa.table({"length": own}), folder / "rollouts" / f"step_{step:06d}.parquet")
+        seconds, _ = generate(np.array([own]), 1, len(own), [0.0, *(first + each * n for n in range(1, len(own) + 1))])
+        times = {"time/rollout": seconds, "time/train": 1e-3 * sum(own), "time/reward": 0.25, "time/sync": 0.5}
+        rows.append(json.dumps({"step": step, **times}))
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def test_speeds_of_a_run_are_those_that_it_had(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for name, count in (("few", 8), ("many", 32)):
+        write_run(tmp_path / name, random.integers(1, 200, (6, count)).tolist(), first=0.02, each=0.001)
+    speeds = speeds_of_runs([tmp_path / "few", tmp_path / "many"], slots=64, trainers=2)
+    assert speeds.decode[1] == pytest.approx(0.021, rel=0.01)
+    assert speeds.decode[64] == pytest.approx(0.084, rel=0.01)
+    assert speeds.update_token == pytest.approx(0.5e-3)
+    assert (speeds.sync, speeds.reward) == (0.5, 0.25)
+
+
+def test_a_fit_has_no_negative_coefficients() -> None:
+    columns = np.array([[1.0, 2.0], [2.0, 1.0], [3.0, 3.0]])
+    assert nonnegative_fit(columns, columns @ [2.0, 0.5]) == pytest.approx([2.0, 0.5])
+    assert nonnegative_fit(columns, columns @ [2.0, -0.5])[1] == 0
+
+
+@pytest.mark.slow
+def test_servers_and_trainers_share_the_machine() -> None:
+    found = sweep(planned("engine.replicas=2"), Options(steps=3))
+    assert [row.nodes for row in found.rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert {row.simulated.job.devices for row in found.rows} == {8}
+    assert found.row.nodes == 2
+    generation = [row.simulated.steps[-1].batch.seconds for row in found.rows]
+    assert generation == sorted(generation, reverse=True)
+    training = [row.simulated.steps[-1].train for row in found.rows]
+    assert training == sorted(training)
+    assert found.best.per_device == max(row.per_device for row in found.rows if row.memory <= 1 + 1e-9)
+
+
+@pytest.mark.slow
+def test_rollout_nodes_come_on_top_of_training_nodes() -> None:
+    nodes = ("hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=1", "engine.replicas=8")
+    found = sweep(planned(*nodes), Options(steps=3, faults=Faults(save=1.0)))
+    assert [(row.nodes, row.simulated.job.devices) for row in found.rows] == [(1, 24), (2, 32), (3, 40), (4, 48)]
+    assert found.unit == "rollout nodes"
+    assert all(row.simulated.overhead > 0 for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (Options(lengths="9999"), "--lengths 9999: give MEAN or MEAN,SPREAD"),
+        (Options(lengths="nowhere"), "nowhere: has no completions in rollouts/"),
+        (Options(speeds=("nowhere",)), "nowhere: has no metrics.jsonl"),
+    ],
+)
+@pytest.mark.slow
+def test_bad_options_name_the_option(options: Options, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sweep(planned(), options)
+
+
+def test_bad_numbers_are_refused_before_anything_loads(grpocli: Command) -> None:
+    for option, value in (("--kept", "0"), ("--failures", "-1"), ("--steps", "0"), ("--gpu", "H1000")):
+        code, out, err = grpocli("plan", "--simulate", option, value)
+        assert (code, out) == (2, "")
+        assert f"{option} {value}" in err
