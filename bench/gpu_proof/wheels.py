@@ -126,7 +126,7 @@ def split(path: Path, limit: int) -> list[Path]:
     parts = [path.with_name(f"{path.name}.part{k}of{count}") for k in range(count)]
     with path.open("rb") as whole:
         for part in parts:
-            part.write_bytes(whole.read(-(-size // count)))
+            part.write_bytes(whole.read(limit))
     path.unlink()
     return parts
 
