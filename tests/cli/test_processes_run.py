@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, finish, metrics, run_here, start, wait_for
+from cli.running import EVEN, SMALL, finish, metrics, run_here, start, wait_for
 
 from grpocli.processes.guard import wait_gone
 from grpocli.processes.heartbeat import heartbeats
@@ -106,6 +106,22 @@ def test_two_machines_equal_two_processes(tmp_path: Path) -> None:
         for name in ("reward", "loss", "grad_norm", "entropy", "completions/mean_length"):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-8), name
     assert (two / "logs" / "rank_1.log").exists()
+
+
+@pytest.mark.survival
+def test_processes_that_share_micro_batches_equal_one(tmp_path: Path) -> None:
+    """Also after a resume in one process."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    options = [*SMALL, *EVEN, "train.minibatches=2", "train.micro_batch_tokens=100"]
+    shared = ["hardware.processes=2", "hardware.context_parallel=2", "train.steps=2", "hardware.timeout=120"]
+    assert run_here("train", *options, f"hydra.run.dir={one}") == 0
+    assert run_here("train", *options, *shared, f"hydra.run.dir={two}") == 0
+    alone = ["hardware.processes=1", "hardware.context_parallel=1", "train.steps=3"]
+    assert run_here("train", f"resume={two}", *alone) == 0
+    assert any(row["loss"] for row in metrics(one))
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        for name in ("reward", "loss", "grad_norm", "entropy", "kl", "completions/mean_length", "tokens/trained"):
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-7), name
 
 
 @pytest.mark.survival
