@@ -88,7 +88,8 @@ def test_compiled_layers_give_the_same_and_are_compiled_once(
     sampled = policy.score([3, 4, 5, 6])
     compile_layers(policy, reference, world)
     after_trial = graphs["unique_graphs"]
-    assert after_trial > 0
+    if kind == "packed":  # four for a layer, not for each; with and without gradients, and of the reference
+        assert after_trial == 4 * 3
     for rows, one in zip(sizes, expected, strict=True):
         for found, wanted in zip(results(policy, reference, rows), one, strict=True):
             assert (found - wanted).norm() <= 1e-5 * wanted.norm()
