@@ -110,6 +110,12 @@ def packing(bucket_bytes: int) -> dict[str, Any]:
     return {"packed": True, "packed_buffer_size_bytes": bucket_bytes, "packed_num_buffers": 1}
 
 
+def wait_for_weights() -> None:
+    """Wait until the GPU has computed the weights: a transfer reads them in another stream, which waits for nothing."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 class NcclTransport:
     """Broadcasts from the main process's GPU to every GPU of the servers, in packed buckets.
 
@@ -132,6 +138,7 @@ class NcclTransport:
             in_thread(
                 DEADLINE, "the servers to join the trainer's NCCL group (sync=nccl)", self._join, self.client.check
             )
+        wait_for_weights()
         try:
             in_thread(DEADLINE, "the weights to be broadcast (sync=nccl)", self._transfer, self.client.check)
         except EngineError:
@@ -186,6 +193,7 @@ class IpcTransport:
             self._engine = self._make()
         elif not all(server.prepared for server in servers):
             self.client.init_weight_transfer_engine({"packed": True})
+        wait_for_weights()
         in_thread(DEADLINE, "the weights to be handed over (sync=ipc)", self._engine.send_weights)
         self.client.check()
         return self.weights.bytes()
