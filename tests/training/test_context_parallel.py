@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,14 @@ from training.test_processes import assert_same, rows, tied_model
 from training.test_router_balance import ALONE, updated
 from training.test_update import world
 
+from grpocli.config.schema import Rollouts
 from grpocli.distributed.context_parallel import ContextParallel
 from grpocli.distributed.world import World
+from grpocli.errors import ConfigError
+from grpocli.hardware.hardware import Single
 from grpocli.launch.trainer_launcher import command
+from grpocli.launch.validate import check_splits
+from grpocli.models.hf import HuggingFace
 from grpocli.training.packing import Packed
 from grpocli.training.sequence_shard import shards_of
 from grpocli.types import Row
@@ -71,6 +77,17 @@ def test_a_micro_batch_has_room_for_the_tokens_of_all_its_processes() -> None:
     rows = some_rows()
     shared = shards_of(Alone(0, 2), Packed)
     assert shared.pack(rows, 20) == Packed.pack(rows, 40) != Packed.pack(rows, 20)
+
+
+def test_a_model_whose_heads_cannot_be_dealt_out_is_refused(little_model, tmp_path: Path) -> None:
+    little_model.save_pretrained(tmp_path)
+    run: Any = SimpleNamespace(
+        hardware=Single(context_parallel=2), model=HuggingFace(path=str(tmp_path)), rollout=Rollouts()
+    )
+    check_splits(run, str(tmp_path))
+    run.hardware = Single(context_parallel=3)
+    with pytest.raises(ConfigError, match=r"context_parallel=3: must divide the 2 attention heads of this model: 2"):
+        check_splits(run, str(tmp_path))
 
 
 class Shared:
