@@ -99,8 +99,11 @@ def keep(folder: Path, kept: Path) -> None:
     """Copy files into `kept`, and put parts together once all are there."""
     kept.mkdir(parents=True, exist_ok=True)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if not (kept / path.name).exists():
-            shutil.copyfile(path, kept / path.name)
+        target = kept / path.name
+        if not target.exists() or target.stat().st_size != path.stat().st_size:
+            new = kept / "copying.new"
+            shutil.copyfile(path, new)
+            new.replace(target)  # whole or absent, also after a kill
     for first in sorted(kept.glob("*.part0of*")):
         matched = PART.fullmatch(first.name)
         assert matched

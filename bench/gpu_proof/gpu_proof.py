@@ -109,16 +109,20 @@ class Runner:
         self.results, self.until, self.files = results, until, files
 
     def run(self, experiments: Sequence[Experiment]) -> list[str]:
-        """Run those without a result that fit into the remaining time; return the names of the others."""
-        left = []
+        """Run those without a result that fit into the remaining time; return the names of the others.
+
+        The first one always runs, so that each call comes further.
+        """
+        left, started = [], False
         for one in experiments:
             if self.results.has(one.name):
                 continue
             if missing := one.missing(self.machine):
                 self._put(one, outcome(NOT_RUN, self.machine, self.setting.device, reason=missing))
-            elif time.monotonic() + one.limit(self.setting.device) > self.until:
+            elif started and time.monotonic() + one.limit(self.setting.device) > self.until:
                 left.append(one.name)
             else:
+                started = True
                 self._put(one, self._run(one))
         return left
 

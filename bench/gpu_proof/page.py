@@ -56,12 +56,22 @@ def rows_of(one: Experiment, results: Results) -> list[str]:
         seen = by_figure.get(law.figure, {})
         first = f"`{one.name}`: {one.question}" if number == 0 else ""
         why = f": {found['reason']}" if found["reason"] else ""
-        verdict = holds(seen.get("holds")) if found["laws"] else f"{found['verdict']}{why}"
         measured = shown(seen.get("measured"))
-        rows.append(
-            f"| {first} | {law.text}: {law.range} | {measured} | {_cell(verdict if measured or number == 0 else '')} |"
-        )
+        if not found["laws"]:
+            verdict = f"{found['verdict']}{why}" if number == 0 else ""
+        elif measured or (law.gpu and found["size"] == "small"):
+            verdict = holds(seen.get("holds"))
+        else:
+            verdict = "**no figure**"
+        if number == 0 and one.name in results.experiments and len(commits_of(results)) > 1:
+            verdict += f" ({found['machine'].get('commit')})"
+        rows.append(f"| {first} | {law.text}: {law.range} | {measured} | {_cell(verdict)} |")
     return rows
+
+
+def commits_of(results: Results) -> set[str | None]:
+    """The commits of all results: an earlier one is kept when an experiment is not run again."""
+    return {found["machine"].get("commit") for found in results.experiments.values()}
 
 
 def holds(answer: bool | None) -> str:
