@@ -52,9 +52,11 @@ def devices_of(hardware: Hardware, engine: Any) -> Devices:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to `device`; from the CPU to a GPU through pinned memory, so that the CPU does not wait for it."""
-    if device.type != "cuda" or tensor.device.type != "cpu":
-        return tensor.to(device)  # from a GPU, so that the numbers are there when it returns
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if tensor.device.type != "cpu":
+        return tensor.to(device)  # waits, so that the numbers are there when it returns
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def visible_gpus() -> list[str]:

@@ -298,11 +298,12 @@ def _check_batch(run: Run) -> None:
         least = f"{limits} = {longest}: a micro-batch holds whole completions"
         if split > 1:
             least = f"({limits}) / hardware.context_parallel = {-(-longest // split)}: a process has this part of a row"
+        enough = -(-longest // run.train.micro_batch_tokens)
         raise ConfigError(
             f"must be at least {least}",
             key="train.micro_batch_tokens",
             value=run.train.micro_batch_tokens,
-            hint=f"raise it, or split rows over {2 * split} processes: hardware.context_parallel={2 * split}",
+            hint=f"raise it, or let {enough} processes share each row: hardware.context_parallel={enough}",
         )
 
 

@@ -178,6 +178,9 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
     if not find_head(policy, world):
         yield "all logits of a micro-batch are kept: this model changes what its output head returns"
     if run.train.packed and not pack(policy, reference, world, run.rollout.longest_row):
+        if run.model.attention == FLEX:
+            problem = "its log-probs on this model are not those of padded rows, or it failed"
+            raise ConfigError(problem, key="model.attention", value=FLEX, hint="set it to null")
         if world.context_parallel:
             raise ConfigError(_why_padded(run), key="hardware.context_parallel", value=world.copies, hint="set it to 1")
         yield f"micro-batches are padded: {_why_padded(run)}"

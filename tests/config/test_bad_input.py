@@ -103,11 +103,11 @@ BAD = [
     ("train.micro_batch_tokens=8", "train.micro_batch_tokens=8: must be at least"),
     (
         "rollout.max_completion_tokens=16384",
-        "a micro-batch holds whole completions; raise it, or split rows over 2 processes: hardware.context_parallel=2",
+        "a micro-batch holds whole completions; raise it, or let 3 processes share each row: hardware.context_p",
     ),
     (
         "rollout.max_completion_tokens=32000 hardware.context_parallel=2",
-        " / hardware.context_parallel = 16016: a process has this part of a row; raise it, or split rows over 4 proc",
+        " / hardware.context_parallel = 16016: a process has this part of a row; raise it, or let 4 processes",
     ),
     ("hardware.context_parallel=0", "hardware.context_parallel=0: must be between 1 and 1024"),
     (

@@ -75,7 +75,7 @@ def step(up: Updater, rows: list[Row]) -> dict[str, float]:
 
 
 def logp(model, rows: list[Row]) -> torch.Tensor:
-    return Policy(model, model, torch.float32).scores(MicroBatch.build(rows, "cpu"), SAMPLING)[0].detach()
+    return Policy(model, model, torch.float32).scores(MicroBatch.build(rows, torch.device("cpu")), SAMPLING)[0].detach()
 
 
 def base_weights(policy: Policy) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ def base_weights(policy: Policy) -> dict[str, torch.Tensor]:
 def test_the_first_policy_is_the_base_to_the_bit(little_model, world, rows, dtype) -> None:
     full = Policy(little_model, little_model, dtype)
     policy = lora_policy(little_model, world, dtype)
-    batch = MicroBatch.build(rows, "cpu")
+    batch = MicroBatch.build(rows, torch.device("cpu"))
     assert policy.scores(batch, SAMPLING)[0].equal(full.scores(batch, SAMPLING)[0])
     for (name, weight), (expected, original) in zip(policy.weights(), full.weights(), strict=True):
         assert name == expected
@@ -132,7 +132,7 @@ def test_sampling_follows_the_updates_and_keeps_the_base_frozen(little_model, wo
         ((completion,),) = sample(policy.model, [Request([2, 5, 6], 1, 0)], SAMPLING, [1], 1)
     assert [p.requires_grad for p in policy.model.parameters()] == flags
     row = Row([2, 5, 6], completion.token_ids, [1] * len(completion.token_ids), 0.0, 0, completion.logprobs)
-    again = policy.scores(MicroBatch.build([row], "cpu"), SAMPLING)[0][0].tolist()
+    again = policy.scores(MicroBatch.build([row], torch.device("cpu")), SAMPLING)[0][0].tolist()
     assert again == pytest.approx(completion.logprobs, abs=0.3), "bfloat16, with and without a cache"
     step(up, rows)
     assert all(p.grad is None for p in policy.model.parameters())
@@ -151,7 +151,7 @@ def test_a_fixed_reference_is_the_base_without_a_second_model(little_model, worl
     up = updater(policy, world, reference)
     assert step(up, rows)["kl"] == 0
     assert step(up, rows)["kl"] > 0
-    batch = MicroBatch.build(rows, "cpu")
+    batch = MicroBatch.build(rows, torch.device("cpu"))
     assert reference.logp(batch, SAMPLING).equal(logp(little_model, rows))
     assert not policy.scores(batch, SAMPLING)[0].equal(logp(little_model, rows))
     with pytest.raises(TypeError, match="does not move"):
