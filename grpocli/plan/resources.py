@@ -35,6 +35,7 @@ GPUS = {
     "A100": Gpu(80.0, 312.0, 2.0, 300e9),
     "A6000": Gpu(48.0, 155.0, 0.768, 32e9),
     "L40S": Gpu(48.0, 362.0, 0.86, 32e9),
+    "L40": Gpu(48.0, 181.0, 0.864, 32e9),
     "L4": Gpu(24.0, 121.0, 0.3, 32e9),
 }
 """From NVIDIA's data sheets. The first name that is part of a device's name counts."""

@@ -243,7 +243,7 @@ def _sampler(run: Run, world: World, engine: Engine, data: PromptSource) -> Samp
 
 def _why_padded(run: Run) -> str:
     if (chosen := run.model.attention) not in PACKING:
-        return f"rows end to end are for model.attention=null, not for {chosen}"
+        return f"rows end to end are for model.attention=null, sdpa or flex_attention, not for {chosen}"
     return "this model's attention does not take rows end to end"
 
 
