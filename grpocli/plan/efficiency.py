@@ -7,6 +7,7 @@ of `bench/published.json` that its rule chooses; docs/plan.md has the formulas a
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -99,7 +100,8 @@ class TrainingStep:
     over each row; a backward pass costs twice a forward pass, or as much with frozen weights. scoring: how many of the
     forward passes save nothing for a backward pass. micro_batches: of one device, per pass. updates: of the optimizer.
     checkpointing: whether the backward pass repeats the forward pass. frozen: whether only adapters are trained.
-    shards: devices that share the weights. dtype_bytes: of a number that is multiplied. flash_3: FlashAttention 3.
+    shards: devices that share the weights. dtype_bytes: of a number that is multiplied. shared_by: devices that share
+    each micro-batch. flash_3: FlashAttention 3.
     """
 
     rows: float
@@ -114,6 +116,7 @@ class TrainingStep:
     frozen: bool
     shards: int
     dtype_bytes: int
+    shared_by: int = 1
     flash_3: bool = False
 
     @property
@@ -158,7 +161,7 @@ def training_demand(size: ModelSize, step: TrainingStep, devices: int, speed: Re
         traffic=(weights + states + numbers) / bandwidth,
         adapters=numbers / bandwidth if step.frozen else 0.0,
         logits=FLOAT32 * size.vocabulary * scored * (step.scoring + 2 * step.epochs) / bandwidth,
-        network=network_bytes(size, step, devices) / speed.link,
+        network=(network_bytes(size, step, devices) + exchanged_bytes(size, step, devices)) / speed.link,
         layers=size.layers * step.micro_batches * (forward + step.epochs),
     )
 
@@ -171,6 +174,21 @@ def network_bytes(size: ModelSize, step: TrainingStep, devices: int) -> float:
     gathered = step.dtype_bytes * size.parameters * step.micro_batches * (step.scoring + 2 * step.epochs)
     reduced = FLOAT32 * size.trained * step.micro_batches * step.epochs
     return (gathered + reduced) * others
+
+
+def exchanged_bytes(size: ModelSize, step: TrainingStep, devices: int) -> float:
+    """Bytes that a device receives around attention from those it shares micro-batches with.
+
+    Queries, keys and values of its tokens go out by heads and outputs come back, in every pass; heads of keys and
+    values are repeated until they can be dealt out evenly.
+    """
+    sharing = step.shared_by
+    if sharing == 1:
+        return 0.0
+    keys = size.kv_heads * sharing // math.gcd(size.kv_heads, sharing)
+    numbers = 2 * (size.heads + keys) * size.head_size * size.layers
+    passes = step.scoring + step.epochs * (3 if step.checkpointing else 2)
+    return step.dtype_bytes * numbers * step.tokens / devices * passes * (sharing - 1) / sharing
 
 
 @dataclass(frozen=True, slots=True)

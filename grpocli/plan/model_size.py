@@ -67,8 +67,16 @@ class ModelSize:
     @property
     def cache_per_token(self) -> int:
         """Numbers in the KV cache per token."""
-        text = self.config.get_text_config()
-        return int(2 * self.layers * text.num_key_value_heads * self.head_size)
+        return 2 * self.layers * self.kv_heads * self.head_size
+
+    @property
+    def heads(self) -> int:
+        return int(self.config.get_text_config().num_attention_heads)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return int(self.config.get_text_config().num_key_value_heads)
 
     @property
     def vocabulary(self) -> int:
@@ -77,7 +85,7 @@ class ModelSize:
     @property
     def attention_width(self) -> int:
         """Heads times head size."""
-        return int(self.config.get_text_config().num_attention_heads) * self.head_size
+        return self.heads * self.head_size
 
     @property
     def head_size(self) -> int:

@@ -126,8 +126,6 @@ def assumptions(plan: Plan) -> list[str]:
         found.append(
             f"weights are sent at {LINK / 1e9:g} GB/s; attention keeps the tensors that torch's sdpa keeps on a CPU"
         )
-    if plan.run.hardware.context_parallel > 1:
-        found.append("without hardware.context_parallel: each process has whole micro-batches, and none is shared")
     if plan.run.algorithm.keep.max_rounds > 1:
         found.append("one round of sampling; algorithm.keep=dynamic may need more")
     if plan.resources.gpu and plan.resources.trainers > 1:

@@ -64,7 +64,8 @@ class Row:
 
     @property
     def per_device(self) -> float:
-        return self.simulated.tokens_per_second / self.simulated.job.devices
+        """Trained tokens per second and device over the whole run, with its checkpoints and failures."""
+        return self.simulated.tokens_per_second * (1 - self.simulated.overhead) / self.simulated.job.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +116,12 @@ def _variants(plan: Plan, planned: int) -> Iterator[tuple[int, PlanInputs]]:
         return
     total = resources.trainers + resources.servers * resources.tensor_parallel
     each = resources.servers // planned
-    apart = not resources.rollout_nodes
+    apart, sharing = not resources.rollout_nodes, plan.run.hardware.context_parallel
     most = (total - 1) // resources.tensor_parallel if apart else max(2 * resources.train_nodes, planned)
     for nodes in sorted({planned, *(n for n in NODES if n <= most)}):
         trainers = total - nodes * resources.tensor_parallel if apart else resources.trainers
+        if trainers % sharing and nodes != planned:
+            continue
         changed = replace(resources, servers=nodes * each, trainers=trainers, rollout_nodes=0 if apart else nodes)
         yield nodes, replace(inputs, resources=changed)
 

@@ -111,6 +111,7 @@ def training_step(inputs: PlanInputs, prompt: float | None = None, completion: f
         frozen=bool(run.model.lora.rank),
         shards=inputs.shards,
         dtype_bytes=inputs.dtype_bytes,
+        shared_by=run.hardware.context_parallel,
         flash_3=run.model.attention == "flash_attention_3",
     )
 

@@ -22,10 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 from grpocli.cli.plan import EXAMPLES, _parser
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
+from grpocli.plan.efficiency import COSTS
 from grpocli.plan.model_size import find_model_size
 from grpocli.plan.plan import Plan, make_plan
 from grpocli.plan.resources import GIB, DeviceOptions
 from grpocli.plan.trace import AllocationTracker
+from grpocli.plan.work import step_demand
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -460,3 +462,20 @@ def test_processes_that_share_micro_batches_have_a_part_of_their_activations(on_
     assert shared.rows.tokens == pytest.approx(2 * alone.rows.tokens, rel=0.1)
     assert shared.traced.activations == pytest.approx(alone.traced.activations, rel=0.1)
     assert shared.traced.casts == alone.traced.casts
+
+
+def test_processes_that_share_micro_batches_exchange_heads(on_gpus: list[str]) -> None:
+    """The same micro-batches, of one process and of two that share them."""
+    given = [*on_gpus, "algorithm=drgrpo", "rollout.prompts_per_step=64", "hardware.parallel=ddp"]
+    alone = planned(*given, "train.micro_batch_tokens=2048")
+    shared = planned(*given, "train.micro_batch_tokens=1024", "hardware.context_parallel=2")
+    assert shared.rows == alone.rows
+    for name in ("activations", "logits", "peak"):
+        assert getattr(shared.traced, name) == getattr(alone.traced, name) // 2
+    assert shared.traced.casts == alone.traced.casts
+    one, two = (step_demand(plan.inputs).part("linear", "attention", "logits") for plan in (alone, shared))
+    assert one == two, "each process computes as much as before"
+    of_a_token = 2 * 2 * (4 + 2) * 64 * 3  # bytes; queries, keys, values and output; heads, size, layers
+    exchanged = of_a_token * alone.work.tokens / 4 * 2 / 2  # of four processes; forward and backward; half stays
+    before, after = (plan.work.seconds["training: network"] for plan in (alone, shared))
+    assert after - before == pytest.approx(COSTS["cuda"].network * exchanged / alone.resources.link)

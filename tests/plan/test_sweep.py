@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,21 @@ def test_servers_and_trainers_share_the_machine() -> None:
     training = [row.simulated.steps[-1].train for row in found.rows]
     assert training == sorted(training)
     assert found.best.per_device == max(row.per_device for row in found.rows if row.memory <= 1 + 1e-9)
+
+
+@pytest.mark.slow
+def test_the_best_number_of_servers_counts_what_failures_take() -> None:
+    found = sweep(planned("engine.replicas=2"), Options(steps=3))
+    failing = replace(found.best, simulated=replace(found.best.simulated, overhead=0.9))
+    rows = tuple(failing if row is found.best else row for row in found.rows)
+    assert failing.per_device == pytest.approx(found.best.per_device / 10)
+    assert replace(found, rows=rows).best.nodes != found.best.nodes
+
+
+@pytest.mark.slow
+def test_trainers_that_share_micro_batches_stay_together() -> None:
+    found = sweep(planned("engine.replicas=2", "hardware.context_parallel=2"), Options(steps=1))
+    assert [row.simulated.job.trainers for row in found.rows] == [6, 4, 2]
 
 
 @pytest.mark.slow
