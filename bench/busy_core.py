@@ -37,7 +37,7 @@ def seconds_a_step(env: dict[str, str]) -> float:
         options = ["eval.problems=0", f"train.steps={STEPS}", f"hydra.run.dir={folder}/run"]
         subprocess.run([GRPOCLI, "train", *options], check=True, stdout=subprocess.DEVNULL, env={**os.environ, **env})
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    return statistics.median(json.loads(line)["time/step"] for line in lines)
+    return float(statistics.median(json.loads(line)["time/step"] for line in lines))
 
 
 def row(name: str) -> str:

@@ -130,7 +130,7 @@ def planned(overrides: list[str]) -> float:
     found = json.loads(answer.stdout)
     items = [item for item in found["devices"][0]["items"] if item["name"] != "libraries"]
     whole: float = max(sum(item[phase] for item in items) for phase in ("update", "generation"))
-    return whole / found["trainers"]
+    return float(whole / found["trainers"])
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ import functools
 import itertools
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -183,7 +182,7 @@ def _lengths(mean: float, spread: float, longest: int) -> LogNormal:
 
 def step_seconds(row: Row, folder: Path, costs: DecodeCosts, training: Demand) -> float:
     job = step_job(row, folder, costs, training)
-    return simulate(job, 5).step_seconds / (row["staleness"] + 1)
+    return float(simulate(job, 5).step_seconds / (row["staleness"] + 1))
 
 
 def fit_decoding(rows: Sequence[Row], folder: Path, training: Demand) -> DecodeCosts:
@@ -318,4 +317,4 @@ def print_fit(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -116,7 +116,7 @@ def trained(case: Case, options: list[str], steps: int, folder: Path) -> float:
     command = [*case.prefix, GRPOCLI, "train", *options, f"train.steps={steps}", f"hydra.run.dir={folder}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **case.env})
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(row["time/step"] for row in rows[2:])
+    return float(statistics.median(row["time/step"] for row in rows[2:]))
 
 
 def simulated(options: list[str], runs: list[Path]) -> float:
@@ -125,7 +125,7 @@ def simulated(options: list[str], runs: list[Path]) -> float:
     command = [GRPOCLI, "plan", "--simulate", "--json", *speeds, "--lengths", str(runs[0]), *options]
     ended = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(ended.stdout)["simulation"]
-    return next(row["step_seconds"] for row in found["rows"] if row["nodes"] == found["planned"])
+    return float(next(row["step_seconds"] for row in found["rows"] if row["nodes"] == found["planned"]))
 
 
 def options_of(case: Case, overrides: list[str], servers: list[str], model: str) -> list[str]:
@@ -162,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

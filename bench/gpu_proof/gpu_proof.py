@@ -48,6 +48,8 @@ from experiment import (
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 OUT = ROOT / ".gpu-proof"
 GROUPS = ("kernels", "transfers", "updates", "runs", "serving", "peer")
+MINUTES = {"cuda": 9.0, "cpu": 60.0}
+"""Of a call: machines with a GPU may end a command after ten; a CPU takes longer."""
 LOG_LINES = 40
 END = 10.0  # seconds between SIGTERM and SIGKILL
 ENVIRONMENT = {
@@ -206,7 +208,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default="", metavar="A,B", help="stages or experiments; all by default")
     parser.add_argument("--again", action="store_true", help="run them although they have results")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which this call ends by itself")
+    parser.add_argument("--minutes", type=float, help="after which this call ends by itself (9; on a CPU 60)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="for results.json and results.md")
     parser.add_argument("--work", type=Path, default=OUT / "work", metavar="FOLDER", help="for models and runs")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install from here first, without network")
@@ -247,12 +249,13 @@ def main() -> None:
     if args.again:
         for one in wanted:
             results.experiments.pop(one.name, None)
+    minutes = args.minutes or MINUTES[device]
     setting = Setting(device, model and str(Path(model).resolve()), str(args.work.resolve()))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    left = Runner(python, machine, setting, results, began + 60 * args.minutes, args.add).run(wanted)
+    left = Runner(python, machine, setting, results, began + 60 * minutes, args.add).run(wanted)
     if left:
-        print(f"{args.minutes:g} minutes do not suffice for {', '.join(left)}: run it again to go on")
+        print(f"{minutes:g} minutes do not suffice for {', '.join(left)}: run it again to go on")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from experiment import Measured, Setting, at_least, at_most, between, experiment, true
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from grpocli.training.packing import Layout
     from grpocli.training.policy import Policy
     from grpocli.types import Row
+
+    Scored = tuple[torch.Tensor, torch.Tensor]
 
 MIB = 2**20
 
@@ -60,7 +63,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
-    return sorted({event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA})
+    return sorted({event.name for event in seen.events() if event.device_type.name == "CUDA"})
 
 
 def has_kernel(names: Sequence[str], *words: str) -> bool:
@@ -151,8 +154,8 @@ def cudnn_plans(setting: Setting) -> Measured:
     for allowed, word in ((True, "with"), (False, "without")):
         torch.backends.cuda.enable_cudnn_sdp(allowed)
         call(512)
-        new = [milliseconds(lambda n=n: call(n), "cuda") for n in (640, 641, 642)]
-        known = [milliseconds(lambda n=n: call(n), "cuda") for n in (640, 641, 642)]
+        new = [milliseconds(partial(call, n), "cuda") for n in (640, 641, 642)]
+        known = [milliseconds(partial(call, n), "cuda") for n in (640, 641, 642)]
         names = kernels_of(lambda: call(640))
         found |= {f"new_length_{word}_ms": statistics.median(new), f"known_length_{word}_ms": statistics.median(known)}
         found |= {f"flash_{word}": has_kernel(names, "flash"), f"cudnn_{word}": has_kernel(names, "cudnn")}
@@ -219,7 +222,8 @@ def head_columns(setting: Setting) -> Measured:
 
             def call(states: torch.Tensor = states, targets: logprobs.Targets = targets) -> torch.Tensor:
                 with torch.autocast(setting.device, torch.bfloat16), logprobs.scoring(head, targets):
-                    return head(states)[..., 0]
+                    scores: torch.Tensor = head(states)[..., 0]
+                    return scores
 
             scored[word] = call()
             found[f"ms_{n}_{word}"] = typical_ms(call, setting.device)
@@ -262,7 +266,7 @@ def random_rows(small: bool) -> list[Row]:
     return rows
 
 
-def scored(policy: Policy, batches: Sequence[Sequence[Row]], layout: type[Layout]) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(policy: Policy, batches: Sequence[Sequence[Row]], layout: type[Layout]) -> Scored:
     """Log-probs of all rows, and the gradient of their sum weighted by advantages, in one tensor each."""
     import torch
 
@@ -280,29 +284,40 @@ def scored(policy: Policy, batches: Sequence[Sequence[Row]], layout: type[Layout
     return torch.cat(logps), torch.cat(gradients)
 
 
-@experiment(
-    "kernels",
-    "the GPU's log-probs and gradients beside the CPU's, packed rows",
+def beside(own: Scored, reference: Scored, dtype: str) -> Measured:
+    """How far log-probs and gradients are from those of a reference: the figures of `AGREEMENT`."""
+    apart = (own[0] - reference[0]).abs()
+    return {
+        f"logp_{dtype}": float(apart.max() if dtype == "float32" else apart.mean()),
+        f"gradient_{dtype}": relative(own[1], reference[1]),
+    }
+
+
+AGREEMENT = (
     at_most("logp_float32", 1e-4, "float32: largest difference of log-probs, nats"),
     at_most("gradient_float32", 1e-4, "float32: relative difference of the gradient"),
-    at_most("logp_bfloat16", 0.1, "bfloat16: mean difference from the CPU's float32, nats"),
-    at_most("gradient_bfloat16", 0.1, "bfloat16: relative difference of the gradient from it"),
+    at_most("logp_bfloat16", 0.1, "bfloat16: mean difference of log-probs, nats"),
+    at_most("gradient_bfloat16", 0.1, "bfloat16: relative difference of the gradient"),
+)
+
+
+@experiment(
+    "kernels",
+    "the GPU's log-probs and gradients beside the CPU's in float32, packed rows",
+    *AGREEMENT,
 )
 def equal_to_the_cpu(setting: Setting) -> Measured:
     from grpocli.training.packing import Packed
     from grpocli.training.packing_check import pack
 
-    rows, found = random_rows(setting.small), {}
+    rows, found = random_rows(setting.small), dict[str, Any]()
     reference = little_policy("cpu", "float32")
     assert pack(reference, None)
-    logp, gradient = scored(reference, [rows], Packed)
+    exact = scored(reference, [rows], Packed)
     for dtype in ("float32", "bfloat16"):
         policy = little_policy(setting.device, dtype)
         assert pack(policy, None)
-        own_logp, own_gradient = scored(policy, [rows], Packed)
-        apart = (own_logp - logp).abs()
-        found[f"logp_{dtype}"] = float(apart.max() if dtype == "float32" else apart.mean())
-        found[f"gradient_{dtype}"] = relative(own_gradient, gradient)
+        found |= beside(scored(policy, [rows], Packed), exact, dtype)
     return found
 
 
@@ -337,10 +352,7 @@ def packed_and_padded(setting: Setting) -> Measured:
 @experiment(
     "kernels",
     "packed rows by flex attention beside those by sdpa: a forward and a backward of a little model",
-    at_most("logp_float32", 1e-4, "float32: largest difference of log-probs, nats"),
-    at_most("gradient_float32", 1e-4, "float32: relative difference of the gradient"),
-    at_most("logp_bfloat16", 0.1, "bfloat16: mean difference of log-probs, nats"),
-    at_most("gradient_bfloat16", 0.1, "bfloat16: relative difference of the gradient"),
+    *AGREEMENT,
     at_most("time_bfloat16", 1, "bfloat16: time over that of sdpa", gpu=True),
     seconds=120,
 )
@@ -350,19 +362,14 @@ def flex_and_sdpa(setting: Setting) -> Measured:
 
     rows, found = random_rows(setting.small), dict[str, Any]()
     for dtype in ("float32", "bfloat16"):
-        logps, gradients, ms = [], [], []
+        both, ms = [], []
         for layout in (Packed, FlexPacked):
             policy = little_policy(setting.device, dtype)
             policy.packed = layout
             assert pack(policy, None), layout.__name__
-            logp, gradient = scored(policy, [rows], layout)
-            logps.append(logp)
-            gradients.append(gradient)
-            ms.append(typical_ms(lambda of=policy, layout=layout: scored(of, [rows], layout), setting.device))
-        apart = (logps[0] - logps[1]).abs()
-        found[f"logp_{dtype}"] = float(apart.max() if dtype == "float32" else apart.mean())
-        found |= {f"gradient_{dtype}": relative(gradients[1], gradients[0]), f"ms_{dtype}": ms}
-        found[f"time_{dtype}"] = ms[1] / ms[0]
+            both.append(scored(policy, [rows], layout))
+            ms.append(typical_ms(partial(scored, policy, [rows], layout), setting.device))
+        found |= beside(both[1], both[0], dtype) | {f"ms_{dtype}": ms, f"time_{dtype}": ms[1] / ms[0]}
     return found
 
 

@@ -6,7 +6,7 @@ import sys
 
 from experiment import Measured, Setting, at_most, experiment
 from run import one
-from updates_experiments import model_folder, seconds, update, workload
+from updates_experiments import gradient_apart, model_folder, seconds, update, workload
 
 
 @experiment(
@@ -27,11 +27,10 @@ def beside_trl(setting: Setting) -> Measured:
         name = workload(setting, f"0.5B, {kind}")
         theirs = one("trl_side.py", sys.executable, name, model_folder(setting, name), 5)
         ours = update(setting, name, 5)
-        norms = [run["logs"][0]["grad_norm"] for run in (ours, theirs)]
         found |= {
             f"time_{kind}": seconds(ours) / seconds(theirs),
             f"memory_{kind}": ours["GiB"] / theirs["GiB"],
-            f"gradient_apart_{kind}": abs(norms[0] / norms[1] - 1),
+            f"gradient_apart_{kind}": gradient_apart(ours, theirs),
             f"seconds_{kind}": [ours["seconds"], theirs["seconds"]],
             f"gib_{kind}": [ours["GiB"], theirs["GiB"]],
         }

@@ -9,7 +9,7 @@ import subprocess
 import time
 
 from experiment import Measured, Setting, at_least, at_most, experiment
-from training_runs import command, differences, fresh, mean, median, metrics, model_keys, train
+from training_runs import apart, command, differences, fresh, mean, median, metrics, model_keys, output, train
 
 RESUMED = ["eval.problems=0", "checkpoint.every=1", "rollout.prompts_per_step=8", "rollout.group_size=8"]
 SHORT = ["model.warm_start_steps=20", "eval.problems=4"]
@@ -69,11 +69,7 @@ def kill_and_resume(setting: Setting) -> Measured:
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
     steps = len(metrics(folder))
-    resumed = subprocess.run(
-        [*command(setting, folder)[:4], f"resume={folder}"], capture_output=True, text=True, check=False
-    )
-    if resumed.returncode:
-        raise RuntimeError(resumed.stderr[-1500:])
+    output([*command(setting, folder)[:4], f"resume={folder}"])
     found, repeated = differences(folder, calm), differences(again, calm)
     own, usual = found["weights"], repeated["weights"]
     return {
@@ -107,5 +103,5 @@ def two_processes(setting: Setting) -> Measured:
     found: Measured = {"norm": alone["grad_norm"]}
     for name, chosen in PROCESSES.items():
         row = metrics(train(setting, name, *keys, *chosen))[0]
-        found |= {f"apart_{name}": abs(row["grad_norm"] / alone["grad_norm"] - 1), f"reward_{name}": row["reward"]}
+        found |= {f"apart_{name}": apart(row["grad_norm"], alone["grad_norm"]), f"reward_{name}": row["reward"]}
     return found | {"reward": alone["reward"]}

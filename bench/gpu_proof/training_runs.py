@@ -16,7 +16,7 @@ from experiment import Setting
 
 TIMES = ("time/", "memory/", "engine/", "sync/seconds", "sync/bytes")
 """Prefixes of metrics that differ between two equal runs."""
-TAIL = 1500  # characters of a failed run's output
+TAIL = 1500  # characters of a failed command's output
 
 Rows = list[dict[str, Any]]
 
@@ -29,10 +29,16 @@ def command(setting: Setting, folder: Path, *keys: str) -> list[str]:
 def train(setting: Setting, name: str, *keys: str) -> Path:
     """The folder of a finished run. Raises RuntimeError with the end of its output if it fails."""
     folder = fresh(setting, name)
-    done = subprocess.run(command(setting, folder, *keys), capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-TAIL:]}")
+    output(command(setting, folder, *keys))
     return folder
+
+
+def output(command: Sequence[str], allowed: Sequence[int] = (0,)) -> str:
+    """What a command prints. Raises RuntimeError with the end of it if its exit code is not allowed."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode not in allowed:
+        raise RuntimeError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-TAIL:]}")
+    return done.stdout
 
 
 def train_here(setting: Setting, name: str, *keys: str) -> Path:
@@ -63,11 +69,16 @@ def metrics(folder: Path) -> Rows:
 
 
 def mean(rows: Sequence[dict[str, Any]], key: str) -> float:
-    return statistics.mean(row[key] for row in rows if key in row)
+    return float(statistics.mean(row[key] for row in rows if key in row))
 
 
 def median(rows: Sequence[dict[str, Any]], key: str) -> float:
-    return statistics.median(row[key] for row in rows if key in row)
+    return float(statistics.median(row[key] for row in rows if key in row))
+
+
+def apart(one: float, other: float) -> float:
+    """The relative difference of two positive numbers."""
+    return abs(one / other - 1)
 
 
 def differences(one: Path, other: Path) -> dict[str, Any]:

@@ -162,7 +162,8 @@ class CopiedGroup:
 @experiment(
     "transfers",
     "sync=nccl right after a change of the weights, whose kernels still run: bytes sent that are old",
-    at_most("old", 0, "bytes of 64 MiB"),
+    at_least("sent_mib", 64, "MiB sent each time"),
+    at_most("old", 0, "bytes of these that are old"),
     needs=("gpu", "vllm"),
     seconds=90,
 )
@@ -198,7 +199,7 @@ def sent_after_a_change(setting: Setting) -> Measured:
                 num_buffers=how["packed_num_buffers"],
             )
 
-    old = []
+    old, sent = [], []
     for value in range(1, 6):
         transport, group = NcclTransport(Weights(), 4 * size), CopiedGroup()  # type: ignore[arg-type]
         transport._engine = Engine(transport.source, group)
@@ -209,4 +210,5 @@ def sent_after_a_change(setting: Setting) -> Measured:
         transport.send([], ((str(k), weight) for k, weight in enumerate(weights)), value)
         torch.cuda.synchronize()
         old.append(sum(int((bucket != value).sum()) for bucket in group.buckets))
-    return {"old": max(old), "each": old}
+        sent.append(sum(bucket.numel() for bucket in group.buckets) / 2**20)
+    return {"sent_mib": min(sent), "old": max(old), "each": old}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -13,9 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from experiment import Measured, Setting, at_most, between, experiment
 from run import PEAK, WARM, one
+from training_runs import apart, output
 from workloads import ALL, Workload, make_model
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +64,12 @@ def device(setting: Setting) -> tuple[str, ...]:
 
 
 def seconds(run: dict[str, Any]) -> float:
-    return statistics.median(run["seconds"][WARM:])
+    return float(statistics.median(run["seconds"][WARM:]))
+
+
+def gradient_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The relative difference of the gradient norms of the first updates of two sides."""
+    return apart(*(side["logs"][0]["grad_norm"] for side in (one, other)))
 
 
 @experiment(
@@ -78,17 +84,13 @@ def skewed_update(setting: Setting) -> Measured:
     folder = model_folder(setting, name)
     without = update(setting, name, steps)
     command = [sys.executable, "-c", WITH_CUDNN, str(SIDE), name, str(folder), str(steps), *device(setting)]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    allowed = json.loads(done.stdout.splitlines()[-1])
-    norms = [run["logs"][0]["grad_norm"] for run in (without, allowed)]
+    allowed = json.loads(output(command).splitlines()[-1])
     return {
         "times_as_fast": seconds(allowed) / seconds(without),
         "seconds_without": without["seconds"],
         "seconds_with": allowed["seconds"],
         "gib": without["GiB"],
-        "gradient_apart": abs(norms[0] / norms[1] - 1),
+        "gradient_apart": gradient_apart(without, allowed),
     }
 
 
@@ -114,11 +116,8 @@ def synchronizations(found: Counter[str]) -> Iterator[None]:
                     if "synchronizing CUDA operation" in str(one.message):
                         found[f"{_short(one.filename)}:{one.lineno}"] += 1
 
-    Updater.accumulate = watched  # type: ignore[method-assign]
-    try:
+    with patch.object(Updater, "accumulate", watched):
         yield
-    finally:
-        Updater.accumulate = accumulate  # type: ignore[method-assign]
 
 
 def _short(file: str) -> str:
@@ -183,10 +182,7 @@ def planned_gib(setting: Setting, name: str, keys: tuple[str, ...]) -> float:
         *(f"rollout.prompts_per_step={work.groups}", f"rollout.group_size={work.rows}", *keys, *device(setting)),
         *(f"rollout.max_prompt_tokens={work.prompt}", f"rollout.max_completion_tokens={work.longest}"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode not in (0, 1):  # 1: it does not fit
-        raise RuntimeError(done.stderr[-2000:])
-    items = json.loads(done.stdout)["devices"][0]["items"]
+    items = json.loads(output(command, allowed=(0, 1)))["devices"][0]["items"]  # 1: it does not fit
     return sum(float(item["update"]) for item in items if item["name"] != "libraries") / 2**30
 
 
@@ -219,9 +215,8 @@ def kernel_choices(setting: Setting) -> Measured:
         if work not in usual:
             usual[work] = update(setting, work, 5)
         run = update(setting, work, 8, *keys)
-        norms = [one["logs"][0]["grad_norm"] for one in (run, usual[work])]
         found |= {f"time_{name}": seconds(run) / seconds(usual[work]), f"seconds_{name}": run["seconds"]}
-        found |= {f"gradient_apart_{name}": abs(norms[0] / norms[1] - 1), f"gib_{name}": run["GiB"]}
+        found |= {f"gradient_apart_{name}": gradient_apart(run, usual[work]), f"gib_{name}": run["GiB"]}
     return found
 
 
@@ -242,7 +237,7 @@ def fsdp2_on_one_process(setting: Setting) -> Measured:
         norms = {}
         for parallel in ("plain", "fsdp2"):
             norms[parallel] = gradient_norm(setting, parallel, dtype)
-        found |= {f"norms_{dtype}": list(norms.values()), f"apart_{dtype}": abs(norms["fsdp2"] / norms["plain"] - 1)}
+        found |= {f"norms_{dtype}": list(norms.values()), f"apart_{dtype}": apart(norms["fsdp2"], norms["plain"])}
     return found
 
 

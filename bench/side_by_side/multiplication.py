@@ -86,7 +86,8 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     rows = [f"| to a mean reward of {W8.reward} | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
     for side, runs in found.items():
         there = [(run, k) for run in runs if (k := W8.arrived(run["rewards"]))]
-        lost = f" ({len(runs) - len(there)} of {len(runs)} not in {W8.steps} steps)" if len(there) < len(runs) else ""
+        late = len(runs) - len(there)
+        lost = f" ({late} of {len(runs)} not in {W8.steps} steps, and left out)" if late else ""
         if not there:
             rows.append(f"| {side}{lost} | | | | |")
             continue

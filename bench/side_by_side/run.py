@@ -167,7 +167,8 @@ def _spread(found: dict[str, Any]) -> str:
 
 def measured(mark: str) -> dict[str, Any]:
     """The numbers in docs/benchmarks.json."""
-    return (json.loads(DATA.read_text()) if DATA.exists() else {}).get(mark, {})
+    known: dict[str, dict[str, Any]] = json.loads(DATA.read_text()) if DATA.exists() else {}
+    return known.get(mark, {})
 
 
 def write(mark: str, table: str, found: dict[str, Any]) -> None:

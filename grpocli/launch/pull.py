@@ -111,7 +111,8 @@ def check_config(path: Path, named: str, given: Sequence[str], searched: Sequenc
     loaded = _loaded(path, named)
     saved = [text for text in map(str, loaded.get(OVERRIDES) or []) if not of_hydra(text)]
     repeated = [text for text in saved if _override_is_code(text, named, given)]
-    config = _without_code({name: node for name, node in loaded.items() if name != OVERRIDES}, named, given)
+    values = {name: node for name, node in loaded.items() if name != OVERRIDES}
+    config: dict[str, Any] = _without(values, judge(values, named, given))
     # a later choice of a group replaces an earlier one unread; other overrides Hydra would read, too
     choices = {text.partition("=")[0] for text in given if not {".", "@", "+"} & {*text.partition("=")[0]}}
     config[OVERRIDES] = [text for text in saved if text not in repeated or text.partition("=")[0] in choices]
@@ -120,7 +121,7 @@ def check_config(path: Path, named: str, given: Sequence[str], searched: Sequenc
         resume = Resume(Path(folder), [text for text in given if not of_hydra(text)])
         whole = _composed(resume, named, searched)
     kept = whole.pop(OVERRIDES)[: -len(resume.given) or None]
-    _without_code(whole, named, given)
+    judge(whole, named, given)  # an interpolation may have become code
     again = [text for text in given if _name(text) in map(_name, repeated)]
     return config | {OVERRIDES: [*(text for text in kept if text not in repeated), *again]}
 
@@ -164,8 +165,8 @@ def _override_is_code(override: str, named: str, given: Sequence[str]) -> bool:
     return code is not None
 
 
-def _without_code(node: Any, named: str, given: Sequence[str]) -> dict[str, Any]:
-    """The values of a config but for code that `given` names again. Raises ConfigError for what must be given."""
+def judge(node: dict[str, Any], named: str, given: Sequence[str]) -> set[str]:
+    """The keys of code that `given` names again. Raises ConfigError for code and files that must be given."""
     keys = [_name(text).partition("@")[0].replace("/", ".") for text in given]
     again = set()
     for key, value in leaves(node):
@@ -176,8 +177,7 @@ def _without_code(node: Any, named: str, given: Sequence[str]) -> dict[str, Any]
             again.add(key)
         if isinstance(value, str) and not is_given:
             _refuse_unpushed(key, value, named)
-    cleaned: dict[str, Any] = _without(node, again)
-    return cleaned
+    return again
 
 
 def _refuse_unpushed(key: str, value: str, named: str) -> None:

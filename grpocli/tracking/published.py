@@ -7,7 +7,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ import yaml
 from grpocli.config.environment import OVERRIDES, SECRET
 from grpocli.config.parts import CLASSES
 from grpocli.files import regular
-from grpocli.masking import CREDENTIALS, masked
+from grpocli.masking import masked
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Changes, read_sessions
 
@@ -28,8 +28,10 @@ HIDDEN = "NOT_PUSHED_SECRET"
 """Stands for a secret."""
 SHORTEST = 8
 """The shortest secret that is replaced wherever it occurs: shorter ones occur in other words."""
-SIGNED = re.compile(rf"(?<=[?&])([\w.-]*(?:{SECRET.pattern}|sig)[\w.-]*=)[^&\s'\"<>]+", re.IGNORECASE)
+SIGNED = re.compile(rf"(?<=[?&])[\w.-]*(?:{SECRET.pattern}|sig)[\w.-]*=(?P<secret>[^&\s'\"<>]+)", re.IGNORECASE)
 """Matches a parameter of an address that signs it, such as X-Amz-Signature."""
+PASSWORD = re.compile(r"(?<=//)(?P<secret>[^/@\s]*)(?=@)")
+"""Matches the user and the password of an address."""
 PATH = r"/(?:[^\s/'\",\[\]{}:=]+/)*[^\s/'\",\[\]{}:=]+"
 WHOLE = re.compile(rf"(?P<path>{PATH})(:[A-Za-z_]\w*)?")
 """A value that is a path, or FILE.py:NAME."""
@@ -39,12 +41,11 @@ TYPED = re.compile(rf"(?<=[=\[,'\"(])(?P<path>{PATH})")
 
 @dataclass(frozen=True, slots=True)
 class Publisher:
-    """Replaces secrets and local folders in texts. paths: {path: what stands for it}. secrets: texts that are hidden
-    wherever they are. short: {key: values} of texts that are hidden as the value of this key."""
+    """Replaces secrets and local folders in texts. paths: {path: what stands for it}. secrets: patterns, each with a
+    group `secret`, which is hidden."""
 
     paths: Mapping[str, str] = field(default_factory=dict)
-    secrets: frozenset[str] = frozenset()
-    short: frozenset[tuple[str, str]] = frozenset()
+    secrets: tuple[re.Pattern[str], ...] = (PASSWORD, SIGNED)
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *folders: Path, former: Sequence[Changes] = ()) -> Publisher:
@@ -55,9 +56,7 @@ class Publisher:
         for folder, shown in ((Path.cwd(), "."), (Path.home(), "~")):
             if len(folder.parts) > 1:  # of a root folder every text has one
                 found[str(folder)] = shown
-        named = frozenset(_secret_values(config, former))
-        long = {value for _, value in named if len(value) >= SHORTEST}
-        return cls(found, _secrets() | long, frozenset(one for one in named if one[1] not in long))
+        return cls(found, (PASSWORD, SIGNED, *_patterns(set(_secret_values(config, former)))))
 
     @classmethod
     def of_file(cls, config: Path, *folders: Path) -> Publisher:
@@ -67,17 +66,35 @@ class Publisher:
         return cls.of(loaded if isinstance(loaded, dict) else {}, *folders, former=former)
 
     def __call__(self, text: str) -> str:
-        text = SIGNED.sub(rf"\g<1>{HIDDEN}", CREDENTIALS.sub(f"//{HIDDEN}@", masked(text)))
-        for secret in sorted(self.secrets, key=len, reverse=True):
-            for written in {secret, json.dumps(secret)[1:-1], html.escape(secret)}:
-                text = text.replace(written, HIDDEN)
-        for key, value in self.short:
-            text = re.sub(rf"(\b{re.escape(key)}['\"]?[=:]\s*['\"]?){re.escape(value)}(?!\w)", rf"\g<1>{HIDDEN}", text)
+        text = masked(text)
+        for pattern in self.secrets:
+            text = pattern.sub(_hidden, text)
         if not self.paths:
             return text
         longest_first = sorted(self.paths, key=len, reverse=True)
-        pattern = "|".join(rf"(?<![\w/.-]){re.escape(one)}(?![\w-])" for one in longest_first)
-        return re.sub(pattern, lambda found: self.paths[found[0]], text)
+        known = "|".join(rf"(?<![\w/.-]){re.escape(one)}(?![\w-])" for one in longest_first)
+        return re.sub(known, lambda found: self.paths[found[0]], text)
+
+
+def _hidden(found: re.Match[str]) -> str:
+    """The matched text with HIDDEN in the place of its secret."""
+    start, end = (place - found.start() for place in found.span("secret"))
+    return f"{found[0][:start]}{HIDDEN}{found[0][end:]}"
+
+
+def _patterns(named: Collection[tuple[str, str]]) -> Iterator[re.Pattern[str]]:
+    """Match long secrets wherever they are, also in JSON and HTML, and short ones as the values of their keys.
+
+    named: (last word of the key, value) of secrets in the config.
+    """
+    long = _secrets() | {value for _, value in named if len(value) >= SHORTEST}
+    written = {form for secret in long for form in (secret, json.dumps(secret)[1:-1], html.escape(secret))}
+    if written:
+        longest_first = sorted(written, key=len, reverse=True)
+        yield re.compile(f"(?P<secret>{'|'.join(map(re.escape, longest_first))})")
+    for key, value in named:
+        if value not in long:
+            yield re.compile(rf"\b{re.escape(key)}['\"]?[=:]\s*['\"]?(?P<secret>{re.escape(value)})(?!\w)")
 
 
 def _secret_values(config: Mapping[str, Any], former: Sequence[Changes]) -> Iterator[tuple[str, str]]:
