@@ -9,9 +9,10 @@ process.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -22,6 +23,8 @@ from grpocli.models.shared_prompt_attention import Attends
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 
 class ContextParallel:
@@ -50,6 +53,12 @@ class ContextParallel:
     def is_first(self) -> bool:
         """Whether this process speaks for all of them where one is enough."""
         return self.rank == 0
+
+    def from_first(self, items: Sequence[T]) -> list[T]:
+        """The items of the first of the processes, in all of them."""
+        box = list(items)
+        torch.distributed.broadcast_object_list(box, group=self.group, group_src=0)
+        return box
 
     def check_heads(self, heads: int) -> None:
         """Raise ValueError if attention heads cannot be dealt out evenly."""

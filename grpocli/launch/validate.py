@@ -404,9 +404,7 @@ def check_shares(run: Run, processes: int) -> None:
 
 def check_context_parallel(run: Run, processes: int | None) -> None:
     """Check `hardware.context_parallel`. processes: of the trainer; None: not counted yet, and this is called again."""
-    from grpocli.algorithm.kl import KL
-
-    n, kl = run.hardware.context_parallel, run.algorithm.kl
+    n = run.hardware.context_parallel
     if n == 1:
         return
     refused = {
@@ -416,9 +414,6 @@ def check_context_parallel(run: Run, processes: int | None) -> None:
         "splits packed rows: set train.packed=true": not run.train.packed,
         "splits packed rows, which a repetition penalty does not have: set rollout.repetition_penalty=1": (
             run.rollout.repetition_penalty != 1
-        ),
-        "a server would score each row once a process: load the teacher with algorithm.kl.model": (
-            isinstance(kl, KL) and bool(kl.beta and kl.urls)
         ),
         f"must divide the number of trainer processes, {processes}: set hardware.processes={n}, or a multiple of it": (
             processes is not None and processes % n > 0

@@ -215,8 +215,9 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):  # `dropout`, `attention_dropout`, `layerdrop` ...
+                setattr(module, name, 0.0)
     return model
 
 

@@ -10,7 +10,8 @@ transformers calls `attend` through its registry of attention functions and pass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -260,6 +261,28 @@ def disable(model: PreTrainedModel) -> None:
     """Undo `enable`."""
     if model.config.get_text_config()._attn_implementation == NAME:
         model.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def masks_without_waiting(full: bool) -> Iterator[None]:
+    """A block in which transformers makes the masks of rows side by side without reading numbers from the device.
+
+    Otherwise it reads in each forward whether padding hides a token. full: whether there is none. The masks are the
+    same. No other thread may call a model meanwhile.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+
+    def mask(make: Callable[..., Tensor | None], **given: Any) -> Tensor | None:
+        known = {"attention_mask": None} if full else {"allow_is_causal_skip": False}
+        return make(**{**given, **known})
+
+    plain = {name: masks[name] for name in ("sdpa", NAME) if name in masks}
+    masks.update({name: partial(mask, make) for name, make in plain.items()})
+    try:
+        yield
+    finally:
+        for name in plain:
+            del masks[name]
 
 
 def supports(config: Any, longest: int) -> bool:

@@ -332,8 +332,8 @@ def completion_scores(
     targets = Targets(layout.targets(ids_BT), layout.predictor_N, sampling, seen, entropy_gradient, on_cpu)
     with context, scoring(head, targets) if at_head and head is not None else repeating(head, layout.predictor_N):
         output = layout.forward(model)
-    scores = output.unbind(-1) if at_head else of_logits(output, targets)
-    return TokenScores(*(layout.spread(values_N) for values_N in scores))
+    values_KN = torch.stack(output.unbind(-1) if at_head else of_logits(output, targets))
+    return TokenScores(*layout.spread(values_KN))
 
 
 def completion_logp(

@@ -11,7 +11,7 @@ import torch
 
 from grpocli.hardware.devices import to_device
 from grpocli.models.flex_attention import TiledMask
-from grpocli.models.shared_prompt_attention import Attends, Segments
+from grpocli.models.shared_prompt_attention import Attends, Segments, masks_without_waiting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,13 +29,15 @@ UNEVEN = 0.1
 class Padded:
     """One row per sequence: prompts padded on the left, completions on the right, so that completions align.
 
-    input_ids, attention_mask, position_ids [B, L]; the last `completion` columns are completions.
+    input_ids, attention_mask, position_ids [B, L]; the last `completion` columns are completions. full: whether no row
+    has padding.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     position_ids: Tensor
     completion: int
+    full: bool = False
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device) -> Padded:
@@ -51,6 +53,7 @@ class Padded:
             attention_mask=to_device(attention_mask, device),
             position_ids=to_device((attention_mask.cumsum(1) - 1).clamp(min=0), device),
             completion=ids_BT.shape[1],
+            full=bool(attention_mask.all()),  # on the CPU, where it waits for nothing
         )
 
     @staticmethod
@@ -92,9 +95,9 @@ class Padded:
         """The target tokens [N]: all of [B, T], padding included."""
         return completion_ids_BT.reshape(-1)
 
-    def spread(self, values_N: Tensor) -> Tensor:
-        """Values of the targets as [B, T]."""
-        return values_N.view(len(self.input_ids), self.completion)
+    def spread(self, values_KN: Tensor) -> Tensor:
+        """K values of each target as [K, B, T]."""
+        return values_KN.view(len(values_KN), len(self.input_ids), self.completion)
 
     def members(self) -> Tensor:
         """[B, N] in float32: 1 where one of all N tokens is of a row, its prompt included."""
@@ -109,13 +112,14 @@ class Padded:
         """The output of the output head for each target [N, ...]."""
         length = self.input_ids.shape[1]
         before_T = torch.arange(length - self.completion - 1, length - 1, device=self.input_ids.device)
-        logits: Tensor = model(
-            input_ids=self.input_ids,
-            attention_mask=self.attention_mask,
-            position_ids=self.position_ids,
-            use_cache=False,
-            logits_to_keep=before_T,
-        ).logits
+        with masks_without_waiting(self.full):
+            logits: Tensor = model(
+                input_ids=self.input_ids,
+                attention_mask=self.attention_mask,
+                position_ids=self.position_ids,
+                use_cache=False,
+                logits_to_keep=before_T,
+            ).logits
         return logits.flatten(0, 1)
 
 
@@ -236,10 +240,11 @@ class Packed:
         ids_C = completion_ids_BT.reshape(-1).index_select(0, self.index_C)
         return torch.nn.functional.pad(ids_C, (0, len(self.predictor_N) - len(ids_C)))
 
-    def spread(self, values_N: Tensor) -> Tensor:
-        """Values of the targets as [B, T]; 0 at padding."""
-        flat = values_N.new_zeros(self.rows * self.completion)
-        return flat.index_copy(0, self.index_C, values_N[: len(self.index_C)]).view(self.rows, self.completion)
+    def spread(self, values_KN: Tensor) -> Tensor:
+        """K values of each target as [K, B, T]; 0 at padding."""
+        flat = values_KN.new_zeros(len(values_KN), self.rows * self.completion)
+        spread = flat.index_copy(1, self.index_C, values_KN[:, : len(self.index_C)])
+        return spread.view(len(values_KN), self.rows, self.completion)
 
     def members(self) -> Tensor:
         """[B, N] in float32: 1 where one of all N tokens is of a row, its prompt included."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.distributed.world import World
+    from grpocli.models.shared_prompt_attention import Attends
     from grpocli.training.policy import Policy, Reference
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def agrees(policy: Policy | LoadedTeacher, layout: type[Packed] = Packed) -> boo
     packed = _logp(policy, rows, layout)
     if not is_close(packed, padded, tolerance):
         return False
-    shared = shards_of(policy.shared_with, layout) if policy.shared_with else None  # type: ignore[arg-type]
+    shared = shards_of(policy.shared_with, layout) if policy.shared_with else None
     if shared and not is_close(_logp(policy, rows, shared), padded, tolerance):
         return False
     first = len(rows[0].completion_ids)
@@ -97,10 +98,26 @@ def agrees(policy: Policy | LoadedTeacher, layout: type[Packed] = Packed) -> boo
     return torch.equal(_logp(policy, [other, *rows[1:]], layout)[first:], packed[first:])
 
 
+@dataclass(frozen=True, slots=True)
+class _WithBackward:
+    """Attention that runs the backward pass of each call at once, and raises what it raises."""
+
+    attention: Attends
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
+        with torch.enable_grad():
+            query, key, value = (state.detach().requires_grad_() for state in (query, key, value))
+            output = self.attention.attend(query, key, value, how)
+            torch.autograd.grad(output.sum(), (query, key, value))
+        return output.detach()
+
+
 @torch.no_grad()
 def _logp(policy: Policy | LoadedTeacher, rows: list[Row], layout: type[Layout]) -> Tensor:
-    """Log-probs of all completion tokens, row by row."""
+    """Log-probs of all completion tokens, row by row. Attention of packed rows runs its backward pass, too."""
     batch = MicroBatch.build(rows, policy.model.device, layout)
+    if isinstance(batch.layout, Packed):
+        batch = replace(batch, layout=replace(batch.layout, segments=_WithBackward(batch.layout.segments)))
     context = policy.parallel.autocast(policy.model, torch.float32)
     logp_BT, _ = completion_logp(policy.model, batch, Sampling(1), context, at_head=policy.at_head)
     return logp_BT[batch.mask.bool()]

@@ -50,7 +50,7 @@ class Policy:
         """Whether the rows of a micro-batch are packed or padded."""
         if not self.packs or sampling.repetition_penalty != 1:
             return Padded
-        return shards_of(self.shared_with, self.packed) if self.shared_with else self.packed  # type: ignore[arg-type]
+        return shards_of(self.shared_with, self.packed) if self.shared_with else self.packed
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name, tied ones once; with LoRA, the base model's with updates added.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -70,10 +69,10 @@ class SequenceShard(Packed):
         ids_N = self.whole.targets(completion_ids_BT).index_select(0, self.target_C)
         return pad(ids_N, (0, len(self.predictor_N) - len(ids_N)))
 
-    def spread(self, values_N: Tensor) -> Tensor:
-        """Values of all processes' targets as [B, T]; 0 at padding."""
-        zeros = values_N.new_zeros(len(self.whole.predictor_N))
-        own = zeros.index_copy(0, self.target_C, values_N[: len(self.target_C)])
+    def spread(self, values_KN: Tensor) -> Tensor:
+        """K values of each target of all processes as [K, B, T]; 0 at padding."""
+        zeros = values_KN.new_zeros(len(values_KN), len(self.whole.predictor_N))
+        own = zeros.index_copy(1, self.target_C, values_KN[:, : len(self.target_C)])
         return self.whole.spread(self.processes.sum(own))
 
     def members(self) -> Tensor:
@@ -86,10 +85,14 @@ class SequenceShard(Packed):
         return self.processes.sum(part)
 
 
-@cache
+_SHARDS: dict[tuple[ContextParallel, type[Packed]], type[SequenceShard]] = {}
+
+
 def shards_of(processes: ContextParallel, layout: type[Packed]) -> type[SequenceShard]:
     """The layout of processes that share each micro-batch. layout: of whole sequences."""
-    return type("SequenceShard", (SequenceShard,), {"processes": processes, "layout": layout})
+    if (key := (processes, layout)) not in _SHARDS:
+        _SHARDS[key] = type("SequenceShard", (SequenceShard,), {"processes": processes, "layout": layout})
+    return _SHARDS[key]
 
 
 def _predictors(whole: Packed) -> Tensor:

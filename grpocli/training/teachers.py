@@ -19,6 +19,7 @@ from grpocli.types import Row
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
+    from grpocli.distributed.context_parallel import ContextParallel
     from grpocli.distributed.world import World
     from grpocli.training.policy import Policy
     from grpocli.types import Sampling
@@ -42,11 +43,15 @@ class LoadedTeacher(Reference):
 
 @dataclass
 class Teachers:
-    """The teachers of a run, as its reference. scoring: this step's requests to servers."""
+    """The teachers of a run, as its reference.
+
+    scoring: this step's requests to servers. shared_with: the processes with the same rows, of which one asks servers.
+    """
 
     loaded: list[LoadedTeacher]
     served: list[ServedTeacher] = field(default_factory=list)
     scoring: list[Scoring] = field(default_factory=list)
+    shared_with: ContextParallel | None = None
 
     @property
     def models(self) -> list[Any]:
@@ -55,7 +60,8 @@ class Teachers:
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Send this process's rows of the step to the servers, all at once."""
-        self.scoring = [teacher.begin(rows_of(teacher.tasks, rows)) for teacher in self.served]
+        asks = self.shared_with is None or self.shared_with.is_first
+        self.scoring = [teacher.begin(rows_of(teacher.tasks, rows)) for teacher in self.served if asks]
 
     def score(self, rows: Sequence[Row], batch: MicroBatch, sampling: Sampling) -> None:
         """Set `ref_logp` of the rows of loaded teachers.
@@ -84,9 +90,18 @@ class Teachers:
             everyones = world.gather_objects(problems)
             for problem in sorted(everyones, key=lambda one: isinstance(one, ServiceGone)):
                 raise problem
+            self._share(rows)
         for row in rows:
             if row.ref_logp is None:  # an empty row, which no teacher scores
                 row.ref_logp = torch.zeros(len(row.completion_ids))
+
+    def _share(self, rows: Sequence[Row]) -> None:
+        """Give the servers' log-probs to the processes with the same rows. Collective."""
+        if self.shared_with:
+            scored = [row for teacher in self.served for row in rows_of(teacher.tasks, rows)]
+            received = self.shared_with.from_first([row.ref_logp for row in scored])
+            for row, logp_T in zip(scored, received, strict=True):
+                row.ref_logp = logp_T
 
     def mix(self, alpha: float) -> None:
         raise TypeError("a teacher does not follow the policy")
@@ -101,7 +116,7 @@ def load_teachers(run: Run, policy: Policy) -> Teachers:
     """The teachers of a run, with the weights of those that are loaded. Collective."""
     kl = run.algorithm.kl
     loaded = [LoadedTeacher(one.load(), policy, one.tasks) for one in teachers_of(kl, run.model)]
-    return Teachers(loaded, served_teachers(kl))
+    return Teachers(loaded, served_teachers(kl), shared_with=policy.shared_with)
 
 
 def loaded_teachers(reference: Reference | Teachers | None) -> list[LoadedTeacher]:

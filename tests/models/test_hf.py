@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, OPTConfig, OPTForCausalLM
 
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
 from grpocli.models import loading
 from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import language_model_class, load_model, load_tokenizer
+from grpocli.models.loading import language_model_class, load_model, load_tokenizer, without_dropout
 from grpocli.models.tiny import make_model, make_tokenizer
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm.validate import hf_overrides
@@ -178,3 +178,15 @@ def test_the_former_name_of_attention_is_read() -> None:
     assert HuggingFace(path="a/b", attn_implementation="eager", attention="eager").attention == "eager"
     with pytest.raises(ConfigError, match=r"^model.attn_implementation=eager: is the former name of model.attention"):
         HuggingFace(path="a/b", attn_implementation="eager", attention="sdpa")
+
+
+def test_a_policy_has_no_dropout() -> None:
+    """Also where a layer has its rate as a number, not as a module."""
+    config = OPTConfig(
+        vocab_size=40, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=32,
+        max_position_embeddings=32, dropout=0.5, attention_dropout=0.5,
+    )  # fmt: skip
+    model, ids = OPTForCausalLM(config).train(), torch.tensor([[3, 4, 5]])
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    without_dropout(model)
+    assert torch.equal(model(ids).logits, model(ids).logits)

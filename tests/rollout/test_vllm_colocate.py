@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, build_model
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineContext, EngineJob
+from grpocli.rollout.vllm import env_isolation
 from grpocli.rollout.vllm.colocate import ColocateEngine, InProcessLLM, arguments
 from grpocli.rollout.vllm.engine_parts import VllmColocate
 from grpocli.rollout.vllm.env_isolation import VllmEnvironment
@@ -115,17 +117,19 @@ def test_it_sleeps_while_the_trainer_trains(recorded: tuple[ColocateEngine, Reco
     assert llm.calls == [*AWAKE, "probe", "generate", "sleep 2"]
 
 
-def test_a_generation_wakes_it_with_the_version_of_the_last_sync(
-    recorded: tuple[ColocateEngine, Recorded],
-) -> None:
+def test_a_generation_after_an_update_needs_a_sync(recorded: tuple[ColocateEngine, Recorded]) -> None:
+    """Its weights would be those of before, or the new ones under the old version."""
     engine, llm = recorded
+    ask = [Request([5, 6], 1, seed=0)]
     engine.sync(7)
-    engine.generate([Request([5, 6], 1, seed=0)], Sampling(4))
+    engine.generate(ask, Sampling(4))
     llm.update()
     llm.calls.clear()
-    group = engine.generate([Request([5, 6], 1, seed=0)], Sampling(4))[0]
-    assert llm.calls == [*AWAKE, "generate"]
-    assert (group[0].version, llm.version) == (7, "7")
+    with pytest.raises(EngineError, match="call sync before generate"):
+        engine.generate(ask, Sampling(4))
+    engine.sync(8)
+    assert engine.generate(ask, Sampling(4))[0][0].version == 8
+    assert llm.calls == [*AWAKE, "probe", "generate"]
 
 
 def test_parameters_are_sent_one_at_a_time(recorded: tuple[ColocateEngine, Recorded]) -> None:
@@ -145,6 +149,62 @@ def test_a_failure_in_any_process_stops_all(recorded: tuple[ColocateEngine, Reco
     with pytest.raises(EngineError, match="the other process could not"):
         engine.sync(1)
     assert engine.version is None
+
+
+def test_a_failure_to_sleep_in_any_process_stops_all_before_the_update(
+    recorded: tuple[ColocateEngine, Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, llm = recorded
+    gathered: list[list[str]] = []
+
+    def gather(items: list[str]) -> list[str]:
+        gathered.append(items)
+        return ["the other process could not"] if len(gathered) == 1 else items
+
+    engine.sync(1)
+    monkeypatch.setattr(engine.world, "gather_objects", gather, raising=False)
+    with pytest.raises(EngineError, match="the other process could not"):
+        llm.update()
+    assert gathered == [[]]
+
+    def broken(level: int) -> None:
+        raise RuntimeError("no sleep")
+
+    engine.llm.asleep = False
+    monkeypatch.setattr(llm, "sleep", broken)
+    with pytest.raises(EngineError, match="could not sleep: no sleep"):
+        llm.update()
+    assert len(gathered) == 2, "a process that fails takes part too"
+
+
+class Stream:
+    """A stand-in for a stream of a GPU that records what it waits for."""
+
+    def __init__(self, name: str, waits: list[str]) -> None:
+        self.name, self.waits = name, waits
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(f"{self.name} waits for {other.name}")
+
+
+def test_vllm_and_the_trainer_keep_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes a stream of its own the current one, and leaves it there."""
+    waits: list[str] = []
+    trainers, vllms = Stream("the trainer", waits), Stream("vLLM", waits)
+    current = [trainers]
+    monkeypatch.setattr(env_isolation, "_keep_random_state", nullcontext)  # reads the generator of the GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    environment = VllmEnvironment()
+    with environment.active():
+        torch.cuda.set_stream(vllms)  # type: ignore[arg-type]
+    assert current[-1] is trainers
+    with suppress(EngineError), environment.active():
+        assert current[-1] is vllms
+        raise EngineError("failed")
+    assert current[-1] is trainers
+    assert waits == ["the trainer waits for vLLM", "vLLM waits for the trainer", "the trainer waits for vLLM"]
 
 
 def test_engines_of_several_processes_use_the_trainers_group(tmp_path: Path) -> None:

@@ -9,17 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from composed import built
 from models.architectures import architecture
 from training import updating
 from training.test_router_balance import ALONE, updated
+from training.test_teachers import SAMPLING, Server, rows, teachers_at
+from transformers import AutoModelForCausalLM
 
+from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.hardware.hardware import Single
+from grpocli.training import compiled
 from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.optim import AdamW
 from grpocli.training.packing import Packed
+from grpocli.training.teachers import LoadedTeacher, Teachers
+from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling
 
 MIXTURE = "mixture of experts"
+KINDS = ("flex", "compiled")
+"""The names of updates of `grpo` with another attention, and with compiled layers."""
+RESUMED, TAUGHT = "resumed", "taught"
 
 
 @contextmanager
@@ -52,6 +63,25 @@ def kept_bytes(world: World, folder: Path) -> dict[str, int]:
     return found
 
 
+def taught(world: World, folder: Path) -> dict[str, Any]:
+    """An update with a teacher at a server, which scores the rows of one task, and a loaded one for another task."""
+    policy, optimizer = updating.loaded(world, folder / "model", updating.descent)
+    with world.parallel.loading():
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        for weight in model.parameters():
+            weight.data *= 1.5
+    server = Server()
+    served = teachers_at(server.url, tasks=("a",)).served
+    teachers = Teachers([LoadedTeacher(model, policy, ("b",))], served, shared_with=world.context_parallel)
+    assert updating.pack(policy, teachers, world)
+    algorithm, optim = built("algorithm=opd", "algorithm/correction=none"), AdamW(lr=0.1, max_grad_norm=0.0)
+    train = Train(micro_batch_tokens=28)
+    updater = Updater(world, policy, teachers, algorithm, optim, optimizer, train, SAMPLING, 10)
+    metrics = updating.train_step(updater, rows(), 3)
+    server.close()
+    return {"metrics": metrics, "weights": updating.whole(policy), "asked": server.scored}
+
+
 def main(folder: Path, parallel: str, names: list[str]) -> None:
     world = World(Single(device="cpu", parallel=parallel, context_parallel=2, timeout=120))
     assert world.context_parallel
@@ -59,6 +89,12 @@ def main(folder: Path, parallel: str, names: list[str]) -> None:
     for name in names:
         if name == MIXTURE:
             results[name] = updated(architecture("qwen3_moe").build(), world, *ALONE, packed=True, tokens=60)
+        elif name in KINDS:
+            results[name] = updating.descended(world, folder, "grpo", kind=name)
+        elif name == RESUMED:
+            results[name] = updating.went_on(world, folder, folder / "saved_1", folder / f"saved_1_to_{parallel}")
+        elif name == TAUGHT:
+            results[name] = taught(world, folder)
         else:
             results[name] = updating.descended(world, folder, name)
     if parallel == "ddp":
@@ -69,5 +105,6 @@ def main(folder: Path, parallel: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    compiled.HOW |= {"backend": "eager"}  # graphs, without a compiler for their kernels
     for chosen in ("ddp", "fsdp2"):
         main(Path(sys.argv[1]), chosen, [name for name in sys.argv[2:] if name != MIXTURE or chosen == "ddp"])

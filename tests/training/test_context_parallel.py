@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 from collections.abc import Sequence
@@ -24,15 +25,19 @@ from grpocli.errors import ConfigError
 from grpocli.hardware.hardware import Single
 from grpocli.launch.trainer_launcher import command
 from grpocli.launch.validate import check_splits
+from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.hf import HuggingFace
+from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Packed
+from grpocli.training.policy import Policy
 from grpocli.training.sequence_shard import shards_of
-from grpocli.types import Row
+from grpocli.types import Row, Sampling
 
 __all__ = ["rows", "tied_model", "world"]
 
 FAST = ["dapo", "top_entropy and bonus"]
 MORE = [name for name in updating.ALGORITHMS if name not in (*FAST, "padded")]
+SURVIVAL = [*MORE, *sharing.KINDS, sharing.RESUMED, sharing.TAUGHT, sharing.MIXTURE]
 
 
 class Alone(ContextParallel):
@@ -79,6 +84,30 @@ def test_a_micro_batch_has_room_for_the_tokens_of_all_its_processes() -> None:
     assert shared.pack(rows, 20) == Packed.pack(rows, 40) != Packed.pack(rows, 20)
 
 
+class Counting(Alone):
+    """Counts sums; the others send what it sends itself."""
+
+    sums = 0
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        return part
+
+    def _exchanged(self, sent: torch.Tensor) -> torch.Tensor:
+        return sent
+
+
+def test_a_micro_batch_takes_one_sum_over_its_processes(little_model) -> None:
+    """Log-probs, entropies and the most probable tokens travel together."""
+    model, processes = copy.deepcopy(little_model), Counting(0, 2)
+    assert attention.enable(model, 64)
+    policy = Policy(model, model, torch.float32)
+    batch = MicroBatch.build(some_rows(), torch.device("cpu"), shards_of(processes, Packed))
+    scores = policy.scores(batch, Sampling(20))
+    assert {one.shape for one in scores} == {batch.mask.shape}
+    assert processes.sums == 1
+
+
 def test_a_model_whose_heads_cannot_be_dealt_out_is_refused(little_model, tmp_path: Path) -> None:
     little_model.save_pretrained(tmp_path)
     run: Any = SimpleNamespace(
@@ -121,10 +150,11 @@ class Shared:
 
 
 @pytest.fixture(scope="module")
-def shared(tied_model, rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Shared:
+def shared(tied_model, rows: list[Row], world: World, tmp_path_factory: pytest.TempPathFactory) -> Shared:
     folder = tmp_path_factory.mktemp("shared")
     tied_model.save_pretrained(folder / "model")
     updating.save_rows(rows, folder / "rows.json")
+    updating.went_on(world, folder, folder / "model", folder / "saved_1")
     return Shared(folder)
 
 
@@ -137,7 +167,7 @@ def test_processes_that_share_micro_batches_make_the_updates_of_one(shared: Shar
     """Losses, metrics, weights and the log-probs of every row, with ddp and with fsdp2."""
     alone = updating.descended(world, shared.folder, name)
     tolerance = 0.02 if name in updating.IN_BFLOAT16 else 1e-5
-    for parallel, results in shared.results(FAST if name in FAST else [*MORE, sharing.MIXTURE]).items():
+    for parallel, results in shared.results(FAST if name in FAST else SURVIVAL).items():
         for rank, result in enumerate(results):
             assert_same(result[name], alone, tolerance, (parallel, rank))
         assert len(results[0][name]["scored"]) == len(alone["scored"])
@@ -157,9 +187,38 @@ def test_each_process_keeps_about_half_of_the_activations(shared: Shared) -> Non
 @pytest.mark.survival
 def test_the_balance_of_experts_counts_the_tokens_of_all_processes(shared: Shared, world: World) -> None:
     gradient, metrics = updated(architecture("qwen3_moe").build(), world, *ALONE, packed=True, tokens=120)
-    parts = [result[sharing.MIXTURE] for result in shared.results([*MORE, sharing.MIXTURE])["ddp"]]
+    parts = [result[sharing.MIXTURE] for result in shared.results(SURVIVAL)["ddp"]]
     found = sum(part[0] for part in parts) / len(parts)  # ddp averages gradients, and here nothing wraps the model
     assert (found - gradient).norm() <= 2e-5 * gradient.norm()
     for part in parts:
         assert part[1]["router/aux_loss"] == pytest.approx(metrics["router/aux_loss"], rel=1e-5)
         assert part[1]["router/max_load"] == pytest.approx(metrics["router/max_load"], rel=1e-6)
+
+
+@pytest.mark.processes
+@pytest.mark.survival
+@pytest.mark.parametrize("kind", sharing.KINDS)
+def test_other_kernels_make_the_updates_of_a_process_alone(shared: Shared, world: World, kind: str) -> None:
+    alone = updating.descended(world, shared.folder, "grpo")
+    for parallel, results in shared.results(SURVIVAL).items():
+        for rank, result in enumerate(results):
+            assert_same(result[kind], alone, 1e-5, (parallel, rank))
+
+
+@pytest.mark.processes
+@pytest.mark.survival
+def test_processes_that_share_micro_batches_resume_a_checkpoint_of_one(shared: Shared, world: World) -> None:
+    alone = updating.went_on(world, shared.folder, shared.folder / "saved_1", shared.folder / "saved_1_to_1")
+    for parallel, results in shared.results(SURVIVAL).items():
+        for rank, result in enumerate(results):
+            assert_same(result[sharing.RESUMED], alone, 1e-5, (parallel, rank))
+
+
+@pytest.mark.processes
+@pytest.mark.survival
+def test_one_of_the_processes_that_share_micro_batches_asks_the_teachers_server(shared: Shared, world: World) -> None:
+    alone = sharing.taught(world, shared.folder)
+    for parallel, results in shared.results(SURVIVAL).items():
+        for rank, result in enumerate(results):
+            assert_same(result[sharing.TAUGHT], alone, 1e-5, (parallel, rank))
+        assert [result[sharing.TAUGHT]["asked"] for result in results] == [alone["asked"], 0]

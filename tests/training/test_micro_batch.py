@@ -69,7 +69,7 @@ def test_packed_rows_have_their_prompt_once() -> None:
     assert layout.keep_U[layout.predictor_N].tolist() == [2, 3, 6, 7, 2]  # positions within rows, not in the sequence
     assert layout.keep_U.tolist() == [2, 3, 6, 7]
     assert layout.index_C.tolist() == [0, 1, 2, 3, 4]
-    assert layout.spread(torch.arange(5.0)).tolist() == [[0, 1], [2, 3], [4, 0]]
+    assert layout.spread(torch.arange(5.0)[None]).tolist() == [[[0, 1], [2, 3], [4, 0]]]
 
 
 def test_prompts_are_padded_left_and_completions_right() -> None:

@@ -29,7 +29,7 @@ from grpocli.distributed.parallel import SingleProcess
 from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.training.optim import AdamW
-from grpocli.training.packing import FlexPacked, Packed
+from grpocli.training.packing import FlexPacked, Packed, Padded
 from grpocli.training.policy import Policy, Reference
 from grpocli.training.update import Updater, Window
 from grpocli.types import Row, Sampling
@@ -77,12 +77,13 @@ def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
 
 
-def updater(*algorithm: str, layout: type[Packed]) -> Updater:
+def updater(*algorithm: str, layout: Any) -> Updater:
     with GPU:
         model, initial = (LlamaForCausalLM(LlamaConfig(**SHAPE)) for _ in range(2))
     policy, chosen = Policy(model, model, torch.float32, SingleProcess(GPU)), built(*algorithm)
-    policy.packed, policy.packs = layout, attention.enable(model, 64) and attention.enable(initial, 64)
-    assert policy.packs
+    if layout is not Padded:
+        policy.packed, policy.packs = layout, attention.enable(model, 64) and attention.enable(initial, 64)
+        assert policy.packs
     world: Any = SimpleNamespace(device=GPU, context_parallel=None)
     reference = Reference(initial, policy) if chosen.needs_reference else None
     return Updater(world, policy, reference, chosen, AdamW(lr=0.1), None, Train(epochs=2), Sampling(30), 10)
@@ -106,9 +107,10 @@ def two_epochs(up: Updater) -> Copies:
 ALGORITHMS = (("algorithm=grpo",), ("algorithm=dapo",), ("algorithm=drgrpo", "algorithm.aggregate.length=10"))
 
 
+@pytest.mark.parametrize("layout", [Packed, Padded])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: one[0])
-def test_copies_do_not_wait(no_autocast, algorithm: tuple[str, ...]) -> None:
-    copies = two_epochs(updater(*algorithm, layout=Packed))
+def test_copies_do_not_wait(no_autocast, algorithm: tuple[str, ...], layout: type[Packed | Padded]) -> None:
+    copies = two_epochs(updater(*algorithm, layout=layout))
     assert copies.made > 20
     assert not copies.waiting
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -36,10 +37,12 @@ from transformers import (
 from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
+from grpocli.errors import ConfigError
 from grpocli.models import flex_attention, sdpa
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.tasks.prompt_set import PromptSet
-from grpocli.training import logprobs
+from grpocli.training import logprobs, packing
+from grpocli.training.build import choose_layout
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import FlexPacked, Packed
@@ -519,3 +522,45 @@ def test_a_sliding_window_longer_than_every_row_is_allowed() -> None:
         batch = MicroBatch.build(rows, torch.device("cpu"), policy.layout(Sampling(1)))
         found.append(policy.scores(batch, Sampling(1))[0][batch.mask.bool()])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 3)], ids=["full", "padded"])
+def test_padded_rows_have_the_masks_that_transformers_makes(
+    sliding: bool, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, though transformers is not left to ask whether the mask hides a token."""
+    config = Qwen2Config(**SHAPE, **ENDS, use_sliding_window=sliding, sliding_window=4, max_window_layers=0)
+    plain = Qwen2ForCausalLM(config)
+    rows = [Row([3, 4, 5], [6] * n, [1] * n, 1.0, k, [-3.0] * n) for k, n in enumerate(lengths)]
+    found = []
+    for block in (attention.masks_without_waiting, lambda _: nullcontext()):
+        monkeypatch.setattr(packing, "masks_without_waiting", block)
+        found.append(packing.Padded.build(rows, torch.device("cpu")).forward(plain))
+    assert torch.equal(*found)
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of shared memory")
+
+
+def test_a_kernel_without_a_backward_pass_is_refused(model, world, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step, in one sentence."""
+    run: Any = SimpleNamespace(
+        train=SimpleNamespace(packed=True),
+        rollout=SimpleNamespace(longest_row=64),
+        model=SimpleNamespace(attention="flex_attention", compile=False, lora=SimpleNamespace(rank=0)),
+    )
+    policy = Policy(copied := copy.deepcopy(model), copied, torch.float32, world.parallel)
+    policy.packed = FlexPacked
+    assert list(choose_layout(run, world, policy, None)) == []
+    attend = flex_attention.TiledMask.attend
+    monkeypatch.setattr(flex_attention.TiledMask, "attend", lambda *given: NoBackward.apply(attend(*given)))
+    with pytest.raises(ConfigError, match=r"model\.attention=flex_attention: .*or it failed; set it to null"):
+        list(choose_layout(run, world, policy, None))

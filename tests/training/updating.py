@@ -28,7 +28,9 @@ from grpocli.rollout.sampler import sample
 from grpocli.rollout.vllm import canary
 from grpocli.training import checkpoint
 from grpocli.training.checkpoint import State
+from grpocli.training.compiled import compile_layers
 from grpocli.training.optim import AdamW, Muon, Optimizer, Sgd
+from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.packing_check import pack
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.update import Updater
@@ -140,19 +142,23 @@ def whole(policy: Policy) -> torch.Tensor:
     return torch.cat([policy.parallel.gather(w.detach()).float().flatten() for _, w in policy.weights()])
 
 
-def descended(world: World, folder: Path, name: str) -> dict[str, object]:
+def descended(world: World, folder: Path, name: str, kind: str = "") -> dict[str, object]:
     """Weights and metrics after a step of four updates (one in bfloat16).
 
-    Plain gradient descent, because Adam would hide a gradient's size.
+    Plain gradient descent, because Adam would hide a gradient's size. kind: "flex" for `flex_attention`, "compiled" for
+    compiled layers.
     """
     dtype = torch.bfloat16 if name in IN_BFLOAT16 else torch.float32
     policy, optimizer = loaded(world, folder / "model", descent, name == "lora", dtype, name == "float32 head")
     if name == "checkpointing":
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.packed = FlexPacked if kind == "flex" else Packed
     limit = 0.3 if name == "clipped" else 0.0
     updater = updater_of(
         world, folder, policy, optimizer, ALGORITHMS[name], AdamW(lr=0.1, max_grad_norm=limit), name != "padded"
     )
+    if kind == "compiled":
+        compile_layers(policy, updater.reference, world)
     if name in IN_BFLOAT16:  # rounding in earlier updates changes later ones by several per cent
         updater.train = dataclasses.replace(TRAIN, epochs=1, minibatches=1)
     rows = load_rows(folder / "rows.json")

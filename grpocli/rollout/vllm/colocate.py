@@ -53,17 +53,15 @@ class ColocateEngine:
         self._before_change = context.before_change
         self._proven = False  # whether vLLM has followed a canary
         self._stop = stop_token_ids(self.policy.model, context.tokenizer)
-        context.before_update.append(llm.sleep)
+        context.before_update.append(self._before_update)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order. Raises EngineError if a request fails."""
         if self.version is None:
-            raise EngineError("engine=vllm_colocate has no weights yet: call sync before generate")
+            raise EngineError("engine=vllm_colocate does not have the policy's weights: call sync before generate")
         check_temperature(sampling)
-        if self.llm.asleep:
-            self._load(self.version)  # sleep discarded vLLM's weights; the policy still has those of the sync
         parameters = [sampling_params(request, sampling, self._stop) for request in requests]
         answers = self.llm.complete([request.token_ids for request in requests], parameters)
         return [
@@ -80,6 +78,17 @@ class ColocateEngine:
         sent = self._load_verified(version, caches=first)
         self.version = version
         return {"sync/bytes": float(sent), "sync/seconds/canary": seconds}
+
+    def _before_update(self) -> None:
+        """Release vLLM's memory; the update makes its weights old. If one process fails, all raise EngineError."""
+        self.version = None
+        failures = []
+        try:
+            self.llm.sleep()
+        except EngineError as error:
+            failures.append(str(error))
+        if found := self.world.gather_objects(failures):
+            raise EngineError(found[0])
 
     def _load_canary(self) -> None:
         """Load weights that are far from any that vLLM may have kept, and verify that it follows them (`canary.py`)."""

@@ -10,8 +10,12 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpocli.files import QuietFileHandler
+
+if TYPE_CHECKING:
+    import torch
 
 Variables = dict[str, str | None]  # None: not set
 
@@ -27,17 +31,19 @@ SETTINGS: Mapping[str, str | None] = {
 class VllmEnvironment:
     """`with environment.active():` around every use of vLLM.
 
-    Outside of the block, environment variables, random generators, torch's threads and matmul precision, the exception
-    hook and warning filters are as if vLLM were not there. vLLM's environment variables return with each block, because
-    vLLM reads some of them late. Other threads see vLLM's state during a block.
+    Outside of the block, environment variables, random generators, torch's threads, matmul precision and stream, the
+    exception hook and warning filters are as if vLLM were not there. Its environment variables and stream return with
+    each block: it reads some variables late, and computes on a stream of its own. Other threads see its state during a
+    block.
     """
 
     def __init__(self) -> None:
         self._variables: Variables = dict(SETTINGS)
+        self._stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        with warnings.catch_warnings(), _keep_random_state(), _keep_torch_settings():
+        with warnings.catch_warnings(), _keep_random_state(), _keep_torch_settings(), self._own_stream():
             before: Variables = dict(os.environ)
             hook = sys.excepthook
             _apply(self._variables)
@@ -48,6 +54,30 @@ class VllmEnvironment:
                 self._variables = _difference(before, after)
                 _apply(_difference(after, before))
                 sys.excepthook = hook
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Make vLLM's stream of the GPU the current one, and the trainer's again; each waits for the other's work."""
+        import torch
+
+        if not torch.cuda.is_available():
+            yield
+            return
+        trainers = torch.cuda.current_stream()
+        _switch(trainers, self._stream or trainers)
+        try:
+            yield
+        finally:
+            self._stream = torch.cuda.current_stream()
+            _switch(self._stream, trainers)
+
+
+def _switch(before: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
+    import torch
+
+    if after != before:
+        after.wait_stream(before)
+        torch.cuda.set_stream(after)
 
 
 def _difference(before: Variables, after: Variables) -> Variables:
