@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the
 import pytest
 import torch
 from isolation import isolated
+from little import ENDS, SHAPE
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,19 +65,8 @@ def little_model():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        eos_token_id=1,
-        bos_token_id=2,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
+    config = SHAPE | ENDS | {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**config))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -35,6 +35,7 @@ SCHEMA_TIMEOUT = 120.0
 
 UNKNOWN = "unknown"
 """The name in answers to malformed calls. What the model wrote is never part of a rendered message."""
+NO_CALLS_LEFT = "error: no more calls are allowed; answer now"
 
 Schema = dict[str, Any]
 """A tool as chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.environment import TOOLS, WORKER
-from grpocli.environments.tools import UNKNOWN, name_of, tools_of
+from grpocli.environments.tools import NO_CALLS_LEFT, UNKNOWN, answer_to, calls_in, name_of, refusal, tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool, default_workers, withheld
 from grpocli.rollout.engine import Listener, OnGroup, ignore_group
 from grpocli.rollout.sampling import derive_seed
-from grpocli.rollout.tool_calls import CallParser, ToolCall, calls_of
+from grpocli.rollout.tool_calls import CallParser
 from grpocli.rollout.turn_encoder import TurnEncoder
 from grpocli.types import Completion, Episode, Message, Prompt, Request, ReusableKV, Sampling
 
@@ -128,6 +128,18 @@ class _RunningEpisode:
                 name = answer.get("name", UNKNOWN)
                 self.calls[name] += 1
                 self.failures[name] += "is_error" in answer
+
+    def tool_specs(self) -> dict[str, str]:
+        """The tools as `task.tools` names them, by their names."""
+        return dict(zip(map(name_of, tools_of(self.environment)), self.environment.arguments["tools"], strict=True))
+
+    def judged_calls(self, tools: Collection[str]) -> list[tuple[dict[str, Any], str]]:
+        """The calls of the last turn, each with the reason why it is not run. tools: their names."""
+        left = self.environment.arguments["max_calls"] - self.calls.total()
+        return [
+            (call, refusal(call, tools) or ("" if number < left else NO_CALLS_LEFT))
+            for number, call in enumerate(calls_in(self.messages[-1]))
+        ]
 
     def completion(self) -> Completion:
         spans = _merged(self.spans)
@@ -273,26 +285,34 @@ class MultiTurnEngine:
 
     def _call_tools(self, episodes: Sequence[_RunningEpisode]) -> dict[_RunningEpisode, Any]:
         """Run the calls in the last turn of each episode; return the answers as steps of an environment."""
-        planned = [(episode, number, call) for episode in episodes for number, call in enumerate(self._calls(episode))]
-        runs = [(episode, number, call) for episode, number, call in planned if not call.problem]
+        specs = {episode: episode.tool_specs() for episode in episodes}
+        planned = [
+            (episode, number, call, problem)
+            for episode in episodes
+            for number, (call, problem) in enumerate(episode.judged_calls(specs[episode]))
+        ]
+        runs = [(episode, number, call) for episode, number, call, problem in planned if not problem]
+        seeds = [derive_seed(one.request.seed, one.i, one.turns, number) for one, number, _ in runs]
         items = [
-            ["tool", call.spec, call.arguments, derive_seed(episode.request.seed, episode.i, episode.turns, number)]
-            for episode, number, call in runs
+            ["tool", specs[episode][call["name"]], call["arguments"], seed]
+            for (episode, _, call), seed in zip(runs, seeds, strict=True)
         ]
         results = iter(self._call_workers([episode for episode, _, _ in runs], items))
         observations: dict[_RunningEpisode, list[Message]] = {episode: [] for episode in episodes}
-        for episode, _, call in planned:
-            answer = call.answer(None if call.problem else next(results))
+        for episode, _, call, problem in planned:
+            result = [problem] if problem else next(results)
+            failed = bool(problem) or isinstance(result, Failure)
+            content = f"error: {result.reason}" if isinstance(result, Failure) else str(result[0])
+            answer = answer_to(call, specs[episode], content, failed)
             longest = episode.environment.arguments["max_tokens"]
             answer["content"] = self._encoder(episode.environment).cut(answer["content"], longest)
             observations[episode].append(answer)
         return {episode: [answers, {}, not answers, {}] for episode, answers in observations.items()}
 
-    def _calls(self, episode: _RunningEpisode) -> list[ToolCall]:
-        """The calls in the last turn of an episode with tools."""
-        arguments = episode.environment.arguments
-        specs = dict(zip(map(name_of, tools_of(episode.environment)), arguments["tools"], strict=True))
-        return calls_of(episode.messages[-1], specs, arguments["max_calls"] - episode.calls.total())
+    def _specs(self, episode: _RunningEpisode) -> dict[str, str]:
+        """The tools of an episode as `task.tools` names them, by their names."""
+        names = map(name_of, tools_of(episode.environment))
+        return dict(zip(names, episode.environment.arguments["tools"], strict=True))
 
     def _apply_step(self, episode: _RunningEpisode, answer: Any, sampling: Sampling) -> bool:
         """Apply an environment's answer to the episode; return whether the episode continues."""

@@ -1,17 +1,16 @@
-"""Calls of tools in the model's turns: found by transformers' response templates, run in worker processes, answered."""
+"""Calls of tools in the model's turns, found by transformers' response templates."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.tools import UNKNOWN
 from grpocli.errors import ConfigError
-from grpocli.rewards.reward import Failure
 from grpocli.rollout.turn_encoder import TurnEncoder
 from grpocli.types import Message
 
@@ -275,42 +274,3 @@ def _reason(error: Exception) -> str:
         return "it is nested too deeply"
     cause = error.__cause__ if isinstance(error.__cause__, json.JSONDecodeError) else error
     return " ".join(str(cause).split())[:LONGEST_REASON]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call to run, or the reason why it is not run. spec: the tool as `task.tools` names it."""
-
-    name: str
-    spec: str = ""
-    arguments: Mapping[str, Any] | None = None
-    identity: str | None = None
-    problem: str = ""
-
-    def answer(self, result: Any) -> Message:
-        """The tool's message. result: [text] or a Failure of the call, or None if it was not run."""
-        problem = self.problem or (result.reason if isinstance(result, Failure) else "")
-        content = f"error: {problem}" if problem else str(result[0])
-        answer: Message = {"role": "tool", "name": self.name, "content": content}
-        if self.identity:
-            answer["tool_call_id"] = self.identity
-        return answer | ({"is_error": True} if problem else {})
-
-
-def calls_of(message: Message, tools: Mapping[str, str], left: int) -> list[ToolCall]:
-    """The calls of a turn; a malformed one counts as one. tools: {name: spec}. left: how many may still be run."""
-    if "malformed" in message and "tool_calls" not in message:
-        return [ToolCall(UNKNOWN, problem=f"the call cannot be read: {message['malformed']}")]
-    found = []
-    for number, call in enumerate(message.get("tool_calls", [])):
-        name, identity = call["function"]["name"], call.get("id")
-        if "malformed" in call:
-            found.append(ToolCall(UNKNOWN, problem=f"the call cannot be read: {call['malformed']}"))
-        elif name not in tools:
-            problem = f"there is no such tool; there are {', '.join(tools)}"
-            found.append(ToolCall(UNKNOWN, identity=identity, problem=problem))
-        elif number >= left:
-            found.append(ToolCall(name, identity=identity, problem="no more calls are allowed; answer now"))
-        else:
-            found.append(ToolCall(name, tools[name], call["function"]["arguments"], identity))
-    return found

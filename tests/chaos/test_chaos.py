@@ -36,7 +36,6 @@ ASKED = {
 RUNS: list[Trial] = [  # whole runs
     Kill("engine=transformers", kills.RUN, signal.SIGKILL, "in a step", 2, 0.05),
     Damage("one flipped bit", WEIGHTS, fallback=False, seed=1),
-    Fault("status 503", GENERATE, 5, 1, STAND_IN),
     Fault("log-probs that are NaN", GENERATE, 5, 1, STAND_IN),
     Misbehaviour("a catastrophic regex", 2, prefetch=False),
 ]

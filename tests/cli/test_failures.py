@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from cli.running import SMALL, metrics
+from tables import table
 
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.types import Completion
@@ -81,16 +82,16 @@ def test_a_missing_column_of_a_reward_is_reported(grpocli, tmp_path: Path) -> No
 
 
 REWARDS = {
+    "slow": ("import time; time.sleep(60)", "no answer within 0.5 s"),
     "raises": ("raise KeyError('oops')", "it raised KeyError"),
     "short": ("return [0.0]", "it returned 1 values for 16 samples"),
-    "words": ("return ['good'] * len(completions)", "it returned 'good', expected a number"),
     "exits": ("import sys; sys.exit(0)", "it raised SystemExit"),
+    "words": ("return ['good'] * len(completions)", "it returned 'good', expected a number"),
     "leaves": ("import os; os._exit(3)", "it raised SystemExit: os._exit(3)"),
-    "slow": ("import time; time.sleep(60)", "no answer within 0.5 s"),
 }
 
 
-@pytest.mark.parametrize("kind", REWARDS)
+@pytest.mark.parametrize("kind", table(REWARDS, 2, pytest.mark.survival))
 def test_a_failing_reward_ends_the_run(kind: str, grpocli, tmp_path: Path) -> None:
     body, reason = REWARDS[kind]
     (tmp_path / "r.py").write_text(f"def score(completions, **kwargs):\n    {body}\n")

@@ -35,19 +35,18 @@ def test_kill_9_then_resume(undisturbed: Path, tmp_path: Path) -> None:
     assert_same_run(run, undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_after_a_checkpoint(number: int, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_signal_stops_after_a_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(*LONG, "checkpoint.every=0", f"hydra.run.dir={run}")
     wait_for(run / "metrics.jsonl")
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     code, out = finish(process)
     assert code == 3, out
     assert f"resume with: grpocli train resume={run}" in out
     steps = len(metrics(run))
     assert 1 <= steps < 12
     assert (run / "checkpoints" / f"step_{steps:06d}" / "trainer.json").exists()
-    assert signal.Signals(number).name in json.loads((run / "summary.json").read_text())["exit"]
+    assert "SIGTERM" in json.loads((run / "summary.json").read_text())["exit"]
     assert run_here("train", f"resume={run}") == 0
     assert_same_run(run, undisturbed)
 

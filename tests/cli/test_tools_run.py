@@ -113,7 +113,12 @@ def test_tools_with_vllm_a_step_ahead_are_resumed_exactly(tmp_path: Path) -> Non
     limits = ["task.environment.turns=3", "rollout.max_completion_tokens=160", "eval.problems=0", "train.steps=4"]
     whole = tmp_path / "whole"
     assert run_here(*TOOLS, *options, *limits, f"hydra.run.dir={whole}") == 0
+    assert [row["staleness/mean"] for row in metrics(whole)] == [0, 1, 1, 1]
+    assert (whole / "checkpoints" / "step_000002" / "ahead.pt").exists()
     for row in metrics(whole):
+        assert row["weight_version"] == row["step"]
+        sampled = read_rollouts(whole / "rollouts" / f"step_{row['step']:06d}.parquet")
+        assert {one["version"] for one in sampled} == {max(row["step"] - 1, 1)}
         assert (row["tools/calls"], row["tools/failures"], row["completions/mean_turns"]) == (3, 0, 3)
         assert row["completions/clipped_ratio"] == 1
     for row in read_rollouts(whole / "rollouts" / "step_000004.parquet"):

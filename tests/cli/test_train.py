@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, metrics, run_here, without_times
+from cli.running import SMALL, metrics, run_here
 from tables import table
 
 pytestmark = pytest.mark.processes
@@ -102,14 +102,15 @@ def test_the_final_model_is_a_hugging_face_folder(grpocli, run: Path, tmp_path: 
 NAMED = ["gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "maxrl", "dppo"]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "drgrpo", "dgpo", *table(NAMED, 1, pytest.mark.survival)])
+@pytest.mark.parametrize("algorithm", ["dapo", "dgpo", *table(NAMED, 1, pytest.mark.survival)])
 def test_every_algorithm_trains(algorithm: str, grpocli, tmp_path: Path) -> None:
+    """GRPO and Dr. GRPO are in the sweep below."""
     options = ["eval.problems=0", "train.steps=2"]
     code, _, err = grpocli(*SMALL_RUN, f"algorithm={algorithm}", *options, f"hydra.run.dir={tmp_path}/run")
     assert (code, err) == (0, "")
     rows = metrics(tmp_path / "run")
     assert len(rows) == 2
-    assert ("kl" in rows[0]) == (algorithm in ("grpo", "rloo", "reinforce_pp"))
+    assert ("kl" in rows[0]) == (algorithm in ("rloo", "reinforce_pp"))
     if algorithm == "dapo":
         assert rows[0]["sampling/rounds"] >= 1
         assert "rewards/overlong/mean" in rows[0]
@@ -125,12 +126,11 @@ def test_several_epochs_and_minibatches_are_off_policy(grpocli, tmp_path: Path) 
     assert any(row["clip_ratio/region_mean"] > 0 for row in metrics(tmp_path / "run"))
 
 
-def test_gradient_checkpointing_changes_nothing(grpocli, tmp_path: Path) -> None:
-    for name, on in (("a", "false"), ("b", "true")):
-        options = [f"train.gradient_checkpointing={on}", "eval.problems=0", "train.steps=2"]
-        assert grpocli(*SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/{name}")[0] == 0
-    one, other = (without_times(metrics(tmp_path / name)) for name in "ab")
-    assert other[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=1e-4)
+def test_gradient_checkpointing_changes_nothing(grpocli, run: Path, tmp_path: Path) -> None:
+    options = ["train.gradient_checkpointing=true", "eval.problems=0"]
+    assert grpocli(*SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/run")[0] == 0
+    for one, other in zip(metrics(tmp_path / "run"), metrics(run), strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
 def test_a_truncated_distribution_is_scored_under_the_same_truncation(grpocli, tmp_path: Path) -> None:
@@ -140,17 +140,12 @@ def test_a_truncated_distribution_is_scored_under_the_same_truncation(grpocli, t
 
 
 def test_the_runs_of_a_sweep_are_compared(grpocli, tmp_path: Path) -> None:
-    sweep = ["-m", "algorithm=grpo,drgrpo", "seed=0,1", "train.steps=1", f"hydra.sweep.dir={tmp_path}/sweep"]
+    sweep = ["-m", "algorithm=grpo,drgrpo", "seed=1", "train.steps=1", f"hydra.sweep.dir={tmp_path}/sweep"]
     code, _, err = grpocli(*SMALL_RUN, *sweep)
     assert (code, err) == (0, "")
     code, out, _ = grpocli("compare", str(tmp_path / "sweep"), "--format", "json")
     rows = json.loads(out)
-    assert sorted((row["algorithm"], row["seed"]) for row in rows) == [
-        ("drgrpo", 0),
-        ("drgrpo", 1),
-        ("grpo", 0),
-        ("grpo", 1),
-    ]
+    assert sorted((row["algorithm"], row["seed"]) for row in rows) == [("drgrpo", 1), ("grpo", 1)]
     assert all(row["exit"] == "done" for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""Whole runs on a real vLLM server: the run's own server, and one of `grpocli vllm-serve`."""
+"""Whole runs on the run's own real vLLM server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cli.test_environment_run import TWO
 
 pytestmark = pytest.mark.vllm
 
-RUN = ["train", *SMALL, "train.steps=5", "engine=vllm"]
+RUN = ["train", *SMALL, "train.steps=1000", "engine=vllm"]
 
 
 def assert_synced(run: Path) -> None:
     rows = metrics(run)
-    assert len(rows) >= 5
+    assert len(rows) >= 3
     assert [row["weight_version"] for row in rows] == list(range(1, len(rows) + 1))
     assert all(row["token_mult_prob_error"] < 1.02 for row in rows)
     assert all(row["sync/bytes"] > 0 for row in rows[1:])
@@ -41,7 +41,7 @@ def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -
     Returns its exit code and asserts that no process is left.
     """
     family = Family()
-    process = start(*RUN, "train.steps=1000", *options, f"hydra.run.dir={run}")
+    process = start(*RUN, *options, f"hydra.run.dir={run}")
     try:
         wait_for_steps(run, steps, process)
         assert len(family.engines()) == 1
@@ -57,7 +57,7 @@ def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -
 
 def test_a_run_starts_syncs_and_stops_its_server(grpocli, tmp_path: Path) -> None:
     """One task has one turn and another several; the trainer scores the sampled tokens of both."""
-    code = until_signal(tmp_path / "run", 5, signal.SIGTERM, *TWO[1:])
+    code = until_signal(tmp_path / "run", 3, signal.SIGTERM, *TWO[1:])
     assert code == 3, "it stops after a step, with a checkpoint"
     assert_synced(tmp_path / "run")
     assert all(row["completions/mean_turns"] > 1 for row in metrics(tmp_path / "run"))
@@ -67,29 +67,3 @@ def test_a_run_starts_syncs_and_stops_its_server(grpocli, tmp_path: Path) -> Non
 @pytest.mark.survival
 def test_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
     assert until_signal(tmp_path / "run", 1, signal.SIGKILL) == -signal.SIGKILL
-
-
-@pytest.mark.survival
-def test_two_sharded_processes_use_the_server_of_another_terminal(tmp_path: Path) -> None:
-    family = Family()
-    serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
-    try:
-        url = None
-        assert serve.stdout is not None
-        for line in serve.stdout:
-            if "vLLM serves at " in line:
-                url = line.split()[-1]
-            if "stop with Ctrl-C" in line:
-                break
-        assert url is not None, "vllm-serve exited without an address"
-        assert len(family.engines()) == 1
-        two = ["hardware.processes=2", "hardware.parallel=fsdp2"]
-        code, out = family.wait(start(*RUN, f"engine.base_url={url}", *two, f"hydra.run.dir={tmp_path}/run"))
-        assert code == 0, out
-        assert_synced(tmp_path / "run")
-        memory = family.memory()
-    finally:
-        serve.send_signal(signal.SIGINT)
-        code, out = finish(serve, timeout=180)
-    assert code == 0, out
-    family.assert_gone(memory)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.family import Family, wait_for_steps
@@ -19,9 +20,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.survival]
 RUN = ["train", *SMALL, "engine=vllm", "eval.problems=0"]
 
 
-def assert_complete(run: Path, steps: int) -> None:
-    rows = metrics(run)
-    assert [row["step"] for row in rows] == [row["weight_version"] for row in rows] == list(range(1, steps + 1))
+def assert_synced(rows: list[dict[str, Any]]) -> None:
+    assert [row["step"] for row in rows] == [row["weight_version"] for row in rows] == list(range(1, len(rows) + 1))
     assert all(row["token_mult_prob_error"] < 1.02 for row in rows)
     assert all(row["sync/bytes"] > 0 for row in rows)
     assert all(row["sampling/kept"] == 4 for row in rows)
@@ -41,20 +41,25 @@ def test_a_killed_replica_is_replaced(tmp_path: Path) -> None:
         process.kill()
         finish(process)
     assert code == 0, out
-    assert_complete(run, steps)
-    assert metrics(run)[-1]["engine/restarts"] == 1
+    rows = metrics(run)
+    assert len(rows) == steps
+    assert_synced(rows)
+    assert rows[-1]["engine/restarts"] == 1
     family.assert_gone(memory)
 
 
-def test_a_lost_external_server_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    """The test kills the server and its guard, so that nothing ends vLLM's processes and removes their files."""
+def test_two_sharded_processes_use_the_server_of_another_terminal_until_it_is_lost(tmp_path: Path) -> None:
+    """The loss ends the run with a checkpoint. The test kills the server and its guard, so that nothing ends vLLM's
+    processes and removes their files.
+    """
     family, servers, run = Family(), Family(), tmp_path / "run"
     serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
     try:
         assert serve.stdout is not None
         url = next(line.split()[-1] for line in serve.stdout if "vLLM serves at " in line)
         assert len(servers.engines()) == 1
-        given = [f"engine.base_url=[{url}]", "engine.reconnect_timeout=3", "hardware.processes=2"]
+        given = [f"engine.base_url=[{url}]", "engine.reconnect_timeout=3"]
+        given += ["hardware.processes=2", "hardware.parallel=fsdp2"]
         process = start(*RUN, *given, "train.steps=200", "checkpoint.every=0", f"hydra.run.dir={run}")
         wait_for_steps(run, 3, process)
         assert len(family.engines()) == 1
@@ -73,8 +78,10 @@ def test_a_lost_external_server_ends_the_run_with_a_checkpoint(tmp_path: Path) -
     said = " ".join(out.split())
     assert "it did not come back within 3 s (engine.reconnect_timeout)" in said
     assert f"resume with: grpocli train resume={run}" in said
-    done = len(metrics(run))
+    rows = metrics(run)
+    done = len(rows)
     assert 3 <= done < 200
+    assert_synced(rows)
     assert json.loads((run / "checkpoints" / f"step_{done:06d}" / "trainer.json").read_text())["step"] == done
     sweep()  # as the next start does
     family.assert_gone(memory)

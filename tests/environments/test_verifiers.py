@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpocli.environments.environment import EnvironmentConfig
-from grpocli.environments.verifiers import Verifiers
+from grpocli.environments.verifiers import Verifiers, load_tasks
 from grpocli.environments.verifiers_episode import RUNNING
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
@@ -175,8 +175,6 @@ def test_examples_are_tasks_with_their_columns_and_the_first_are_held_out() -> N
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"config": {"nn": 1}}, r'no key task\.config\.nn; the keys are n, kind, .*; did you mean "n"\?$'),
-        ({"config": {"n": "many"}}, r"cannot load it: task\.config\.n=many: input should be a valid integer[^\n:]*$"),
         ({"config": {"kind": "exits"}}, r"cannot load it: SystemExit: bye \(.*counting_taskset\.py:\d+, in load: "),
         pytest.param({"config": {"n": 1}}, "has 1 examples, too few for train", marks=pytest.mark.survival),
         pytest.param({"config": {"kind": "system"}, "format": "plain"}, "one user message", marks=pytest.mark.survival),
@@ -187,10 +185,23 @@ def test_what_cannot_be_loaded_is_one_sentence(given: dict[str, Any], message: s
         task_of(**given).examples("train")
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"nn": 1}, r'^no key task\.config\.nn; the keys are n, kind, .*; did you mean "n"\?$'),
+        ({"n": "many"}, r"^task\.config\.n=many: input should be a valid integer[^\n:]*$"),
+    ],
+)
+def test_a_wrong_key_of_a_taskset_is_one_sentence(config: dict[str, Any], message: str) -> None:
+    """In a worker process; the test above has its answer in the main process."""
+    with pytest.raises(RuntimeError, match=message):
+        load_tasks(str(COUNTING), config, "", 20.0, 6)
+
+
 def test_a_variable_that_a_taskset_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = {"kind": "variable"}
-    with pytest.raises(ConfigError, match=r"cannot load it: KeyError: 'COUNTING_KEY' \(.*in load: [^;]*$"):
-        task_of(config=needs).examples("train")
+    with pytest.raises(RuntimeError, match=r"^KeyError: 'COUNTING_KEY' \(.*in load: [^;]*$"):
+        load_tasks(str(COUNTING), needs, "", 20.0, 6)
     monkeypatch.setenv("COUNTING_KEY", "secret")
     with pytest.raises(ConfigError, match=r"name it in task\.environment\.env=\[COUNTING_KEY\]$") as refused:
         task_of(config={**needs, "n": 9}).examples("train")

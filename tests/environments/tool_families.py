@@ -1,12 +1,7 @@
-"""Tokenizers with chat templates for tools, built like those of three model families, and functions to call."""
+"""Tokenizers with chat templates for tools, built like those of three model families."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import random
-import signal
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,75 +103,3 @@ FAMILIES = {
         "<|tool_response>",
     ),
 }  # fmt: skip
-
-
-def multiply(a: int, b: int) -> int:
-    """
-    Multiply two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a * b
-
-
-async def later(text: str) -> str:
-    """
-    Return a text after a moment.
-
-    Args:
-        text: The text.
-    """
-    await asyncio.sleep(0)
-    return text
-
-
-def echo(text: str, times: int = 1) -> str:
-    """
-    Repeat a text.
-
-    Args:
-        text: The text.
-        times: How often.
-    """
-    return text * times
-
-
-def misbehave(how: str) -> str:
-    """
-    Fail in a way.
-
-    Args:
-        how: The way.
-    """
-    if how == "hang":
-        time.sleep(60)
-    if how == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "exit":
-        raise SystemExit(3)
-    if how == "secret":
-        return os.environ["SEARCH_KEY"]
-    if how == "surrogate":
-        return "\ud800"
-    if how == "surrogate error":
-        raise ValueError("\ud800")
-    if how == "random":
-        return str(random.random())
-    raise RuntimeError(f"cannot {how}")
-
-
-def untyped(a, b):  # type: ignore[no-untyped-def]
-    """
-    Add.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
-
-
-def undocumented(a: int) -> int:
-    return a

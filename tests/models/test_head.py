@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from little import ENDS, SHAPE
 from torch.nn.functional import linear
 from training.test_update import world
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -27,18 +28,7 @@ from grpocli.types import Request, Row, Sampling
 
 __all__ = ["world"]
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1200,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "pad_token_id": 0,
-}
+LONG = SHAPE | ENDS | {"max_position_embeddings": 1200}
 ROWS = [
     Row([3, 4, 5], [6, 7, 8, 9], [1] * 4, 1.0, 0, [-3.0] * 4),
     Row([3, 4, 5], [10, 11], [1] * 2, 1.0, 0, [-3.0] * 2),
@@ -49,7 +39,7 @@ BFLOAT16 = torch.bfloat16
 
 def llama(tied: bool = True) -> Any:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**LONG, tie_word_embeddings=tied)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -187,7 +177,7 @@ def test_score_is_the_literal_one() -> None:
 
 def test_a_model_that_caps_its_logits_caps_them_in_float32(world) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
-    config = Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=5.0)
+    config = Gemma2Config(**LONG, head_dim=8, final_logit_softcapping=5.0)
     model = widen_head(Gemma2ForCausalLM(config).eval())
     policy = Policy(model, model, BFLOAT16)
     assert not find_head(policy, world)

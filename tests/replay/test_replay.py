@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +37,29 @@ def differing(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return {check["name"]: check["differences"] for check in checks}
 
 
-def changed(run: Path, folder: Path, row: int, column: str, change: Callable[[Any], Any]) -> Path:
-    """A copy of the run with one changed cell in its second rollout file."""
+Cell = tuple[int, str, Callable[[Any], Any]]
+
+
+def changed(run: Path, folder: Path, *cells: Cell) -> Path:
+    """A copy of the run with changed cells in its second rollout file. cells: (row, column, change)."""
     copy = folder / "changed"
     shutil.copytree(run, copy)
     path = copy / "rollouts" / STEP
     table = pq.read_table(path)
     rows = table.to_pylist()
-    rows[row][column] = change(rows[row][column])
+    for row, column, change in cells:
+        rows[row][column] = change(rows[row][column])
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
     return copy
 
 
-def first_row(run: Path, status: str) -> int:
+def rows_with(run: Path, status: str) -> list[int]:
     rows = pq.read_table(run / "rollouts" / STEP).to_pylist()
-    return next(i for i, row in enumerate(rows) if row["status"] == status)
+    return [i for i, row in enumerate(rows) if row["status"] == status]
+
+
+def first_row(run: Path, status: str) -> int:
+    return rows_with(run, status)[0]
 
 
 def test_every_step_of_a_run_with_dynamic_sampling_agrees_to_the_bit(grpocli: Grpocli, dapo: Path) -> None:
@@ -72,57 +81,68 @@ def first(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda values: [change(values[0]), *values[1:]]
 
 
-CELLS: list[tuple[str, Callable[[Any], Any]]] = [
-    ("completion_ids", first(lambda token: token + 1)),
-    ("logprobs", first(moved(0.1))),
-    ("loss_mask", first(lambda inside: 1 - inside)),
-    ("prompt_ids", first(lambda token: token + 1)),
-    ("reward/exact_match", lambda value: 1 - value),
-    ("reward/overlong", moved(-0.25)),
-    ("reward", moved(1e-3)),
-    ("version", moved(-1)),
-    ("status", lambda value: "surplus" if value == "filtered" else "zero_advantage"),
-    ("completion", lambda text: f"{text}1"),
-    ("prompt", lambda text: f"{text}1"),
-    ("answer", lambda text: f"{text}1"),
-    ("uid", lambda text: f"{text}1"),
-    ("columns", lambda text: text.replace("{", '{"more": 1, ', 1)),
-    ("task", lambda text: f"{text}1"),
-    ("length", moved(1)),
-    ("group", moved(1)),
-    ("step", moved(1)),
-    ("sampled_step", moved(-1)),
-    ("finish_reason", lambda reason: {"stop": "length", "length": "stop"}[reason]),
+CELLS: dict[str, Callable[[Any], Any]] = {
+    "completion_ids": first(lambda token: token + 1),
+    "logprobs": first(moved(0.1)),
+    "loss_mask": first(lambda inside: 1 - inside),
+    "prompt_ids": first(lambda token: token + 1),
+    "reward/exact_match": lambda value: 1 - value,
+    "reward/overlong": moved(-0.25),
+    "reward": moved(1e-3),
+    "version": moved(-1),
+    "status": lambda value: "surplus" if value == "filtered" else "zero_advantage",
+    "completion": lambda text: f"{text}1",
+    "prompt": lambda text: f"{text}1",
+    "answer": lambda text: f"{text}1",
+    "uid": lambda text: f"{text}1",
+    "columns": lambda text: text.replace("{", '{"more": 1, ', 1),
+    "task": lambda text: f"{text}1",
+    "length": moved(1),
+    "group": moved(1),
+    "step": moved(1),
+    "sampled_step": moved(-1),
+    "finish_reason": lambda reason: {"stop": "length", "length": "stop"}[reason],
+}
+MAIN = ("completion_ids", "logprobs", "reward/exact_match", "status")
+TOGETHER = [
+    ("completion_ids", "reward/overlong", "version", "prompt"),
+    ("logprobs", "reward", "status", "uid"),
+    ("loss_mask", "reward/exact_match", "completion", "columns"),
+    ("prompt_ids", "answer", "length", "finish_reason"),
+    ("sampled_step", "task"),
+    ("group",),
+    ("step",),
 ]
+"""Columns that are changed in one copy of a run, each in another completion if there are enough."""
 
 
-MAIN_CELLS = [("filtered", column) for column in ("completion_ids", "logprobs", "reward/exact_match", "status")]
+def test_every_column_is_changed() -> None:
+    assert sorted(column for columns in TOGETHER for column in columns) == sorted(CELLS)
 
 
 @pytest.mark.parametrize(
-    ("status", "column", "change"),
+    ("status", "columns"),
     [
-        pytest.param(
-            status,
-            column,
-            change,
-            marks=[] if (status, column) in MAIN_CELLS else pytest.mark.survival,
-            id=f"{column}-{status}",
-        )
-        for status in ("filtered", "trained", "masked")
-        for column, change in CELLS
+        ("filtered", MAIN),
+        *(
+            pytest.param(status, columns, marks=pytest.mark.survival, id=f"{status}-{'+'.join(columns)}")
+            for status in ("filtered", "trained", "masked")
+            for columns in TOGETHER
+        ),
     ],
 )
-def test_one_changed_cell_is_found_and_named(
-    status: str, column: str, change: Callable[[Any], Any], grpocli: Grpocli, dapo: Path, tmp_path: Path
+def test_each_changed_cell_is_found_and_named(
+    status: str, columns: tuple[str, ...], grpocli: Grpocli, dapo: Path, tmp_path: Path
 ) -> None:
-    row = first_row(dapo, status)
-    code, report = replayed(grpocli, changed(dapo, tmp_path, row, column, change), "--step", "2")
+    rows = cycle(rows_with(dapo, status))
+    cells = [(next(rows), column, CELLS[column]) for column in columns]
+    code, report = replayed(grpocli, changed(dapo, tmp_path, *cells), "--step", "2")
     assert code == 1
     found = [one for differences in differing(report).values() for one in differences]
     places = {(one["what"], one["group"], one["completion"]) for one in found}
-    names = {column, "logprobs", "completion"} if column == "completion_ids" else {column}
-    assert any((name, row // 4, row % 4) in places for name in names), found
+    for row, column, _ in cells:
+        names = {column, "logprobs", "completion"} if column == "completion_ids" else {column}
+        assert any((name, row // 4, row % 4) in places for name in names), (column, found)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +157,7 @@ def test_a_changed_value_of_the_update_is_found_and_named(
     column: str, change: Callable[[Any], Any], grpocli: Grpocli, dapo: Path, tmp_path: Path
 ) -> None:
     row = first_row(dapo, "trained")
-    code, report = replayed(grpocli, changed(dapo, tmp_path, row, column, change), "--step", "2")
+    code, report = replayed(grpocli, changed(dapo, tmp_path, (row, column, change)), "--step", "2")
     found = [one for differences in differing(report).values() for one in differences]
     assert code == 1
     assert {(one["what"], one["group"], one["completion"]) for one in found if one["what"] == column} == {
@@ -148,7 +168,7 @@ def test_a_changed_value_of_the_update_is_found_and_named(
 def test_a_tiny_change_of_a_samplers_log_prob_shows_in_the_metrics(
     grpocli: Grpocli, dapo: Path, tmp_path: Path
 ) -> None:
-    copy = changed(dapo, tmp_path, first_row(dapo, "trained"), "logprobs", first(moved(1e-5)))
+    copy = changed(dapo, tmp_path, (first_row(dapo, "trained"), "logprobs", first(moved(1e-5))))
     code, report = replayed(grpocli, copy, "--step", "2")
     assert code == 1
     assert {"metrics of the recorded log-probs", "metrics of the update"} <= differing(report).keys()
@@ -199,7 +219,7 @@ def test_an_environment_is_stepped_again(grpocli: Grpocli, tmp_path: Path, monke
 
 def test_a_difference_that_two_checks_find_is_one_line(grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
     row = first_row(dapo, "trained")
-    code, out, _ = grpocli("replay", str(changed(dapo, tmp_path, row, "advantage", moved(1e-3))), "--step", "2")
+    code, out, _ = grpocli("replay", str(changed(dapo, tmp_path, (row, "advantage", moved(1e-3)))), "--step", "2")
     assert code == 1
     assert sum("recorded advantage" in line for line in out.splitlines()) == 1
 
@@ -284,10 +304,10 @@ def test_every_step_of_a_default_run_agrees(grpocli: Grpocli, tmp_path: Path) ->
     from cli.running import run_here
 
     run = tmp_path / "run"
-    assert run_here("train", "train.steps=20", f"hydra.run.dir={run}") == 0
+    assert run_here("train", "train.steps=6", f"hydra.run.dir={run}") == 0
     code, report = replayed(grpocli, run, "--step", ":")
     assert (code, differing(report)) == (0, {})
-    assert [step["step"] for step in report["steps"]] == list(range(1, 21))
+    assert [step["step"] for step in report["steps"]] == list(range(1, 7))
 
 
 @pytest.mark.survival

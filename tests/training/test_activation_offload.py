@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from little import SHAPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpocli.training import activation_offload
@@ -60,10 +61,7 @@ def test_weights_and_small_tensors_stay(little_model) -> None:
 
 def test_the_stored_model_has_less_to_keep() -> None:
     """With checkpointing, what is moved is one input for each layer."""
-    config = LlamaConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config).train()
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_hidden_layers": 3})).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     offload = ActivationOffload(model.parameters(), devices=("cpu",))
     with offload:

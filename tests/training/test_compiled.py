@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from little import SHAPE
 from models.architectures import architecture
 from training.test_packing import GROUPS, rows_of
 from training.test_update import world
@@ -24,15 +25,6 @@ from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.types import Row, Sampling
 
 __all__ = ["world"]
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 @pytest.fixture

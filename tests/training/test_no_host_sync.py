@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from composed import built
+from little import SHAPE
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,14 +36,6 @@ from grpocli.training.update import Updater, Window
 from grpocli.types import Row, Sampling
 
 GPU = torch.device("meta")
-SHAPE: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 ROWS = [Row([3, 4, 5], [6] * n, [1] * n, 1.0 - k, k // 2, [-3.0] * n) for k, n in enumerate((4, 9, 20, 3))]
 
 

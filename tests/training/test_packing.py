@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from composed import built
+from little import ENDS, SHAPE
 from tables import table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
@@ -53,16 +54,6 @@ from grpocli.types import Row, Sampling
 
 __all__ = ["world"]
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-ENDS: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 GPT2: dict[str, Any] = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128} | {
     f"{place}_pdrop": 0.0 for place in ("attn", "resid", "embd")
 }

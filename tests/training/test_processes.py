@@ -85,20 +85,24 @@ class Processes:
     def results(self, n: int) -> Results:
         """Results of `n` processes, by their number, rank and `hardware.parallel`."""
         if n not in self.ran:
-            if n != 2:
-                self.results(2)  # leaves the checkpoints that the others resume
-            process = start(self.folder, n)
-            try:
-                output, _ = process.communicate(timeout=600)
-                assert process.returncode == 0, output
-            finally:
-                process.kill()
+            if not (self.folder / "2").exists() and n != 2:
+                self.run(2, "checkpoints")  # which the others resume
+            if not (self.folder / str(n)).exists():
+                self.run(n, "everything")
             self.ran[n] = {
                 (n, rank, parallel): torch.load(self.folder / f"{n}_{rank}_{parallel}.pt", weights_only=True)
                 for rank in range(n)
                 for parallel in PARALLEL[n]
             }
         return self.ran[n]
+
+    def run(self, n: int, what: str) -> None:
+        process = start(self.folder, n, what)
+        try:
+            output, _ = process.communicate(timeout=600)
+            assert process.returncode == 0, output
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +121,15 @@ def n(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def results(processes: Processes, n: int) -> Results:
-    """Results of one process and of `n`."""
-    return processes.results(1) | processes.results(n)
+    """Results of one process and of `n`, all of them."""
+    several = processes.results(n)  # first, so that two processes do not leave their checkpoints alone
+    assert "canary" in several[n, 0, "ddp"]
+    return processes.results(1) | several
 
 
-def start(folder: Path, n: int) -> subprocess.Popen[str]:
+def start(folder: Path, n: int, what: str) -> subprocess.Popen[str]:
     """Start processes as `grpocli.launch.trainer_launcher` does; a single one without a launcher."""
-    script = [updating.__file__, str(folder), *PARALLEL[n]]
+    script = [updating.__file__, str(folder), what, *PARALLEL[n]]
     (folder / str(n)).mkdir()
     launcher = command(n, folder / str(n))
     launcher = launcher[: launcher.index("--module")] if n > 1 else [sys.executable]

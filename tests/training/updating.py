@@ -63,6 +63,8 @@ ALGORITHMS = {
     "float32 head": ("algorithm=dapo",),
 }
 IN_BFLOAT16 = ("bfloat16", "float32 head")
+OF_SHARDS = ("grpo", "clipped", "lora", "checkpointing", *IN_BFLOAT16)
+"""Those whose computation depends on how weights are sharded. Three processes test the others with shards, too."""
 
 
 def save_rows(rows: list[Row], path: Path) -> None:
@@ -263,17 +265,24 @@ def canaried(world: World, folder: Path) -> dict[str, object]:
 SHARED = ("ddp", "fsdp2")
 
 
-def main(folder: Path, parallel: str) -> None:
-    """Train every algorithm on the model and rows in the folder; write one file of results per process."""
-    world = World(Single(device="cpu", parallel=parallel, timeout=120))
-    shards.FILE_BYTES = 8192  # so that every process writes several
-    names = [name for name in ALGORITHMS if name != "lora" or parallel != "zero3"]
+def everything(world: World, folder: Path, parallel: str) -> dict[str, Any]:
+    """What every algorithm computes, and what else all processes do together."""
+    tried = OF_SHARDS if (world.size, parallel) == (2, "fsdp2") else ALGORITHMS
+    names = [name for name in tried if name != "lora" or parallel != "zero3"]
     results: dict[str, Any] = {name: descended(world, folder, name) for name in names}
     results["canary"] = canaried(world, folder)
     if world.size > 1 and parallel in ("ddp", "fsdp2"):
         results["collectives"] = dict(counted(world, folder))
     if parallel != "zero3":
         results["sampled"] = sampled(world, folder)
+    return results
+
+
+def main(folder: Path, parallel: str, checkpoints_only: bool) -> None:
+    """Train every algorithm on the model and rows in the folder; write one file of results per process."""
+    world = World(Single(device="cpu", parallel=parallel, timeout=120))
+    shards.FILE_BYTES = 8192  # so that every process writes several
+    results: dict[str, Any] = {} if checkpoints_only else everything(world, folder, parallel)
     ran = f"{world.size}_{parallel}"
     results["model"] = went_on(world, folder, folder / "model", folder / f"saved_{ran}")
     others = ["muon", "momentum"] if parallel in ("ddp", "fsdp2") else []
@@ -286,5 +295,6 @@ def main(folder: Path, parallel: str) -> None:
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[2:]:
-        main(Path(sys.argv[1]), chosen)
+    place, what, *kinds = sys.argv[1:]
+    for chosen in kinds:
+        main(Path(place), chosen, what == "checkpoints")
