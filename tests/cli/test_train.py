@@ -102,15 +102,15 @@ def test_the_final_model_is_a_hugging_face_folder(grpocli, run: Path, tmp_path: 
 NAMED = ["gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "maxrl", "dppo"]
 
 
-@pytest.mark.parametrize("algorithm", ["dapo", "dgpo", *table(NAMED, 1, pytest.mark.survival)])
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "dgpo", *table(NAMED, 1, pytest.mark.survival)])
 def test_every_algorithm_trains(algorithm: str, grpocli, tmp_path: Path) -> None:
-    """GRPO and Dr. GRPO are in the sweep below."""
+    """Dr. GRPO is in the sweep below."""
     options = ["eval.problems=0", "train.steps=2"]
     code, _, err = grpocli(*SMALL_RUN, f"algorithm={algorithm}", *options, f"hydra.run.dir={tmp_path}/run")
     assert (code, err) == (0, "")
     rows = metrics(tmp_path / "run")
     assert len(rows) == 2
-    assert ("kl" in rows[0]) == (algorithm in ("rloo", "reinforce_pp"))
+    assert ("kl" in rows[0]) == (algorithm in ("grpo", "rloo", "reinforce_pp"))
     if algorithm == "dapo":
         assert rows[0]["sampling/rounds"] >= 1
         assert "rewards/overlong/mean" in rows[0]
@@ -140,12 +140,17 @@ def test_a_truncated_distribution_is_scored_under_the_same_truncation(grpocli, t
 
 
 def test_the_runs_of_a_sweep_are_compared(grpocli, tmp_path: Path) -> None:
-    sweep = ["-m", "algorithm=grpo,drgrpo", "seed=1", "train.steps=1", f"hydra.sweep.dir={tmp_path}/sweep"]
+    sweep = ["-m", "algorithm=grpo,drgrpo", "seed=0,1", "train.steps=1", f"hydra.sweep.dir={tmp_path}/sweep"]
     code, _, err = grpocli(*SMALL_RUN, *sweep)
     assert (code, err) == (0, "")
     code, out, _ = grpocli("compare", str(tmp_path / "sweep"), "--format", "json")
     rows = json.loads(out)
-    assert sorted((row["algorithm"], row["seed"]) for row in rows) == [("drgrpo", 1), ("grpo", 1)]
+    assert sorted((row["algorithm"], row["seed"]) for row in rows) == [
+        ("drgrpo", 0),
+        ("drgrpo", 1),
+        ("grpo", 0),
+        ("grpo", 1),
+    ]
     assert all(row["exit"] == "done" for row in rows)
 
 

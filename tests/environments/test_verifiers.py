@@ -188,7 +188,7 @@ def test_what_cannot_be_loaded_is_one_sentence(given: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"nn": 1}, r'^no key task\.config\.nn; the keys are n, kind, .*; did you mean "n"\?$'),
+        ({"nn": 1}, r'^there is no key task\.config\.nn; the keys are n, kind, .*; did you mean "n"\?$'),
         ({"n": "many"}, r"^task\.config\.n=many: input should be a valid integer[^\n:]*$"),
     ],
 )
