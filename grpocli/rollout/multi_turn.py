@@ -309,11 +309,6 @@ class MultiTurnEngine:
             observations[episode].append(answer)
         return {episode: [answers, {}, not answers, {}] for episode, answers in observations.items()}
 
-    def _specs(self, episode: _RunningEpisode) -> dict[str, str]:
-        """The tools of an episode as `task.tools` names them, by their names."""
-        names = map(name_of, tools_of(episode.environment))
-        return dict(zip(names, episode.environment.arguments["tools"], strict=True))
-
     def _apply_step(self, episode: _RunningEpisode, answer: Any, sampling: Sampling) -> bool:
         """Apply an environment's answer to the episode; return whether the episode continues."""
         if isinstance(answer, Failure):

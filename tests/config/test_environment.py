@@ -25,6 +25,7 @@ SECRET = "hunter2"
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpocli.masking._shown", {})  # other tests have the same password
     monkeypatch.setenv("MY_SECRET", SECRET)
     monkeypatch.setenv("MY_NUMBER", "7")
     monkeypatch.delenv("MY_NOTHING", raising=False)
