@@ -42,8 +42,8 @@ chromium: ## install Chromium and its driver for the tests of the report's page 
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } || \
 	  { echo "Chromium and chromedriver are missing and cannot be installed here; see CONTRIBUTING.md" >&2; exit 1; }
 
-# test-slurm runs beside the others: it mostly waits for SLURM. test-zero has all kinds of three processes, so that
-# survival leaves them to it.
+# test-slurm runs beside the others: it mostly waits for SLURM. test-zero runs the tests of three processes, too,
+# so test-survival leaves their file out.
 test-all: setup chromium ## every test, what CI runs: test, test-survival, test-slurm, and test-zero and parity where they install
 	@tiers="test test-survival"; failed=0; elsewhere=; \
 	if $(MAKE) --no-print-directory .venv-zero/.ready; \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-CREDENTIALS = re.compile(r"//[^/@\s]*@")
+CREDENTIALS = re.compile(r"//(?P<secret>[^/@\s]*)@")
 """Matches the user and the password of an address."""
 SHORTEST = 6
 """The shortest value that is masked, in characters: shorter ones occur in other words."""

@@ -18,7 +18,7 @@ import yaml
 from grpocli.config.environment import OVERRIDES, SECRET
 from grpocli.config.parts import CLASSES
 from grpocli.files import regular
-from grpocli.masking import masked
+from grpocli.masking import CREDENTIALS, masked
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Changes, read_sessions
 
@@ -30,8 +30,6 @@ SHORTEST = 8
 """The shortest secret that is replaced wherever it occurs: shorter ones occur in other words."""
 SIGNED = re.compile(rf"(?<=[?&])[\w.-]*(?:{SECRET.pattern}|sig)[\w.-]*=(?P<secret>[^&\s'\"<>]+)", re.IGNORECASE)
 """Matches a parameter of an address that signs it, such as X-Amz-Signature."""
-PASSWORD = re.compile(r"(?<=//)(?P<secret>[^/@\s]*)(?=@)")
-"""Matches the user and the password of an address."""
 PATH = r"/(?:[^\s/'\",\[\]{}:=]+/)*[^\s/'\",\[\]{}:=]+"
 WHOLE = re.compile(rf"(?P<path>{PATH})(:[A-Za-z_]\w*)?")
 """A value that is a path, or FILE.py:NAME."""
@@ -45,7 +43,7 @@ class Publisher:
     group `secret`, which is hidden."""
 
     paths: Mapping[str, str] = field(default_factory=dict)
-    secrets: tuple[re.Pattern[str], ...] = (PASSWORD, SIGNED)
+    secrets: tuple[re.Pattern[str], ...] = (CREDENTIALS, SIGNED)
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *folders: Path, former: Sequence[Changes] = ()) -> Publisher:
@@ -56,7 +54,7 @@ class Publisher:
         for folder, shown in ((Path.cwd(), "."), (Path.home(), "~")):
             if len(folder.parts) > 1:  # of a root folder every text has one
                 found[str(folder)] = shown
-        return cls(found, (PASSWORD, SIGNED, *_patterns(set(_secret_values(config, former)))))
+        return cls(found, (CREDENTIALS, SIGNED, *_patterns(set(_secret_values(config, former)))))
 
     @classmethod
     def of_file(cls, config: Path, *folders: Path) -> Publisher:
