@@ -153,6 +153,21 @@ def test_an_experiment_that_does_not_fit_is_left_for_the_next_call(own: Path) ->
     assert "5 minutes do not suffice for lasts" in out
 
 
+def test_an_experiment_sees_as_many_gpus_as_its_laws_are_for(
+    proof: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [proof.environment(n)["CUDA_VISIBLE_DEVICES"] for n in (1, 2)] == ["0", "0,1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5,7")
+    assert [proof.environment(n)["CUDA_VISIBLE_DEVICES"] for n in (1, 2)] == ["3", "3,GPU-5"]
+    assert proof.environment()["CUDA_VISIBLE_DEVICES"] == "3,GPU-5,7"
+
+
+def test_every_exit_code_has_words(proof: ModuleType) -> None:
+    said = [proof._ending(code).removeprefix("it ended with ") for code in (1, 139, 255)]
+    assert said == ["exit code 1", "SIGSEGV", "exit code 255"]
+
+
 def test_laws_judge_numbers_between_their_limits(proof: ModuleType) -> None:
     from experiment import at_most, between, true
 
@@ -244,7 +259,7 @@ def test_packages_that_a_machine_has_in_another_version_are_packed(proof: Module
 @pytest.mark.survival
 def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
     """With the smallest sizes: the laws hold that say something about a CPU, and the others are not judged."""
-    names = ["settings", "packed_and_padded", "skewed_update"]
+    names = ["settings", "packed_and_padded", "flex_and_sdpa", "skewed_update", "kill_and_resume"]
     own = tmp_path / "own.py"
     own.write_text("")
     run(own, ",".join([*names, "cudnn_plans"]), "--minutes", "60")

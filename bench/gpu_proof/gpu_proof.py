@@ -88,8 +88,13 @@ def machine_facts(python: str) -> dict[str, Any]:
     return found
 
 
-def environment() -> dict[str, str]:
-    return ENVIRONMENT | dict(os.environ)
+def environment(gpus: int | None = None) -> dict[str, str]:
+    """The variables of a process. gpus: how many of the GPUs it sees; all by default."""
+    found = ENVIRONMENT | dict(os.environ)
+    if gpus is not None:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(shown.split(",")[:gpus])
+    return found
 
 
 class Runner:
@@ -148,7 +153,8 @@ class Runner:
         log.unlink(missing_ok=True)
         began, end, limit = time.monotonic(), "", one.limit(self.setting.device)
         # even after SIGKILL a process may wait for the GPU's driver; then the guard is not waited for
-        running = guarded(command, name=one.name, env=environment(), log=log, cwd=ROOT, grace=END)
+        env = environment(2 if "two gpus" in one.needs else 1)  # its laws are for that number
+        running = guarded(command, name=one.name, env=env, log=log, cwd=ROOT, grace=END)
         with suppress(subprocess.TimeoutExpired), running as child:
             try:
                 end = _ending(child.wait(limit))
@@ -166,7 +172,8 @@ def _ending(code: int) -> str:
     """Why a process ended without a result."""
     if code == 0:
         return "it left no result"
-    return f"it ended with {signal.Signals(code - 128).name if code > 128 else f'exit code {code}'}"
+    names = {128 + one: one.name for one in signal.Signals}
+    return f"it ended with {names.get(code, f'exit code {code}')}"
 
 
 def stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -196,10 +203,11 @@ def run_one(name: str, answer: Path, setting: Setting) -> None:
 
 
 def listed() -> str:
-    """The stages and their experiments."""
+    """The stages with their experiments and deadlines."""
     lines = []
     for stage, about in STAGES.items():
-        lines.append(f"{stage}: {about}")
+        minutes = sum(one.seconds for one in in_order() if one.stage == stage) / 60
+        lines.append(f"{stage}: {about} (at most {minutes:.0f} min)")
         lines += [f"  {one.name:24} {one.question}" for one in in_order() if one.stage == stage]
     return "\n".join(lines)
 

@@ -56,6 +56,7 @@ def pretrained_model(setting: Setting) -> Measured:
         "beyond_a_repeat", 3, "difference of the final weights, in differences of two undisturbed runs (0 of 0 is 0)"
     ),
     at_most("weights", 1e-3, "largest difference of the final weights"),
+    at_most("steps_before_the_kill", 4, "steps before the kill, of 5"),
     seconds=240,
 )
 def kill_and_resume(setting: Setting) -> Measured:

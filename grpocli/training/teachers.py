@@ -97,8 +97,8 @@ class Teachers:
 
     def _share(self, rows: Sequence[Row]) -> None:
         """Give the servers' log-probs to the processes with the same rows. Collective."""
-        if self.shared_with:
-            scored = [row for teacher in self.served for row in rows_of(teacher.tasks, rows)]
+        scored = [row for teacher in self.served for row in rows_of(teacher.tasks, rows)]
+        if self.shared_with and scored:
             received = self.shared_with.from_first([row.ref_logp for row in scored])
             for row, logp_T in zip(scored, received, strict=True):
                 row.ref_logp = logp_T

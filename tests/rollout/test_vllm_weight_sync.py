@@ -630,6 +630,25 @@ def test_a_broadcast_that_failed_is_aborted_once(tmp_path: Path) -> None:
     assert done == ["send", "shutdown"]
 
 
+@pytest.mark.parametrize("kind", ["nccl", "ipc"])
+def test_a_wait_for_the_weights_has_the_deadline_of_the_transfer(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait forever for a kernel that an earlier transfer has left hanging."""
+    computed, server = threading.Event(), Server(tmp_path)
+    server.prepared = True
+    monkeypatch.setattr(transport_gpu, "DEADLINE", 0.2)
+    monkeypatch.setattr(transport_gpu, "wait_for_weights", lambda: computed.wait(60))
+    weights = PolicyWeights(context().policy, torch.bfloat16)
+    transport: Any = (
+        transport_gpu.NcclTransport(weights, 64) if kind == "nccl" else transport_gpu.IpcTransport(weights, 64, 0)
+    )
+    transport._engine = SimpleNamespace(send_weights=lambda: None, shutdown=lambda: None)
+    with pytest.raises(EngineError, match=r"waited 0\.2 s for the weights"):
+        transport.send([server], iter(()), 1)
+    computed.set()
+
+
 @pytest.mark.vllm
 def test_vllm_accepts_our_packing() -> None:
     pytest.importorskip("vllm")

@@ -64,7 +64,8 @@ def kept_bytes(world: World, folder: Path) -> dict[str, int]:
 
 
 def taught(world: World, folder: Path) -> dict[str, Any]:
-    """An update with a teacher at a server, which scores the rows of one task, and a loaded one for another task."""
+    """An update with a teacher at a server, which scores the rows of one task, and a loaded one for another task; then
+    one without rows for the server."""
     policy, optimizer = updating.loaded(world, folder / "model", updating.descent)
     with world.parallel.loading():
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -78,8 +79,10 @@ def taught(world: World, folder: Path) -> dict[str, Any]:
     train = Train(micro_batch_tokens=28)
     updater = Updater(world, policy, teachers, algorithm, optim, optimizer, train, SAMPLING, 10)
     metrics = updating.train_step(updater, rows(), 3)
+    others = [row for row in rows() if row.task == "b"]
+    later = updating.train_step(updater, others, 1, step=2)
     server.close()
-    return {"metrics": metrics, "weights": updating.whole(policy), "asked": server.scored}
+    return {"metrics": metrics, "later": later, "weights": updating.whole(policy), "asked": server.scored}
 
 
 def main(folder: Path, parallel: str, names: list[str]) -> None:

@@ -111,7 +111,10 @@ def packing(bucket_bytes: int) -> dict[str, Any]:
 
 
 def wait_for_weights() -> None:
-    """Wait until the GPU has computed the weights: a transfer reads them in another stream, which waits for nothing."""
+    """Wait until the GPU has computed the weights: a transfer reads them in another stream, which waits for nothing.
+
+    It waits for every kernel, so for one that an earlier transfer left hanging, too: call it within a deadline.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -138,7 +141,6 @@ class NcclTransport:
             in_thread(
                 DEADLINE, "the servers to join the trainer's NCCL group (sync=nccl)", self._join, self.client.check
             )
-        wait_for_weights()
         try:
             in_thread(DEADLINE, "the weights to be broadcast (sync=nccl)", self._transfer, self.client.check)
         except EngineError:
@@ -152,6 +154,7 @@ class NcclTransport:
             engine.shutdown()
 
     def _transfer(self) -> None:
+        wait_for_weights()
         self._engine.send_weights()
         self.client.check()
 
@@ -193,13 +196,16 @@ class IpcTransport:
             self._engine = self._make()
         elif not all(server.prepared for server in servers):
             self.client.init_weight_transfer_engine({"packed": True})
-        wait_for_weights()
-        in_thread(DEADLINE, "the weights to be handed over (sync=ipc)", self._engine.send_weights)
+        in_thread(DEADLINE, "the weights to be handed over (sync=ipc)", self._hand_over)
         self.client.check()
         return self.weights.bytes()
 
     def close(self) -> None:
         self._engine = None
+
+    def _hand_over(self) -> None:
+        wait_for_weights()
+        self._engine.send_weights()
 
     def _make(self) -> Any:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
