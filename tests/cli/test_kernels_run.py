@@ -1,4 +1,4 @@
-"""`model.attention=flex_attention` and `model.compile=true` in whole runs: the keys take effect, and a resume is exact."""
+"""model.attention=flex_attention and model.compile=true in whole runs: both take effect, and a resume is exact."""
 
 from __future__ import annotations
 
