@@ -168,25 +168,25 @@ def test_every_exit_code_has_words(proof: ModuleType) -> None:
     assert said == ["exit code 1", "SIGSEGV", "exit code 255"]
 
 
-def test_laws_judge_numbers_between_their_limits(proof: ModuleType) -> None:
+def test_laws_check_numbers_between_their_limits(proof: ModuleType) -> None:
     from experiment import at_most, between, true
 
     law = between("x", 1, 2, "a figure")
-    holds = [law.judge({"x": x}, "cuda")["holds"] for x in (0.9, 1, 2, 2.1)]
+    holds = [law.check({"x": x}, "cuda")["holds"] for x in (0.9, 1, 2, 2.1)]
     assert holds == [False, True, True, False]
-    assert law.judge({}, "cuda")["holds"] is None
-    assert law.judge({"x": "nan"}, "cuda")["holds"] is None
-    assert true("x", "").judge({"x": False}, "cuda")["holds"] is False
-    assert at_most("x", 1, "", gpu=True).judge({"x": 2}, "cpu")["holds"] is None
+    assert law.check({}, "cuda")["holds"] is None
+    assert law.check({"x": "nan"}, "cuda")["holds"] is None
+    assert true("x", "").check({"x": False}, "cuda")["holds"] is False
+    assert at_most("x", 1, "", gpu=True).check({"x": 2}, "cpu")["holds"] is None
     assert [one.range for one in (law, at_most("x", 5, ""), true("x", ""))] == ["1 to 2", "at most 5", "yes"]
 
 
 def test_a_law_without_its_figure_does_not_hold_on_a_gpu(proof: ModuleType) -> None:
-    from experiment import Experiment, at_most, judged
+    from experiment import Experiment, at_most, checked
 
     one = Experiment("one", "machine", "", (at_most("x", 1, ""),), lambda setting: {}, (), 1)
-    assert judged(one, {}, "cuda")[0] == "not as expected"
-    assert judged(one, {}, "cpu")[0] == "as expected"
+    assert checked(one, {}, "cuda")[0] == "not as expected"
+    assert checked(one, {}, "cpu")[0] == "as expected"
 
 
 def test_the_page_is_what_the_results_say(proof: ModuleType) -> None:
@@ -258,7 +258,7 @@ def test_packages_that_a_machine_has_in_another_version_are_packed(proof: Module
 
 @pytest.mark.survival
 def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
-    """With the smallest sizes: the laws hold that say something about a CPU, and the others are not judged."""
+    """With the smallest sizes: the laws hold that say something about a CPU, and the others are not checked."""
     names = ["settings", "packed_and_padded", "flex_and_sdpa", "skewed_update", "kill_and_resume"]
     own = tmp_path / "own.py"
     own.write_text("")
@@ -268,5 +268,5 @@ def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
         **dict.fromkeys(names, "as expected"),
         "cudnn_plans": "not run",
     }
-    judged = {law["figure"]: law["holds"] for law in found["skewed_update"]["laws"]}
-    assert judged == {"times_as_fast": None, "gradient_apart": True}
+    holds = {law["figure"]: law["holds"] for law in found["skewed_update"]["laws"]}
+    assert holds == {"times_as_fast": None, "gradient_apart": True}

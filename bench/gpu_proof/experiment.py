@@ -83,17 +83,17 @@ class Law:
             return f"at most {self.high:g}"
         return f"at least {self.low:g}" if self.high == math.inf else f"{self.low:g} to {self.high:g}"
 
-    def judge(self, measured: Measured, device: str) -> dict[str, Any]:
+    def check(self, measured: Measured, device: str) -> dict[str, Any]:
         """The entry of the result's `laws`."""
         value = measured.get(self.figure)
-        judged = device == "cuda" or not self.gpu
+        checked = device == "cuda" or not self.gpu
         return {
             "figure": self.figure,
             "text": self.text,
             "low": _limit(self.low),
             "high": _limit(self.high),
             "measured": value,
-            "holds": self.low <= value <= self.high if judged and isinstance(value, int | float) else None,
+            "holds": self.low <= value <= self.high if checked and isinstance(value, int | float) else None,
         }
 
 
@@ -158,7 +158,7 @@ EXPERIMENTS: dict[str, Experiment] = {}
 def experiment(
     stage: str, question: str, *laws: Law, needs: tuple[str, ...] = (), seconds: float = 60
 ) -> Callable[[Callable[[Setting], Measured]], Callable[[Setting], Measured]]:
-    """Register a function as an experiment of a stage. It returns its figures; `laws` judge them."""
+    """Register a function as an experiment of a stage. It returns its figures; `laws` check them."""
 
     def register(function: Callable[[Setting], Measured]) -> Callable[[Setting], Measured]:
         name = function.__name__
@@ -175,9 +175,9 @@ def in_order() -> list[Experiment]:
     return [one for stage in STAGES for one in EXPERIMENTS.values() if one.stage == stage]
 
 
-def judged(one: Experiment, measured: Measured, device: str) -> tuple[str, list[dict[str, Any]]]:
+def checked(one: Experiment, measured: Measured, device: str) -> tuple[str, list[dict[str, Any]]]:
     """The verdict on an experiment that has run, and its laws."""
-    laws = [law.judge(measured, device) for law in one.laws]
+    laws = [law.check(measured, device) for law in one.laws]
     # on a GPU a law without its figure does not hold: the experiment did not see what it was for
     broken = [law for law in laws if law["holds"] is False or (device == "cuda" and law["holds"] is None)]
     return (UNEXPECTED if broken else EXPECTED), laws

@@ -40,8 +40,8 @@ from experiment import (
     NotRun,
     Results,
     Setting,
+    checked,
     in_order,
-    judged,
     outcome,
 )
 
@@ -195,7 +195,7 @@ def run_one(name: str, answer: Path, setting: Setting) -> None:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         result = outcome(FAILED, {}, setting.device, reason=reason, log="\n".join(lines))
     else:
-        verdict, laws = judged(one, measured, setting.device)
+        verdict, laws = checked(one, measured, setting.device)
         result = outcome(verdict, {}, setting.device, measured=measured, laws=laws)
     new = answer.with_suffix(".new")
     new.write_text(json.dumps(result))

@@ -75,7 +75,7 @@ def commits_of(results: Results) -> set[str | None]:
 
 
 def holds(answer: bool | None) -> str:
-    return {True: "as expected", False: "**not as expected**", None: "not judged"}[answer]
+    return {True: "as expected", False: "**not as expected**", None: "not checked"}[answer]
 
 
 def shown(value: object) -> str:
@@ -89,7 +89,7 @@ def _cell(text: str) -> str:
 
 
 def write_page(results: Results, path: Path) -> None:
-    """A page of its own beside the results, with the figures that no law judges."""
+    """A page of its own beside the results, with the figures that no law checks."""
     parts = ["# GPU proof", table(results)]
     for one in in_order():
         found = results.experiments.get(one.name)

@@ -11,7 +11,7 @@ from grpocli.cli.hydra_app import composed, parser_of
 
 if TYPE_CHECKING:
     from grpocli.doctor.checkup import FindingGroup
-    from grpocli.doctor.config import Judged
+    from grpocli.doctor.config import CheckedConfig
 
 EXAMPLES = """\
 It takes about ten seconds, and starts nothing. Exit code 1: an error, which would stop the run.
@@ -48,8 +48,8 @@ def _examined(overrides: list[str], config_dir: str | None) -> list[FindingGroup
     from grpocli.tracking.live_view import status_view
 
     machine = Machine()
-    judged = _judged(overrides, config_dir) if overrides else None
-    checks, needs = ([*judged.checks(), *MACHINE], judged.needs(machine)) if judged else (MACHINE, Needs())
+    config = _config(overrides, config_dir) if overrides else None
+    checks, needs = ([*config.checks(), *MACHINE], config.needs(machine)) if config else (MACHINE, Needs())
     view = status_view()
     try:
         view.stage("examining this machine")
@@ -59,12 +59,12 @@ def _examined(overrides: list[str], config_dir: str | None) -> list[FindingGroup
         view.stop()
 
 
-def _judged(overrides: list[str], config_dir: str | None) -> Judged:
+def _config(overrides: list[str], config_dir: str | None) -> CheckedConfig:
     """The config of these overrides. Raises ConfigError if it cannot be composed."""
     from functools import partial
 
     from grpocli.algorithm.kl import has_teacher
-    from grpocli.doctor.config import Judged, runs_in
+    from grpocli.doctor.config import CheckedConfig, runs_in
     from grpocli.launch.compose import build_run
     from grpocli.launch.ready import check_data, check_teachers
 
@@ -74,4 +74,4 @@ def _judged(overrides: list[str], config_dir: str | None) -> Judged:
         ready["model"] = model
     if has_teacher(run.algorithm.kl):
         ready["teacher"] = partial(check_teachers, run)
-    return Judged(run, overrides, ready, "hydra/launcher=slurm" in overrides, runs_in(overrides, Path.cwd()))
+    return CheckedConfig(run, overrides, ready, "hydra/launcher=slurm" in overrides, runs_in(overrides, Path.cwd()))

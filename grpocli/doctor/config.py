@@ -46,8 +46,8 @@ BYTES_PER_PARAMETER = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """The config to judge. words: its overrides.
+class CheckedConfig:
+    """The config to check. words: its overrides.
 
     ready: {what: raises ConfigError if this machine lacks it}. slurm: whether a cluster's nodes run it.
     runs: the folder of its runs.

@@ -1,7 +1,7 @@
 """`resume=hub:OWNER/NAME`: the folder of a pushed run, with its newest checkpoint, on this machine.
 
 The downloaded config could name any code (launch/foreign_code.py). So code outside grpocli must be named again on the
-command line. The config is judged before it is composed, because Hydra imports choices of users, and again as a whole,
+command line. The config is checked before it is composed, because Hydra imports choices of users, and again as a whole,
 with its interpolations resolved.
 """
 
@@ -112,7 +112,7 @@ def check_config(path: Path, named: str, given: Sequence[str], searched: Sequenc
     saved = [text for text in map(str, loaded.get(OVERRIDES) or []) if not of_hydra(text)]
     repeated = [text for text in saved if _override_is_code(text, named, given)]
     values = {name: node for name, node in loaded.items() if name != OVERRIDES}
-    config: dict[str, Any] = _without(values, judge(values, named, given))
+    config: dict[str, Any] = _without(values, repeated_code(values, named, given))
     # a later choice of a group replaces an earlier one unread; other overrides Hydra would read, too
     choices = {text.partition("=")[0] for text in given if not {".", "@", "+"} & {*text.partition("=")[0]}}
     config[OVERRIDES] = [text for text in saved if text not in repeated or text.partition("=")[0] in choices]
@@ -121,7 +121,7 @@ def check_config(path: Path, named: str, given: Sequence[str], searched: Sequenc
         resume = Resume(Path(folder), [text for text in given if not of_hydra(text)])
         whole = _composed(resume, named, searched)
     kept = whole.pop(OVERRIDES)[: -len(resume.given) or None]
-    judge(whole, named, given)  # an interpolation may have become code
+    repeated_code(whole, named, given)  # an interpolation may have become code
     again = [text for text in given if _name(text) in map(_name, repeated)]
     return config | {OVERRIDES: [*(text for text in kept if text not in repeated), *again]}
 
@@ -165,7 +165,7 @@ def _override_is_code(override: str, named: str, given: Sequence[str]) -> bool:
     return code is not None
 
 
-def judge(node: dict[str, Any], named: str, given: Sequence[str]) -> set[str]:
+def repeated_code(node: dict[str, Any], named: str, given: Sequence[str]) -> set[str]:
     """The keys of code that `given` names again. Raises ConfigError for code and files that must be given."""
     keys = [_name(text).partition("@")[0].replace("/", ".") for text in given]
     again = set()

@@ -133,7 +133,7 @@ class _RunningEpisode:
         """The tools as `task.tools` names them, by their names."""
         return dict(zip(map(name_of, tools_of(self.environment)), self.environment.arguments["tools"], strict=True))
 
-    def judged_calls(self, tools: Collection[str]) -> list[tuple[dict[str, Any], str]]:
+    def checked_calls(self, tools: Collection[str]) -> list[tuple[dict[str, Any], str]]:
         """The calls of the last turn, each with the reason why it is not run. tools: their names."""
         left = self.environment.arguments["max_calls"] - self.calls.total()
         return [
@@ -289,7 +289,7 @@ class MultiTurnEngine:
         planned = [
             (episode, number, call, problem)
             for episode in episodes
-            for number, (call, problem) in enumerate(episode.judged_calls(specs[episode]))
+            for number, (call, problem) in enumerate(episode.checked_calls(specs[episode]))
         ]
         runs = [(episode, number, call) for episode, number, call, problem in planned if not problem]
         seeds = [derive_seed(one.request.seed, one.i, one.turns, number) for one, number, _ in runs]

@@ -14,7 +14,7 @@ from doctor.machines import TORCH, by_name, machine, said
 from grpocli.cli.hydra_app import composed
 from grpocli.doctor import engines, surroundings
 from grpocli.doctor.checkup import Finding, examine
-from grpocli.doctor.config import Judged, runs_in
+from grpocli.doctor.config import CheckedConfig, runs_in
 from grpocli.doctor.machine import Ended, Machine, Package
 from grpocli.doctor.needs import GIB
 from grpocli.errors import ConfigError
@@ -26,19 +26,19 @@ PLAN = {"grpocli plan": Ended(0, json.dumps({**SMALL, "devices": [{"peak": GIB, 
 OWN = Package("grpocli", "0.1.0")
 
 
-def judged(
+def checked(
     *words: str, ready: Mapping[str, Callable[[], None]] = {}, slurm: bool = False, runs: Path | None = None
-) -> Judged:
-    return Judged(build_run(composed(list(words), None)), words, ready, slurm, runs)
+) -> CheckedConfig:
+    return CheckedConfig(build_run(composed(list(words), None)), words, ready, slurm, runs)
 
 
-def findings(config: Judged, here: Machine) -> dict[str, Finding]:
+def findings(config: CheckedConfig, here: Machine) -> dict[str, Finding]:
     groups = examine(config.checks(), here, config.needs(here), unreported)
     return by_name(one for group in groups for one in group.findings)
 
 
 def test_a_config_that_fits_is_ok(tmp_path: Path) -> None:
-    found = findings(judged("train.steps=3", ready={"tracker": lambda: None}), machine(tmp_path, answers=PLAN))
+    found = findings(checked("train.steps=3", ready={"tracker": lambda: None}), machine(tmp_path, answers=PLAN))
     assert {name: (one.status, one.advice) for name, one in found.items()} == {
         name: ("ok", "") for name in ("tracker", "devices", "plan", "checkpoints")
     }
@@ -46,7 +46,7 @@ def test_a_config_that_fits_is_ok(tmp_path: Path) -> None:
 
 def test_progress_names_what_is_waited_for_without_a_share_of_the_time(tmp_path: Path) -> None:
     said: list[tuple[float, str]] = []
-    config, here = judged("train.steps=3"), machine(tmp_path, answers=PLAN)
+    config, here = checked("train.steps=3"), machine(tmp_path, answers=PLAN)
     examine(config.checks(), here, config.needs(here), lambda done, total, unit, detail="": said.append((total, unit)))
     assert said[0] == (0, "0 of 4 checks")
     assert {total for total, _ in said} == {0}
@@ -60,7 +60,7 @@ def test_an_error_of_the_config_is_a_line_with_its_hint_or_a_key_to_type(tmp_pat
         raise ConfigError("there is no such folder", key="model.path", value="x")
 
     here = machine(tmp_path, answers=PLAN)
-    found = findings(judged("train.steps=3", ready={"tracker": no_wandb, "model": no_model}), here)
+    found = findings(checked("train.steps=3", ready={"tracker": no_wandb, "model": no_model}), here)
     assert found["tracker"] == Finding("tracker", "error", "tracker=wandb: needs wandb", "pip install wandb")
     assert (found["model"].status, "model.path=FOLDER" in found["model"].advice) == ("error", True)
 
@@ -68,7 +68,7 @@ def test_an_error_of_the_config_is_a_line_with_its_hint_or_a_key_to_type(tmp_pat
 def test_a_config_that_does_not_fit_names_the_plan(tmp_path: Path) -> None:
     plan = {**SMALL, "fits": False, "devices": [{"peak": 9 * GIB, "memory": 8 * GIB, "name": "cuda:0"}]}
     words = ("model=qwen2.5-1.5b", "hydra.run.dir=x")
-    found = findings(judged(*words), machine(tmp_path, answers={"grpocli plan": Ended(1, json.dumps(plan))}))["plan"]
+    found = findings(checked(*words), machine(tmp_path, answers={"grpocli plan": Ended(1, json.dumps(plan))}))["plan"]
     advice = "grpocli plan model=qwen2.5-1.5b lists the keys to change"
     assert found == Finding("plan", "error", "needs 9.0 of 8.0 GiB on cuda:0", advice)
 
@@ -82,7 +82,7 @@ def test_a_config_that_does_not_fit_names_the_plan(tmp_path: Path) -> None:
     ],
 )
 def test_a_plan_that_fails_is_one_line(tmp_path: Path, ended: Ended, reason: str) -> None:
-    found = findings(judged("train.steps=3"), machine(tmp_path, answers={"grpocli plan": ended}))["plan"]
+    found = findings(checked("train.steps=3"), machine(tmp_path, answers={"grpocli plan": ended}))["plan"]
     assert found == Finding("plan", "warning", reason, "grpocli plan train.steps=3")
 
 
@@ -99,14 +99,14 @@ def test_a_cpu_is_ready_only_for_runs_that_it_can_compute(
 ) -> None:
     answer = {**SMALL, "devices": [{"peak": 1, "memory": 2, "name": ""}], **plan}
     here = machine(tmp_path, answers={"grpocli plan": Ended(0, json.dumps(answer))})
-    found = findings(judged("train.steps=3"), here)["devices"]
+    found = findings(checked("train.steps=3"), here)["devices"]
     assert (found.status, detail in found.detail) == (status, True)
     assert bool(found.advice) == (status != "ok")
 
 
 def test_a_cpu_without_an_estimate_is_not_called_ready_for_a_model_of_the_hub(tmp_path: Path) -> None:
     here = machine(tmp_path, answers={"grpocli plan": Ended(None)})
-    assert findings(judged("model=qwen2.5-1.5b"), here)["devices"].status == "warning"
+    assert findings(checked("model=qwen2.5-1.5b"), here)["devices"].status == "warning"
 
 
 def test_checkpoints_need_room_in_the_runs_folder(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_checkpoints_need_room_in_the_runs_folder(tmp_path: Path) -> None:
         "devices": [{"peak": 1, "memory": 2, "name": ""}],
     }
     here = machine(tmp_path, answers={"grpocli plan": Ended(0, json.dumps(plan))}, free=10 * GIB)
-    found = findings(judged("train.steps=60", runs=tmp_path / "other"), here)["checkpoints"]
+    found = findings(checked("train.steps=60", runs=tmp_path / "other"), here)["checkpoints"]
     assert found.status == "error"
     assert found.detail.startswith(f"{tmp_path / 'other'}: 10.0 GiB free, and the run needs ")
     assert "hydra.run.dir=FOLDER" in found.advice
@@ -130,30 +130,30 @@ def test_the_runs_folder_is_that_of_the_overrides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sync", ["ipc", "nccl"])
 def test_a_transport_between_gpus_is_an_error_on_a_cpu(tmp_path: Path, sync: str) -> None:
-    found = findings(judged("engine=vllm", f"sync={sync}"), machine(tmp_path, answers=PLAN))["sync"]
+    found = findings(checked("engine=vllm", f"sync={sync}"), machine(tmp_path, answers=PLAN))["sync"]
     assert (found.status, found.advice) == ("error", "sync=shm")
-    assert findings(judged("engine=vllm"), machine(tmp_path / "2", answers=PLAN))["sync"].status == "ok"
+    assert findings(checked("engine=vllm"), machine(tmp_path / "2", answers=PLAN))["sync"].status == "ok"
 
 
 def test_engine_vllm_needs_vllm_and_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     here = machine(tmp_path)
-    needs = judged("engine=vllm").needs(here)
+    needs = checked("engine=vllm").needs(here)
     assert needs.shared_memory == "engine=vllm"
     found = by_name(engines.vllm(here, needs))["vLLM"]
     assert (found.status, found.detail) == ("error", "not installed; engine=vllm needs it")
-    elsewhere = judged("engine=vllm", "engine.base_url=http://127.0.0.1:8000").needs(here)
+    elsewhere = checked("engine=vllm", "engine.base_url=http://127.0.0.1:8000").needs(here)
     assert (elsewhere.vllm, elsewhere.shared_memory) == ("", "")
 
 
 def test_reward_code_needs_a_sandbox(tmp_path: Path) -> None:
     here = machine(tmp_path)
-    assert judged("task=mbpp", "reward=[code]").needs(here).sandbox == "reward=[code]"
-    assert judged("task=mbpp", "reward=[code]", "reward.code.unsafe=true").needs(here).sandbox == ""
+    assert checked("task=mbpp", "reward=[code]").needs(here).sandbox == "reward=[code]"
+    assert checked("task=mbpp", "reward=[code]", "reward.code.unsafe=true").needs(here).sandbox == ""
 
 
 def test_slurm_leaves_devices_to_the_nodes(tmp_path: Path) -> None:
-    config = judged("hardware.device=cuda", "engine=vllm", slurm=True)
+    config = checked("hardware.device=cuda", "engine=vllm", slurm=True)
     here = machine(tmp_path, answers=PLAN)
     needs = config.needs(here)
     assert (needs.slurm, needs.cuda, needs.vllm) == ("hydra/launcher=slurm", "", "")
@@ -162,13 +162,13 @@ def test_slurm_leaves_devices_to_the_nodes(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    found = findings(judged("hardware.device=cuda"), machine(tmp_path, answers=PLAN))["devices"]
+    found = findings(checked("hardware.device=cuda"), machine(tmp_path, answers=PLAN))["devices"]
     assert (found.status, "hardware.device=cpu" in found.advice) == ("error", True)
 
 
 def test_a_broken_torch_leaves_the_other_lines(tmp_path: Path) -> None:
     broken = {"torch_probe": said(code=1, err="ImportError: libcudart.so.13\n"), "grpocli plan": Ended(1, "", "x")}
-    config = judged("engine=vllm", "hardware.parallel=zero3", "hardware.processes=2")
+    config = checked("engine=vllm", "hardware.parallel=zero3", "hardware.processes=2")
     found = findings(config, machine(tmp_path, answers=broken))
     assert {name: one.status for name, one in found.items()} == {"devices": "ok", "sync": "ok", "plan": "warning"}
     assert [one.module for one in config.needs(machine(tmp_path / "2")).modules] == ["deepspeed"]
@@ -176,7 +176,7 @@ def test_a_broken_torch_leaves_the_other_lines(tmp_path: Path) -> None:
 
 def test_what_is_neither_here_nor_in_the_cache_comes_from_the_hub(tmp_path: Path) -> None:
     here = machine(tmp_path, reach=lambda url: "no route")
-    config = judged("task=gsm8k", "reward=[math]")
+    config = checked("task=gsm8k", "reward=[math]")
     needs = config.needs(here)
     assert needs.hub == "task.path=openai/gsm8k"
     found = by_name(surroundings.hub(here, needs))["hub"]
@@ -187,9 +187,9 @@ def test_what_is_neither_here_nor_in_the_cache_comes_from_the_hub(tmp_path: Path
     prepared = tmp_path / "home" / ".cache" / "huggingface" / "datasets" / "openai___gsm8k"
     prepared.mkdir(parents=True)
     assert config.needs(here).hub == ""
-    other = judged("model=qwen2.5-1.5b", "task=gsm8k")
+    other = checked("model=qwen2.5-1.5b", "task=gsm8k")
     assert other.needs(here).hub == "model.path=Qwen/Qwen2.5-1.5B-Instruct"
-    both = judged("model=qwen2.5-1.5b", "task=dapo-math-17k").needs(here).hub
+    both = checked("model=qwen2.5-1.5b", "task=dapo-math-17k").needs(here).hub
     assert both == "model.path=Qwen/Qwen2.5-1.5B-Instruct, task.path=open-r1/DAPO-Math-17k-Processed"
     (prepared.parents[1] / "hub" / "models--Qwen--Qwen2.5-1.5B-Instruct" / "snapshots").mkdir(parents=True)
     assert other.needs(here).hub == ""

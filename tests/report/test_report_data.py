@@ -231,7 +231,7 @@ def test_the_word_of_a_verdict_says_what_is_known(tmp_path: Path) -> None:
     assert verdict(learned, "failed", []).word == "unclear"
 
 
-def test_supervised_training_is_judged_by_held_out_answers(tmp_path: Path) -> None:
+def test_held_out_answers_decide_on_supervised_training(tmp_path: Path) -> None:
     learns = {"token_accuracy": [0.1, 0.2, 0.3], "loss": [3.0, 2.0, 1.0]}
     assert verdict(Curves([1, 2, 3], learns), "done", []).text.startswith(
         "The loss on the answers it learns fell from 3.000"
