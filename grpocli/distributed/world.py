@@ -29,6 +29,8 @@ class World:
 
     A second thread has its own order: it makes its calls in a `channel`. parallel: how processes share models and
     updates. context_parallel: the processes that share this one's micro-batches; None: it has micro-batches of its own.
+    dp_size: data-parallel size, the number of parts into which the rows of an update are dealt. dp_rank: the number of
+    this process's part, from 0.
     """
 
     def __init__(self, hardware: Hardware, heartbeat: HeartbeatWriter | None = None) -> None:
@@ -51,8 +53,9 @@ class World:
         self.size: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
         self.parallel: Parallel = parallel_of(hardware, self.accelerator)
-        size = hardware.context_parallel if self.size > 1 else 1
-        self.context_parallel = ContextParallel.of(self.rank, self.size, size, self.timeout)
+        cp_size = hardware.context_parallel if self.size > 1 else 1
+        self.context_parallel = ContextParallel.of(self.rank, self.size, cp_size, self.timeout)
+        self.dp_size, self.dp_rank = self.size // cp_size, self.rank // cp_size
         self._thread = threading.local()
         self._heartbeat = heartbeat
 
@@ -88,26 +91,6 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    @property
-    def copies(self) -> int:
-        """The number of processes that compute the same rows: those that share micro-batches, otherwise 1."""
-        return self.context_parallel.size if self.context_parallel else 1
-
-    @property
-    def shares(self) -> int:
-        """The number of shares into which the rows of an update are dealt."""
-        return self.size // self.copies
-
-    @property
-    def share(self) -> int:
-        """The number of this process's share, from 0."""
-        return self.rank // self.copies
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether this process is the one that speaks for those with the same rows."""
-        return self.rank % self.copies == 0
 
     def barrier(self) -> None:
         if self._group:
@@ -158,9 +141,10 @@ class World:
         """The sum over processes, on the device. In the main thread only."""
         return self.accelerator.reduce(value, reduction="sum") if self.size > 1 else value
 
-    def sum_of_shares(self, value: Tensor) -> Tensor:
-        """The sum over the shares of rows of a value that is equal in all processes of a share."""
-        return self.sum(value) / self.copies if self.copies > 1 else self.sum(value)
+    def sum_over_dp(self, value: Tensor) -> Tensor:
+        """The sum over data-parallel ranks of a value that is equal in all processes of a rank."""
+        total = self.sum(value)
+        return total / self.context_parallel.size if self.context_parallel else total
 
     def max(self, value: Tensor) -> Tensor:
         """The elementwise maximum over processes, on the device. In the main thread only."""

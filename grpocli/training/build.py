@@ -182,7 +182,8 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
             problem = "its log-probs on this model are not those of padded rows, or it failed"
             raise ConfigError(problem, key="model.attention", value=FLEX, hint="set it to null")
         if world.context_parallel:
-            raise ConfigError(_why_padded(run), key="hardware.context_parallel", value=world.copies, hint="set it to 1")
+            key, size = "hardware.context_parallel", world.context_parallel.size
+            raise ConfigError(_why_padded(run), key=key, value=size, hint="set it to 1")
         yield f"micro-batches are padded: {_why_padded(run)}"
     if run.model.compile:
         compile_layers(policy, reference, world)

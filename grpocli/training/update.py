@@ -118,7 +118,7 @@ class Updater:
         self.lr = self.optim_config.rate(number, self.total_updates)
         limit = self.optim_config.max_grad_norm
         norm = self.policy.parallel.update(self.policy.wrapped, self.optimizer, self.lr, limit)
-        self._add({"grad_norm": norm / self.world.shares})  # `metrics` sums over the shares
+        self._add({"grad_norm": norm / self.world.dp_size})  # `metrics` sums over data-parallel ranks
         self.updates += 1
 
     def accumulate(self, window: Window) -> None:
@@ -141,7 +141,7 @@ class Updater:
             batch = MicroBatch.build(some, self.world.device, self.policy.layout(self.sampling))
             scores = self.policy.scores_without_gradient(batch, self.sampling)
             sums_2 += torch.stack([-scores.logp.where(batch.mask.bool(), 0.0).sum(), (scores.top * batch.mask).sum()])
-        loss, right = self.world.sum_of_shares(sums_2).tolist()
+        loss, right = self.world.sum_over_dp(sums_2).tolist()
         tokens = max(window.totals.tokens, 1)
         return {"loss": loss / tokens, "token_accuracy": right / tokens}
 
@@ -151,7 +151,7 @@ class Updater:
         They are log-probs and entropies, and ratios and clipped tokens if there are any. Each process sends its own in
         one copy from its device, 8 or 16 bytes per completion token. Rows that no process has computed keep None.
         """
-        computed = [i for i, row in enumerate(rows) if row.logp is not None and self.world.is_first_copy]
+        computed = [i for i, row in enumerate(rows) if row.logp is not None and self._sends]
         kinds = ["logp", "entropy", *(["ratio", "clipped"] if _complete_ratios(rows) else [])]
         own = []
         if computed:
@@ -164,6 +164,12 @@ class Updater:
                     setattr(rows[i], kind, values_T)
         _complete_ratios(rows)
 
+    @property
+    def _sends(self) -> bool:
+        """Whether this process sends the values of its rows: of those that share micro-batches, the first one does."""
+        processes = self.world.context_parallel
+        return processes is None or processes.is_first
+
     def _window(self, number: int, rows: list[Row]) -> Window:
         """Deal the rows of a window to the processes; all get as many micro-batches as the busiest one.
 
@@ -171,10 +177,11 @@ class Updater:
         """
         layout = self.policy.layout(self.sampling)
         needed = [row for row in rows if self.is_computed(row)]
-        shares = [layout.pack(share, self.train.micro_batch_tokens) for share in layout.deal(needed, self.world.shares)]
+        dealt = layout.deal(needed, self.world.dp_size)
+        shares = [layout.pack(share, self.train.micro_batch_tokens) for share in dealt]
         # at least one micro-batch, because AdamW skips its weight decay without a gradient
         busiest = max(1, *(len(share) for share in shares))
-        own = shares[self.world.share]
+        own = shares[self.world.dp_rank]
         totals = Totals.from_lengths(
             torch.tensor([r.advantage for r in rows]),
             torch.tensor([sum(r.mask) for r in rows]),
@@ -231,7 +238,7 @@ class Updater:
         rows = [r for micro_batch in window.micro_batches for r in micro_batch]
         entropies = torch.cat([r.entropy for r in rows if r.entropy is not None]).cpu()
         mask = torch.tensor([m for r in rows for m in r.mask]).bool()
-        own = [entropies[mask]] if self.world.is_first_copy else []
+        own = [entropies[mask]] if self._sends else []
         all_entropies = torch.cat(self.world.gather_objects(own))
         threshold = self.algorithm.tokens.threshold(all_entropies).item() * (1 - ROUNDING)
         for row in rows:
@@ -307,7 +314,7 @@ class Updater:
         if not self.sums:
             return tokens | {"lr": self.lr}
         names = sorted(self.sums.keys() - EXTREMES.keys() - {name for name, n in counts.items() if not n})
-        sums = self.world.sum_of_shares(torch.stack([self.sums[name].float() for name in names])).tolist()
+        sums = self.world.sum_over_dp(torch.stack([self.sums[name].float() for name in names])).tolist()
         means = {name: total / counts.get(name, n_updates) for name, total in zip(names, sums, strict=True)}
         return tokens | means | self._extremes() | self.routers.metrics(self.world) | {"lr": self.lr}
 
