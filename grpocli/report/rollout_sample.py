@@ -119,7 +119,7 @@ class RolloutSample:
         return counts
 
     def _affordable(self, steps: Sequence[int]) -> int:
-        """How many completions fit into the budget, judged by the first, a middle and the last step."""
+        """How many completions fit into the budget, estimated from the first, a middle and the last step."""
         sizes = [size for step in {steps[0], steps[len(steps) // 2], steps[-1]} if (size := self._size(step))]
         fit = int(self.budget / (sum(sizes) / len(sizes))) if sizes else 0
         return fit if self.most is None else self.most
