@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -86,10 +85,14 @@ class SequenceShard(Packed):
         return self.processes.sum(part)
 
 
-@cache
+_SHARDS: dict[tuple[ContextParallel, type[Packed]], type[SequenceShard]] = {}
+
+
 def shards_of(processes: ContextParallel, layout: type[Packed]) -> type[SequenceShard]:
     """The layout of processes that share each micro-batch. layout: of whole sequences."""
-    return type("SequenceShard", (SequenceShard,), {"processes": processes, "layout": layout})
+    if (key := (processes, layout)) not in _SHARDS:
+        _SHARDS[key] = type("SequenceShard", (SequenceShard,), {"processes": processes, "layout": layout})
+    return _SHARDS[key]
 
 
 def _predictors(whole: Packed) -> Tensor:
