@@ -8,18 +8,26 @@ and the class of the model. `--vllm FOLDER` adds a run of the model in FOLDER wi
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from grpocli.rollout.vllm.server import free_port
 
 GRPOCLI = str(Path(sys.executable).with_name("grpocli"))
 FLOOR = "from transformers import LlamaForCausalLM"
 STAGES = ("starting engine", "loading libraries", "loading the data", "loading the model", "syncing", "evaluating")
 SAMPLES = "evaluating"
+LONGEST_START = 600
+"""Seconds that vLLM's server may take."""
 
 
 def stages(*options: str) -> dict[str, float]:
@@ -53,26 +61,30 @@ def table(rounds: int, *options: str) -> None:
 
 def vllm_alone(folder: str) -> float:
     """Seconds until vLLM's own server of the model answers."""
-    program = (
-        "import subprocess, sys, time, urllib.request\n"
-        "server = subprocess.Popen([sys.executable, '-m', 'vllm.entrypoints.openai.api_server', '--model', sys.argv[1],"
-        " '--port', '8917', '--enforce-eager', '--max-model-len', '512'], stdout=subprocess.DEVNULL,"
-        " stderr=subprocess.DEVNULL)\n"
-        "deadline = time.monotonic() + 600\n"
-        "while time.monotonic() < deadline and server.poll() is None:\n"
-        "    try:\n"
-        "        urllib.request.urlopen('http://127.0.0.1:8917/health', timeout=5)\n"
-        "        break\n"
-        "    except OSError:\n"
-        "        time.sleep(0.1)\n"
-        "else:\n"
-        "    sys.exit('vLLM did not start')\n"
-        "print(time.monotonic() - deadline + 600)\n"
-        "server.terminate()\n"
-        "server.wait(60)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, folder], check=True, capture_output=True, text=True)
-    return float(done.stdout)
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port)]
+    command += ["--enforce-eager", "--max-model-len", "512"]
+    quiet = subprocess.DEVNULL
+    start = time.perf_counter()
+    server = subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
+    try:
+        while not _answers(port):
+            if server.poll() is not None or time.perf_counter() - start > LONGEST_START:
+                raise SystemExit("vLLM did not start")
+            time.sleep(0.1)
+        return time.perf_counter() - start
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)  # with vLLM's own processes
+        server.wait()
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def main() -> None:

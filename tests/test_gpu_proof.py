@@ -163,6 +163,15 @@ def test_an_experiment_sees_as_many_gpus_as_its_laws_are_for(
     assert proof.environment()["CUDA_VISIBLE_DEVICES"] == "3,GPU-5,7"
 
 
+def test_a_driver_that_hangs_ends_the_call(proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(proof, "FACTS", 0.1)
+    with pytest.raises(SystemExit, match=r"python did not say within 0\.1 s what this machine has"):
+        proof.machine_facts(str(python))
+
+
 def test_every_exit_code_has_words(proof: ModuleType) -> None:
     said = [proof._ending(code).removeprefix("it ended with ") for code in (1, 139, 255)]
     assert said == ["exit code 1", "SIGSEGV", "exit code 255"]

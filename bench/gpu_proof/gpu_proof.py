@@ -51,6 +51,7 @@ GROUPS = ("kernels", "transfers", "updates", "runs", "serving", "peer")
 MINUTES = {"cuda": 9.0, "cpu": 60.0}
 """Of a call: machines with a GPU may end a command after ten; a CPU takes longer."""
 LOG_LINES = 40
+FACTS = 180.0  # seconds in which `machine.py` imports torch and asks the GPU's driver
 END = 10.0  # seconds between SIGTERM and SIGKILL
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -81,10 +82,16 @@ def chosen(names: str) -> list[Experiment]:
 
 def machine_facts(python: str) -> dict[str, Any]:
     """What `machine.py` finds, in another process, since it imports torch."""
-    done = subprocess.run([python, str(HERE / "machine.py")], capture_output=True, text=True, env=environment())
-    if done.returncode:
-        raise SystemExit(f"{python} cannot run the experiments:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    pipe = subprocess.PIPE
+    asked = subprocess.Popen([python, str(HERE / "machine.py")], stdout=pipe, stderr=pipe, text=True, env=environment())
+    try:
+        out, err = asked.communicate(timeout=FACTS)
+    except subprocess.TimeoutExpired:
+        asked.kill()  # and not waited for: even then it may wait for the GPU's driver
+        raise SystemExit(f"{python} did not say within {FACTS:g} s what this machine has: does nvidia-smi?") from None
+    if asked.returncode:
+        raise SystemExit(f"{python} cannot run the experiments:\n{err[-2000:]}")
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from workloads import ALL, FIRST_WORD, Workload, own_tokenizer, peak, write_prompts
 
 from grpocli.cli import main as grpocli
-from grpocli.rollout.engine import EnginePart, OnGroup, ignore_group
+from grpocli.rollout.engine import Engine, EnginePart, OnGroup, ignore_group
 from grpocli.types import Completion, Request, Sampling
 
 TRL = [  # the loss of TRL's defaults, so that both compute the same gradient
@@ -34,7 +34,7 @@ class Given(EnginePart):
         return GivenEngine(ALL[self.workload])
 
 
-class GivenEngine:
+class GivenEngine(Engine):
     def __init__(self, work: Workload) -> None:
         self.work, self.version = work, 0
 

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from run import GRPOCLI_SIDE, WARM, check, write
+from run import GRPOCLI_SIDE, WARM, check, rounds_of, write
 from workloads import ALL, LONG_ROWS, Workload, make_model
 
 TWO = ("hardware.processes=2", "hardware.context_parallel=2", "hardware.timeout=600")
@@ -155,7 +155,7 @@ def main() -> None:
                     found[name].append(run)
                     print(f"{name}: {run}", file=sys.stderr, flush=True)
             text = {"lengths": lengths_table, "activations": activations_table}[table](found)
-            text += f"\n\n{args.rounds} rounds of {args.steps} steps."
+            text += f"\n\n{rounds_of(args.rounds, args.steps)}."
             print(text)
             if not args.print:
                 write(f"long rows: {table}", text, found)

@@ -226,7 +226,12 @@ def _lengths(found: dict[str, dict[str, Any]]) -> str:
     each = {name: (len(sides["ours"]), len(sides["ours"][0]["seconds"])) for name, sides in found.items()}
     usual = statistics.mode(each.values())
     others = [f"{name}: {rounds} of {steps}" for name, (rounds, steps) in each.items() if (rounds, steps) != usual]
-    return f"{usual[0]} rounds of {usual[1]} steps" + (f" ({', '.join(others)})" if others else "") + "."
+    return rounds_of(*usual) + (f" ({', '.join(others)})" if others else "") + "."
+
+
+def rounds_of(rounds: int, steps: int) -> str:
+    """`3 rounds of 7 steps`."""
+    return f"{rounds} round{'s' if rounds > 1 else ''} of {steps} step{'s' if steps > 1 else ''}"
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -24,9 +24,9 @@ class Hardware:
     gradients and optimizer state are sharded (torch). `zero2`: gradients and optimizer state are sharded; `zero3`:
     weights too (DeepSpeed)."""
     context_parallel: int
-    """Trainer processes that share each micro-batch, for rows that fit no device (docs/long_rows.md): each has this
-    part of the tokens of every sequence. It divides the number of trainer processes and of attention heads. 1: every
-    process has micro-batches of its own."""
+    """N, the number of trainer processes that share each micro-batch, for rows that fit no device
+    (docs/long_rows.md): each holds one N-th of the tokens of every sequence. It divides the number of trainer processes
+    and of attention heads. 1: every process has micro-batches of its own."""
     timeout: int
     """Timeout in seconds for a process that waits for the others; the run stops when it expires."""
 

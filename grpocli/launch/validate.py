@@ -298,13 +298,30 @@ def _check_batch(run: Run) -> None:
         least = f"{limits} = {longest}: a micro-batch holds whole completions"
         if split > 1:
             least = f"({limits}) / hardware.context_parallel = {-(-longest // split)}: a process has this part of a row"
-        enough = -(-longest // run.train.micro_batch_tokens)
+        n, keys = _shared_by(run, -(-longest // run.train.micro_batch_tokens))
         raise ConfigError(
             f"must be at least {least}",
             key="train.micro_batch_tokens",
             value=run.train.micro_batch_tokens,
-            hint=f"raise it, or let {enough} processes share each row: hardware.context_parallel={enough}",
+            hint=f"raise it, or let {n} processes share each row: {keys}",
         )
+
+
+def _shared_by(run: Run, least: int) -> tuple[int, str]:
+    """A number of trainer processes, at least `least`, that may share each row, and the keys that set it.
+
+    It must divide the number of processes, and that of the model's heads, which is not known yet: a power of two often
+    does.
+    """
+    from grpocli.hardware.hardware import Single
+
+    processes = run.hardware.processes or 1
+    if fitting := [n for n in range(least, processes + 1) if processes % n == 0]:
+        return fitting[0], f"hardware.context_parallel={fitting[0]}"
+    n = 1 << (least - 1).bit_length()
+    if isinstance(run.hardware, Single):
+        return n, f"hardware.processes={n} hardware.context_parallel={n}"
+    return n, f"hardware.context_parallel={n} on more nodes (hardware.train_nodes)"
 
 
 def _check_structure(run: Run) -> None:
@@ -412,7 +429,7 @@ def check_context_parallel(run: Run, processes: int | None) -> None:
             run.hardware.parallel not in ("ddp", "fsdp2")
         ),
         "splits packed rows: set train.packed=true": not run.train.packed,
-        "splits packed rows, which a repetition penalty does not have: set rollout.repetition_penalty=1": (
+        "needs packed rows, and a repetition penalty needs padded ones: set rollout.repetition_penalty=1": (
             run.rollout.repetition_penalty != 1
         ),
         f"must divide the number of trainer processes, {processes}: set hardware.processes={n}, or a multiple of it": (

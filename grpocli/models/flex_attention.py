@@ -1,7 +1,7 @@
 """Packed rows through torch's `flex_attention`: one call a layer for the whole sequence, not one for each block.
 
-Tokens attend to the same tokens as in `shared_prompt_attention`. The kernel reads them from a `BlockMask`: which tiles
-of TILE x TILE tokens have a pair that attends, and a function of pairs for tiles in which not all of them do.
+The attention pattern is that of `shared_prompt_attention`. A `BlockMask` lists the tiles of TILE x TILE tokens that are
+not empty, and has a function that decides for each pair of tokens in a tile that is only partly filled.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _kernel() -> Callable[..., Tensor]:
 
 
 def _spans(prompts: Sequence[tuple[int, Sequence[int]]]) -> Iterator[tuple[int, int, int, int]]:
-    """Of each prompt and completion its first position and its tokens, and the same of the prompt that it follows."""
+    """Yield (start, length, prompt start, prompt length) of each prompt and completion."""
     start = 0
     for n_prompt, lengths in prompts:
         first = start

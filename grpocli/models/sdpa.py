@@ -16,10 +16,10 @@ MANY_QUERIES, MANY_KEYS = 256, 512
 STEP = 64
 """Lengths of calls in bfloat16 on a CPU are multiples of this."""
 
-FLASH_SIZE = 256
-"""Numbers of a query or key of a head that the flash kernel takes."""
+MAX_FLASH_HEAD_DIM = 256
+"""Largest head dimension of the flash kernel."""
 MASKED = 512
-"""On a CPU, a mask is faster than twice the queries up to this number of queries."""
+"""On a CPU, up to this many queries, a mask is faster than causal attention with the prompt's queries repeated."""
 
 Kernel = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None"], "Tensor"]
 """query [R, heads, N, D], key and value [R, heads / groups, M, D], mask [N, M] -> [R, heads, N, D], the dtype kept.
@@ -36,9 +36,9 @@ def prefers_causal(queries: int, on_cpu: bool) -> bool:
 def on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, groups: int, how: dict[str, Any]) -> Tensor:
     """Attention on a GPU. Grouped keys are repeated where `sdpa` would take its slowest kernel for them.
 
-    Only the flash kernel has groups: it takes no mask, no float32, and at most FLASH_SIZE numbers a head.
+    Only the flash kernel has groups: it takes no mask, no float32, and no head larger than MAX_FLASH_HEAD_DIM.
     """
-    flash = mask is None and query.dtype != torch.float32 and query.shape[3] <= FLASH_SIZE
+    flash = mask is None and query.dtype != torch.float32 and query.shape[3] <= MAX_FLASH_HEAD_DIM
     if groups > 1 and not flash:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     how = how | {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": groups > 1 and flash}

@@ -31,8 +31,8 @@ MIN_TOKENS = 128
 """Completion tokens that justify a call of `sdpa`."""
 MAX_PADDING = 0.2
 """Largest share of padding in the rows of a block."""
-MOST_MASKED = 2**24
-"""Numbers of the largest mask. Without a mask, memory is linear in the tokens."""
+MAX_MASK_ELEMENTS = 2**24
+"""Most elements of a mask. Without a mask, memory is linear in the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def _copies_pay_off(prompt: int, longest: int) -> bool:
 
 
 def _mask_is_too_large(prompt: int, tokens: int) -> bool:
-    return tokens * (prompt + tokens) > MOST_MASKED
+    return tokens * (prompt + tokens) > MAX_MASK_ELEMENTS
 
 
 def attend(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from grpocli.rollout.engine import Listener, OnGroup, ignore_group
+from grpocli.rollout.engine import Engine, Listener, OnGroup, ignore_group
 from grpocli.rollout.sampling import StopStrings
 from grpocli.types import Completion, Request, ReusableKV, Sampling
 
@@ -31,8 +31,8 @@ class RecordedTokens:
 
 
 @dataclass(slots=True)
-class RecordedEngine:
-    """Returns the turns of recorded completions, as an `Engine` that sampled them would.
+class RecordedEngine(Engine):
+    """Returns the turns of recorded completions, as an engine that sampled them would.
 
     Turns end as in sampling: at an end token, a stop string or the limit. So the number of turns, their tokens and
     their finish reasons are computed again rather than read.

@@ -1,18 +1,20 @@
 """The interface of engines, which sample completions.
 
-To write an engine, derive its config from `EnginePart` and return an `Engine` from `connect`:
+To write an engine, derive its config from `EnginePart`, and return an engine derived from `Engine` from `connect`:
 
-    launch    once, in the process that the user started: start servers, stop them when the block ends
-    connect   in every trainer process, after `launch`: return the engine
-    sync      at the start of step v: take over the policy's current weights, as version v
-    generate  complete token ids: n completions for each request, with each token's log-prob in nats
-    close     at the end of the run
+    launch          once, in the process that the user started: start servers, stop them when the block ends
+    connect         in every trainer process, after `launch`: return the engine
+    sync            at the start of step v: take over the policy's current weights, as version v
+    generate        complete token ids: n completions for each request, with each token's log-prob in nats
+    release_memory  before the updates of a step; does nothing by default
+    close           at the end of the run
 
 `fake_engine.py` is a small example. In an engine that samples with the policy itself, `sync` only stores the version.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -104,8 +106,7 @@ class EngineContext:
     often in every process. None: sync in this thread. With prefetch, `training/build.py` passes a function that syncs
     in the main thread. stopping: whether a stop of the run is requested; a long wait then ends with EngineGone.
     before_change: called in every process before a canary changes the policy's weights for a while; waits for a
-    checkpoint that is being written from them. before_update: functions that the engine adds, and that the trainer
-    calls in every process before a step's updates, to release memory that only sampling needs.
+    checkpoint that is being written from them.
     """
 
     job: EngineJob
@@ -118,7 +119,6 @@ class EngineContext:
     recover: Callable[[], None] | None = None
     stopping: Callable[[], bool] = lambda: False
     before_change: Callable[[], None] = lambda: None
-    before_update: list[Callable[[], None]] = field(default_factory=list)
 
 
 OnGroup = Callable[[int, list[Completion]], None]
@@ -147,14 +147,15 @@ class Listener:
         self.on_group(k, completions)
 
 
-class Engine(Protocol):
-    """A connected engine in a trainer process.
+class Engine(ABC):
+    """Base class of connected engines in a trainer process.
 
     With `rollout.max_staleness` above 0 a second thread calls `generate`. The main thread calls `sync`, while
     `generate` runs only if weights may change under running requests (`EngineContext.in_flight`) or if `generate`
     requested it with `EngineContext.recover`.
     """
 
+    @abstractmethod
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
@@ -164,17 +165,21 @@ class Engine(Protocol):
         complete, in any thread; it must return immediately. If it is a `Listener` whose watch is cancelled, `generate`
         may return early with completions that are cut off or missing, after the same collective calls in every process.
         """
-        ...
 
+    @abstractmethod
     def sync(self, version: int) -> dict[str, float]:
         """Bring the engine to the policy's current weights and verify it; collective over all processes.
 
         Returns metrics (`sync/bytes` ...). If the verification fails, raises EngineError with the expected and the
         found value.
         """
-        ...
 
-    def close(self) -> None: ...
+    def release_memory(self) -> None:  # noqa: B027 (most engines have none to release)
+        """Release memory that only sampling needs; called in every process before a step's updates."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine; called at the end of the run."""
 
 
 @base("engine")
@@ -227,9 +232,8 @@ class EnginePart:
 
 def connected(part: EnginePart, context: EngineContext) -> Engine:
     """The engine of a part. Raises ConfigError if a user's part returns anything else."""
-    engine = part.connect(context)
-    missing = [name for name in ("generate", "sync", "close") if not callable(getattr(engine, name, None))]
-    if missing:
-        problem = f"connect returned an object without {', '.join(missing)}: {engine!r:.100}"
-        raise ConfigError(problem, key="engine", hint="return an Engine (grpocli/rollout/engine.py)")
+    engine: object = part.connect(context)  # of a class of the user's
+    if not isinstance(engine, Engine):
+        hint = "derive its class from grpocli.rollout.engine.Engine"
+        raise ConfigError(f"connect returned {engine!r:.100}, which is not an Engine", key="engine", hint=hint)
     return engine

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import Escaped, UserCode, part, require
 from grpocli.errors import RunError
 from grpocli.models.chat_template import end_of_turn
-from grpocli.rollout.engine import EnginePart, Listener, ignore_group
+from grpocli.rollout.engine import Engine, EnginePart, Listener, ignore_group
 from grpocli.types import Completion, Prompt, Request, Sampling
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import Engine, EngineContext, OnGroup
+    from grpocli.rollout.engine import EngineContext, OnGroup
 
 COLUMN = re.compile(r"\{(\w+)\}")
 LONGEST = 1_000_000
@@ -83,7 +83,7 @@ def checked(text: str, source: str) -> str:
     return text
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """The engine of `engine=fake`, see `Fake`.
 
     Log-probs are the policy's, so that a step is on-policy, as with engine=transformers.

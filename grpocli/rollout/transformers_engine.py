@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
-from grpocli.rollout.engine import EnginePart, Listener, ignore_group
+from grpocli.rollout.engine import Engine, EnginePart, Listener, ignore_group
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import Engine, EngineContext, OnGroup, PolicyView
+    from grpocli.rollout.engine import EngineContext, OnGroup, PolicyView
 
 
 @part("engine", "transformers")
@@ -33,7 +33,7 @@ class Transformers(EnginePart):
         return TransformersEngine(context.policy, ids, self.max_rows, context.tokenizer)
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """The engine of `engine=transformers`, see `Transformers`."""
 
     def __init__(self, policy: PolicyView, stop_token_ids: Sequence[int], max_rows: int, tokenizer: Any) -> None:

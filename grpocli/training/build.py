@@ -38,7 +38,7 @@ from grpocli.training.checkpointer import BackgroundWriter, Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, Sampler, TargetSampler
 from grpocli.training.compiled import compile_layers
 from grpocli.training.optim import make_optimizer
-from grpocli.training.packing import FlexPacked, Packed
+from grpocli.training.packing import FlexPacked, Packed, Padded
 from grpocli.training.packing_check import find_head, pack
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.prefetch import Prefetcher
@@ -82,8 +82,19 @@ def build_trainer(
         """Sync the engine again, in the main thread because an update may be changing the weights."""
         trainer.prefetcher.run_in_main_thread(trainer.sync_now)
 
-    before_update: list[Callable[[], None]] = []
-    engine = _engine(run, job, policy, data, world, stop, recover, lambda: trainer.wait_for_checkpoint(), before_update)
+    context = EngineContext(
+        job=job,
+        policy=policy,
+        tokenizer=data.tokenizer,
+        world=world,
+        sync=run.sync,
+        in_flight=run.rollout.in_flight,
+        sampling=run.rollout.sampling,
+        recover=recover if run.rollout.max_staleness else None,
+        stopping=stop.requested,
+        before_change=lambda: trainer.wait_for_checkpoint(),
+    )
+    engine = connected(run.engine, context)
     sampler = _sampler(run, world, engine, data)
     updater = loaded.updater
     watch = Watch(recorder.progress_of("rollout"))
@@ -99,7 +110,6 @@ def build_trainer(
         reference=reference,
         tokenizer=data.tokenizer,
         engine=engine,
-        before_update=before_update,
         collector=collector,
         prefetcher=_prefetcher(run, collector, data, world, state.step, checkpoint_path),
         updater=updater,
@@ -185,6 +195,9 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
             key, size = "hardware.context_parallel", world.context_parallel.size
             raise ConfigError(_why_padded(run), key=key, value=size, hint="set it to 1")
         yield f"micro-batches are padded: {_why_padded(run)}"
+    if run.model.attention == FLEX and policy.layout(_update_sampling(run)) is Padded:
+        why = "a repetition penalty" if run.train.packed else "train.packed=false"
+        yield f"model.attention={FLEX} is not used: rows are padded ({why})"
     if run.model.compile:
         compile_layers(policy, reference, world)
     if run.model.lora.rank:
@@ -203,35 +216,6 @@ def _checkpointer(run: Run, world: World, loaded: _Loaded, data: PromptSource, r
         progress=recorder.progress_of("checkpoint"),
         writer=BackgroundWriter(world),
     )
-
-
-def _engine(
-    run: Run,
-    job: EngineJob,
-    policy: Policy,
-    data: PromptSource,
-    world: World,
-    stop: StopSignal,
-    recover: Callable[[], None],
-    before_change: Callable[[], None],
-    before_update: list[Callable[[], None]],
-) -> Engine:
-    """Connect the engine. recover: syncs an engine that was lost and is back. The last two: see `EngineContext`."""
-    rollout = run.rollout
-    context = EngineContext(
-        job,
-        policy,
-        data.tokenizer,
-        world,
-        run.sync,
-        rollout.in_flight,
-        rollout.sampling,
-        recover if rollout.max_staleness else None,
-        stop.requested,
-        before_change,
-        before_update,
-    )
-    return connected(run.engine, context)
 
 
 def _sampler(run: Run, world: World, engine: Engine, data: PromptSource) -> Sampler:
@@ -346,12 +330,16 @@ def _updater(
         optim_config=run.optim,
         optimizer=optimizer,
         train=run.train,
-        # answers of the data are not sampled: their log-probs are the model's own
-        sampling=Sampling(run.rollout.max_completion_tokens) if run.algorithm.supervised else run.rollout.sampling,
+        sampling=_update_sampling(run),
         total_updates=run.train.steps * run.train.updates_per_step,
         updates=updates,
         progress=progress,
     )
+
+
+def _update_sampling(run: Run) -> Sampling:
+    """The sampling under which updates compute log-probs; answers of the data are not sampled."""
+    return Sampling(run.rollout.max_completion_tokens) if run.algorithm.supervised else run.rollout.sampling
 
 
 def _evaluator(run: Run, sampler: Sampler, data: PromptSource, watch: Watch, updater: Updater) -> Evaluator:

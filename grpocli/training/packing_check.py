@@ -13,7 +13,7 @@ import torch
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.training.logprobs import completion_logp, marked, output_head
 from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing import Layout, Packed, Padded
+from grpocli.training.packing import FlexPacked, Layout, Packed, Padded
 from grpocli.training.sequence_shard import shards_of
 from grpocli.training.teachers import LoadedTeacher, Teachers, loaded_teachers
 from grpocli.types import Row, Sampling
@@ -63,7 +63,7 @@ def pack(
     heads = all(output_head(one.model) is not None for one in tested)
     agreed = all(attention.enable(model, longest) for model in models) and heads
     if agreed:
-        agreed = passes(lambda: all(agrees(one, policy.packed) for one in tested))
+        agreed = passes(lambda: all(agrees(one, policy.packed, policy.dtype) for one in tested))
     policy.packs = not world.any(not agreed) if world else agreed
     if not policy.packs:
         for model in models:
@@ -82,8 +82,11 @@ def passes(test: Callable[[], bool]) -> bool:
         return False
 
 
-def agrees(policy: Policy | LoadedTeacher, layout: type[Packed] = Packed) -> bool:
-    """Whether packed and padded rows have the same log-probs, and packed rows do not influence each other."""
+def agrees(policy: Policy | LoadedTeacher, layout: type[Packed] = Packed, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether packed and padded rows have the same log-probs, and packed rows do not influence each other.
+
+    dtype: of updates. `flex_attention` has another kernel in each dtype, and is tried in this one, too.
+    """
     rows = trial_rows(policy)
     exact = _marked(policy)[1].dtype == torch.float32
     padded, tolerance = _logp(policy, rows, Padded), FLOAT32_TOLERANCE if exact else BFLOAT16_TOLERANCE
@@ -93,6 +96,11 @@ def agrees(policy: Policy | LoadedTeacher, layout: type[Packed] = Packed) -> boo
     shared = shards_of(policy.shared_with, layout) if policy.shared_with else None
     if shared and not is_close(_logp(policy, rows, shared), padded, tolerance):
         return False
+    if layout is FlexPacked and exact and dtype != torch.float32:
+        padded = _logp(policy, rows, Padded, dtype)
+        tried = (_logp(policy, rows, one, dtype) for one in (layout, shared) if one)
+        if not all(is_close(logp, padded, BFLOAT16_TOLERANCE) for logp in tried):
+            return False
     first = len(rows[0].completion_ids)
     other = replace(rows[0], completion_ids=rows[0].completion_ids[::-1])
     return torch.equal(_logp(policy, [other, *rows[1:]], layout)[first:], packed[first:])
@@ -113,12 +121,14 @@ class _WithBackward:
 
 
 @torch.no_grad()
-def _logp(policy: Policy | LoadedTeacher, rows: list[Row], layout: type[Layout]) -> Tensor:
+def _logp(
+    policy: Policy | LoadedTeacher, rows: list[Row], layout: type[Layout], dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Log-probs of all completion tokens, row by row. Attention of packed rows runs its backward pass, too."""
     batch = MicroBatch.build(rows, policy.model.device, layout)
     if isinstance(batch.layout, Packed):
         batch = replace(batch, layout=replace(batch.layout, segments=_WithBackward(batch.layout.segments)))
-    context = policy.parallel.autocast(policy.model, torch.float32)
+    context = policy.parallel.autocast(policy.model, dtype)
     logp_BT, _ = completion_logp(policy.model, batch, Sampling(1), context, at_head=policy.at_head)
     return logp_BT[batch.mask.bool()]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -48,9 +48,8 @@ CLOSE_SECONDS = 2.0
 class Trainer:
     """Trains a policy: `train` is the loop, `step` one step of the papers' algorithm.
 
-    before_update: see `EngineContext`. state: the counters that a checkpoint saves. engine_version: the weight
-    version that the engine has. metrics: of this step. evaluated: the last evaluation of this session, and the step
-    that it followed.
+    state: the counters that a checkpoint saves. engine_version: the weight version that the engine has. metrics: of
+    this step. evaluated: the last evaluation of this session, and the step that it followed.
     """
 
     run: Run
@@ -59,7 +58,6 @@ class Trainer:
     reference: Reference | Teachers | None
     tokenizer: Any
     engine: Engine
-    before_update: Sequence[Callable[[], None]]
     collector: Collector
     prefetcher: Prefetcher
     updater: Updater
@@ -148,8 +146,7 @@ class Trainer:
         self.wait_for_checkpoint()
         step = self.next_step
         with self.timed("train"):
-            for prepare in self.before_update:
-                prepare()
+            self.engine.release_memory()
             try:
                 self.metrics |= self.updater.train_step(rows, n_groups, step)
             except ServiceGone:  # the teacher's server, before the first update: the step is not done

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from grpocli.errors import EngineGone
-from grpocli.rollout.engine import EngineContext, EngineJob, EnginePart, OnGroup, ignore_group
+from grpocli.rollout.engine import Engine, EngineContext, EngineJob, EnginePart, OnGroup, ignore_group
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.tasks.prompt_set import PromptSet
@@ -66,7 +66,7 @@ def prompt_sets() -> list[PromptSet]:
     return [one for one in gc.get_objects() if type(one) is PromptSet]
 
 
-class CopiedEngine:
+class CopiedEngine(Engine):
     """Samples tokens that depend only on the weights and the requests' seeds."""
 
     def __init__(self, part: Copied, context: EngineContext) -> None:

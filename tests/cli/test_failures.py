@@ -232,4 +232,4 @@ def test_an_engine_part_must_return_an_engine(grpocli, monkeypatch: pytest.Monke
     monkeypatch.setattr("grpocli.rollout.transformers_engine.Transformers.connect", lambda *_: None)
     code, said = failed(grpocli, *SMALL_RUN)
     assert code == 2
-    assert "engine: connect returned an object without generate, sync, close: None; return an Engine" in said
+    assert "engine: connect returned None, which is not an Engine; derive its class from grpocli.rollout." in said

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
 from cli.test_environment_run import TWO
 
+from grpocli.rollout.fake_engine import FakeEngine
 from grpocli.tracking.rollouts import read_rollouts
+from grpocli.training.update import Updater
 
 pytestmark = pytest.mark.processes
 
@@ -34,6 +37,28 @@ def test_a_resume_equals_never_having_stopped(whole: Path, tmp_path: Path) -> No
     killed = killed_after(1, whole, tmp_path / "killed")
     assert run_here("train", f"resume={killed}") == 0
     assert_same_run(killed, whole)
+
+
+def test_the_engine_releases_memory_before_the_updates_of_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def noted(owner: type, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def call(*given: Any, **others: Any) -> Any:
+            called.append(name)
+            return plain(*given, **others)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(FakeEngine, "generate")
+    noted(FakeEngine, "release_memory")
+    noted(Updater, "train_step")
+    options = ["engine=fake", "train.steps=2", "eval.problems=0"]
+    assert run_here("train", *SMALL, *options, f"hydra.run.dir={tmp_path}/run") == 0
+    assert called == ["generate", "release_memory", "train_step"] * 2
 
 
 @pytest.mark.survival

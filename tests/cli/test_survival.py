@@ -35,18 +35,19 @@ def test_kill_9_then_resume(undisturbed: Path, tmp_path: Path) -> None:
     assert_same_run(run, undisturbed)
 
 
-def test_a_signal_stops_after_a_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_after_a_checkpoint(undisturbed: Path, tmp_path: Path, number: signal.Signals) -> None:
     run = tmp_path / "run"
     process = start(*LONG, "checkpoint.every=0", f"hydra.run.dir={run}")
     wait_for(run / "metrics.jsonl")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     code, out = finish(process)
     assert code == 3, out
     assert f"resume with: grpocli train resume={run}" in out
     steps = len(metrics(run))
     assert 1 <= steps < 12
     assert (run / "checkpoints" / f"step_{steps:06d}" / "trainer.json").exists()
-    assert "SIGTERM" in json.loads((run / "summary.json").read_text())["exit"]
+    assert number.name in json.loads((run / "summary.json").read_text())["exit"]
     assert run_here("train", f"resume={run}") == 0
     assert_same_run(run, undisturbed)
 

@@ -103,11 +103,19 @@ BAD = [
     ("train.micro_batch_tokens=8", "train.micro_batch_tokens=8: must be at least"),
     (
         "rollout.max_completion_tokens=16384",
-        "a micro-batch holds whole completions; raise it, or let 3 processes share each row: hardware.context_p",
+        "a micro-batch holds whole completions; raise it, or let 4 processes share each row: hardware.processe",
     ),
     (
         "rollout.max_completion_tokens=32000 hardware.context_parallel=2",
         " / hardware.context_parallel = 16016: a process has this part of a row; raise it, or let 4 processes",
+    ),
+    (
+        "rollout.max_completion_tokens=16384 hardware.processes=6",
+        "raise it, or let 3 processes share each row: hardware.context_parallel=3",
+    ),
+    (
+        "rollout.max_completion_tokens=16384 hardware=multinode hardware.devices_per_node=2 engine=vllm",
+        "let 4 processes share each row: hardware.context_parallel=4 on more nodes (hardware.train_nodes)",
     ),
     ("hardware.context_parallel=0", "hardware.context_parallel=0: must be between 1 and 1024"),
     (
@@ -119,7 +127,7 @@ BAD = [
         "works with hardware.parallel=ddp or fsdp2, not with zero2",
     ),
     ("hardware.context_parallel=2 train.packed=false", "hardware.context_parallel=2: splits packed rows: set train.pa"),
-    ("hardware.context_parallel=2 rollout.repetition_penalty=2", "which a repetition penalty does not have"),
+    ("hardware.context_parallel=2 rollout.repetition_penalty=2", "needs packed rows, and a repetition penalty needs"),
     ("eval.stop_at.metric=accuracy", "eval.stop_at.metric=accuracy: needs eval.stop_at.threshold"),
     ("eval.stop_at.threshold=0.9", "eval.stop_at.threshold=0.9: needs eval.stop_at.metric, such as accuracy"),
     ("eval.stop_at.metric=accuracy eval.stop_at.threshold=90", "threshold=90.0: must be a share between 0 and 1"),

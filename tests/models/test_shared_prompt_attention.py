@@ -64,7 +64,7 @@ def test_no_mask_is_larger_than_its_limit(prompt: int, lengths: list[int], monke
     """Without masks, or with smaller ones, completions attend as before."""
     states = _states(prompt + sum(lengths))
     for most in (0, 300, 10_000):
-        monkeypatch.setattr(attention, "MOST_MASKED", most)
+        monkeypatch.setattr(attention, "MAX_MASK_ELEMENTS", most)
         parts = [[lengths[k] for k in block] for block in split_into_blocks(prompt, lengths)]
         blocks = tuple(Block.build(prompt, part, CPU, on_cpu=True) for part in parts)
         assert all(block.mask is None or block.mask.numel() <= most for block in blocks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +29,6 @@ class Recorded:
         self.calls: list[str] = []
         self.alive = 0
         self.version = ""
-        self.before_update: list[Callable[[], None]] = []
-
-    def update(self) -> None:
-        """What the trainer calls before its updates."""
-        for prepare in self.before_update:
-            prepare()
 
     def wake_up(self, tags: list[str]) -> None:
         self.calls.append(f"wake {' '.join(tags)}")
@@ -93,7 +86,7 @@ def recorded(tmp_path: Path) -> tuple[ColocateEngine, Recorded]:
     server = Sampling1(llm, VllmEnvironment(), torch.float32, can_sleep=True, log=tmp_path / "log")
     server.policy = policy
     job = EngineJob(str(tmp_path / "model"), "float32", 128, tmp_path, seed=0)
-    return ColocateEngine(server, EngineContext(job, policy, TOKENIZER, Alone(), before_update=llm.before_update)), llm  # type: ignore[arg-type]
+    return ColocateEngine(server, EngineContext(job, policy, TOKENIZER, Alone())), llm  # type: ignore[arg-type]
 
 
 LOAD = ["start", "update", "finish"]
@@ -106,14 +99,14 @@ def test_it_sleeps_while_the_trainer_trains(recorded: tuple[ColocateEngine, Reco
     engine.sync(1)
     engine.generate(ask, Sampling(4))
     engine.generate(ask, Sampling(4))  # a refill, or the next turn: awake, with its prefix cache
-    llm.update()
+    engine.release_memory()
     verified = [*LOAD, "reset", "probe", "sample"]
     assert llm.calls == [*verified, *verified, "generate", "generate", "sleep 2"], "a canary goes first"
     llm.calls.clear()
     engine.sync(2)
     engine.generate(ask, Sampling(4))
-    llm.update()
-    llm.update()
+    engine.release_memory()
+    engine.release_memory()
     assert llm.calls == [*AWAKE, "probe", "generate", "sleep 2"]
 
 
@@ -123,7 +116,7 @@ def test_a_generation_after_an_update_needs_a_sync(recorded: tuple[ColocateEngin
     ask = [Request([5, 6], 1, seed=0)]
     engine.sync(7)
     engine.generate(ask, Sampling(4))
-    llm.update()
+    engine.release_memory()
     llm.calls.clear()
     with pytest.raises(EngineError, match="call sync before generate"):
         engine.generate(ask, Sampling(4))
@@ -164,7 +157,7 @@ def test_a_failure_to_sleep_in_any_process_stops_all_before_the_update(
     engine.sync(1)
     monkeypatch.setattr(engine.world, "gather_objects", gather, raising=False)
     with pytest.raises(EngineError, match="the other process could not"):
-        llm.update()
+        engine.release_memory()
     assert gathered == [[]]
 
     def broken(level: int) -> None:
@@ -173,7 +166,7 @@ def test_a_failure_to_sleep_in_any_process_stops_all_before_the_update(
     engine.llm.asleep = False
     monkeypatch.setattr(llm, "sleep", broken)
     with pytest.raises(EngineError, match="could not sleep: no sleep"):
-        llm.update()
+        engine.release_memory()
     assert len(gathered) == 2, "a process that fails takes part too"
 
 

@@ -27,6 +27,7 @@ import grpocli
 from grpocli.algorithm.aggregate import Totals
 from grpocli.config.schema import Train
 from grpocli.distributed.parallel import SingleProcess
+from grpocli.hardware.devices import to_device
 from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.training.optim import AdamW
@@ -135,3 +136,25 @@ def test_waiting_is_noticed(no_autocast, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(type(up.algorithm), "loss", reads)
     with pytest.raises(RuntimeError, match="item"):
         two_epochs(up)
+
+
+class OnCpu:
+    """A tensor of the CPU that notes how it is copied. pinned: whether it is in pinned memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
+
+    def pin_memory(self) -> OnCpu:
+        return OnCpu(pinned=True)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> tuple[str, bool, bool]:
+        return device.type, self.pinned, non_blocking
+
+
+def test_a_copy_to_a_gpu_comes_from_pinned_memory_and_does_not_wait() -> None:
+    """A copy from other memory waits, whatever `non_blocking` says."""
+    tensor: Any = OnCpu()
+    copied: Any = to_device(tensor, torch.device("cuda"))
+    assert copied == ("cuda", True, True)

@@ -41,6 +41,7 @@ from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.models import flex_attention, sdpa
 from grpocli.models import shared_prompt_attention as attention
+from grpocli.models.frozen_linear import compute_dtype
 from grpocli.tasks.prompt_set import PromptSet
 from grpocli.training import logprobs, packing
 from grpocli.training.build import choose_layout
@@ -541,17 +542,45 @@ class NoBackward(torch.autograd.Function):
         raise RuntimeError("out of shared memory")
 
 
-def test_a_kernel_without_a_backward_pass_is_refused(model, world, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first step, in one sentence."""
-    run: Any = SimpleNamespace(
-        train=SimpleNamespace(packed=True),
-        rollout=SimpleNamespace(longest_row=64),
+def run_with_flex(packed: bool = True, penalty: float = 1) -> Any:
+    return SimpleNamespace(
+        train=SimpleNamespace(packed=packed),
+        rollout=SimpleNamespace(longest_row=64, sampling=Sampling(30, repetition_penalty=penalty)),
+        algorithm=SimpleNamespace(supervised=False),
         model=SimpleNamespace(attention="flex_attention", compile=False, lora=SimpleNamespace(rank=0)),
     )
-    policy = Policy(copied := copy.deepcopy(model), copied, torch.float32, world.parallel)
+
+
+def policy_with_flex(model: Any, world: Any, dtype: torch.dtype = torch.float32) -> Policy:
+    policy = Policy(copied := copy.deepcopy(model), copied, dtype, world.parallel)
     policy.packed = FlexPacked
+    return policy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_without_a_backward_pass_is_refused(
+    model, world, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step, in one sentence; also one that lacks it in the dtype of updates only."""
+    run, policy = run_with_flex(), policy_with_flex(model, world, dtype)
     assert list(choose_layout(run, world, policy, None)) == []
     attend = flex_attention.TiledMask.attend
-    monkeypatch.setattr(flex_attention.TiledMask, "attend", lambda *given: NoBackward.apply(attend(*given)))
+
+    def attend_in_others(self: Any, query: torch.Tensor, *given: Any) -> torch.Tensor:
+        output = attend(self, query, *given)
+        refused: torch.Tensor = NoBackward.apply(output) if compute_dtype(query) == dtype else output
+        return refused
+
+    monkeypatch.setattr(flex_attention.TiledMask, "attend", attend_in_others)
     with pytest.raises(ConfigError, match=r"model\.attention=flex_attention: .*or it failed; set it to null"):
         list(choose_layout(run, world, policy, None))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"), [({"packed": False}, "train.packed=false"), ({"penalty": 1.5}, "a repetition penalty")]
+)
+def test_a_run_with_padded_rows_says_that_flex_attention_is_not_used(
+    model, world, given: dict[str, Any], why: str
+) -> None:
+    notes = choose_layout(run_with_flex(**given), world, policy_with_flex(model, world), None)
+    assert list(notes) == [f"model.attention=flex_attention is not used: rows are padded ({why})"]

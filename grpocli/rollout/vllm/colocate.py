@@ -17,7 +17,7 @@ import torch
 
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.engine import ignore_group
+from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm import canary
 from grpocli.rollout.vllm.client import CANARY
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from grpocli.rollout.vllm.config import ColocateOptions
 
 
-class ColocateEngine:
+class ColocateEngine(Engine):
     """Runs a full copy of the model in vLLM in each trainer process; each process samples its share of the requests."""
 
     def __init__(self, llm: InProcessLLM, context: EngineContext) -> None:
@@ -53,7 +53,6 @@ class ColocateEngine:
         self._before_change = context.before_change
         self._proven = False  # whether vLLM has followed a canary
         self._stop = stop_token_ids(self.policy.model, context.tokenizer)
-        context.before_update.append(self._before_update)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
@@ -79,8 +78,11 @@ class ColocateEngine:
         self.version = version
         return {"sync/bytes": float(sent), "sync/seconds/canary": seconds}
 
-    def _before_update(self) -> None:
-        """Release vLLM's memory; the update makes its weights old. If one process fails, all raise EngineError."""
+    def release_memory(self) -> None:
+        """Release vLLM's memory. The update makes its weights old, so `generate` needs a sync first.
+
+        If one process fails, all raise EngineError.
+        """
         self.version = None
         failures = []
         try:

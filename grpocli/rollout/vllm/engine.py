@@ -12,7 +12,7 @@ import torch
 
 from grpocli.errors import EngineError, EngineGone
 from grpocli.http import retry_delay
-from grpocli.rollout.engine import Listener, ignore_group
+from grpocli.rollout.engine import Engine, Listener, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.client import KeepsRefusing, ServerClient
 from grpocli.rollout.vllm.lora import AdapterSync
@@ -54,7 +54,7 @@ class Synchronizer(Protocol):
     def close(self) -> None: ...
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """The engine of `engine=vllm`; `connect` makes it.
 
     recover: called when requests are unanswered and every server is lost, equally often in every process. Default: sync
