@@ -3,7 +3,7 @@
 `bench/published.json` has the figures, their configs and sources. Half of the rows fit the
 costs in `grpocli/plan/efficiency.py`, the other half judges them. The rule: rows with the same name (the same work on
 other GPUs) belong together; of the names in alphabetical order the first, third, ... fit, the second, fourth, ...
-judge. Rows on an A6000 never fit.
+judge. Rows on an A6000 or A100 never fit.
 
 Prints the tables as Markdown. --fit prints the costs that the fit gives. --write puts the tables into docs/plan.md.
 """
@@ -25,6 +25,7 @@ import numpy as np
 
 from grpocli.launch.compose import build_run, compose
 from grpocli.plan.efficiency import COSTS, DECODE_COSTS, DecodeCosts, Decoding, Demand, training_demand
+from grpocli.plan.memory import VLLM
 from grpocli.plan.plan import Plan, make_plan
 from grpocli.plan.resources import GIB, DeviceOptions
 from grpocli.plan.simulate import Job, LogNormal, Speeds, simulate
@@ -38,17 +39,30 @@ PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
 PROMPT, SPREAD = 128, 0.6  # not published: assumed
 SLOTS, LINK = 1024, 25e9  # sequences of a server; bytes per second from trainers to servers
 LIBRARIES = "libraries"  # not in the published memory, which counts torch's allocator
-FITTED_ON = ("H100", "H200")
-LEAST = Demand(linear=1.25, experts=1.25, attention=1.25, attention_3=1.25, traffic=1, network=1)
-"""The least costs: no product reaches more than 80 % of the peak. Other parts may cost nothing."""
+FLOAT32, BFLOAT16 = 4, 2  # bytes
+UTILIZATION = {False: 0.6, True: 0.8}  # of a GPU's memory by vLLM, in NeMo RL's configs: on policy, off policy
+FITTED_ON = ("H100", "H100 PCIe", "H200")
+KNOWN = COSTS["cuda"].part("weights", "network", "layers")  # assumed, not fitted
+LEAST = replace(KNOWN, linear=1.25, attention=1.25, attention_3=1.25, activations=1.0)
+"""The least costs: no product reaches more than 80 % of the peak. Adapters and logits may cost nothing."""
+THEIR_HEAD = 1.867
+"""The fitted cost of prime-rl's output head, which is not this program's; of logits."""
+ADAPTERS = 4
+"""Adapters that prime-rl has room for in its benchmarks (`MAX_LORAS`), of which one is trained."""
+OVERHEAD = 0.36
+"""What a published step of NeMo RL takes beyond the simulated one, as a share; fitted."""
 
 
 def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """The rows that fit and those that judge, by the rule above."""
-    names = sorted({row["name"] for row in rows if row.get("device", "H100") in FITTED_ON})
+    names = sorted({row["name"] for row in rows if _fits(row)})
     fitting = set(names[::2])
-    fit = [row for row in rows if row["name"] in fitting and row.get("device", "H100") in FITTED_ON]
+    fit = [row for row in rows if row["name"] in fitting and _fits(row)]
     return fit, [row for row in rows if row not in fit]
+
+
+def _fits(row: Row) -> bool:
+    return row.get("device", "H100") in FITTED_ON
 
 
 def model_override(name: str, folder: Path) -> list[str]:
@@ -92,17 +106,24 @@ def training_plan(row: Row, folder: Path, traced: bool = False) -> Plan:
 
 
 def demand_of(row: Row, folder: Path) -> Demand:
-    """The work of each GPU in a row's step."""
+    """The work of each GPU in a row's step. prime-rl adds LoRA to every layer, the experts of mixtures included."""
     plan = training_plan(row, folder)
+    size = replace(plan.size, adapted=plan.size.moved if row["lora_rank"] else 0)
     step = replace(training_step(plan.inputs), flash_3=row["attention"] == "flash_attention_3")
-    return training_demand(plan.size, step, row["gpus"], plan.resources)
+    return training_demand(size, step, row["gpus"], plan.resources)
+
+
+def their_costs() -> Demand:
+    """The program's costs, with the head of prime-rl."""
+    return replace(COSTS["cuda"], logits=THEIR_HEAD)
 
 
 def fit_training(rows: Sequence[Row], folder: Path) -> Demand:
     """The costs with the least squares of relative errors, none below `LEAST`."""
     demands = np.array([demand_of(row, folder).values() for row in rows])
     seconds = np.array([row["seconds"] for row in rows])
-    least, used = np.array(LEAST.values()), demands.any(axis=0)
+    least, known = np.array(LEAST.values()), np.array(KNOWN.values())
+    used = demands.any(axis=0) & (known == 0)
     relative, missing = demands / seconds[:, None], 1 - demands @ least / seconds
     found = least.copy()
     found[used] += nonnegative_fit(relative[:, used], missing)
@@ -112,7 +133,24 @@ def fit_training(rows: Sequence[Row], folder: Path) -> Demand:
 def planned_memory(row: Row, folder: Path) -> float:
     """Bytes of torch's allocator during the update, of one GPU."""
     items = training_plan(row, folder, traced=True).devices[0].items
-    return sum(item.update for item in items if item.name != LIBRARIES)
+    return sum(item.update for item in items if item.name != LIBRARIES) + expert_adapters(row, folder)
+
+
+def expert_adapters(row: Row, folder: Path) -> float:
+    """Bytes of prime-rl's updates of a mixture's experts, which this program does not have (`model.lora`).
+
+    All adapters' weights are held in float32, and gathered in bfloat16 for two layers at a time; one has a gradient and
+    two moments.
+    """
+    size = training_plan(row, folder).size
+    if not row["lora_rank"] or not size.experts:
+        return 0.0
+    text = size.config.get_text_config()
+    widths = text.hidden_size + text.moe_intermediate_size
+    experts = size.experts // (3 * text.hidden_size * text.moe_intermediate_size)  # of all layers; three matrices each
+    numbers = experts * 3 * row["lora_rank"] * widths
+    held = FLOAT32 * (ADAPTERS + 3) * numbers / row["gpus"]
+    return held + 2 * BFLOAT16 * ADAPTERS * numbers / size.layers
 
 
 def step_plan(row: Row, folder: Path) -> Plan:
@@ -139,8 +177,8 @@ def step_job(row: Row, folder: Path, costs: DecodeCosts, training: Demand) -> Jo
     """The simulated run of a row of NeMo RL.
 
     Its trainer, Megatron, splits layers and experts over GPUs, so that no weights are gathered: like DDP's, its network
-    carries the gradients once. Its asynchronous runs generate the prompts of several steps at a time, so those of
-    `staleness + 1` steps are simulated as one.
+    carries the gradients once. It computes the policy's log-probs before the update, too. Its asynchronous runs
+    generate the prompts of several steps at a time, so those of `staleness + 1` steps are simulated as one.
     """
     plan, at_once = step_plan(row, folder), row["staleness"] + 1
     shared, tp = not row["rollout_gpus"], row["tensor_parallel"]
@@ -148,12 +186,13 @@ def step_job(row: Row, folder: Path, costs: DecodeCosts, training: Demand) -> Jo
     mean, longest = row["mean"] - PROMPT, row["longest"] - PROMPT
     resources = replace(plan.resources, trainers=trainers, tensor_parallel=tp, link=min(plan.resources.link, 400e9))
     inputs = replace(plan.inputs, resources=resources)
-    step = replace(training_step(inputs, PROMPT, mean), prompts=row["prompts"] * row["group"], shards=1)
+    step = training_step(inputs, PROMPT, mean)
+    step = replace(step, prompts=row["prompts"] * row["group"], shards=1, scoring=step.scoring + 1)
     demand = training_demand(plan.size, step, trainers, resources)
     seconds = demand.seconds(training)
     servers = (row["gpus"] if shared else row["rollout_gpus"]) // tp
-    most = min(SLOTS, math.ceil(at_once * row["prompts"] / servers) * row["group"])
-    decoder = Decoding(plan.size, resources, costs, tp, 2, 2, PROMPT + mean / 2)
+    most = min(_slots(row, plan), math.ceil(at_once * row["prompts"] / servers) * row["group"])
+    decoder = Decoding(plan.size, resources, costs, tp, BFLOAT16, BFLOAT16, PROMPT + mean / 2)
     return Job(
         prompts=at_once * row["prompts"],
         group=row["group"],
@@ -175,28 +214,56 @@ def step_job(row: Row, folder: Path, costs: DecodeCosts, training: Demand) -> Jo
     )
 
 
+def _slots(row: Row, plan: Plan) -> int:
+    """Sequences that a server's KV cache has room for, at their mean length, as `grpocli.plan.work.running` counts."""
+    tp, size = row["tensor_parallel"], plan.size
+    weights = BFLOAT16 * size.parameters / tp
+    cache = tp * (UTILIZATION[row["staleness"] > 0] * plan.resources.memory - weights - VLLM["cuda"])
+    return min(SLOTS, int(cache / (BFLOAT16 * size.cache_per_token * row["mean"])))
+
+
 @functools.cache
 def _lengths(mean: float, spread: float, longest: int) -> LogNormal:
     return LogNormal.with_mean(mean, spread, longest)
 
 
-def step_seconds(row: Row, folder: Path, costs: DecodeCosts, training: Demand) -> float:
+def step_seconds(row: Row, folder: Path, costs: DecodeCosts, training: Demand, overhead: float = 0.0) -> float:
     job = step_job(row, folder, costs, training)
-    return float(simulate(job, 5).step_seconds / (row["staleness"] + 1))
+    return (1 + overhead) * simulate(job, 5).step_seconds / (row["staleness"] + 1)
 
 
-def fit_decoding(rows: Sequence[Row], folder: Path, training: Demand) -> DecodeCosts:
-    """The costs of a grid with the least squares of logarithms."""
+def fit_overhead(rows: Sequence[Row], folder: Path, costs: DecodeCosts, training: Demand) -> float:
+    """The share of a step with the least squares of logarithms."""
+    ratios = [row["seconds"] / step_seconds(row, folder, costs, training) for row in rows]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1
+
+
+def decoder_of(row: Row, folder: Path, costs: DecodeCosts) -> Decoding:
+    """The server of a row of decoding rates."""
+    overrides = (*model_override(row["model"], folder), "model.head_dtype=null", "engine=transformers")
+    plan = _plan((*overrides, "hardware.device=cuda"), row["device"], 1, False)
+    return Decoding(plan.size, plan.resources, costs, row["tensor_parallel"], BFLOAT16, BFLOAT16, row["context"])
+
+
+def decode_ratio(row: Row, folder: Path, costs: DecodeCosts) -> float:
+    """Planned and published time for a token of each sequence."""
+    return 1e3 * decoder_of(row, folder, costs).seconds(row["sequences"]) / row["ms"]
+
+
+def fit_decoding(rows: Sequence[Row], folder: Path) -> DecodeCosts:
+    """The costs of a grid with the least squares of logarithms. Its ends are bounds."""
     grid = itertools.product(
-        (1.25, 1.5, 1.75, 2.0, 2.5),
-        (2.0,),
-        (0.0, 5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4),
-        (0.0, 5e-5, 1e-4, 2e-4),
-        (0.0, 2.5e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4),
+        (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4),
+        (DECODE_COSTS["cuda"].compute,),
+        (6e-4, 7e-4, 8e-4, 9e-4, 1e-3, 1.1e-3, 1.2e-3),
+        (0.0, 2.5e-5, 5e-5, 7.5e-5, 1e-4),
+        (0.0, 2.5e-6, 5e-6, 7.5e-6, 1e-5, 1.5e-5, 2e-5),
     )
 
+    decoders = [(decoder_of(row, folder, DECODE_COSTS["cuda"]), row["sequences"], row["ms"] / 1e3) for row in rows]
+
     def error(costs: DecodeCosts) -> float:
-        return sum(math.log(step_seconds(row, folder, costs, training) / row["seconds"]) ** 2 for row in rows)
+        return sum(math.log(replace(one, costs=costs).seconds(n) / seconds) ** 2 for one, n, seconds in decoders)
 
     return min((DecodeCosts(*values) for values in grid), key=error)
 
@@ -238,7 +305,7 @@ def overlap_seconds(row: Row) -> float:
 
 def training_table(folder: Path) -> list[str]:
     rows = PUBLISHED["training"]["rows"]
-    judged, costs = halves(rows)[1], COSTS["cuda"]
+    judged, costs = halves(rows)[1], their_costs()
     lines = [
         "| run | GPU | | planned, s | published, s | ratio | model left out | planned, GiB | published, GiB | ratio |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -260,11 +327,27 @@ def training_table(folder: Path) -> list[str]:
 def steps_table(folder: Path) -> list[str]:
     rows = PUBLISHED["steps"]["rows"]
     judged = halves(rows)[1]
-    lines = ["| run on H100 | | planned, s | published, s | ratio |", "|---|---|---|---|---|"]
+    lines = [
+        "| run on H100 | | simulated, s | published, s | ratio | ratio with the overhead |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         seconds = step_seconds(row, folder, DECODE_COSTS["cuda"], COSTS["cuda"])
-        kind = "judged" if row in judged else "fitted"
-        lines.append(f"| {row['name']} | {kind} | {seconds:.1f} | {row['seconds']} | {seconds / row['seconds']:.2f} |")
+        kind, ratio = "judged" if row in judged else "fitted", seconds / row["seconds"]
+        lines.append(
+            f"| {row['name']} | {kind} | {seconds:.1f} | {row['seconds']} | {ratio:.2f} | "
+            f"{(1 + OVERHEAD) * ratio:.2f} |"
+        )
+    return lines
+
+
+def decode_table(folder: Path) -> list[str]:
+    rows = PUBLISHED["decode"]["rows"]
+    judged = halves(rows)[1]
+    lines = ["| server | | planned, ms | published, ms | ratio |", "|---|---|---|---|---|"]
+    for row in rows:
+        ratio, kind = decode_ratio(row, folder, DECODE_COSTS["cuda"]), "judged" if row in judged else "fitted"
+        lines.append(f"| {row['name']} | {kind} | {ratio * row['ms']:.2f} | {row['ms']:.2f} | {ratio:.2f} |")
     return lines
 
 
@@ -295,7 +378,12 @@ def main() -> None:
         if args.fit:
             print_fit(folder)
             return
-        tables = {"training": training_table(folder), "steps": steps_table(folder), "overlap": overlap_table()}
+        tables = {
+            "training": training_table(folder),
+            "decode": decode_table(folder),
+            "steps": steps_table(folder),
+            "overlap": overlap_table(),
+        }
     for key, lines in tables.items():
         text = "\n".join(lines)
         print(f"\n## {key}\n\n{text}")
@@ -306,14 +394,26 @@ def main() -> None:
 def print_fit(folder: Path) -> None:
     fit, judge = halves(PUBLISHED["training"]["rows"])
     costs = fit_training(fit, folder)
-    print("training:", {name: round(value, 4) for name, value in asdict(costs).items()})
+    print("training:", _rounded(costs))
+    print("training, fitted to the other half:", _rounded(fit_training([r for r in judge if _fits(r)], folder)))
     for title, rows in (("fitted", fit), ("judged", judge)):
         print(title, *(f"{ratio:.2f}" for ratio in (demand_of(r, folder).seconds(costs) / r["seconds"] for r in rows)))
-    steps, others = halves(PUBLISHED["steps"]["rows"])
-    decoding = fit_decoding(steps, folder, costs)
+    fit, judge = halves(PUBLISHED["decode"]["rows"])
+    decoding = fit_decoding(fit, folder)
     print("decoding:", asdict(decoding))
+    print("decoding, fitted to the other half:", asdict(fit_decoding([r for r in judge if _fits(r)], folder)))
+    for title, rows in (("fitted", fit), ("judged", judge)):
+        print(title, *(f"{decode_ratio(r, folder, decoding):.2f}" for r in rows))
+    steps, others = halves(PUBLISHED["steps"]["rows"])
+    training = replace(costs, logits=COSTS["cuda"].logits)
+    overhead = fit_overhead(steps, folder, decoding, training)
+    print(f"overhead of steps: {overhead:.3f}")
     for title, rows in (("fitted", steps), ("judged", others)):
-        print(title, *(f"{step_seconds(r, folder, decoding, costs) / r['seconds']:.2f}" for r in rows))
+        print(title, *(f"{step_seconds(r, folder, decoding, training, overhead) / r['seconds']:.2f}" for r in rows))
+
+
+def _rounded(costs: Demand) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in asdict(costs).items()}
 
 
 if __name__ == "__main__":

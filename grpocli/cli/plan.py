@@ -113,7 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(
         "plan", "[--gpu NAME] [--memory GIB] [--devices N] [--simulate] [--no-advice] [--json]", __doc__, EXAMPLES
     )
-    parser.add_argument("--gpu", metavar="NAME", help="plan for this GPU: H100, H200, H20, A100, A6000, L40S or L4")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="plan for this GPU: H100, H100 PCIe, H200, H20, A100, A6000, L40S, L40 or L4"
+    )
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of one GPU, or of this machine on a CPU")
     parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs, with hardware=single")
     parser.add_argument(

@@ -1,7 +1,8 @@
 """Seconds of training and decoding on a device: the work at full speed, times costs that were fitted to published runs.
 
 A cost of 2 means that half of the device's speed is reached. `bench/plans.py --fit` fits the costs of a GPU to the rows
-of `bench/published.json` that its rule chooses; docs/plan.md has the formulas and how far the other rows are off.
+of `bench/published.json` that its rule chooses; docs/plan.md has the formulas, what each cost rests on, and how far the
+other rows are off.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ if TYPE_CHECKING:
 class Demand:
     """The work of one device in a step of training, each part in seconds at the device's full speed.
 
-    linear: products with the weights of dense layers and of the output head. experts: of a mixture's experts.
-    attention, attention_3: products of queries, keys and values, by FlashAttention 3 and by any other kernel. traffic:
-    reading and writing weights, optimizer state, and the inputs and outputs of products. adapters: reading and writing
-    what LoRA adds to. logits: writing logits in float32. network: gathering weights and reducing gradients. layers: not
-    in seconds: how many layers start, counting each pass of each micro-batch.
+    linear: products with weights, of the output head and of a mixture's experts too. attention, attention_3: products
+    of queries, keys and values, by FlashAttention 3 and by any other kernel. activations: reading and writing inputs
+    and outputs of products; its cost also holds what a layer reads and writes between products. adapters: the same for
+    what LoRA adds to. weights: reading weights, reading and writing optimizer state. logits: reading and writing
+    logits. network: gathering weights, reducing gradients, exchanging heads. layers: not in seconds: how many layers
+    start, counting each pass of each micro-batch.
     """
 
     linear: float = 0.0
-    experts: float = 0.0
     attention: float = 0.0
     attention_3: float = 0.0
-    traffic: float = 0.0
+    activations: float = 0.0
     adapters: float = 0.0
+    weights: float = 0.0
     logits: float = 0.0
     network: float = 0.0
     layers: float = 0.0
@@ -54,42 +56,50 @@ class Demand:
 COMPUTE = tuple(field.name for field in dataclasses.fields(Demand) if field.name != "network")
 
 COSTS = {
-    "cpu": Demand(linear=2.5, experts=2.5, attention=2.5, attention_3=2.5, network=1.0),
+    "cpu": Demand(linear=2.5, attention=2.5, attention_3=2.5, network=1.0),
     "cuda": Demand(
         linear=1.25,
-        experts=1.25,
-        attention=2.895,
-        attention_3=1.765,
-        traffic=1.119,
-        adapters=13.42,
-        logits=50.76,
-        network=3.556,
-        layers=8.0e-4,
+        attention=2.696,
+        attention_3=1.488,
+        activations=13.53,
+        adapters=12.36,
+        weights=1.25,
+        logits=1.25,
+        network=1.25,
+        layers=1e-4,
     ),
 }
-"""For "cuda" as `bench/plans.py --fit` prints them; for "cpu" products reach 40 % of a guessed peak."""
+"""For "cuda": linear to adapters as `bench/plans.py --fit` prints them; the rest is assumed, since the published runs
+do not tell it apart. weights, logits, network: 80 % of a memory's or a link's speed. layers: 20 kernels of 5 µs. For
+"cpu" products reach 40 % of a guessed peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
     """Costs of decoding one token of each running sequence.
 
-    reading: of weights and cache. compute: of products. layer: seconds of each layer however few sequences run;
-    split_layer: in addition, if several devices share a layer. sequence: seconds of each running sequence, for
+    reading: of weights and cache. compute: of products. step: seconds however small the model and few the sequences.
+    split_layer: seconds of each layer that several devices share. sequence: seconds of each running sequence, for
     scheduling and sampling.
     """
 
     reading: float
     compute: float
-    layer: float = 0.0
+    step: float = 0.0
     split_layer: float = 0.0
     sequence: float = 0.0
 
 
 DECODE_COSTS = {
     "cpu": DecodeCosts(reading=1 / 0.6, compute=2.5),
-    "cuda": DecodeCosts(reading=1.5, compute=2.0, layer=2e-4, split_layer=5e-5, sequence=1e-4),
+    "cuda": DecodeCosts(reading=1.25, compute=2.0, step=1e-3, split_layer=7.5e-5, sequence=7.5e-6),
 }
+"""For "cuda" as `bench/plans.py --fit` prints them, from published rates of decoding; compute is assumed."""
+
+HEAD_FORWARD, HEAD_BACKWARD = 48, 38
+"""Bytes read and written for a logit in a forward and a backward pass of the output head, counted in its code."""
+WIDE_HEAD_FORWARD, WIDE_HEAD_BACKWARD = 44, 72
+"""The same with model.head_dtype=float32 on a GPU: products write float32; gradients are multiplied in two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +110,8 @@ class TrainingStep:
     over each row; a backward pass costs twice a forward pass, or as much with frozen weights. scoring: how many of the
     forward passes save nothing for a backward pass. micro_batches: of one device, per pass. updates: of the optimizer.
     checkpointing: whether the backward pass repeats the forward pass. frozen: whether only adapters are trained.
-    shards: devices that share the weights. dtype_bytes: of a number that is multiplied. shared_by: devices that share
-    each micro-batch. flash_3: FlashAttention 3.
+    shards: devices that share the weights. shared_by: devices that share each micro-batch. dtype_bytes: of a number
+    that is multiplied. wide_head: whether the output head multiplies in float32. flash_3: FlashAttention 3.
     """
 
     rows: float
@@ -117,6 +127,7 @@ class TrainingStep:
     shards: int
     dtype_bytes: int
     shared_by: int = 1
+    wide_head: bool = False
     flash_3: bool = False
 
     @property
@@ -129,6 +140,17 @@ class TrainingStep:
         own, shared = self.prompt + self.completion, self.prompts / self.rows if self.rows else 0.0
         return self.rows * (own**2 - (1 - shared) * self.prompt**2) / 2
 
+    @property
+    def forward(self) -> float:
+        """Forward passes, those that a backward pass repeats included."""
+        return self.scoring + self.epochs * (2 if self.checkpointing else 1)
+
+    @property
+    def logit_bytes(self) -> float:
+        """Bytes read and written for each logit of a completion token."""
+        forward, backward = (WIDE_HEAD_FORWARD, WIDE_HEAD_BACKWARD) if self.wide_head else (HEAD_FORWARD, HEAD_BACKWARD)
+        return forward * (self.scoring + self.epochs) + backward * self.epochs
+
 
 FLOAT32 = 4
 OPTIMIZER_BYTES = 28
@@ -139,28 +161,24 @@ BACKWARD_ATTENTION = 2.5
 
 def training_demand(size: ModelSize, step: TrainingStep, devices: int, speed: Resources, slower: float = 1.0) -> Demand:
     """The work of each of `devices` in a step. slower: how much longer products take than in bfloat16."""
-    again = step.epochs if step.checkpointing else 0.0
-    forward = step.scoring + step.epochs + again
-    backward = step.epochs * (1 if step.frozen else 2)
+    forward, backward = step.forward, step.epochs * (1 if step.frozen else 2)
+    passes = forward + backward
     peak, bandwidth = speed.tflops * 1e12 / slower, speed.bandwidth * 1e12
-    experts = size.experts - size.idle
-    dense = size.multiplied_by_a_token - experts
     tokens, scored = step.tokens / devices, step.rows * step.completion / devices
     head = 2 * size.head * scored * (step.scoring + 2 * step.epochs + backward)  # the backward pass repeats the forward
     pairs = 4 * size.layers * size.attention_width * step.attended / devices
     attention = pairs * (forward + step.epochs * BACKWARD_ATTENTION) / peak
-    passes = forward + backward
     weights = step.dtype_bytes * size.multiplied * step.micro_batches * passes
     states = OPTIMIZER_BYTES * step.updates * size.trained / step.shards
-    numbers = step.dtype_bytes * size.moved * tokens * passes
+    numbers = step.dtype_bytes * tokens * passes / bandwidth
     return Demand(
-        linear=(2 * dense * tokens * passes + head) / peak,
-        experts=2 * experts * tokens * passes / peak,
+        linear=(2 * size.multiplied_by_a_token * tokens * passes + head) / peak,
         attention=0.0 if step.flash_3 else attention,
         attention_3=attention if step.flash_3 else 0.0,
-        traffic=(weights + states + numbers) / bandwidth,
-        adapters=numbers / bandwidth if step.frozen else 0.0,
-        logits=FLOAT32 * size.vocabulary * scored * (step.scoring + 2 * step.epochs) / bandwidth,
+        activations=numbers * size.moved,
+        adapters=numbers * size.adapted,
+        weights=(weights + states) / bandwidth,
+        logits=size.vocabulary * scored * step.logit_bytes / bandwidth,
         network=(network_bytes(size, step, devices) + exchanged_bytes(size, step, devices)) / speed.link,
         layers=size.layers * step.micro_batches * (forward + step.epochs),
     )
@@ -187,7 +205,7 @@ def exchanged_bytes(size: ModelSize, step: TrainingStep, devices: int) -> float:
         return 0.0
     keys = size.kv_heads * sharing // math.gcd(size.kv_heads, sharing)
     numbers = 2 * (size.heads + keys) * size.head_size * size.layers
-    passes = step.scoring + step.epochs * (3 if step.checkpointing else 2)
+    passes = step.forward + step.epochs
     return step.dtype_bytes * numbers * step.tokens / devices * passes * (sharing - 1) / sharing
 
 
@@ -217,8 +235,8 @@ class Decoding:
         reads += self.head_bytes * size.head
         products = 2 * running * (size.multiplied_by_a_token + size.head)
         products += 4 * running * self.context * size.layers * size.attention_width
-        layer = self.costs.layer + (self.costs.split_layer if devices > 1 else 0.0)
-        rest = size.layers * layer + running * self.costs.sequence
+        rest = self.costs.step + running * self.costs.sequence
+        rest += size.layers * self.costs.split_layer if devices > 1 else 0.0
         return self.costs.reading * reads / bandwidth, self.costs.compute * products / peak, rest
 
     def seconds(self, running: float) -> float:

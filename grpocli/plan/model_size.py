@@ -30,6 +30,7 @@ class ModelSize:
     gradient, and whether each is a matrix between embedding and head. quantized: parameters of 4 bits. widest: those of
     the largest layer with such ones. idle: parameters of experts that a token does not go to.
     experts: of all experts. moved: numbers that the products in the decoder layers read and write for a token.
+    adapted: the same of the layers that LoRA adds to.
     """
 
     config: Any
@@ -48,6 +49,7 @@ class ModelSize:
     idle: int = 0
     experts: int = 0
     moved: int = 0
+    adapted: int = 0
 
     @property
     def outside(self) -> int:
@@ -90,7 +92,7 @@ class ModelSize:
     @property
     def head_size(self) -> int:
         text = self.config.get_text_config()
-        return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        return int(getattr(text, "head_dim", None) or text.hidden_size // self.heads)
 
 
 def find_model_size(part: Any) -> ModelSize:
@@ -118,6 +120,7 @@ def find_model_size(part: Any) -> ModelSize:
         idle=_idle(model),
         experts=sum(p.numel() for name, p in model.named_parameters() if EXPERTS in name),
         moved=_moved(layers, model.config),
+        adapted=_adapted(layers),
         trained_shapes=tuple(
             (tuple(p.shape), name in matrices) for name, p in model.named_parameters() if p.requires_grad
         ),
@@ -140,6 +143,12 @@ def _moved(layers: list[torch.nn.Module], config: Any) -> int:
         (name, p) for layer in layers for name, p in layer.named_parameters() if p.dim() >= 2 and "lora_" not in name
     ]
     return sum(sum(p.shape[-2:]) * (chosen if EXPERTS in f".{name}" else 1) for name, p in weights)
+
+
+def _adapted(layers: list[torch.nn.Module]) -> int:
+    """Inputs and outputs, for one token, of the layers with LoRA's updates: A is [rank, in], B [out, rank]."""
+    updates = [(name, p) for layer in layers for name, p in layer.named_parameters() if "lora_" in name]
+    return sum(p.shape[1] if "lora_A" in name else p.shape[0] for name, p in updates)
 
 
 def quantized_linear(model: Any, part: Any) -> list[torch.nn.Linear]:

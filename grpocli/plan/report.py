@@ -136,8 +136,8 @@ def assumptions(plan: Plan) -> list[str]:
 def _efficiency(kind: str) -> str:
     costs, decoding = COSTS[kind], DECODE_COSTS[kind]
     return (
-        f"training reaches {1 / costs.linear:.0%} of the peak in products with weights, {1 / costs.attention:.0%} in "
-        f"attention; decoding {1 / decoding.reading:.0%} of the bandwidth"
+        f"products with weights take {costs.linear:.3g} times their time at the peak, attention {costs.attention:.3g} "
+        f"times; decoding reads memory in {decoding.reading:.3g} times its time (docs/plan.md)"
     )
 
 

@@ -232,14 +232,19 @@ def speeds_of_runs(runs: Iterable[Path], slots: int, trainers: int) -> Speeds:
     """
     steps = [step for run in runs for step in _measured_steps(run)]
     columns = np.array([[max(step.lengths), sum(step.lengths) / step.servers] for step in steps], dtype=float)
-    first, each = nonnegative_fit(columns, np.array([step.row["time/rollout"] for step in steps]))
-    update = statistics.median(step.row["time/train"] * step.processes / sum(step.lengths) for step in steps)
+    first, each = nonnegative_fit(columns, np.array([step.seconds("rollout") for step in steps]))
+    update = statistics.median(step.seconds("train") * step.processes / sum(step.lengths) for step in steps)
     return Speeds(
         decode=[0.0, *(float(first + each * n) for n in range(1, slots + 1))],
-        reward=statistics.median(step.row["time/reward"] for step in steps),
+        reward=statistics.median(step.seconds("reward") for step in steps),
+        update=max(0.0, statistics.median(step.row["time/step"] - sum(map(step.seconds, PARTS)) for step in steps)),
         update_token=update / trainers,
-        sync=statistics.median(step.row.get("time/sync", 0.0) for step in steps),
+        sync=statistics.median(step.seconds("sync") for step in steps),
     )
+
+
+PARTS = ("rollout", "reward", "train", "sync")
+"""Of a measured step; the rest of it, such as files and metrics, takes the same time however many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +253,9 @@ class _MeasuredStep:
     lengths: list[int]
     servers: int
     processes: int
+
+    def seconds(self, part: str) -> float:
+        return float(self.row.get(f"time/{part}", 0.0))
 
 
 def _measured_steps(run: Path) -> list[_MeasuredStep]:
@@ -290,7 +298,7 @@ def nonnegative_fit(columns: Any, values: Any) -> Any:
 def _speeds_text(job: Job, options: Options) -> str:
     speeds, most = job.speeds, min(job.slots, math.ceil(job.prompts / job.servers) * job.group)
     most = min(most, len(speeds.decode) - 1)
-    source = f"of {', '.join(options.speeds)}" if options.speeds else "planned"
+    source = f"of {', '.join(options.speeds)}" if options.speeds else "planned, not measured (--speeds RUN)"
     return (
         f"{source}: {1 / speeds.decode[1]:,.0f} tokens/s for one sequence of a server, "
         f"{most / speeds.decode[most]:,.0f} for {most:,}; update {speeds.update:.3g} s and "

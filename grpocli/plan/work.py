@@ -112,6 +112,7 @@ def training_step(inputs: PlanInputs, prompt: float | None = None, completion: f
         shards=inputs.shards,
         dtype_bytes=inputs.dtype_bytes,
         shared_by=run.hardware.context_parallel,
+        wide_head=inputs.wide_head,
         flash_3=run.model.attention == "flash_attention_3",
     )
 
@@ -161,8 +162,7 @@ def _passes(inputs: PlanInputs) -> tuple[float, float]:
     A backward pass costs two: gradients of activations, and of weights unless LoRA freezes them.
     """
     step = training_step(inputs)
-    again = step.epochs if step.checkpointing else 0
-    return step.scoring + step.epochs + again, step.epochs * (1 if step.frozen else 2)
+    return step.forward, step.epochs * (1 if step.frozen else 2)
 
 
 def _reference_passes(inputs: PlanInputs) -> float:

@@ -17,17 +17,20 @@ from typing import Any
 import pytest
 import torch
 from tables import table
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from grpocli.cli.plan import EXAMPLES, _parser
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
-from grpocli.plan.efficiency import COSTS
+from grpocli.plan.efficiency import COSTS, HEAD_BACKWARD, HEAD_FORWARD
 from grpocli.plan.model_size import find_model_size
 from grpocli.plan.plan import Plan, make_plan
 from grpocli.plan.resources import GIB, DeviceOptions
 from grpocli.plan.trace import AllocationTracker
 from grpocli.plan.work import step_demand
+from grpocli.training.logprobs import Targets, scoring
+from grpocli.types import Sampling
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -479,3 +482,32 @@ def test_processes_that_share_micro_batches_exchange_heads(on_gpus: list[str]) -
     exchanged = of_a_token * alone.work.tokens / 4 * 2 / 2  # of four processes; forward and backward; half stays
     before, after = (plan.work.seconds["training: network"] for plan in (alone, shared))
     assert after - before == pytest.approx(COSTS["cuda"].network * exchanged / alone.resources.link)
+
+
+class LogitTraffic(TorchDispatchMode):
+    """Counts the bytes of logits that operations read and write, beside the factors of products."""
+
+    def __init__(self, logits: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.logits, self.bytes = logits, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        elementwise = name in ("sub_", "exp", "exp_", "mul_", "sum", "amax", "_to_copy")
+        tensors = [*args, made] if elementwise else [made] if name == "mm" else []
+        self.bytes += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor) and t.numel() == self.logits)
+        return made
+
+
+def test_the_bytes_of_logits_are_those_of_the_head() -> None:
+    tokens, vocabulary = 64, 512
+    head = torch.nn.Linear(16, vocabulary, bias=False, dtype=torch.bfloat16)
+    hidden = torch.randn(tokens, 16, dtype=torch.bfloat16, requires_grad=True)
+    targets = Targets(torch.zeros(tokens, dtype=torch.long), None, Sampling(1), on_cpu=False)
+    with scoring(head, targets), LogitTraffic(tokens * vocabulary) as forward:
+        scores = head(hidden)
+    with LogitTraffic(tokens * vocabulary) as backward:
+        scores[..., 0].sum().backward()
+    assert forward.bytes / (tokens * vocabulary) == HEAD_FORWARD
+    assert backward.bytes / (tokens * vocabulary) == HEAD_BACKWARD

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import astuple
+from collections.abc import Iterable
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from grpocli.plan.efficiency import COSTS, DECODE_COSTS
+
+DECODING, TRAINING = DECODE_COSTS["cuda"], COSTS["cuda"]
+OUTSIDE = {  # rates and steps beyond a factor of 1.5, as docs/plan.md says
+    "Qwen3-30B-A3B A100, 1 sequence",
+    "Llama3.1-8B 16 GPUs 1 step off",
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +30,12 @@ def plans() -> ModuleType:
     return plans
 
 
+def within(ratios: Iterable[float], factor: float = 1.5) -> list[bool]:
+    return [1 / factor <= ratio <= factor for ratio in ratios]
+
+
 def test_the_rule_judges_half_of_the_rows_and_no_fitted_one(plans: ModuleType) -> None:
-    for table in ("training", "steps"):
+    for table in ("training", "decode", "steps"):
         rows = plans.PUBLISHED[table]["rows"]
         fit, judged = plans.halves(rows)
         assert len(fit) + len(judged) == len(rows)
@@ -33,16 +44,53 @@ def test_the_rule_judges_half_of_the_rows_and_no_fitted_one(plans: ModuleType) -
 
 
 @pytest.mark.survival
-def test_the_fit_gives_the_costs_of_the_program(plans: ModuleType, tmp_path: Path) -> None:
+def test_the_fit_of_training_gives_the_costs_of_the_program(plans: ModuleType, tmp_path: Path) -> None:
     fit, _ = plans.halves(plans.PUBLISHED["training"]["rows"])
-    found = plans.fit_training(fit, tmp_path)
-    assert astuple(found) == pytest.approx(astuple(COSTS["cuda"]), rel=0.01, abs=1e-4)
+    assert astuple(plans.fit_training(fit, tmp_path)) == pytest.approx(astuple(plans.their_costs()), rel=0.01)
 
 
 @pytest.mark.survival
-def test_most_judged_rows_are_within_the_stated_factor(plans: ModuleType, tmp_path: Path) -> None:
-    costs = COSTS["cuda"]
+def test_nine_of_ten_judged_training_rows_are_within_the_stated_factor(plans: ModuleType, tmp_path: Path) -> None:
     _, judged = plans.halves(plans.PUBLISHED["training"]["rows"])
-    ratios = [plans.demand_of(row, tmp_path).seconds(costs) / row["seconds"] for row in judged]
-    assert sum(1 / 1.5 <= ratio <= 1.5 for ratio in ratios) >= 0.9 * len(ratios)
-    assert DECODE_COSTS["cuda"].reading >= 1, "no faster than the memory"
+    costs = plans.their_costs()
+    fine = within(plans.demand_of(row, tmp_path).seconds(costs) / row["seconds"] for row in judged)
+    assert sum(fine) >= 0.9 * len(fine)
+
+
+@pytest.mark.survival
+def test_the_fit_of_decoding_gives_the_costs_of_the_program(plans: ModuleType, tmp_path: Path) -> None:
+    fit, _ = plans.halves(plans.PUBLISHED["decode"]["rows"])
+    found = plans.fit_decoding(fit, tmp_path)
+    assert found == DECODING
+    assert found.sequence <= 2e-5, "a server's rate is not the same for every model"
+
+
+@pytest.mark.survival
+def test_decoding_rates_are_within_the_stated_factor(plans: ModuleType, tmp_path: Path) -> None:
+    rows = plans.PUBLISHED["decode"]["rows"]
+    fine = within(plans.decode_ratio(row, tmp_path, DECODING) for row in rows)
+    assert {row["name"] for row, good in zip(rows, fine, strict=True) if not good} <= OUTSIDE
+
+
+@pytest.mark.survival
+def test_a_server_of_a_small_model_generates_tens_of_thousands_of_tokens(plans: ModuleType, tmp_path: Path) -> None:
+    """No cost of a sequence or layer limits every model to the same rate."""
+    row = next(row for row in plans.PUBLISHED["decode"]["rows"] if row["model"] == "qwen2.5-0.5b")
+    decoder = replace(plans.decoder_of(row | {"device": "H100"}, tmp_path, DECODING), context=512)
+    assert 1024 / decoder.seconds(1024) > 30_000
+
+
+@pytest.mark.survival
+def test_whole_steps_are_within_the_stated_factor_with_one_fitted_overhead(plans: ModuleType, tmp_path: Path) -> None:
+    rows = plans.PUBLISHED["steps"]["rows"]
+    fit, _ = plans.halves(rows)
+    assert plans.fit_overhead(fit, tmp_path, DECODING, TRAINING) == pytest.approx(plans.OVERHEAD, abs=0.01)
+    steps = [plans.step_seconds(row, tmp_path, DECODING, TRAINING, plans.OVERHEAD) / row["seconds"] for row in rows]
+    assert {row["name"] for row, good in zip(rows, within(steps), strict=True) if not good} <= OUTSIDE
+
+
+@pytest.mark.survival
+def test_the_overlap_of_other_machines_is_not_planned_within_the_stated_factor(plans: ModuleType) -> None:
+    """A failure that docs/plan.md states; a model that mends it has to change the page."""
+    rows = plans.PUBLISHED["overlap"]["rows"]
+    assert sum(within(plans.overlap_seconds(row) / row["step"] for row in rows)) == 2

@@ -40,6 +40,7 @@ def write_run(folder: Path, lengths: list[list[int]], first: float, each: float,
         pq.write_table(pa.table({"length": own}), folder / "rollouts" / f"step_{step:06d}.parquet")
         seconds, _ = generate(np.array([own]), 1, len(own), [0.0, *(first + each * n for n in range(1, len(own) + 1))])
         times = {"time/rollout": seconds, "time/train": 1e-3 * sum(own), "time/reward": 0.25, "time/sync": 0.5}
+        times["time/step"] = sum(times.values()) + 0.125
         rows.append(json.dumps({"step": step, **times}))
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
 
@@ -53,6 +54,7 @@ def test_speeds_of_a_run_are_those_that_it_had(tmp_path: Path) -> None:
     assert speeds.decode[64] == pytest.approx(0.084, rel=0.01)
     assert speeds.update_token == pytest.approx(0.5e-3)
     assert (speeds.sync, speeds.reward) == (0.5, 0.25)
+    assert speeds.update == pytest.approx(0.125)
 
 
 def test_a_fit_has_no_negative_coefficients() -> None:
