@@ -150,7 +150,7 @@ def expert_adapters(row: Row, folder: Path) -> float:
     experts = size.experts // (3 * text.hidden_size * text.moe_intermediate_size)  # of all layers; three matrices each
     numbers = experts * 3 * row["lora_rank"] * widths
     held = FLOAT32 * (ADAPTERS + 3) * numbers / row["gpus"]
-    return held + 2 * BFLOAT16 * ADAPTERS * numbers / size.layers
+    return float(held + 2 * BFLOAT16 * ADAPTERS * numbers / size.layers)
 
 
 def step_plan(row: Row, folder: Path) -> Plan:
@@ -229,7 +229,7 @@ def _lengths(mean: float, spread: float, longest: int) -> LogNormal:
 
 def step_seconds(row: Row, folder: Path, costs: DecodeCosts, training: Demand, overhead: float = 0.0) -> float:
     job = step_job(row, folder, costs, training)
-    return (1 + overhead) * simulate(job, 5).step_seconds / (row["staleness"] + 1)
+    return float((1 + overhead) * simulate(job, 5).step_seconds / (row["staleness"] + 1))
 
 
 def fit_overhead(rows: Sequence[Row], folder: Path, costs: DecodeCosts, training: Demand) -> float:
@@ -247,7 +247,7 @@ def decoder_of(row: Row, folder: Path, costs: DecodeCosts) -> Decoding:
 
 def decode_ratio(row: Row, folder: Path, costs: DecodeCosts) -> float:
     """Planned and published time for a token of each sequence."""
-    return 1e3 * decoder_of(row, folder, costs).seconds(row["sequences"]) / row["ms"]
+    return float(1e3 * decoder_of(row, folder, costs).seconds(row["sequences"]) / row["ms"])
 
 
 def fit_decoding(rows: Sequence[Row], folder: Path) -> DecodeCosts:
