@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -82,16 +83,23 @@ def chosen(names: str) -> list[Experiment]:
 
 def machine_facts(python: str) -> dict[str, Any]:
     """What `machine.py` finds, in another process, since it imports torch."""
-    pipe = subprocess.PIPE
-    asked = subprocess.Popen([python, str(HERE / "machine.py")], stdout=pipe, stderr=pipe, text=True, env=environment())
-    try:
-        out, err = asked.communicate(timeout=FACTS)
-    except subprocess.TimeoutExpired:
-        asked.kill()  # and not waited for: even then it may wait for the GPU's driver
-        raise SystemExit(f"{python} did not say within {FACTS:g} s what this machine has: does nvidia-smi?") from None
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        asked = subprocess.Popen([python, str(HERE / "machine.py")], stdout=out, stderr=err, env=environment())
+        try:
+            asked.wait(FACTS)
+        except subprocess.TimeoutExpired:
+            asked.kill()
+            with suppress(subprocess.TimeoutExpired):
+                asked.wait(END)  # even then it may wait for the GPU's driver
+            raise SystemExit(
+                f"{python} did not say within {FACTS:g} s what this machine has: does nvidia-smi?"
+            ) from None
+        out.seek(0)
+        err.seek(0)
+        said, problems = out.read(), err.read()
     if asked.returncode:
-        raise SystemExit(f"{python} cannot run the experiments:\n{err[-2000:]}")
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+        raise SystemExit(f"{python} cannot run the experiments:\n{problems[-2000:]}")
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 

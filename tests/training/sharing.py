@@ -80,7 +80,7 @@ def taught(world: World, folder: Path) -> dict[str, Any]:
     updater = Updater(world, policy, teachers, algorithm, optim, optimizer, train, SAMPLING, 10)
     metrics = updating.train_step(updater, rows(), 3)
     others = [row for row in rows() if row.task == "b"]
-    later = updating.train_step(updater, others, 1, step=2)
+    later = updating.train_step(updater, others, 3, step=2)
     server.close()
     return {"metrics": metrics, "later": later, "weights": updating.whole(policy), "asked": server.scored}
 
