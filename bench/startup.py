@@ -26,6 +26,8 @@ GRPOCLI = str(Path(sys.executable).with_name("grpocli"))
 FLOOR = "from transformers import LlamaForCausalLM"
 STAGES = ("starting engine", "loading libraries", "loading the data", "loading the model", "syncing", "evaluating")
 SAMPLES = "evaluating"
+SMALL = ("rollout.prompts_per_step=2", "rollout.group_size=2", "eval.problems=4", "checkpoint.every=0")
+"""So that the step after the first token does not take minutes."""
 LONGEST_START = 600
 """Seconds that vLLM's server may take."""
 
@@ -97,7 +99,7 @@ def main() -> None:
     floor = statistics.median(seconds([sys.executable, "-c", FLOOR]) for _ in range(args.rounds))
     print(f"\nan empty Python that imports torch and the model's class: {floor:.2f} s\n")
     if args.vllm:
-        table(args.rounds, "engine=vllm", "model=hf", f"model.path={args.vllm}")
+        table(args.rounds, "engine=vllm", "recipe=multiplication", f"model.path={args.vllm}", *SMALL)
         alone = statistics.median(vllm_alone(args.vllm) for _ in range(args.rounds))
         print(f"\nvLLM's own server until it answers: {alone:.2f} s")
 
