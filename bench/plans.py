@@ -61,6 +61,11 @@ def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     return fit, [row for row in rows if row not in fit]
 
 
+def half_of(row: Row, rows: Sequence[Row]) -> str:
+    """What the row is used for, as the tables say it."""
+    return "fitted" if row in halves(rows)[0] else "judged"
+
+
 def _fits(row: Row) -> bool:
     return row.get("device", "H100") in FITTED_ON
 
@@ -305,7 +310,7 @@ def overlap_seconds(row: Row) -> float:
 
 def training_table(folder: Path) -> list[str]:
     rows = PUBLISHED["training"]["rows"]
-    judged, costs = halves(rows)[1], their_costs()
+    costs = their_costs()
     lines = [
         "| run | GPU | | planned, s | published, s | ratio | model left out | planned, GiB | published, GiB | ratio |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -318,7 +323,7 @@ def training_table(folder: Path) -> list[str]:
             planned = planned_memory(row, folder) / GIB
             memory = f"{planned:.1f} | {row['memory_gib']:.1f} | {planned / row['memory_gib']:.2f}"
         lines.append(
-            f"| {row['name']} | {row['device']} | {'judged' if row in judged else 'fitted'} | {seconds:.2f} | "
+            f"| {row['name']} | {row['device']} | {half_of(row, rows)} | {seconds:.2f} | "
             f"{row['seconds']:.2f} | {seconds / row['seconds']:.2f} | {unseen:.2f} | {memory} |"
         )
     return lines
@@ -326,16 +331,15 @@ def training_table(folder: Path) -> list[str]:
 
 def steps_table(folder: Path) -> list[str]:
     rows = PUBLISHED["steps"]["rows"]
-    judged = halves(rows)[1]
     lines = [
         "| run on H100 | | simulated, s | published, s | ratio | ratio with the overhead |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
         seconds = step_seconds(row, folder, DECODE_COSTS["cuda"], COSTS["cuda"])
-        kind, ratio = "judged" if row in judged else "fitted", seconds / row["seconds"]
+        ratio = seconds / row["seconds"]
         lines.append(
-            f"| {row['name']} | {kind} | {seconds:.1f} | {row['seconds']} | {ratio:.2f} | "
+            f"| {row['name']} | {half_of(row, rows)} | {seconds:.1f} | {row['seconds']} | {ratio:.2f} | "
             f"{(1 + OVERHEAD) * ratio:.2f} |"
         )
     return lines
@@ -343,11 +347,10 @@ def steps_table(folder: Path) -> list[str]:
 
 def decode_table(folder: Path) -> list[str]:
     rows = PUBLISHED["decode"]["rows"]
-    judged = halves(rows)[1]
     lines = ["| server | | planned, ms | published, ms | ratio |", "|---|---|---|---|---|"]
     for row in rows:
-        ratio, kind = decode_ratio(row, folder, DECODE_COSTS["cuda"]), "judged" if row in judged else "fitted"
-        lines.append(f"| {row['name']} | {kind} | {ratio * row['ms']:.2f} | {row['ms']:.2f} | {ratio:.2f} |")
+        ratio, half = decode_ratio(row, folder, DECODE_COSTS["cuda"]), half_of(row, rows)
+        lines.append(f"| {row['name']} | {half} | {ratio * row['ms']:.2f} | {row['ms']:.2f} | {ratio:.2f} |")
     return lines
 
 

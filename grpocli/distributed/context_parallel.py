@@ -55,7 +55,7 @@ class ContextParallel:
         return self.rank == 0
 
     def from_first(self, items: Sequence[T]) -> list[T]:
-        """The items of the first of the processes, in all of them. At least one."""
+        """The items of the first of the processes, in all of them. items: at least one."""
         box = list(items)
         torch.distributed.broadcast_object_list(box, group=self.group, group_src=0)
         return box
