@@ -49,7 +49,9 @@ while True:
         if (run / "engine" / "over").exists() or asked:
             leave(0)
     elif rank == 0:
-        (run / "step").write_text(str(step() + 1))
+        # Some tests kill it at any time, and the next start reads what this one wrote.
+        (run / "step.new").write_text(str(step() + 1))
+        (run / "step.new").replace(run / "step")
         if (run / "stop").exists() or (asked and not mine.get("deaf")):
             (run / "again").touch()
             leave(3)
