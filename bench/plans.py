@@ -1,9 +1,9 @@
 """Plans beside published figures of other frameworks: `python bench/plans.py [--fit] [--write]`.
 
 `bench/published.json` has the figures, their configs and sources. Half of the rows fit the
-costs in `grpocli/plan/efficiency.py`, the other half judges them. The rule: rows with the same name (the same work on
-other GPUs) belong together; of the names in alphabetical order the first, third, ... fit, the second, fourth, ...
-judge. Rows on an A6000 or A100 never fit.
+costs in `grpocli/plan/efficiency.py`, the other half is held out. The rule: rows with the same name (the same work on
+other GPUs) belong together; of the names in alphabetical order the first, third, ... are fitted, the second,
+fourth, ... held out. Rows on an A6000 or A100 are always held out.
 
 Prints the tables as Markdown. --fit prints the costs that the fit gives. --write puts the tables into docs/plan.md.
 """
@@ -54,7 +54,7 @@ OVERHEAD = 0.36
 
 
 def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """The rows that fit and those that judge, by the rule above."""
+    """The fitted rows and those held out, by the rule above."""
     names = sorted({row["name"] for row in rows if _fits(row)})
     fitting = set(names[::2])
     fit = [row for row in rows if row["name"] in fitting and _fits(row)]
@@ -63,7 +63,7 @@ def halves(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 def half_of(row: Row, rows: Sequence[Row]) -> str:
     """What the row is used for, as the tables say it."""
-    return "fitted" if row in halves(rows)[0] else "judged"
+    return "fitted" if row in halves(rows)[0] else "held out"
 
 
 def _fits(row: Row) -> bool:
@@ -395,23 +395,23 @@ def main() -> None:
 
 
 def print_fit(folder: Path) -> None:
-    fit, judge = halves(PUBLISHED["training"]["rows"])
+    fit, held_out = halves(PUBLISHED["training"]["rows"])
     costs = fit_training(fit, folder)
     print("training:", _rounded(costs))
-    print("training, fitted to the other half:", _rounded(fit_training([r for r in judge if _fits(r)], folder)))
-    for title, rows in (("fitted", fit), ("judged", judge)):
+    print("training, fitted to the other half:", _rounded(fit_training([r for r in held_out if _fits(r)], folder)))
+    for title, rows in (("fitted", fit), ("held out", held_out)):
         print(title, *(f"{ratio:.2f}" for ratio in (demand_of(r, folder).seconds(costs) / r["seconds"] for r in rows)))
-    fit, judge = halves(PUBLISHED["decode"]["rows"])
+    fit, held_out = halves(PUBLISHED["decode"]["rows"])
     decoding = fit_decoding(fit, folder)
     print("decoding:", asdict(decoding))
-    print("decoding, fitted to the other half:", asdict(fit_decoding([r for r in judge if _fits(r)], folder)))
-    for title, rows in (("fitted", fit), ("judged", judge)):
+    print("decoding, fitted to the other half:", asdict(fit_decoding([r for r in held_out if _fits(r)], folder)))
+    for title, rows in (("fitted", fit), ("held out", held_out)):
         print(title, *(f"{decode_ratio(r, folder, decoding):.2f}" for r in rows))
     steps, others = halves(PUBLISHED["steps"]["rows"])
     training = replace(costs, logits=COSTS["cuda"].logits)
     overhead = fit_overhead(steps, folder, decoding, training)
     print(f"overhead of steps: {overhead:.3f}")
-    for title, rows in (("fitted", steps), ("judged", others)):
+    for title, rows in (("fitted", steps), ("held out", others)):
         print(title, *(f"{step_seconds(r, folder, decoding, training, overhead) / r['seconds']:.2f}" for r in rows))
 
 

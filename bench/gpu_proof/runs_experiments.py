@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 
-from experiment import Measured, Setting, at_least, at_most, experiment
+from experiment import Measured, Setting, at_least, at_most, between, experiment
 from training_runs import apart, command, differences, fresh, mean, median, metrics, model_keys, output, train
 
 RESUMED = ["eval.problems=0", "checkpoint.every=1", "rollout.prompts_per_step=8", "rollout.group_size=8"]
@@ -57,6 +57,7 @@ def pretrained_model(setting: Setting) -> Measured:
     ),
     at_most("weights", 1e-3, "largest difference of the final weights"),
     at_most("steps_before_the_kill", 4, "steps before the kill, of 5"),
+    between("steps", 5, 5, "steps of both together"),
     seconds=240,
 )
 def kill_and_resume(setting: Setting) -> Measured:
@@ -75,7 +76,7 @@ def kill_and_resume(setting: Setting) -> Measured:
     own, usual = found["weights"], repeated["weights"]
     return {
         "steps_before_the_kill": steps,
-        "steps": found["steps"],
+        "steps": len(metrics(folder)),
         "other_metrics": found["metrics"],
         "weights": own,
         "weights_of_a_repeat": usual,

@@ -89,7 +89,7 @@ def differences(one: Path, other: Path) -> dict[str, Any]:
     weights, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
     apart = [float((weights[name].double() - theirs[name].double()).abs().max()) for name in weights]
     names = sorted({k for a, b in zip(rows, others, strict=False) for k in a.keys() | b.keys() if a.get(k) != b.get(k)})
-    return {"steps": [len(rows), len(others)], "metrics": names, "weights": max(apart)}
+    return {"metrics": names, "weights": max(apart)}
 
 
 def _repeatable(row: dict[str, Any]) -> dict[str, Any]:

@@ -34,12 +34,12 @@ def within(ratios: Iterable[float], factor: float = 1.5) -> list[bool]:
     return [1 / factor <= ratio <= factor for ratio in ratios]
 
 
-def test_the_rule_judges_half_of_the_rows_and_no_fitted_one(plans: ModuleType) -> None:
+def test_the_rule_holds_out_half_of_the_rows_and_no_fitted_one(plans: ModuleType) -> None:
     for table in ("training", "decode", "steps"):
         rows = plans.PUBLISHED[table]["rows"]
-        fit, judged = plans.halves(rows)
-        assert len(fit) + len(judged) == len(rows)
-        assert not {row["name"] for row in fit} & {row["name"] for row in judged}
+        fit, held_out = plans.halves(rows)
+        assert len(fit) + len(held_out) == len(rows)
+        assert not {row["name"] for row in fit} & {row["name"] for row in held_out}
         assert 0.4 <= len(fit) / len(rows) <= 0.6
 
 
@@ -50,10 +50,10 @@ def test_the_fit_of_training_gives_the_costs_of_the_program(plans: ModuleType, t
 
 
 @pytest.mark.survival
-def test_nine_of_ten_judged_training_rows_are_within_the_stated_factor(plans: ModuleType, tmp_path: Path) -> None:
-    _, judged = plans.halves(plans.PUBLISHED["training"]["rows"])
+def test_nine_of_ten_held_out_training_rows_are_within_the_stated_factor(plans: ModuleType, tmp_path: Path) -> None:
+    _, held_out = plans.halves(plans.PUBLISHED["training"]["rows"])
     costs = plans.their_costs()
-    fine = within(plans.demand_of(row, tmp_path).seconds(costs) / row["seconds"] for row in judged)
+    fine = within(plans.demand_of(row, tmp_path).seconds(costs) / row["seconds"] for row in held_out)
     assert sum(fine) >= 0.9 * len(fine)
 
 
