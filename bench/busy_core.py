@@ -6,6 +6,7 @@ Markdown rows of median seconds per step.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -47,6 +48,7 @@ def row(name: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"| | {' | '.join(WAITING)} | ratio |\n|---|---|---|---|")
     print(row("alone"))
     with busy_core():

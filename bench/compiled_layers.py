@@ -8,6 +8,7 @@ about 64. Prints a Markdown row for each model: medians of `ROUNDS`, the ratio o
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import sys
@@ -60,11 +61,14 @@ def seconds(policy: Policy, number: int) -> float:
 
 
 def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("models", nargs="*", metavar="MODEL", choices=MODELS, help=f"of {', '.join(MODELS)}")
+    models = cli.parse_args().models or ["0.4M", "smollm2-135m"]
     world = World(Single(device="cuda" if torch.cuda.is_available() else "cpu"))
     print(
         "| model, dtype | plain, s | compiled, s | ratio (smallest to largest) | to compile, s |\n|---|---|---|---|---|"
     )
-    for name in sys.argv[1:] or ["0.4M", "smollm2-135m"]:
+    for name in models:
         for dtype in (torch.float32, torch.bfloat16):
             plain, compiled = (a_policy(MODELS[name], world, dtype) for _ in range(2))
             start = time.perf_counter()

@@ -7,6 +7,7 @@ operations. Figures are CPU seconds, which other programs disturb less than wall
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def milliseconds(run: Callable[[], None]) -> tuple[float, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"

@@ -6,9 +6,9 @@ modeling/math_equivalence.py of github.com/hendrycks/math.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,10 @@ PAIRS = Path(__file__).parents[1] / "tests" / "rewards" / "answer_pairs.jsonl"
 
 
 def main() -> None:
-    graders = {"math": _math, "math_verify": _math_verify, "is_equiv": _is_equiv(sys.argv[1])}
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("is_equiv", metavar="FILE", help="math_equivalence.py")
+    file = cli.parse_args().is_equiv
+    graders = {"math": _math, "math_verify": _math_verify, "is_equiv": _is_equiv(file)}
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[str] = Counter()
     pairs = [json.loads(line) for line in PAIRS.read_text("utf-8").splitlines()]

@@ -8,11 +8,14 @@ which keeps much of it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 GRPOCLI = str(Path(sys.executable).with_name("grpocli"))
@@ -133,8 +136,15 @@ def planned(overrides: list[str]) -> float:
     return float(whole / found["trainers"])
 
 
+def quoted(names: Iterable[str]) -> str:
+    """Names with spaces as arguments of a command."""
+    return ", ".join(map(shlex.quote, names))
+
+
 def main() -> None:
-    chosen = sys.argv[1:] or list(CASES)
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("cases", nargs="*", metavar="CASE", choices=CASES, help=f"of {quoted(CASES)}")
+    chosen = cli.parse_args().cases or list(CASES)
     libraries = {gives_back: peak([*SHORT, *LEAST], gives_back) for gives_back in (True, False)}
     print(f"libraries: {libraries[True] / GIB:.2f} GiB, with glibc's default {libraries[False] / GIB:.2f} GiB\n")
     print(

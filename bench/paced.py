@@ -7,6 +7,7 @@ hardly change the times of a run. `algorithm/objective=bench/paced.py:Paced` sle
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import heapq
 import sys
@@ -117,5 +118,6 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     serve()

@@ -15,8 +15,9 @@ import functools
 import itertools
 import json
 import math
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,14 @@ def overlap_table() -> list[str]:
     return lines
 
 
+TABLES: dict[str, Callable[[Path], list[str]]] = {
+    "training": training_table,
+    "decode": decode_table,
+    "steps": steps_table,
+    "overlap": lambda _: overlap_table(),
+}
+
+
 def write_table(key: str, text: str) -> None:
     """Replace the table between a page's markers `<!-- KEY -->` and `<!-- end -->`."""
     before, begin, rest = PAGE.read_text().partition(f"<!-- {key} -->\n")
@@ -381,17 +390,12 @@ def main() -> None:
         if args.fit:
             print_fit(folder)
             return
-        tables = {
-            "training": training_table(folder),
-            "decode": decode_table(folder),
-            "steps": steps_table(folder),
-            "overlap": overlap_table(),
-        }
-    for key, lines in tables.items():
-        text = "\n".join(lines)
-        print(f"\n## {key}\n\n{text}")
-        if args.write:
-            write_table(key, text)
+        for key, table in TABLES.items():
+            print(f"planning {len(PUBLISHED[key]['rows'])} rows of {key} ...", file=sys.stderr)
+            text = "\n".join(table(folder))
+            print(f"\n## {key}\n\n{text}", flush=True)
+            if args.write:
+                write_table(key, text)
 
 
 def print_fit(folder: Path) -> None:

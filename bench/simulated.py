@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -172,10 +173,11 @@ def measure(name: str, case: Case, args: argparse.Namespace, folder: Path) -> No
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("cases", nargs="*", metavar="CASE", help=f"one of {', '.join(CASES)}; default: all")
+    names = ", ".join(map(shlex.quote, CASES))
+    cli.add_argument("cases", nargs="*", metavar="CASE", choices=CASES, help=f"of {names}; all by default")
     cli.add_argument("--model", default="", help="a folder with SmolLM2-135M, or another small model")
-    cli.add_argument("--steps", type=int, default=8)
-    cli.add_argument("--rounds", type=int, default=1)
+    cli.add_argument("--steps", type=int, default=8, help="of each run (8)")
+    cli.add_argument("--rounds", type=int, default=1, help="rows of each case (1)")
     args = cli.parse_args()
     print("| case | measured run, s | simulated, s | predicted run, s | simulated, s | simulated / predicted run |")
     print("|---|---|---|---|---|---|", flush=True)

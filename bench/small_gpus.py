@@ -9,13 +9,13 @@ libraries). The step time is the median after the first two steps; it means some
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
-from memory import GIB, LEAST, SHORT, peak, planned
+from memory import GIB, LEAST, SHORT, peak, planned, quoted
 
 STEPS = 20
 LORA = ["model.lora.rank=16", "optim.lr=2e-4"]
@@ -31,7 +31,11 @@ RECIPE += ["hardware.device=cpu", "model.dtype=bfloat16", "eval.problems=0"]
 
 
 def main() -> None:
-    model, *given = sys.argv[1:]
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("model", metavar="FOLDER_OF_SMOLLM2")
+    cli.add_argument("kinds", nargs="*", metavar="KIND", choices=KINDS, help=f"of {quoted(KINDS)}")
+    args = cli.parse_args()
+    model, given = args.model, args.kinds
     libraries = peak([*SHORT, *LEAST]) / GIB
     print(f"libraries: {libraries:.2f} GiB\n")
     print(

