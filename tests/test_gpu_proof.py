@@ -218,6 +218,89 @@ def test_results_of_a_cpu_do_not_reach_the_page(proof: ModuleType, tmp_path: Pat
         page.render([found.path])
 
 
+def test_texts_of_results_are_data(proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import page
+    from experiment import EXPECTED, FAILED, Results, outcome
+
+    evil = "\x1b[31mred\x07<script>alert(1)</script>|[a](javascript:x)\u202e"
+    machine = dict.fromkeys(("device", "driver", "torch", "commit"), evil)
+    found = Results(tmp_path / "results.json")
+    found.put("settings", outcome(EXPECTED, machine, "cuda", measured={"speed": evil}, reason=evil))
+    found.put("capabilities", outcome(FAILED, machine, "cuda", reason=evil, log=f"{evil}\n```\n# head"))
+    copy = tmp_path / "gpu.md"
+    copy.write_text(page.PAGE.read_text())
+    monkeypatch.setattr(page, "PAGE", copy)
+    monkeypatch.setattr(page, "DATA", tmp_path / "gpu.json")
+    page.render([found.path])
+    page.write_page(found, tmp_path / "results.md")
+    for text in (copy.read_text(), (tmp_path / "results.md").read_text()):
+        assert "alert(1)" in text
+        assert not [bad for bad in ("\x1b", "\x07", "\u202e", "<script", "[a](", "\n# head", "\n```\n#") if bad in text]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"half": ',
+        "",
+        "[]",
+        "null",
+        '{"schema": 2, "experiments": {}}',
+        '{"schema": 1, "experiments": []}',
+        '{"schema": 1, "experiments": {"settings": {"verdict": "as expected"}}}',
+        "\udcff",
+        "[" * 100_000,
+    ],
+)
+def test_damaged_results_are_refused_in_a_sentence(proof: ModuleType, tmp_path: Path, text: str) -> None:
+    from experiment import Results
+
+    file = tmp_path / "results.json"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(SystemExit, match="damaged or of another version"):
+        Results(file)
+
+
+def test_a_size_or_verdict_that_is_none_is_refused(proof: ModuleType, tmp_path: Path) -> None:
+    from experiment import EXPECTED, Results, outcome
+
+    for change in ({"size": "small, no"}, {"verdict": "fine"}, {"machine": {"device": 3}}, {"laws": [1]}):
+        Results(file := tmp_path / "results.json").put(
+            "settings", outcome(EXPECTED, {"device": "GPU"}, "cuda") | change
+        )
+        with pytest.raises(SystemExit, match=r"'settings' has another|'settings' is no"):
+            Results(file)
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--minutes", "nan"], "--minutes nan: must be above 0"),
+        (["--minutes", "0"], "--minutes 0: must be above 0"),
+        (["--wheels", "/nope"], "--wheels /nope: there is no such folder"),
+        (["--model", "/nope"], "--model /nope: there is no such folder"),
+        (["--add", "/nope.py"], "--add /nope.py: there is no such file"),
+        (["--render", "/nope.json"], "--render /nope.json: there is no such file"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: list[str], said: str) -> None:
+    command = [sys.executable, str(FOLDER / "gpu_proof.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"{said}\n"
+
+
+def test_one_call_at_a_time_writes_into_a_folder(proof: ModuleType, tmp_path: Path) -> None:
+    with proof.held(tmp_path), pytest.raises(SystemExit, match="another call writes there"), proof.held(tmp_path):
+        pass
+    with proof.held(tmp_path):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="cannot be written to"), proof.held(tmp_path / "file"):
+        pass
+
+
 def test_parts_of_a_file_that_arrive_in_several_calls_are_put_together(proof: ModuleType, tmp_path: Path) -> None:
     import environment
     import wheels

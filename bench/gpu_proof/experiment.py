@@ -7,7 +7,7 @@ The file is JSON:
 A result has
 
     verdict    "as expected", "not as expected", "failed" (it raised, crashed or hung), or "not run"
-    reason     one sentence for the last two; "" otherwise
+    reason     one sentence for the last two, and on a CPU if no law is about it; "" otherwise
     measured   {figure: a number, a text or a list}
     laws       [{"figure", "text", "low", "high", "measured", "holds"}]; low or high is null if there is no limit, and
                holds is null for a law that says nothing about this device or without its figure
@@ -33,6 +33,11 @@ from typing import Any
 
 SCHEMA = 1
 EXPECTED, UNEXPECTED, FAILED, NOT_RUN = "as expected", "not as expected", "failed", "not run"
+VERDICTS, SIZES = (EXPECTED, UNEXPECTED, FAILED, NOT_RUN), ("full", "small")
+KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("verdict", "reason", "size", "when", "log"), str),
+    **{"measured": dict, "laws": list, "machine": dict, "seconds": (int, float)},
+}
 NEEDS = {
     "gpu": "needs a GPU",
     "two gpus": "needs two GPUs",
@@ -213,6 +218,38 @@ def _finite(value: object) -> object:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """The results in a file. Raises SystemExit if they do not have the form above: it may come from elsewhere."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        wrong = _wrong_in(found)
+    except (ValueError, RecursionError) as error:
+        wrong = str(error)
+    if wrong:
+        raise SystemExit(f"{path} is damaged or of another version ({wrong}): move it away, or choose another --out")
+    experiments: dict[str, dict[str, Any]] = found["experiments"]
+    return experiments
+
+
+def _wrong_in(found: Any) -> str:
+    """What is wrong in a file of results; "" if nothing is."""
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        return f"it has no schema {SCHEMA}"
+    if not isinstance(found.get("experiments"), dict):
+        return "it has no experiments"
+    for name, result in found["experiments"].items():
+        if not isinstance(result, dict) or any(not isinstance(result.get(key), kind) for key, kind in KINDS.items()):
+            return f"{name!r} is no result"
+        machine, laws = result["machine"], result["laws"]
+        if result["verdict"] not in VERDICTS or result["size"] not in SIZES:
+            return f"{name!r} has another verdict or size"
+        if any(not isinstance(value, str) for value in machine.values()):
+            return f"{name!r} has another machine"
+        if any(not isinstance(law, dict) or not isinstance(law.get("figure"), str) for law in laws):
+            return f"{name!r} has another law"
+    return ""
+
+
 class Results:
     """The results of a file, by the experiment's name."""
 
@@ -220,10 +257,7 @@ class Results:
         self.path = path
         self.experiments: dict[str, dict[str, Any]] = {}
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["schema"] != SCHEMA:
-                raise SystemExit(f"{path}: schema {found['schema']}, this script writes {SCHEMA}: choose another --out")
-            self.experiments = found["experiments"]
+            self.experiments = _read(path)
 
     def has(self, name: str) -> bool:
         """Whether an experiment needs no further run. One that could not run may be able to now."""

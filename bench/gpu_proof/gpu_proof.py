@@ -14,8 +14,10 @@ runs what makes sense on a CPU, at small sizes, which tests the script; nothing 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib
 import json
+import math
 import os
 import runpy
 import signal
@@ -23,8 +25,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
@@ -211,7 +213,8 @@ def run_one(name: str, answer: Path, setting: Setting) -> None:
         result = outcome(FAILED, {}, setting.device, reason=reason, log="\n".join(lines))
     else:
         verdict, laws = checked(one, measured, setting.device)
-        result = outcome(verdict, {}, setting.device, measured=measured, laws=laws)
+        reason = "" if any(law["holds"] is not None for law in laws) else "none of its laws is about a CPU"
+        result = outcome(verdict, {}, setting.device, reason=reason, measured=measured, laws=laws)
     new = answer.with_suffix(".new")
     new.write_text(json.dumps(result))
     new.replace(answer)
@@ -246,8 +249,37 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise SystemExit for options that cannot be meant, before anything is installed."""
+    if args.minutes is not None and not 0 < args.minutes < math.inf:
+        raise SystemExit(f"--minutes {args.minutes:g}: must be above 0")
+    for option, path in (("--wheels", args.wheels), ("--model", args.model)):
+        if path and not Path(path).is_dir():
+            raise SystemExit(f"{option} {path}: there is no such folder")
+    if missing := [file for file in args.add if not Path(file).is_file()]:
+        raise SystemExit(f"--add {missing[0]}: there is no such file")
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A block in which no other call writes into a folder. Raises SystemExit if one does, or nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise SystemExit(f"--out {folder}: cannot be written to: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = "another call writes there: wait for it, or choose another --out"
+            raise SystemExit(f"--out {folder}: {problem}") from None
+        yield
+
+
 def main() -> None:
     args, began = arguments(), time.monotonic()
+    check_arguments(args)
     load(args.add)
     if args.one:
         name, answer, setting = args.one
@@ -268,17 +300,19 @@ def main() -> None:
         raise SystemExit("--device cuda: torch finds no GPU")
     if device == "cpu":
         machine["has"] |= {"gpu": False, "two gpus": False}
-    results = Results(args.out / "results.json")
-    if args.again:
-        for one in wanted:
-            results.experiments.pop(one.name, None)
     minutes = args.minutes or MINUTES[device]
     setting = Setting(device, model and str(Path(model).resolve()), str(args.work.resolve()))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    left = Runner(python, machine, setting, results, began + 60 * minutes, args.add).run(wanted)
+    with held(args.out):
+        results = Results(args.out / "results.json")
+        if args.again:
+            for one in wanted:
+                results.experiments.pop(one.name, None)
+        left = Runner(python, machine, setting, results, began + 60 * minutes, args.add).run(wanted)
     if left:
         print(f"{minutes:g} minutes do not suffice for {', '.join(left)}: run it again to go on")
+    print(f"all results so far: {args.out / 'results.md'}")
 
 
 if __name__ == "__main__":

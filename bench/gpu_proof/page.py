@@ -1,8 +1,10 @@
-"""The page of results: expectation, measured, verdict."""
+"""The page of results: expectation, measured, verdict. Texts of results are data: no HTML, no control characters."""
 
 from __future__ import annotations
 
+import html
 import re
+import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ def summary(results: Results) -> str:
         return NOBODY
     counts = Counter(found["verdict"] for found in ran.values())
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (EXPECTED, UNEXPECTED, FAILED) if counts[verdict])
-    machines = "; ".join(dict.fromkeys(machine_of(found) for found in ran.values()))
+    machines = "; ".join(dict.fromkeys(plain(machine_of(found)) for found in ran.values()))
     left = [one.name for one in in_order() if one.name not in ran]
     unseen = f" Still to be seen: {', '.join(f'`{name}`' for name in left)}." if left else ""
     return f"{len(ran)} of {len(in_order())} experiments have run: {said}. {machines}.{unseen}"
@@ -85,7 +87,13 @@ def shown(value: object) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return plain(text).replace("|", "\\|").replace("\n", " ")
+
+
+def plain(text: str) -> str:
+    """A text without control characters but newlines, and without HTML and links in Markdown."""
+    shown = "".join(c for c in text if c == "\n" or not unicodedata.category(c).startswith("C"))
+    return html.escape(shown, quote=False).replace("](", "] (")
 
 
 def write_page(results: Results, path: Path) -> None:
@@ -94,10 +102,11 @@ def write_page(results: Results, path: Path) -> None:
     for one in in_order():
         found = results.experiments.get(one.name)
         if found and found["measured"]:
-            lines = [f"- {name}: {value}" for name, value in found["measured"].items()]
+            lines = [f"- {plain(f'{name}: {value}')}" for name, value in found["measured"].items()]
             parts.append("\n".join([f"## {one.name}", "", *lines]))
         if found and found["log"]:
-            parts.append(f"## {one.name}: the end of its output\n\n```\n{found['log']}\n```")
+            log = "\n".join(f"    {line}" for line in plain(found["log"]).splitlines())
+            parts.append(f"## {one.name}: the end of its output\n\n{log}")
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -105,8 +114,10 @@ def render(files: list[Path]) -> None:
     """Add results of a GPU to docs/gpu.json and write the table of docs/gpu.md. Raises SystemExit for a CPU's."""
     known = Results(DATA)
     for file in files:
+        if not file.is_file():
+            raise SystemExit(f"--render {file}: there is no such file")
         found = Results(file).experiments
-        if any(result["size"] == "small" for result in found.values()):
+        if any(result["size"] == "small" or result["machine"].get("device") == "CPU" for result in found.values()):
             raise SystemExit(f"{file} has results of a CPU, which test the script and say nothing about a GPU")
         for name, result in found.items():
             if result["verdict"] != NOT_RUN or not known.has(name):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from grpocli.cli.hydra_app import composed, parser_of
+from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -30,14 +31,28 @@ examples
 """
 
 
+SIMULATION = ("lengths", "speeds", "kept", "failures", "save", "restart", "steps")
+"""Options that only a simulation has."""
+FAULTS = {"failures": "per_hour", "save": "save", "restart": "restart"}
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the plan. Returns the exit code: 0, or 1 if it does not fit. Raises ConfigError."""
     args = _parser().parse_intermixed_args(argv)
+    from omegaconf import OmegaConf
+
+    from grpocli.launch.compose import build_run
     from grpocli.plan.resources import DeviceOptions
 
     asked = DeviceOptions(args.memory, args.devices, args.tflops, args.bandwidth, args.gpu)
-    simulation = _simulation(args)
-    run = _run(args.overrides, args.config_dir)
+    _simulation(args, {})  # before anything slow
+    config = composed(args.overrides, args.config_dir)
+    run = build_run(config)
+    simulation = _simulation(args, cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)))
+    if simulation:
+        from grpocli.plan.sweep import check_options
+
+        check_options(run, simulation)
 
     from grpocli.tracking.live_view import status_view
 
@@ -80,26 +95,31 @@ def _json(plan: Plan, changes: list[str], found: Sweep | None) -> str:
     return json.dumps(as_dict(plan, changes) | more, indent=2)
 
 
-def _simulation(args: argparse.Namespace) -> Options | None:
-    """The options of a simulation, if one is asked for."""
+def _simulation(args: argparse.Namespace, config: Mapping[str, Any]) -> Options | None:
+    """The options of a simulation, if one is asked for. Raises ConfigError. config: of the plan."""
+    given = {name: value for name in SIMULATION if (value := getattr(args, name)) is not None}
     if not args.simulate:
+        if given:
+            raise ConfigError(f"{', '.join(f'--{name}' for name in given)}: add --simulate, which it is for")
         return None
     from grpocli.plan.simulate import Faults
     from grpocli.plan.sweep import Options
 
-    faults = Faults(per_hour=args.failures, save=args.save, restart=args.restart)
-    return Options(args.lengths, tuple(args.speeds or ()), args.kept, args.steps, faults)
+    faults = Faults(**{FAULTS[name]: given.pop(name) for name in FAULTS if name in given})
+    given["speeds"] = tuple(given.get("speeds", ()))
+    return Options(**given, faults=faults, config=config)
 
 
 def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
     """The plan, and changes with which it fits if it does not."""
     view.stage("loading libraries")
+    from grpocli.launch.compose import build_run
     from grpocli.launch.trainer_process import quiet_libraries
     from grpocli.plan.plan import load_libraries, make_plan
     from grpocli.plan.report import advice
 
     def again(change: list[str]) -> Plan:
-        return make_plan(_run([*args.overrides, *change], args.config_dir), asked)
+        return make_plan(build_run(composed([*args.overrides, *change], args.config_dir)), asked)
 
     quiet_libraries()
     load_libraries()
@@ -140,18 +160,8 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speeds", metavar="RUN", action="append", help="take speeds from a synchronous run; several runs are pooled"
     )
-    group.add_argument(
-        "--kept", type=float, default=1.0, metavar="SHARE", help="share of groups kept, with keep=dynamic (1)"
-    )
-    group.add_argument("--failures", type=float, default=0.0, metavar="N", help="failures of a device in an hour (0)")
-    group.add_argument("--save", type=float, default=0.0, metavar="S", help="seconds that training waits to save (0)")
-    group.add_argument(
-        "--restart", type=float, default=600.0, metavar="S", help="seconds to start again after a failure (600)"
-    )
-    group.add_argument("--steps", type=int, default=20, metavar="N", help="steps to simulate (20)")
-
-
-def _run(overrides: list[str], config_dir: str | None) -> Run:
-    from grpocli.launch.compose import build_run
-
-    return build_run(composed(overrides, config_dir))
+    group.add_argument("--kept", type=float, metavar="SHARE", help="share of groups kept, with keep=dynamic (1)")
+    group.add_argument("--failures", type=float, metavar="N", help="failures of a device in an hour (0)")
+    group.add_argument("--save", type=float, metavar="S", help="seconds that training waits to save (0)")
+    group.add_argument("--restart", type=float, metavar="S", help="seconds to start again after a failure (600)")
+    group.add_argument("--steps", type=int, metavar="N", help="steps to simulate (20)")

@@ -28,6 +28,8 @@ Progress = Callable[[float, str], None]
 OTHER_ATTENTION = "is the former name of model.attention, which has another value: leave this one out"
 FLEX = "flex_attention"
 """The value of model.attention with which packed rows use torch's flex attention, and other rows `sdpa`."""
+ATTENTIONS = ("sdpa", "eager", FLEX, *(f"flash_attention_{version}" for version in (2, 3, 4)))
+"""Values of model.attention beside kernels of the hub, which are `OWNER/NAME`."""
 PACKING = (None, "sdpa", FLEX)
 """Values of model.attention with which rows are packed."""
 
@@ -58,6 +60,9 @@ class ModelPart:
         one_of(self, "dtype", ("auto", "float32", "bfloat16"))
         former = self.attn_implementation
         require(self, "attn_implementation", former in (None, self.attention) or not self.attention, OTHER_ATTENTION)
+        for name in ("attention", "attn_implementation"):
+            if (value := getattr(self, name)) is not None and "/" not in value:
+                one_of(self, name, ATTENTIONS)
         object.__setattr__(self, "attention", self.attention or former)
         require(self, "head_dtype", self.head_dtype in (None, "float32"), "choose float32, or null for model.dtype")
 

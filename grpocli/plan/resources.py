@@ -28,6 +28,8 @@ class Gpu:
     link: float
 
 
+MAX_DEVICES = 100_000
+
 GPUS = {
     "H200": Gpu(140.0, 989.0, 4.8, 450e9),
     "H100 PCIe": Gpu(80.0, 756.0, 2.0, 64e9),
@@ -71,6 +73,8 @@ class DeviceOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name} {value:g}: must be a number above 0")
+        if self.devices is not None and self.devices > MAX_DEVICES:
+            raise ConfigError(f"--devices {self.devices}: must be at most {MAX_DEVICES:,}")
 
 
 @dataclass(frozen=True, slots=True)

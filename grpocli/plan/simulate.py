@@ -389,8 +389,8 @@ def _with_failures(job: Job, steps: Sequence[SimulatedStep], seed: int) -> tuple
         attempts += 1
         if attempts > ATTEMPTS * len(steps):
             raise ConfigError(
-                f"{job.devices:,} devices fail every {1 / rate:,.0f} s, more often than the run saves and restarts; "
-                "lower checkpoint.every or --failures"
+                f"--failures {faults.per_hour:g}: one in {1 / rate:.3g} s is more often than the run saves and "
+                "restarts; lower it, or checkpoint.every"
             )
         due = bool(faults.every) and (done + 1) % faults.every == 0
         end = now + steps[done].seconds + (faults.save if due else 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,21 @@ from grpocli.plan.simulate import Faults, Job, Lengths, LogNormal, Observed, Sim
 from grpocli.plan.work import decoding, running, step_demand, sync_seconds, training_step
 
 if TYPE_CHECKING:
+    from grpocli.config.schema import Run
     from grpocli.plan.memory import PlanInputs
     from grpocli.plan.plan import Plan
 
 NODES = (*range(1, 9), 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of servers or rollout nodes that a sweep tries."""
 FULL = 1 + 1e-9
-SHARE, SPREAD = 0.5, 0.6
-"""Assumed mean length as a share of the longest, and standard deviation as a share of the mean."""
+SHARE, SPREAD, MAX_SPREAD = 0.5, 0.6, 100.0
+"""Assumed mean length as a share of the longest; standard deviation as a share of the mean, assumed and the largest."""
+MAX_STEPS, MAX_OPTION = 10_000, 1e9
+SPEED_KEYS = (
+    *("model", "engine._target_", "hardware.device", "hardware.parallel"),
+    *("train.gradient_checkpointing", "train.packed"),
+)
+"""Keys, or sections, on which the speed of a device depends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class Options:
 
     lengths: "MEAN", "MEAN,SPREAD" or a run's folder. speeds: folders of runs. kept: share of groups kept. steps: to
     simulate; failures are those of train.steps like them. faults: failures and checkpoints; `every` is the config's.
+    config: of the plan, with which the configs of `speeds` are compared.
     """
 
     lengths: str | None = None
@@ -41,17 +49,18 @@ class Options:
     kept: float = 1.0
     steps: int = 20
     faults: Faults = field(default_factory=Faults)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 < self.kept <= 1:
             raise ConfigError(f"--kept {self.kept:g}: must be above 0 and at most 1")
-        if self.steps < 1:
-            raise ConfigError(f"--steps {self.steps}: must be at least 1")
+        if not 1 <= self.steps <= MAX_STEPS:
+            raise ConfigError(f"--steps {self.steps}: must be from 1 to {MAX_STEPS:,}")
         for name in ("per_hour", "save", "restart"):
             value = getattr(self.faults, name)
-            if not 0 <= value < math.inf:
+            if not 0 <= value <= MAX_OPTION:
                 flag = {"per_hour": "failures"}.get(name, name)
-                raise ConfigError(f"--{flag} {value:g}: must be a number of 0 or more")
+                raise ConfigError(f"--{flag} {value:g}: must be a number from 0 to {MAX_OPTION:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +99,8 @@ class Sweep:
 
 
 def sweep(plan: Plan, options: Options) -> Sweep:
-    """Simulate the plan's run with its own number of servers and with others."""
-    lengths, said = lengths_of(plan, options)
+    """Simulate the plan's run with its own number of servers and with others. Raises ConfigError."""
+    lengths, said = lengths_of(plan.run, options)
     unit, planned = _unit(plan)
     rows = []
     for nodes, inputs in _variants(plan, planned):
@@ -158,7 +167,7 @@ def job_of(plan: Plan, inputs: PlanInputs, lengths: Lengths, options: Options) -
         shared=resources.shared or not resources.servers,
         max_staleness=rollout.max_staleness,
         in_flight=rollout.in_flight,
-        kept=options.kept if keep.max_rounds > 1 else 1.0,
+        kept=options.kept,
         rounds=keep.max_rounds,
         carry=getattr(keep, "surplus", "discard") == "carry",
         faults=replace(options.faults, every=run.checkpoint.every),
@@ -188,9 +197,18 @@ def planned_speeds(inputs: PlanInputs, completion: float, slots: int) -> Speeds:
     )
 
 
-def lengths_of(plan: Plan, options: Options) -> tuple[Lengths, str]:
+def check_options(run: Run, options: Options) -> None:
+    """Raise ConfigError for options that do not suit the planned run, or whose files do not serve."""
+    if options.kept < 1 and run.algorithm.keep.max_rounds == 1:
+        raise ConfigError(f"--kept {options.kept:g}: this run keeps every group; algorithm/keep=dynamic drops some")
+    lengths_of(run, options)
+    if options.speeds:
+        speeds_of_runs(map(Path, options.speeds), slots=1, trainers=1)
+
+
+def lengths_of(run: Run, options: Options) -> tuple[Lengths, str]:
     """The lengths of completions and a sentence about them. Raises ConfigError."""
-    longest = plan.run.rollout.max_completion_tokens
+    longest = run.rollout.max_completion_tokens
     text = options.lengths
     if text is None:
         mean, spread, said = SHARE * longest, SPREAD, " (assumed; --lengths)"
@@ -198,13 +216,15 @@ def lengths_of(plan: Plan, options: Options) -> tuple[Lengths, str]:
         try:
             numbers = [float(part) for part in text.split(",")]
         except ValueError:
+            numbers = []
+        if not numbers and Path(text).is_dir():
             values = tuple(min(n, longest) for n in completion_lengths(Path(text)))
             return Observed(values), f"{len(values):,} completions of {text}, mean {np.mean(values):,.0f} tokens"
-        mean, spread, said = numbers[0], [*numbers, SPREAD][1], ""
-        if len(numbers) > 2 or not 0 < mean < longest or not 0 <= spread < math.inf:
+        mean, spread, said = [*numbers, math.nan][0], [*numbers, SPREAD, SPREAD][1], ""
+        if len(numbers) > 2 or not 0 < mean < longest or not 0 <= spread <= MAX_SPREAD:
             raise ConfigError(
                 f"--lengths {text}: give MEAN or MEAN,SPREAD, a mean below rollout.max_completion_tokens={longest} and "
-                "a standard deviation as a share of it, or a run's folder"
+                f"a standard deviation as a share of it, at most {MAX_SPREAD:g}, or a run's folder"
             )
     found = LogNormal.with_mean(mean, spread, longest)
     return found, f"log-normal, mean {mean:,.0f} tokens, deviation {spread:.0%} of it, cut at {longest:,}{said}"
@@ -218,7 +238,7 @@ def completion_lengths(run: Path, step: int | None = None) -> list[int]:
     files = sorted((run / "rollouts").glob(f"step_{name}.parquet"))
     found = [row["length"] for file in files for row in read_rollouts(file, lambda column: column == "length")]
     if not found:
-        raise ConfigError(f"{run}: has no completions in rollouts/; give the folder of a run, or MEAN,SPREAD")
+        raise ConfigError(f"{run}: has no completions in rollouts/; give the folder of a run that has them")
     return found
 
 
@@ -237,7 +257,7 @@ def speeds_of_runs(runs: Iterable[Path], slots: int, trainers: int) -> Speeds:
     return Speeds(
         decode=[0.0, *(float(first + each * n) for n in range(1, slots + 1))],
         reward=statistics.median(step.seconds("reward") for step in steps),
-        update=max(0.0, statistics.median(step.row["time/step"] - sum(map(step.seconds, PARTS)) for step in steps)),
+        update=max(0.0, statistics.median(step.seconds("step") - sum(map(step.seconds, PARTS)) for step in steps)),
         update_token=update / trainers,
         sync=statistics.median(step.seconds("sync") for step in steps),
     )
@@ -249,29 +269,66 @@ PARTS = ("rollout", "reward", "train", "sync")
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredStep:
+    run: Path
     row: dict[str, Any]
     lengths: list[int]
     servers: int
     processes: int
 
     def seconds(self, part: str) -> float:
-        return float(self.row.get(f"time/{part}", 0.0))
+        """Of a part of the step, or of all of it. Raises ConfigError for a metric that is no time."""
+        value = self.row.get(f"time/{part}", 0.0)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:  # a bool is an int
+            raise ConfigError(f"{self.run}/metrics.jsonl: step {self.row['step']}: time/{part}={value!r}: not a time")
+        return float(value)
 
 
 def _measured_steps(run: Path) -> list[_MeasuredStep]:
-    import yaml
-
     from grpocli.tracking.metrics import read_metrics
 
-    if not (run / "metrics.jsonl").is_file():
-        raise ConfigError(f"{run}: has no metrics.jsonl; --speeds takes the folder of a run")
+    for name in ("metrics.jsonl", "config.yaml"):
+        if not (run / name).is_file():
+            raise ConfigError(f"{run}: has no {name}; --speeds takes the folder of a run")
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 1]
     if len(rows) < 3 or any(row.get("sampling/rounds", 1) != 1 or row.get("staleness/max", 0) for row in rows):
         raise ConfigError(f"{run}: speeds need at least four steps with max_staleness=0 and one round of sampling each")
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    processes = int(config["hardware"].get("processes") or 1)
-    servers = _servers_of(config["engine"], processes)
-    return [_MeasuredStep(row, completion_lengths(run, row["step"]), servers, processes) for row in rows]
+    config = _config_of(run)
+    try:
+        processes = int(config["hardware"].get("processes") or 1)
+        servers = _servers_of(config["engine"], processes)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{run}: config.yaml is not the config of a run: {error!r}") from error
+    return [_MeasuredStep(run, row, completion_lengths(run, row["step"]), servers, processes) for row in rows]
+
+
+def _config_of(run: Path) -> dict[str, Any]:
+    from grpocli.tracking.runs import load_yaml
+
+    try:
+        config = load_yaml(run / "config.yaml")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run}: its config.yaml cannot be read: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _other_keys(run: Path, planned: Mapping[str, Any]) -> list[str]:
+    """`KEY=VALUE` of a run for each of SPEED_KEYS in which it differs from the plan."""
+    theirs, own = (_flat(config) for config in (_config_of(run), planned))
+    names = [k for k in {**own, **theirs} if any(k == key or k.startswith(f"{key}.") for key in SPEED_KEYS)]
+    other = [name for name in names if theirs.get(name) != own.get(name)]
+    if "model._target_" in other:  # each kind of model has other keys
+        other = [name for name in other if name == "model._target_" or not name.startswith("model.")]
+    return [f"{name.removesuffix('._target_')}={theirs.get(name)}" for name in other]
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}; a choice such as `engine/vllm` as the value of `engine._target_`."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        nested = isinstance(value, Mapping)
+        choice = str(value).rpartition("/")[2] if name == "_target_" else value
+        found |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": choice}
+    return found
 
 
 def _servers_of(engine: dict[str, Any], processes: int) -> int:
@@ -299,10 +356,14 @@ def _speeds_text(job: Job, options: Options) -> str:
     speeds, most = job.speeds, min(job.slots, math.ceil(job.prompts / job.servers) * job.group)
     most = min(most, len(speeds.decode) - 1)
     source = f"of {', '.join(options.speeds)}" if options.speeds else "planned, not measured (--speeds RUN)"
+    others = {run: _other_keys(Path(run), options.config) for run in options.speeds}
+    differs = "".join(
+        f"; {run} had {', '.join(keys)}, so they may not be this plan's" for run, keys in others.items() if keys
+    )
     return (
         f"{source}: {1 / speeds.decode[1]:,.0f} tokens/s for one sequence of a server, "
         f"{most / speeds.decode[most]:,.0f} for {most:,}; update {speeds.update:.3g} s and "
-        f"{1 / speeds.update_token:,.0f} tokens/s; sync {speeds.sync:.3g} s"
+        f"{1 / speeds.update_token:,.0f} tokens/s; sync {speeds.sync:.3g} s{differs}"
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from grpocli.launch.compose import build_run, compose
 from grpocli.plan.plan import Plan, make_plan
 from grpocli.plan.resources import DeviceOptions
 from grpocli.plan.simulate import Faults, generate
-from grpocli.plan.sweep import Options, nonnegative_fit, speeds_of_runs, sweep
+from grpocli.plan.sweep import Options, check_options, nonnegative_fit, speeds_of_runs, sweep
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -104,14 +105,60 @@ def test_rollout_nodes_come_on_top_of_training_nodes() -> None:
     ("options", "said"),
     [
         (Options(lengths="9999"), "--lengths 9999: give MEAN or MEAN,SPREAD"),
-        (Options(lengths="nowhere"), "nowhere: has no completions in rollouts/"),
+        (Options(lengths="5,1e300"), "--lengths 5,1e300: give MEAN or MEAN,SPREAD"),
+        (Options(lengths=","), "--lengths ,: give MEAN or MEAN,SPREAD"),
+        (Options(lengths="nowhere"), "--lengths nowhere: give .* or a run's folder"),
+        (Options(lengths="/usr"), "/usr: has no completions in rollouts/"),
         (Options(speeds=("nowhere",)), "nowhere: has no metrics.jsonl"),
+        (Options(kept=0.5), "--kept 0.5: this run keeps every group"),
     ],
 )
-@pytest.mark.slow
 def test_bad_options_name_the_option(options: Options, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        sweep(planned(), options)
+        check_options(build_run(compose([])), options)
+
+
+@pytest.mark.parametrize("value", [math.nan, -1, "\x1b[31mfast", None, True])
+def test_a_time_that_is_none_is_refused(value: object, tmp_path: Path) -> None:
+    write_run(tmp_path, [[1, 2, 3]] * 5, first=0.02, each=0.001)
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows[2]["time/train"] = value
+    metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"metrics.jsonl: step 3: time/train=.*: not a time") as raised:
+        check_options(build_run(compose([])), Options(speeds=(str(tmp_path),)))
+    assert "\x1b" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["[]", "engine: 3", "engine: {replicas: many}\nhardware: {}", "{", "hardware: {processes: [1]}\nengine: {}"],
+)
+def test_speeds_of_a_folder_whose_config_is_none_are_refused(config: str, tmp_path: Path) -> None:
+    write_run(tmp_path, [[1, 2, 3]] * 5, first=0.02, each=0.001)
+    (tmp_path / "config.yaml").write_text(config)
+    with pytest.raises(ConfigError, match=r"config.yaml"):
+        check_options(build_run(compose([])), Options(speeds=(str(tmp_path),)))
+
+
+@pytest.mark.slow
+def test_speeds_of_another_model_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path, [[1, 2, 3]] * 5, first=0.02, each=0.001)
+    here = {
+        "model": {"_target_": "model/tiny", "digits": 2},
+        "engine": {"_target_": "engine/vllm"},
+        "hardware": {"processes": 1},
+    }
+    said = {}
+    changes: dict[str, Mapping[str, object]] = {
+        "same": {},
+        "other": {"model": {"_target_": "model/hf", "path": "some"}},
+    }
+    for name, change in changes.items():
+        (tmp_path / "config.yaml").write_text(json.dumps({**here, **change}))
+        said[name] = sweep(planned(), Options(speeds=(str(tmp_path),), steps=1, config=here)).speeds
+    assert "may not be this plan's" not in said["same"]
+    assert said["other"].endswith(f"; {tmp_path} had model=hf, so they may not be this plan's")
 
 
 def test_bad_numbers_are_refused_before_anything_loads(grpocli: Command) -> None:
@@ -119,3 +166,9 @@ def test_bad_numbers_are_refused_before_anything_loads(grpocli: Command) -> None
         code, out, err = grpocli("plan", "--simulate", option, value)
         assert (code, out) == (2, "")
         assert f"{option} {value}" in err
+
+
+def test_options_of_a_simulation_need_it(grpocli: Command) -> None:
+    code, out, err = grpocli("plan", "--lengths", "5", "--save", "60")
+    assert (code, out) == (2, "")
+    assert "--lengths, --save: add --simulate" in err
