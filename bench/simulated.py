@@ -6,8 +6,7 @@ Prints Markdown: the median step of each run without the first ones, the simulat
 
 Cases that begin with "paced" train the built-in model with servers that sleep (`bench/paced.py`), so that they say
 something on a busy machine, too. The others need a quiet CPU and --model, such as SmolLM2-135M; servers and trainers
-have a core or a thread each. Since two cores that share caches are slower together than alone, programs of the lowest
-priority keep every core that is free busy, in all runs of such a case: a core then has one speed in all of them.
+have a core or a thread each.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ GRPOCLI = str(Path(sys.executable).with_name("grpocli"))
 PACED = Path(__file__).with_name("paced.py")
 START = 300.0  # seconds for a paced server to start
 COMMON = ["hardware.device=cpu", "eval.problems=0", "checkpoint.every=0"]
-REAL = ["recipe=multiplication", "rollout.prompts_per_step=4", "rollout.max_completion_tokens=48"]
+REWARD = f"reward.python.function={PACED}:alternating"
+REAL = ["recipe=multiplication", REWARD, "rollout.prompts_per_step=4", "rollout.max_completion_tokens=48"]
 SLEEPING = [
     "engine=vllm",
     f"algorithm/objective={PACED}:Paced",
     "reward=[python]",
-    f"reward.python.function={PACED}:odd",
+    REWARD,
     "rollout.prompts_per_step=8",
     "rollout.group_size=8",
     "rollout.max_completion_tokens=48",
@@ -47,14 +47,6 @@ SLEEPING = [
     "rollout.max_prob_error=null",
 ]
 PROCESSES = ["engine=transformers"]
-NEIGHBOUR = """
-import os, torch
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-torch.set_num_threads(1)
-weight, rows = torch.rand(576, 49_152), torch.rand(16, 576)
-while os.getppid() == PARENT:
-    rows @ weight
-"""
 HALF = "rollout.prompts_per_step=2"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -97,19 +89,6 @@ CASES = {
         ONE_THREAD | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     ),
 }
-
-
-@contextmanager
-def busy_cores() -> Iterator[None]:
-    """Keep each core busy that nothing else wants."""
-    script = NEIGHBOUR.replace("PARENT", str(os.getpid()))
-    running = [subprocess.Popen([sys.executable, "-c", script]) for _ in os.sched_getaffinity(0)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
 
 
 @contextmanager
@@ -160,8 +139,6 @@ def measure(name: str, case: Case, args: argparse.Namespace, folder: Path) -> No
     """Run a case once and print its row."""
     with ExitStack() as running:
         urls = [running.enter_context(paced_server()) for _ in range(max(case.servers))]
-        if not urls:
-            running.enter_context(busy_cores())
         before = [options_of(case, own, urls[: case.servers[0]], args.model) for own in case.measured]
         after = options_of(case, case.predicted, urls[: case.servers[1]], args.model)
         runs = [folder / f"measured-{i}" for i in range(len(before))]

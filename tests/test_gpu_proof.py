@@ -222,7 +222,7 @@ def test_texts_of_results_are_data(proof: ModuleType, tmp_path: Path, monkeypatc
     import page
     from experiment import EXPECTED, FAILED, Results, outcome
 
-    evil = "\x1b[31mred\x07<script>alert(1)</script>|[a](javascript:x)\u202e"
+    evil = "\x1b[31mred\n# head\x07<script>alert(1)</script>|[a](javascript:x)\u202e"
     machine = dict.fromkeys(("device", "driver", "torch", "commit"), evil)
     found = Results(tmp_path / "results.json")
     found.put("settings", outcome(EXPECTED, machine, "cuda", measured={"speed": evil}, reason=evil))

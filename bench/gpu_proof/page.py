@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from experiment import EXPECTED, FAILED, NOT_RUN, STAGES, UNEXPECTED, Experiment, Results, in_order
+from experiment import EXPECTED, EXPERIMENTS, FAILED, NOT_RUN, STAGES, UNEXPECTED, Experiment, Results, in_order
 
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PAGE = DOCS / "gpu.json", DOCS / "gpu.md"
@@ -29,12 +29,13 @@ def table(results: Results) -> str:
 
 def summary(results: Results) -> str:
     """How many experiments have which verdict, on which machines, and which have still to be seen."""
-    ran = {name: found for name, found in results.experiments.items() if found["verdict"] != NOT_RUN}
+    known = {name: found for name, found in results.experiments.items() if name in EXPERIMENTS}
+    ran = {name: found for name, found in known.items() if found["verdict"] != NOT_RUN}
     if not ran:
         return NOBODY
     counts = Counter(found["verdict"] for found in ran.values())
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (EXPECTED, UNEXPECTED, FAILED) if counts[verdict])
-    machines = "; ".join(dict.fromkeys(plain(machine_of(found)) for found in ran.values()))
+    machines = "; ".join(dict.fromkeys(_line(machine_of(found)) for found in ran.values()))
     left = [one.name for one in in_order() if one.name not in ran]
     unseen = f" Still to be seen: {', '.join(f'`{name}`' for name in left)}." if left else ""
     return f"{len(ran)} of {len(in_order())} experiments have run: {said}. {machines}.{unseen}"
@@ -87,7 +88,11 @@ def shown(value: object) -> str:
 
 
 def _cell(text: str) -> str:
-    return plain(text).replace("|", "\\|").replace("\n", " ")
+    return _line(text).replace("|", "\\|")
+
+
+def _line(text: str) -> str:
+    return " ".join(plain(text).split())
 
 
 def plain(text: str) -> str:
@@ -102,7 +107,7 @@ def write_page(results: Results, path: Path) -> None:
     for one in in_order():
         found = results.experiments.get(one.name)
         if found and found["measured"]:
-            lines = [f"- {plain(f'{name}: {value}')}" for name, value in found["measured"].items()]
+            lines = [f"- {_line(f'{name}: {value}')}" for name, value in found["measured"].items()]
             parts.append("\n".join([f"## {one.name}", "", *lines]))
         if found and found["log"]:
             log = "\n".join(f"    {line}" for line in plain(found["log"]).splitlines())

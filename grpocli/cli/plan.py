@@ -115,6 +115,7 @@ def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) 
     view.stage("loading libraries")
     from grpocli.launch.compose import build_run
     from grpocli.launch.trainer_process import quiet_libraries
+    from grpocli.launch.validate import check_context_parallel, check_shares, check_splits
     from grpocli.plan.plan import load_libraries, make_plan
     from grpocli.plan.report import advice
 
@@ -124,6 +125,9 @@ def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) 
     quiet_libraries()
     load_libraries()
     plan = make_plan(run, asked, view.stage)
+    check_shares(run, plan.resources.trainers)
+    check_context_parallel(run, plan.resources.trainers)
+    check_splits(run, plan.size.config)
     if plan.fits or args.no_advice or args.simulate:
         return plan, []
     view.stage("trying changes that may fit")

@@ -256,7 +256,7 @@ def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str 
 
 def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None) -> TrainerJob:
     """Check the run, load its examples and fetch the model's files. Raises ConfigError."""
-    from grpocli.models.loading import choose_dtype, choose_head_dtype
+    from grpocli.models.loading import choose_dtype, choose_head_dtype, load_config
     from grpocli.models.routers import check_has_routers
 
     _check_device(run)
@@ -271,7 +271,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         with errors_below(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples("train")[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
-    check_splits(run, model_path)
+    check_splits(run, load_config(run.model, model_path))
     _check_teachers(run, model_path, view)
     if coefficient := run.algorithm.router_aux_loss_coef:
         check_has_routers(run.model, model_path, coefficient)

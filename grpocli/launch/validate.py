@@ -441,15 +441,13 @@ def check_context_parallel(run: Run, processes: int | None) -> None:
             raise ConfigError(problem, key="hardware.context_parallel", value=n)
 
 
-def check_splits(run: Run, model_path: str) -> None:
-    """Require a model whose sequences `hardware.context_parallel` can split. Reads its config alone."""
-    from grpocli.models.loading import load_config
+def check_splits(run: Run, config: Any) -> None:
+    """Require a model whose sequences `hardware.context_parallel` can split. config: the model's, of transformers."""
     from grpocli.models.shared_prompt_attention import supports
 
     n = run.hardware.context_parallel
     if n == 1:
         return
-    config = load_config(run.model, model_path)
     heads, problem = getattr(config.get_text_config(), "num_attention_heads", n), ""
     if not supports(config, run.rollout.longest_row):
         problem = "not every layer of this model is full attention, whose heads can be dealt out: set it to 1"

@@ -203,6 +203,9 @@ def _split(run: Run, kind: str, serving: int, options: DeviceOptions) -> tuple[i
         return hardware.processes or 1, True, ()
     devices = options.devices or gpus_here() or max(hardware.processes or 1, 1)
     train = _number(hardware.train_devices) or hardware.processes
+    if train and train > devices:
+        key = "hardware.processes" if hardware.train_devices == "auto" else "hardware.train_devices"
+        raise ConfigError(f"is more than the {devices} GPUs of the machine (--devices)", key=key, value=train)
     apart = (train or 1) + serving <= devices
     trainers = train or (devices - serving if serving and apart else devices)
     return trainers, not apart, (f"{devices} GPU{'s' if devices > 1 else ''} on the machine (--devices)",)

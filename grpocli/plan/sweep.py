@@ -236,8 +236,9 @@ def completion_lengths(run: Path, step: int | None = None) -> list[int]:
 
     name = "*" if step is None else f"{step:06d}"
     files = sorted((run / "rollouts").glob(f"step_{name}.parquet"))
-    found = [row["length"] for file in files for row in read_rollouts(file, lambda column: column == "length")]
-    if not found:
+    rows = [row for file in files for row in read_rollouts(file, lambda column: column == "length")]
+    found = [row["length"] for row in rows if isinstance(row.get("length"), int)]
+    if not found or len(found) < len(rows):
         raise ConfigError(f"{run}: has no completions in rollouts/; give the folder of a run that has them")
     return found
 
@@ -278,7 +279,7 @@ class _MeasuredStep:
     def seconds(self, part: str) -> float:
         """Of a part of the step, or of all of it. Raises ConfigError for a metric that is no time."""
         value = self.row.get(f"time/{part}", 0.0)
-        if type(value) not in (int, float) or not 0 <= value < math.inf:  # a bool is an int
+        if type(value) not in (int, float) or not 0 <= value <= MAX_OPTION:  # a bool is an int
             raise ConfigError(f"{self.run}/metrics.jsonl: step {self.row['step']}: time/{part}={value!r}: not a time")
         return float(value)
 

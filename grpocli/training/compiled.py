@@ -56,7 +56,8 @@ def compile_layers(policy: Policy, reference: Reference | Teachers | None, world
         return all(is_close(one, other, tolerance) for one, other in zip(found, expected, strict=True))
 
     if world.any(not passes(tried)):
-        _refuse("torch cannot compile this model's decoder layers, or not to the same log-probs")
+        needs = "a C++ compiler on a CPU, Triton on a GPU"
+        _refuse(f"torch cannot compile this model's decoder layers ({needs}), or not to the same log-probs")
 
 
 def _logps(policy: Policy, follower: Reference | None) -> list[Tensor]:

@@ -511,3 +511,22 @@ def test_the_bytes_of_logits_are_those_of_the_head() -> None:
         scores[..., 0].sum().backward()
     assert forward.bytes / (tokens * vocabulary) == HEAD_FORWARD
     assert backward.bytes / (tokens * vocabulary) == HEAD_BACKWARD
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--devices", "1001"], "leaves some of 1000 trainer processes without data"),
+        (
+            ["--devices", "4", "hardware.processes=100"],
+            "hardware.processes=100: is more than the 4 GPUs of the machine",
+        ),
+        (["--devices", "4", "hardware.context_parallel=2"], "must divide the number of trainer processes, 3"),
+        (["hardware.processes=2", "hardware.context_parallel=2", "model=gemma3-1b"], "not every layer of this model"),
+    ],
+)
+def test_what_training_refuses_is_not_planned(words: list[str], said: str, grpocli: Command) -> None:
+    code, out, err = grpocli("plan", "hardware.device=cuda", "engine=vllm", *words)
+    assert (code, out) == (2, "")
+    assert said in " ".join(err.split())

@@ -27,6 +27,7 @@ from grpocli.launch.trainer_launcher import command
 from grpocli.launch.validate import check_splits
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import load_config
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Packed
 from grpocli.training.policy import Policy
@@ -113,10 +114,10 @@ def test_a_model_whose_heads_cannot_be_dealt_out_is_refused(little_model, tmp_pa
     run: Any = SimpleNamespace(
         hardware=Single(context_parallel=2), model=HuggingFace(path=str(tmp_path)), rollout=Rollouts()
     )
-    check_splits(run, str(tmp_path))
+    check_splits(run, load_config(run.model, str(tmp_path)))
     run.hardware = Single(context_parallel=3)
     with pytest.raises(ConfigError, match=r"context_parallel=3: must divide the 2 attention heads of this model: 2"):
-        check_splits(run, str(tmp_path))
+        check_splits(run, load_config(run.model, str(tmp_path)))
 
 
 class Shared:
