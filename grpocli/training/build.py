@@ -189,7 +189,7 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
         yield "all logits of a micro-batch are kept: this model changes what its output head returns"
     if run.train.packed and not pack(policy, reference, world, run.rollout.longest_row):
         if run.model.attention == FLEX:
-            problem = "needs full attention in every layer and a kernel that gives the log-probs of padded rows"
+            problem = "needs full attention in every layer, and a kernel whose two passes run with the right log-probs"
             raise ConfigError(problem, key="model.attention", value=FLEX, hint="set it to null")
         if world.context_parallel:
             key, size = "hardware.context_parallel", world.context_parallel.size

@@ -572,7 +572,9 @@ def test_a_kernel_without_a_backward_pass_is_refused(
         return refused
 
     monkeypatch.setattr(flex_attention.TiledMask, "attend", attend_in_others)
-    with pytest.raises(ConfigError, match=r"model\.attention=flex_attention: .*or it failed; set it to null"):
+    with pytest.raises(
+        ConfigError, match=r"model\.attention=flex_attention: needs full attention .*, and a kernel .*; set it to null"
+    ):
         list(choose_layout(run, world, policy, None))
 
 
