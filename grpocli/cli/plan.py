@@ -127,7 +127,8 @@ def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) 
     plan = make_plan(run, asked, view.stage)
     check_shares(run, plan.resources.trainers)
     check_context_parallel(run, plan.resources.trainers)
-    check_splits(run, plan.size.config)
+    if run.hardware.context_parallel > 1:
+        check_splits(run, plan.size.config)
     if plan.fits or args.no_advice or args.simulate:
         return plan, []
     view.stage("trying changes that may fit")

@@ -271,7 +271,8 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         with errors_below(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples("train")[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
-    check_splits(run, load_config(run.model, model_path))
+    if run.hardware.context_parallel > 1:
+        check_splits(run, load_config(run.model, model_path))
     _check_teachers(run, model_path, view)
     if coefficient := run.algorithm.router_aux_loss_coef:
         check_has_routers(run.model, model_path, coefficient)

@@ -446,8 +446,6 @@ def check_splits(run: Run, config: Any) -> None:
     from grpocli.models.shared_prompt_attention import supports
 
     n = run.hardware.context_parallel
-    if n == 1:
-        return
     heads, problem = getattr(config.get_text_config(), "num_attention_heads", n), ""
     if not supports(config, run.rollout.longest_row):
         problem = "not every layer of this model is full attention, whose heads can be dealt out: set it to 1"

@@ -280,7 +280,7 @@ class _MeasuredStep:
         """Of a part of the step, or of all of it. Raises ConfigError for a metric that is no time."""
         value = self.row.get(f"time/{part}", 0.0)
         if type(value) not in (int, float) or not 0 <= value <= MAX_OPTION:  # a bool is an int
-            raise ConfigError(f"{self.run}/metrics.jsonl: step {self.row['step']}: time/{part}={value!r}: not a time")
+            raise ConfigError(f"{self.run}/metrics.jsonl: step {self.row['step']}: time/{part}={value!r}: not seconds")
         return float(value)
 
 

@@ -119,13 +119,13 @@ def test_bad_options_name_the_option(options: Options, said: str) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -1, "\x1b[31mfast", None, True])
-def test_a_time_that_is_none_is_refused(value: object, tmp_path: Path) -> None:
+def test_a_time_that_is_not_a_number_of_seconds_is_refused(value: object, tmp_path: Path) -> None:
     write_run(tmp_path, [[1, 2, 3]] * 5, first=0.02, each=0.001)
     metrics = tmp_path / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows[2]["time/train"] = value
     metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    with pytest.raises(ConfigError, match=r"metrics.jsonl: step 3: time/train=.*: not a time") as raised:
+    with pytest.raises(ConfigError, match=r"metrics.jsonl: step 3: time/train=.*: not seconds") as raised:
         check_options(build_run(compose([])), Options(speeds=(str(tmp_path),)))
     assert "\x1b" not in str(raised.value)
 
@@ -134,7 +134,7 @@ def test_a_time_that_is_none_is_refused(value: object, tmp_path: Path) -> None:
     "config",
     ["[]", "engine: 3", "engine: {replicas: many}\nhardware: {}", "{", "hardware: {processes: [1]}\nengine: {}"],
 )
-def test_speeds_of_a_folder_whose_config_is_none_are_refused(config: str, tmp_path: Path) -> None:
+def test_speeds_of_a_folder_with_a_damaged_config_are_refused(config: str, tmp_path: Path) -> None:
     write_run(tmp_path, [[1, 2, 3]] * 5, first=0.02, each=0.001)
     (tmp_path / "config.yaml").write_text(config)
     with pytest.raises(ConfigError, match=r"config.yaml"):
