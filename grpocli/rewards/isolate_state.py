@@ -174,7 +174,7 @@ def _descriptors(name: str) -> Iterator[None]:
 
     Raises ProcessDamaged if they cannot be restored.
     """
-    before = {file: _identity(file) for file in _protected()}
+    before = {file: _identity(file) for file in sorted(_protected())}
     copies = {file: os.dup(file) for file in before}
     try:
         yield
