@@ -277,7 +277,7 @@ class _MeasuredStep:
     processes: int
 
     def seconds(self, part: str) -> float:
-        """Of a part of the step, or of all of it. Raises ConfigError for a metric that is no time."""
+        """Of a part of the step, or of all of it. Raises ConfigError for a value that is not a number of seconds."""
         value = self.row.get(f"time/{part}", 0.0)
         if type(value) not in (int, float) or not 0 <= value <= MAX_OPTION:  # a bool is an int
             raise ConfigError(f"{self.run}/metrics.jsonl: step {self.row['step']}: time/{part}={value!r}: not seconds")
