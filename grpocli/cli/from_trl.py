@@ -58,7 +58,6 @@ def main(argv: Sequence[str]) -> int:
         _check_absent("--rewards", rewards, args.overwrite)
     port, functions = ported(args.file, args.processes, args.prompts, rewards, given, args.accelerate)
     text = shell_script(port)
-    _check_unicode(args.file, text)
     if rewards is not None and functions:
         _write("--rewards" if args.rewards else "--out", rewards, functions)
     if args.out is not None:
@@ -110,16 +109,6 @@ def ported(
     if functions.text and rewards is None:
         port.notes.append(f"{place} is not written: --rewards {place} moves the functions of {file.name} there")
     return port, functions.text
-
-
-def _check_unicode(file: Path, text: str) -> None:
-    """Raise ConfigError for half of a surrogate pair, which JSON and Python can escape and no file can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        escaped = f"\\u{ord(text[error.start]):04x}"
-        hint = "replace it by the character that is meant"
-        raise ConfigError(f"has {escaped}, which is not a character", key=str(file), hint=hint) from error
 
 
 def _write(key: str, file: Path, text: str) -> None:
@@ -174,8 +163,10 @@ def _trial(port: Port) -> list[str]:
     """A comment with a command that tries the data and the rewards, without the model and without sampling."""
     import shlex
 
+    from grpocli.porting.overrides import MISSING
+
     own = [line.override for line in port.lines if line.key.split(".")[0] in ("task", "reward")]
-    if port.value("task") is None or port.value("reward") is None:
+    if MISSING in (port.value("task"), port.value("reward")):
         return []
     words = [*own, "engine=fake", "train.steps=2", "eval.problems=0", "rollout.max_prompt_tokens=4096"]
     return [f"# try the data and rewards first: grpocli train {shlex.join(words)}"]

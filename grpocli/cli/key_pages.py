@@ -37,6 +37,10 @@ A config that the script gets with `--config`, as TrlParser reads it, and that o
 
     grpocli from-trl dapo.py --rewards rewards.py --accelerate zero3.yaml -- --config dapo.yaml
 
+A model, dataset, reward or number of steps that is not read is `???` in the command, which then stops with this key.
+Steps of the dataset that are not carried over, and what the script does to its tokenizer, are `# check:` lines. With
+several rewards, `eval.reward` names the one that measures accuracy, chosen by the rewards' names.
+
 The last line of the output is a command that scores two steps of scripted completions with the ported rewards, without
 the model. Defaults of TRL are those of version 1.16; a test compares them with an installed TRL.
 

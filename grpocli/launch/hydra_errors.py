@@ -85,6 +85,8 @@ class _CommandLine:
                 return self._several_values(several[1])
             if wrong_type := re.match(r"Error merging override (.*)", text, re.DOTALL):
                 return self._wrong_type(wrong_type[1].partition("\n")[0], error.__cause__)
+            if missing := re.match(r"You must specify '([^']+)'", text):
+                return ConfigError("has no value", key=missing[1], hint=f"set {missing[1]}=...")
             unknown = re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text)
             unknown = unknown or re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", text)
             if unknown:

@@ -13,15 +13,9 @@ from typing import Any
 
 from grpocli.config.foreign_names import UNSTATED
 from grpocli.porting.command_line import CommandLine, argument_names, is_parsing
-from grpocli.porting.source import MAX_DIGITS, TOO_LONG, Unread
+from grpocli.porting.source import Unread
 from grpocli.porting.syntax import Scope, Syntax
 
-BUDGET = 100_000
-"""Expressions that are folded in a file; more are left unread, since names can multiply as YAML aliases do."""
-DEEPEST = 20
-"""Dictionaries within a dictionary that is unpacked."""
-LONGEST = 20_000
-"""Characters of a folded text."""
 OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -34,24 +28,19 @@ OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 class Folder(Syntax):
-    """Computes values of expressions, within a budget of expressions for a file."""
+    """Computes values of expressions, without running anything."""
 
     def __init__(self, file: Path, tree: ast.Module, command_line: CommandLine | None = None) -> None:
         super().__init__(file, tree)
-        self.budget = BUDGET
         self.command_line = command_line or CommandLine()
         self.argument_names = argument_names(tree)
 
     def fold(self, node: ast.expr, scope: Scope, line: int | None = None) -> Any:
         """The value of an expression, or Unread."""
-        self.budget -= 1
         line = getattr(node, "lineno", 0) if line is None else line
-        if self.budget < 0:
-            return self._unread(node)
         match node:
             case ast.Constant():
-                huge = isinstance(node.value, int) and abs(node.value) >= 10**MAX_DIGITS
-                return self._unread(node) if huge else node.value
+                return node.value
             case ast.Name():
                 return self._fold_name(node, scope, line)
             case ast.List() | ast.Tuple() | ast.Set():
@@ -153,9 +142,7 @@ class Folder(Syntax):
         small = all(isinstance(one, int | float) and abs(one) < 1e15 for one in (left, right))
         power = isinstance(node.op, ast.Pow)
         fits = small and not (power and (abs(right) > 64 or abs(left) > 1e4))
-        texts = isinstance(node.op, ast.Add) and all(
-            isinstance(one, str) and len(one) < LONGEST for one in (left, right)
-        )
+        texts = isinstance(node.op, ast.Add) and isinstance(left, str) and isinstance(right, str)
         if operation is None or not (fits or texts):
             return self._unread(node)
         try:
@@ -172,8 +159,7 @@ class Folder(Syntax):
             if not isinstance(value, str | int | float):
                 return self._unread(node)
             pieces.append(str(value))
-        text = "".join(pieces)
-        return text if len(text) <= LONGEST else self._unread(node)
+        return "".join(pieces)
 
     def _convert(self, node: ast.Call, kind: str, value: Any) -> Any:
         try:
@@ -192,7 +178,7 @@ class Folder(Syntax):
             found |= {f"**{ast.unparse(keyword.value)}": keyword.value} if entries is None else entries
         return found
 
-    def _entries(self, node: ast.expr, scope: Scope, depth: int = 0) -> dict[str, ast.expr] | None:
+    def _entries(self, node: ast.expr, scope: Scope) -> dict[str, ast.expr] | None:
         """{key: expression} of a dictionary: `{...}`, `dict(...)`, `a | b` and `**a` within; None for another one,
         and for one that depends on a condition."""
         if isinstance(node, ast.Name) and (bound := scope.bound(node.id, node.lineno)) and not bound[0].certain:
@@ -213,9 +199,8 @@ class Folder(Syntax):
                 return None
         found: dict[str, ast.expr] = {}
         for one in pairs:
-            inner = {one[0]: one[1]} if isinstance(one, tuple) else self._entries(one, scope, depth + 1)
-            self.budget -= 1
-            if inner is None or depth > DEEPEST or self.budget < 0:
+            inner = {one[0]: one[1]} if isinstance(one, tuple) else self._entries(one, scope)
+            if inner is None:
                 return None
             found |= inner
         return found
@@ -230,8 +215,5 @@ class Folder(Syntax):
         return node
 
     def _unread(self, node: ast.AST) -> Unread:
-        try:
-            text = " ".join(ast.unparse(node).split())
-        except ValueError:  # a whole number that is too long to print
-            text = TOO_LONG
+        text = " ".join(ast.unparse(node).split())
         return Unread(text if len(text) <= 80 else f"{text[:77]}...", getattr(node, "lineno", 0))

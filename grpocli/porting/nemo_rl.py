@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpocli.config.foreign_names import NEMO_RL, UNSTATED
-from grpocli.porting.overrides import Port
+from grpocli.porting.overrides import MISSING, Port
 from grpocli.porting.source import Unread, number_of
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -135,6 +135,7 @@ class NemoRl:
             port.set("task.answer_column", solution)
             port.set("task.split", split or part)
         else:
+            port.set("task", MISSING, note="the dataset is not known here")
             port.check("data.dataset_name", name, f"it is not known here; {NEMO_RL['data.dataset_name'].note}")
         for key in ("data.prompt_file", "data.system_prompt_file"):
             if self.get(key) is not None:

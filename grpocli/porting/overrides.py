@@ -24,7 +24,9 @@ COLOCATED = (
     "vllm_args",
 )
 """Keys of engine=vllm_colocate."""
-PLAIN = re.compile(r"[\w/.:+-]+")
+PLAIN = re.compile(r"[\w/.:+-]+|\?\?\?")
+MISSING = "???"
+"""The value of a choice that the reader must make: a command with it does not train."""
 
 
 @dataclass(frozen=True, slots=True)

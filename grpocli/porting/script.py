@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from grpocli.config.foreign_names import TOKENIZER
 from grpocli.errors import ConfigError
 from grpocli.porting.command_line import given_arguments
 from grpocli.porting.script_data import DataReader
@@ -14,8 +15,13 @@ from grpocli.porting.syntax import TOO_DEEP, Function, Scope, parsed
 
 POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
 """Arguments of GRPOTrainer that are given by position."""
-
-
+MOVES = ("to", "cuda", "cpu", "train", "eval", "half", "float", "bfloat16")
+"""Methods of a model that return it."""
+TOKENIZER_METHODS = (
+    *("add_tokens", "add_special_tokens", "resize_token_embeddings"),
+    *("get_chat_template", "setup_chat_format", "clone_chat_template"),
+)
+"""Calls that change a tokenizer, or the model for it."""
 UNPASSED = ("trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that only TRL passes to a reward function."""
 
@@ -52,6 +58,9 @@ class Reader(DataReader):
         self._read_config(source, arguments, configs, scope)
         self._read_trainer(source, arguments, scope)
         self._read_ends(source)
+        self._read_tokenizer(source, arguments.get("processing_class") or arguments.get("tokenizer"), scope)
+        source.loose = list(self._loose_steps(source))
+        source.notes += self.conditions
         self._read_namespaces(source)
         if not source.settings and not configs:
             source.notes.append(FROM_COMMAND_LINE)
@@ -105,6 +114,28 @@ class Reader(DataReader):
             elif name in ("save_model", "save_lora", "save_pretrained_merged", "push_to_hub_merged"):
                 source.ignored.setdefault(name, self.fold(call.args[0], scope) if call.args else None)
 
+    def _read_tokenizer(self, source: ScriptSource, node: ast.expr | None, scope: Scope) -> None:
+        """What the script does to its tokenizer: calls, attributes, and arguments of from_pretrained."""
+        done: list[tuple[str, ast.AST]] = []
+        for call, place in self.calls:
+            name = self._callee(call, place)
+            done += [(name, call)] if name in TOKENIZER_METHODS else []
+            if name == "from_pretrained" and "Tokenizer" in ast.unparse(call.func):
+                done += [(str(one.arg), one.value) for one in call.keywords if one.arg in TOKENIZER]
+        for target, value, _ in self.changes:
+            if target.attr in TOKENIZER or "tok" in ast.unparse(target.value).lower():
+                done.append((target.attr, ast.copy_location(ast.Assign([target], value), target)))
+        for name, one in done:
+            before = f"{source.ignored[name]}; " if name in source.ignored else ""
+            source.ignored[name] = f"{before}{self._unread(one)}"
+        made, place = self._made(node, scope) if node else (None, scope)
+        if isinstance(made, ast.Call) and self._callee(made, place) == "from_pretrained" and made.args:
+            path = self.fold(made.args[0], place)
+            if isinstance(path, str) and isinstance(source.model, str) and path != source.model:
+                source.notes.append(
+                    f"the tokenizer is that of {path}; save it and the model to a folder: model.path=FOLDER"
+                )
+
     def _read_namespaces(self, source: ScriptSource) -> None:
         """The arguments that the script reads, by the name of the object that holds them."""
         for node in ast.walk(self.tree):
@@ -124,10 +155,16 @@ class Reader(DataReader):
             source.model = value
             return
         made, place = self._made(node, scope)
+        while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in MOVES:
+            made, place = self._made(made.func.value, place)
         source.model = source.model or self._unread(node)
         if not isinstance(made, ast.Call):
             return
         callee = self._callee(made, place)
+        if isinstance(made.func, ast.Name) and (found := place.function(callee)):
+            reader, result, within = self._returned(made, *found, place, depth)
+            result = result.elts[0] if isinstance(result, ast.Tuple) else result  # model, tokenizer
+            reader._read_model(source, result, within, depth + 1)
         if callee == "get_peft_model":
             inner = self._arguments(made, place, ("model", "peft_config"))
             self._read_model(source, inner.pop("model", made.func), place, depth + 1)
@@ -166,9 +203,6 @@ class Reader(DataReader):
             for one in node.elts:
                 yield from self._rewards(one, scope)
             return
-        if isinstance(node, ast.ListComp):
-            yield from self._chosen_rewards(node, scope)
-            return
         if isinstance(node, ast.Name) and (local := scope.function(node.id)):
             yield RewardCall(node.id, line=node.lineno, unpassed=unpassed(local[0]))
         elif isinstance(node, ast.Name) and (imported := scope.imported(node.id)):
@@ -185,38 +219,25 @@ class Reader(DataReader):
         else:
             yield self._unread(node)
 
-    def _chosen_rewards(self, node: ast.ListComp, scope: Scope) -> Iterator[RewardCall | Unread]:
-        """The rewards of `[REGISTRY[name] for name in NAMES]`."""
-        match node:
-            case ast.ListComp(
-                elt=ast.Subscript(value=table, slice=ast.Name(id=key)),
-                generators=[ast.comprehension(target=ast.Name(id=target), iter=names, ifs=[])],
-            ) if key == target:
-                made, place = self._made(table, scope)
-                chosen = self.fold(names, scope)
-                if isinstance(made, ast.Dict) and isinstance(chosen, list):
-                    functions = {self.fold(k, place): v for k, v in zip(made.keys, made.values, strict=True) if k}
-                    if all(isinstance(one, str) and one in functions for one in chosen):
-                        for one in chosen:
-                            yield from self._rewards(functions[one], place)
-                        return
-        yield self._unread(node)
-
     def _made_reward(self, call: ast.Call, name: str, scope: Scope) -> RewardCall:
         """A reward that a call makes, such as `partial(f, weight=2)`."""
         module, there = scope.imported(name) or ("", name)
         values = {key: self.fold(one, scope) for key, one in self._arguments(call, scope).items()}
         if module.startswith("trl"):
             return RewardCall(there, module, values)
-        made = made_function(scope.function(name))
+        maker = scope.function(name)
+        made = made_function(maker)
         chosen = made if made and not scope.function(made) else f"{name}_{call.lineno}"
-        return RewardCall(chosen, arguments=values, code=ast.unparse(call), line=call.lineno)
+        left = unpassed(maker[0]) if maker else ()
+        return RewardCall(chosen, arguments=values, code=ast.unparse(call), line=call.lineno, unpassed=left)
 
 
 def unpassed(function: Function) -> tuple[str, ...]:
-    """The arguments of a reward function that only TRL passes."""
-    names = [one.arg for one in (*function.args.args, *function.args.kwonlyargs)]
-    return tuple(one for one in names if one in UNPASSED)
+    """The arguments of a reward function that only TRL passes, named as parameters or read from `**kwargs`."""
+    inner = list(ast.walk(function))
+    names = [one.arg for one in inner if isinstance(one, ast.arg)]
+    names += [one.value for one in inner if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return tuple(one for one in UNPASSED if one in names)
 
 
 def made_function(found: tuple[Function, Scope] | None) -> str:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpocli.config import yaml_text
 from grpocli.config.foreign_names import ALIASES, LORA_CONFIG, TRAINER, TRL
 from grpocli.config.parts import nearest
@@ -22,10 +20,6 @@ MAX_BYTES = 2_000_000
 """Largest file that is read."""
 MAX_NUMBER = 1e15
 """Numbers from here on are typing errors, as are infinity and NaN."""
-MAX_DIGITS = 4000
-"""Digits of a whole number; Python reads and prints 4,300."""
-TWICE = "is set twice"
-TOO_LONG = "a whole number has more digits than Python reads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +84,7 @@ class ScriptSource:
     lora: arguments of LoraConfig; None without one. starts_training: whether importing the file would train.
     ignored: arguments of GRPOTrainer and others that are not settings. own: arguments that the script defines itself.
     namespaces: {name: {attribute: value}} of the objects that hold the script's arguments.
-    notes: what a reader must know.
+    loose: steps on datasets that `data` does not have. notes: what a reader must know.
     """
 
     file: Path
@@ -103,6 +97,7 @@ class ScriptSource:
     ignored: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     namespaces: dict[str, dict[str, Any]] = field(default_factory=dict)
+    loose: list[DatasetStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     starts_training: bool = False
     is_script: bool = False
@@ -139,61 +134,15 @@ def read_mapping(file: Path) -> dict[str, Any]:
     """The mapping of a YAML or JSON file. Raises ConfigError if it is broken, too deep, too large or not a mapping."""
     text = read_text(file)
     try:
-        values = _json(text) if file.suffix == ".json" else _yaml(text)
-        _check_numbers(values)
-    except ValueError as error:
-        problem = TOO_LONG if "integer string conversion" in str(error) else str(error)
-        hint = "keep one of the two" if problem.endswith(TWICE) else "give a YAML, a JSON or a .py file"
+        values = json.loads(text) if file.suffix == ".json" else yaml_text.load(text)
+    except (ValueError, RecursionError) as error:
+        problem = "lists or mappings are nested too deep" if isinstance(error, RecursionError) else str(error)
+        hint = "give a YAML, a JSON or a .py file"
         raise ConfigError(f"cannot be read: {problem}", key=str(file), hint=hint) from error
     if not isinstance(values, dict):
         kind = "nothing" if values is None else f"a {type(values).__name__}"
         raise ConfigError(f"has {kind}, not a mapping of settings", key=str(file))
     return {str(key): value for key, value in values.items()}
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_once)
-    except RecursionError as error:
-        raise ValueError("lists or mappings are nested too deep") from error
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The mapping of a JSON object. Raises ValueError if a key stands twice in it."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{next(one for one in names if names.count(one) > 1)} {TWICE}")
-    return dict(pairs)
-
-
-def _yaml(text: str) -> Any:
-    """The values of a YAML. Raises ValueError if it is broken, or a key stands twice in a mapping."""
-    values = yaml_text.load(text)
-    nodes, seen = [yaml.compose(text, yaml_text.LOADER)], set()
-    while nodes:
-        node = nodes.pop()
-        if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
-            continue
-        seen.add(id(node))  # an alias is the node of its anchor
-        if isinstance(node, yaml.MappingNode):
-            names = set()
-            for key, value in node.value:
-                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in names and key.value != "<<":
-                    raise ValueError(f"line {key.start_mark.line + 1}: {key.value} {TWICE}")
-                names.add((key.tag, key.value))
-                nodes.append(value)
-        else:
-            nodes += node.value
-    return values
-
-
-def _check_numbers(value: Any) -> None:
-    """Raise ValueError for a whole number that cannot be printed, such as one of hexadecimal digits."""
-    if isinstance(value, dict | list):
-        for one in [*value, *value.values()] if isinstance(value, dict) else value:
-            _check_numbers(one)
-    elif isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
-        raise ValueError(TOO_LONG)
 
 
 def of_mapping(file: Path, values: Mapping[str, Any]) -> ScriptSource:

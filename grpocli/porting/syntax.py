@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpocli.errors import ConfigError
-from grpocli.porting.source import TOO_LONG, read_text
+from grpocli.porting.source import read_text
 
 TOO_DEEP = "an expression is nested too deep, or has too many terms, to be read"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -57,8 +57,7 @@ def parsed(file: Path) -> ast.Module:
         return ast.parse(text)
     except SyntaxError as error:
         hint = "a notebook is exported as a script first" if file.suffix == ".ipynb" else ""
-        problem = TOO_LONG if "set_int_max_str_digits" in error.msg else error.msg
-        raise ConfigError(f"line {error.lineno}: {problem}", key=str(file), hint=hint) from error
+        raise ConfigError(f"line {error.lineno}: {error.msg}", key=str(file), hint=hint) from error
     except (RecursionError, MemoryError) as error:
         raise ConfigError(TOO_DEEP, key=str(file)) from error
 
@@ -71,6 +70,7 @@ class Syntax:
         self.module = Scope()
         self.calls: list[tuple[ast.Call, Scope]] = []
         self.changes: list[tuple[ast.Attribute, ast.expr, Scope]] = []
+        self.conditions: list[str] = []
         self._visit(tree.body, self.module, certain=True)
 
     def _visit(self, body: list[ast.stmt], scope: Scope, certain: bool) -> None:
@@ -169,8 +169,15 @@ class Syntax:
             if not isinstance(node, ast.Name) or not (found := scope.bound(node.id, node.lineno)):
                 break
             binding, scope = found
+            self._note_condition(node.id, binding)
             node = binding.value
         return node, scope
+
+    def _note_condition(self, name: str, binding: Binding) -> None:
+        """Note that a value depends on a condition; the value of its last assignment is taken."""
+        note = f"{name} depends on a condition; this takes what line {binding.line} sets"
+        if not binding.certain and note not in self.conditions:
+            self.conditions.append(note)
 
 
 def is_dictionary(node: ast.expr) -> bool:

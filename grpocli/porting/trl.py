@@ -16,8 +16,8 @@ from grpocli.config.foreign_names import (
     TRL,
     UNSTATED,
 )
-from grpocli.porting.overrides import Port
-from grpocli.porting.source import Data, RewardCall, ScriptSource, Unread, number_of
+from grpocli.porting.overrides import MISSING, Port
+from grpocli.porting.source import Data, ScriptSource, Unread, number_of
 from grpocli.porting.trl_data import path_of, rows_of, set_data, set_rewards
 from grpocli.training.schedule import ARGUMENTS
 
@@ -139,6 +139,7 @@ class Translation:
             self.port.set("model", "hf")
             self.port.set("model.path", model, "model", "model_name_or_path")
         else:
+            self.port.set("model", MISSING, note="the model is not read")
             self.port.check("model", model, "it is not read; set model=OWNER/NAME yourself")
         for name, key in MODEL_KEYS.items():
             if self.given(name) is not None:
@@ -378,7 +379,11 @@ class Translation:
             self.port.skip("max_steps", most, "num_train_epochs says how long TRL trains")
         if isinstance(unread := self.source.settings.get("num_train_epochs"), Unread):
             advice = f"it is not a literal; train.steps is its value x prompts / {prompts}"
+            self.port.set("train.steps", MISSING, note="the epochs are not read")
             self.port.check("num_train_epochs", unread, advice)
+            return
+        if isinstance(self.source.settings.get("max_steps"), Unread):
+            self.port.set("train.steps", MISSING, note="max_steps is not read")
             return
         epochs = self.number("num_train_epochs")
         counted = self._count()
@@ -388,6 +393,7 @@ class Translation:
                 "train.steps", max(1, steps), "num_train_epochs", note=f"{epochs:g} x {self.prompts} prompts{counted}"
             )
         else:
+            self.port.set("train.steps", MISSING, note="the number of prompts is not known")
             sums = f"train.steps={epochs:g} x prompts / {prompts}"
             self.port.check(
                 "num_train_epochs", f"{epochs:g}", f"{sums}; give the number of its prompts with --prompts N"
@@ -433,7 +439,7 @@ class Translation:
             self._mapping("lr_scheduler_kwargs", self._schedule_argument)
         ratio = self.optional("warmup_ratio") or (self.number("warmup_steps") if self.number("warmup_steps") < 1 else 0)
         steps = port.value("train.steps")
-        if ratio and steps:
+        if ratio and steps != MISSING:
             port.set(
                 "optim.warmup_steps",
                 math.ceil(ratio * steps * self.updates),
@@ -487,10 +493,6 @@ class Translation:
         elif self.given("eval_steps"):
             every = max(1, int(self.number("eval_steps")) // self.updates)
             self.port.set("eval.every", every, "eval_strategy", "eval_steps")
-        first = self.source.rewards[0] if self.source.rewards else None
-        if strategy != "no" and isinstance(first, RewardCall) and first.path and len(self.source.rewards) > 1:
-            advice = "evaluations count a score of 1 or more of this one as right; eval.reward=NAME takes another"
-            self.port.check("reward", "model", advice)
 
     def _rest(self) -> None:
         port = self.port

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from grpocli.config.foreign_names import TRAINER
 from grpocli.porting.functions_file import PROCESSOR, carried_steps
-from grpocli.porting.overrides import Port
+from grpocli.porting.overrides import MISSING, Port
 from grpocli.porting.source import Data, DatasetStep, RewardCall, ScriptSource, Unread
 
 FILES = ("json", "csv", "parquet")
 BUILT_IN = {"accuracy_reward": "math", "think_format_reward": "format", "get_soft_overlong_punishment": "overlong"}
 """TRL's reward functions."""
+SHAPE = re.compile(
+    "format|structure|xml|tags?_|think|reasoning_step|length|brevity|concise|short|overlong|repetition|language|style|penalty"
+    "|punish|cosine|(^|_)(len|int|digit|soft|strict|count)(_|$)",
+    re.IGNORECASE,
+)
+"""Names of rewards that score a completion's shape rather than its answer."""
+ANSWER = re.compile("accura|correct|answer|exact|solution|verif|equation|math|judge", re.IGNORECASE)
 ADVICE = {
     "filter": f"return loss_multiplier=0 for the others in {PROCESSOR}, or write the kept rows into a JSONL and set "
     "task=jsonl task.path=FILE",
@@ -26,7 +34,9 @@ def set_data(port: Port, source: ScriptSource, functions: str) -> None:
     """Set the task: where the rows come from, and how a row becomes a prompt."""
     data = source.data
     if not isinstance(data, Data) or not data.path:
+        port.set("task", MISSING, note="the dataset is not read")
         port.check("train_dataset", data, "it is not read; set task=hub task.path=OWNER/NAME yourself")
+        _remark_all(port, source.loose)
         return
     port.set("task", "jsonl" if data.path in FILES else "hub", "train_dataset")
     port.set("task.path", path_of(data), "dataset_name" if not source.is_script else "train_dataset")
@@ -44,9 +54,7 @@ def set_data(port: Port, source: ScriptSource, functions: str) -> None:
         port.set("task.processor", f"{functions}:{PROCESSOR}", note=f"the dataset's steps in {lines}")
     else:
         _set_answer(port, source)
-    for step in data.steps:
-        if step not in carried:
-            _remark(port, step, "train_dataset")
+    _remark_all(port, [step for step in data.steps if step not in carried] + source.loose)
     _set_evaluation(port, source, data)
 
 
@@ -77,6 +85,18 @@ def _set_answer(port: Port, source: ScriptSource) -> None:
         port.set("task.answer_column", None, note="rewards get columns by name")
 
 
+def _remark_all(port: Port, steps: list[DatasetStep]) -> None:
+    for index, step in enumerate(steps):
+        chosen = [one.method for one in steps[index:] if one.method in ("select", "take", "skip", "train_test_split")]
+        if step.method == "shuffle" and chosen:
+            advice = (
+                f"it decides which rows {chosen[0]} takes; write these rows into a JSONL: task=jsonl task.path=FILE"
+            )
+            port.check("train_dataset.shuffle", f"{step.text} (line {step.line})", advice)
+        else:
+            _remark(port, step, "train_dataset")
+
+
 def _remark(port: Port, step: DatasetStep, name: str) -> None:
     if step.method in ("shuffle", "with_format", "set_format", "cast"):
         port.skip(f"{name}.{step.method}", step.text, "every epoch has its own order, and rows are plain values")
@@ -91,6 +111,9 @@ def _set_evaluation(port: Port, source: ScriptSource, data: Data) -> None:
         return
     if not isinstance(given, Data):
         port.check("eval_dataset", given, f"it is not read; {TRAINER['eval_dataset'].note}")
+        return
+    if any(step.method == "train_test_split" for step in given.steps):
+        port.check("eval_dataset", "train_test_split(...)", "task.eval_size=N holds N prompts of the training data out")
         return
     if given.path and path_of(given) != path_of(data):
         port.set("task.eval_path", path_of(given), "eval_dataset")
@@ -127,12 +150,26 @@ def set_rewards(port: Port, source: ScriptSource, functions: str, weights: Any) 
             if known == "overlong" and isinstance(reward.arguments.get(theirs), int):
                 port.set(f"reward.overlong.{ours}", reward.arguments[theirs], theirs)
     if not chosen:
-        port.check("reward_funcs", "", "no reward is read; set reward=[FILE.py:NAME] yourself")
+        port.set("reward", MISSING, note="no reward is read")
+        if not source.rewards:
+            port.check("reward_funcs", "", "no reward is read; set reward=[FILE.py:NAME] yourself")
         return
     port.set("reward", chosen, "reward_funcs")
+    _set_accuracy(port, [name for name in names if name])
     for name, weight in zip(names, weights if isinstance(weights, list) else [], strict=False):
         if name:
             port.set(f"reward.{name}.weight", weight, "reward_weights")
+
+
+def _set_accuracy(port: Port, names: list[str]) -> None:
+    """Say which reward measures accuracy; the first one does by default, and scripts often begin with the format."""
+    judging = [name for name in names if not SHAPE.search(name)]
+    chosen = next((name for name in judging if ANSWER.search(name)), (judging or names)[0])
+    if len(names) > 1:
+        port.set("eval.reward", chosen, note="accuracy is the share of completions that this one scores 1 or more")
+    if not judging or (len(judging) > 1 and not ANSWER.search(chosen)):
+        advice = "accuracy is measured by it, judging by the rewards' names; set the one that scores right answers 1"
+        port.check("eval.reward", chosen, advice)
 
 
 def _place(source: ScriptSource, reward: RewardCall, functions: str) -> str:

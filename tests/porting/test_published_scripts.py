@@ -1,0 +1,147 @@
+"""Scripts as people publish them: the printed command trains what the script trains, or names what it leaves out."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from grpocli.cli.from_trl import ported, shell_script
+from grpocli.errors import ConfigError
+from grpocli.launch.compose import build_run, compose
+
+HEAD = """
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+NAME = "a/b"
+def correct(completions, answer, **kw): return [1.0]
+model = NAME
+rewards = [correct]
+steps = {"max_steps": 9}
+tokenizer = AutoTokenizer.from_pretrained(NAME)
+ds = load_dataset("c/d", split="train")
+"""
+TAIL = """
+GRPOTrainer(model=model, reward_funcs=rewards, args=GRPOConfig("out", **steps), train_dataset=ds,
+            processing_class=tokenizer).train()
+"""
+LOAD = "AutoModelForCausalLM.from_pretrained(NAME, dtype='float32')"
+FORMAT = "def format_reward(completions, **kw): return [1.0]\n"
+LENGTH = "def reward_len(completions, **kw): return [1.0]\n"
+# what the script does: its lines; overrides that are printed; beginnings of "# check:" lines
+SCRIPTS: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
+    "nothing": ("", {"model.path=a/b", "task.path=c/d", "train.steps=9", "eval.problems=0"}, ()),
+    # models
+    "to": (f"model = {LOAD}.to('cuda')", {"model.path=a/b", "model.dtype=float32"}, ()),
+    "cuda, train": (f"model = {LOAD}.cuda().train()", {"model.path=a/b"}, ()),
+    "moved later": (f"model = {LOAD}\nmodel = model.to('cuda')", {"model.path=a/b"}, ()),
+    "by name": (
+        "model = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path=NAME)",
+        {"model.path=a/b"},
+        (),
+    ),
+    "a function's": (
+        f"def load(name):\n    return {LOAD.replace('NAME', 'name')}, 1\nmodel, _ = load('e/f')",
+        {"model.path=e/f"},
+        ("the tokenizer is that of a/b",),
+    ),
+    "a condition's": (
+        f"if BIG:\n    model = {LOAD}\nelse:\n    model = AutoModelForCausalLM.from_pretrained('e/f')",
+        {"model.path=e/f"},
+        ("the tokenizer is that of a/b", "model depends on a condition"),
+    ),
+    "unknown": ("model = load_my_model()", {"model=???"}, ("model=model",)),
+    "an attribute": ("class C: name = 'a/b'\nmodel = C.name", {"model=???"}, ("model=model",)),
+    # tokenizers
+    "template": ("tokenizer.chat_template = 'x'", {"model.path=a/b"}, ("chat_template=tokenizer.chat_template = 'x'",)),
+    "eos": ("tokenizer.eos_token = '<|im_end|>'", set(), ("eos_token=",)),
+    "added": (
+        "tokenizer.add_tokens(['<a>'])\ntokenizer.add_special_tokens({})",
+        set(),
+        ("add_tokens=", "add_special_tokens="),
+    ),
+    "resize": (f"model = {LOAD}\nmodel.resize_token_embeddings(len(tokenizer))", set(), ("resize_token_embeddings=",)),
+    "argument": ("tokenizer = AutoTokenizer.from_pretrained(NAME, eos_token='</s>')", set(), ("eos_token=",)),
+    "unsloth's": ("tokenizer = get_chat_template(tokenizer, chat_template='x')", set(), ("get_chat_template=",)),
+    "chat format": (
+        f"model, tokenizer = setup_chat_format({LOAD}, tokenizer)",
+        {"model=???"},
+        ("model=model", "setup_chat_format="),
+    ),
+    "another's": ("tokenizer = AutoTokenizer.from_pretrained('e/f')", set(), ("the tokenizer is that of e/f",)),
+    "other attribute": ("tokenizer.add_bos_token = False", set(), ("add_bos_token=",)),
+    "padding": ("tokenizer.pad_token = tokenizer.eos_token\ntokenizer.padding_side = 'left'", set(), ()),
+    # data
+    "filter": ("ds = ds.filter(lambda r: r['x'])", {"task.path=c/d"}, ("train_dataset.filter=",)),
+    "shuffle": ("ds = ds.shuffle(seed=1)", {"task.path=c/d"}, ()),
+    "shuffle, select": (
+        "ds = ds.shuffle().select(range(9))",
+        set(),
+        ("train_dataset.shuffle=", "train_dataset.select="),
+    ),
+    "batched": ("ds = ds.map(f, batched=True)", set(), ("train_dataset.map=",)),
+    "in a loop": (
+        "ds = load_dataset('c/d')\nfor s in ds:\n    ds[s] = ds[s].filter(f)\nds = ds['train']",
+        {"task.split=train"},
+        ("train_dataset.filter=",),
+    ),
+    "in place": ("ds.set_transform(f)", set(), ("train_dataset.set_transform=",)),
+    "a function of it": (
+        "def prepare(d): return d.filter(f)\nds = prepare(ds)",
+        {"task.path=c/d"},
+        ("train_dataset.filter=",),
+    ),
+    "two": (
+        "a = load_dataset('c/d').map(f)\nds = concatenate_datasets([a, ds])",
+        {"task=???", "model.path=a/b"},
+        ("train_dataset=concatenate_datasets", "train_dataset.map="),
+    ),
+    "a list": ("ds = Dataset.from_list([])", {"task=???"}, ("train_dataset=",)),
+    "a name that is not read": ("ds = load_dataset(PATH)", {"task=???"}, ("train_dataset=",)),
+    "in two": (
+        "parts = ds.train_test_split(0.1)\nds = parts['train']",
+        {"task.split=train"},
+        ("train_dataset.train_test_split=",),
+    ),
+    # steps
+    "epochs": ("steps = {}", {"train.steps=???"}, ("num_train_epochs=3",)),
+    "steps that are not read": ("steps = {'max_steps': made()}", {"train.steps=???"}, ("max_steps=made()",)),
+    # rewards
+    "format first": (f"{FORMAT}rewards = [format_reward, correct]", {"eval.reward=correct"}, ()),
+    "length first": (f"{LENGTH}rewards = [reward_len, correct]", {"eval.reward=correct"}, ()),
+    "format alone": (f"{FORMAT}rewards = format_reward", set(), ("eval.reward=format_reward",)),
+    "no name says": ("def a(**kw): ...\ndef b(**kw): ...\nrewards = [a, b]", {"eval.reward=a"}, ("eval.reward=a",)),
+    "state": (
+        "def correct(completions, **kw): return kw.get('trainer_state')",
+        set(),
+        ("correct gets no trainer_state",),
+    ),
+    "state's entry": (
+        "def correct(completions, **kw): return kw['trainer_state']",
+        set(),
+        ("correct gets no trainer_state",),
+    ),
+    "none": ("rewards = load_rewards", {"reward=???"}, ("reward_funcs=",)),
+}
+
+
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_the_command_is_right_or_names_what_it_leaves_out(what: str, tmp_path: Path) -> None:
+    lines, wanted, checks = SCRIPTS[what]
+    (tmp_path / "train.py").write_text(f"{HEAD}{lines}{TAIL}")
+    text = shell_script(ported(tmp_path / "train.py")[0])
+    chosen = shlex.split(text.partition("overrides=(")[2].partition("\n)\n")[0], comments=True)
+    assert wanted <= set(chosen)
+    said = [line.removeprefix("# check: ") for line in text.splitlines() if line.startswith("# check: ")]
+    said = [one for one in said if not one.startswith(("train_rewards.py", "this assumes", "prompts over"))]
+    assert len(said) == len(checks), said
+    assert all(any(one.startswith(check) for one in said) for check in checks), said
+
+
+@pytest.mark.parametrize("key", ["model", "task", "reward", "train.steps"])
+def test_a_choice_that_is_left_to_the_reader_stops_the_command(key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_run(compose([f"{key}=???"]))
+    assert raised.value.key == key
