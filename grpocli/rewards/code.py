@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import UserCode, part, require
 from grpocli.errors import ConfigError
-from grpocli.rewards.final_answer import after_thinking
+from grpocli.rewards.code_tests import function_name, problem_tests
+from grpocli.rewards.final_answer import END_TAG, TAG, after_thinking
 from grpocli.rewards.reward import Correctness, Failure, Sample, Score
 from grpocli.rewards.worker_pool import WorkerPool, shared_pool
 
 if TYPE_CHECKING:
-    from grpocli.sandbox.sandbox import Limits
+    from grpocli.sandbox.sandbox import Limits, Submission
 
 KEY = "reward.code"
+FENCED = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
+ROOT = re.compile(r"\W")
+"""What ends the name in `Solution().method`, which tests take from the program."""
 
 
 @part("reward", "code", package="reward.code")
 class CodeReward(Correctness):
     """`right` (1) if the program in a completion passes all of the example's tests, else `wrong` (0).
 
-    The program is the last fenced code block or, without one, the beginning of the completion that is Python. It runs
-    in a sandbox (docs/rewards.md) and its tests run in another; results reach the tests as plain values. A program that
-    could not be run is a failure, not a 0.
+    The program is the last fenced block of Python that defines a name of the tests or, without a block, the beginning
+    of the answer that is Python. It runs in a sandbox (docs/rewards.md) and its tests run in another; results reach the
+    tests as plain values. A program that could not be run, or whose tests cannot fail, is a failure, not a 0.
 
     Further columns that an example may have: `before`, code before the program; `setup`, code before the tests;
     `answer`, a right program, whose other names tests may use; `entry_point`, the name of the function to write.
@@ -36,7 +42,7 @@ class CodeReward(Correctness):
     scores_independently = True
     solution_column = "answer"
     answer_column: str = "tests"
-    """Column with the tests, a text or a list of texts; a test passes unless it raises."""
+    """Column with the tests: Python code, objects with `input` and `output`, or a list, also as JSON text."""
     partial: bool = False
     """Score the share of the tests that pass, between `wrong` and `right`. Tests after one that hangs or ends the
     program run with a new program."""
@@ -151,19 +157,53 @@ def working_backend(python: str | None, limits: Limits, unsafe: bool) -> str:
 def _submission(sample: Sample, column: str) -> dict[str, Any] | Failure:
     columns = sample.columns
     tests = columns.get(column)
-    tests = [tests] if isinstance(tests, str) else tests
-    if not isinstance(tests, Sequence) or not tests or not all(isinstance(test, str) for test in tests):
+    if not isinstance(tests, str | list | tuple | dict) or not tests:
         return Failure(f"the example has no tests in the column {column!r}: a text or a list of texts")
     optional = {"before": "before", "setup": "setup", "reference": "answer", "entry_point": "entry_point"}
     texts = {name: columns[own] for name, own in optional.items() if isinstance(columns.get(own), str)}
-    return {"text": after_thinking(sample.text), "tests": list(tests), **texts}
+    name = texts.get("entry_point") or function_name(columns.get("metadata"))
+    return {"text": _answer(sample.text), **texts, "tests": json.dumps([tests, name])}
+
+
+def _answer(text: str) -> str:
+    """The part of a completion with the program: the last <answer>, unless only the rest has a code block."""
+    rest = after_thinking(text)
+    if not TAG.search(rest):
+        return rest
+    tagged = END_TAG.split(TAG.split(rest)[-1], maxsplit=1)[0].strip("\n")
+    return tagged if FENCED.search(tagged) or not FENCED.search(rest) else rest
 
 
 def run_submission(
     submission: dict[str, Any], limits: dict[str, Any], backend: str, python: str | None, all_tests: bool
 ) -> dict[str, Any]:
-    """A `SubmissionResult` as a dict. Raises SandboxError if the program could not be run. Runs in a worker process."""
+    """A `SubmissionResult` as a dict, of the tests that can fail. Runs in a worker process.
+
+    Raises SandboxError if the program could not be run, ValueError for tests that are none.
+    """
     from grpocli.sandbox.sandbox import Limits, Submission, run
     from grpocli.sandbox.select_backend import backend_named
 
-    return asdict(run(Submission(**submission), Limits(**limits), backend_named(backend, python), all_tests))
+    tests = problem_tests(submission["tests"])
+    setup = "\n".join([*tests.imports, submission.get("setup", "")])
+    submission |= {"tests": tuple(tests.cases), "setup": setup, "names": tuple(sorted(tests.names))}
+    submission["entry_point"] = ROOT.split(submission.get("entry_point", ""))[0]
+    given = Submission(**submission)
+    result = run(given, Limits(**limits), backend_named(backend, python), all_tests)
+    if all(result.passed) or (all_tests and any(result.passed)):
+        can_fail = _failed_without_program(replace(given, text=""), Limits(**limits), backend, python)
+        if not any(can_fail):
+            raise ValueError("its tests cannot fail: they pass without a program")
+        result = replace(result, passed=[one for one, counts in zip(result.passed, can_fail, strict=True) if counts])
+    return asdict(result)
+
+
+@lru_cache(maxsize=64)
+def _failed_without_program(
+    submission: Submission, limits: Limits, backend: str, python: str | None
+) -> tuple[bool, ...]:
+    """Whether each test fails without a program; one that does not tests nothing."""
+    from grpocli.sandbox.sandbox import run
+    from grpocli.sandbox.select_backend import backend_named
+
+    return tuple(not one for one in run(submission, limits, backend_named(backend, python)).passed)

@@ -65,16 +65,19 @@ class Submission:
     """A program to test.
 
     text: a completion with the program. before: code before the program. setup: code before the tests.
-    tests: each passes unless it raises. reference: a right program. entry_point: the name of the function that the
-    question asks for. These two decide which of the names in the tests are the program's: see `inside.tests.Example`.
+    tests: each is code, which passes unless it raises, or a standard input and the output that the program has to
+    print. reference: a right program. entry_point: the name of the function that the question asks for. These two
+    decide which of the names in the tests are the program's: see `inside.tests.Example`. names: those that the program
+    may have to define, which tell its code block from others.
     """
 
     text: str
-    tests: Sequence[str]
+    tests: Sequence[str | tuple[str, str]]
     before: str = ""
     setup: str = ""
     reference: str = ""
     entry_point: str = ""
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +122,10 @@ def _run_once(submission: Submission, limits: Limits, backend: Backend) -> tuple
     ours, theirs = socket.socketpair()
     with ours, theirs, contextlib.ExitStack() as stack:
         enter = stack.enter_context(group(limits.memory_mb + limits.disk_mb + TESTS_MB))
-        task = {"text": submission.text, "before": submission.before}
-        program = stack.enter_context(_process(backend, limits, theirs, task, enter))
+        task = {"text": submission.text, "before": submission.before, "names": list(submission.names)}
+        scripts = any(not isinstance(test, str) for test in submission.tests)  # each runs in a process of its own
+        most = replace(limits, processes=limits.processes + scripts)
+        program = stack.enter_context(_process(backend, most, theirs, task, enter))
         tests = stack.enter_context(_process(backend, limits, ours, _tests_of(submission), enter))
         ours.close()
         theirs.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 
 import pytest
@@ -41,6 +43,122 @@ def test_programs_are_right_wrong_or_cannot_be_scored(reward):
     assert isinstance(without, Failure)
     assert "no tests in the column 'tests'" in without.reason
     assert isinstance(odd, Failure)
+
+
+SUBTRACT = ADD.replace("+", "-")
+SCRIPT = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+METHOD = "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```"
+CHECK = "def check(candidate):\n    assert candidate(5, 2) == 7\n"
+CASE = """
+import unittest
+
+class Sums(unittest.TestCase):
+    def test_five(self):
+        self.assertEqual(add(5, 2), 7)
+"""
+CONTEST = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 2", "output": " 7 \n\n"}]
+FUNCTIONAL = [
+    {"input": "1\n2", "output": "3", "testtype": "functional"},
+    {"input": "5\n2", "output": "7", "testtype": "functional"},
+]
+PYTEST = """
+from solution import add
+
+def test_one():
+    assert add(1, 2) == 3
+
+def test_five():
+    assert add(5, 2) == 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "tests", "columns"),
+    [
+        pytest.param(ADD, json.dumps(TESTS), {}, id="JSON text of asserts"),
+        pytest.param(ADD, repr(TESTS), {}, id="Python text of asserts"),
+        pytest.param(ADD, PYTEST, {}, id="pytest functions"),
+        pytest.param(
+            ADD, "class TestAdd:\n    def test_five(self):\n        assert add(5, 2) == 7", {}, id="pytest class"
+        ),
+        pytest.param(ADD, CASE, {}, id="unittest"),
+        pytest.param(ADD, f"{CASE}\nunittest.main()", {}, id="unittest with its runner"),
+        pytest.param(ADD, CHECK, {"entry_point": "add"}, id="HumanEval"),
+        pytest.param(METHOD, CHECK, {"entry_point": "Solution().add", "answer": METHOD[10:-3]}, id="LeetCode"),
+        pytest.param(ADD, "add(5, 2) == 7", {}, id="bare comparison"),
+        pytest.param(
+            ADD, ["add(5, 2) == 7 and not add(5, 2) == 3", "(7).__eq__(add(5, 2))"], {}, id="bare expressions"
+        ),
+        pytest.param(ADD, f"if __name__ == '__main__':\n    {TESTS[0]}", {}, id="script"),
+        pytest.param(SCRIPT, CONTEST, {}, id="contest"),
+        pytest.param(SCRIPT, json.dumps(CONTEST), {}, id="contest as text"),
+        pytest.param(SCRIPT, {"input": ["1 2", "5 2"], "output": ["3", "7"]}, {}, id="CodeContests"),
+        pytest.param(SCRIPT, '{"inputs": ["1 2", ["5 2"]], "outputs": ["3", ["7"]]}', {}, id="APPS"),
+        pytest.param(
+            ADD, '{"fn_name": "add", "inputs": [[1, 2], [5, 2]], "outputs": [3, [7]]}', {}, id="APPS function"
+        ),
+        pytest.param(METHOD, '{"fn_name": "add", "inputs": [[5, 2]], "outputs": [[7]]}', {}, id="APPS method"),
+        pytest.param(METHOD, json.dumps(FUNCTIONAL), {"metadata": '{"func_name": "add"}'}, id="LiveCodeBench"),
+    ],
+)
+def test_published_forms_of_tests_tell_right_programs_from_wrong_and_empty_ones(reward, right, tests, columns):
+    texts = [right, right.replace("a + b", "a - b"), ""]
+    assert reward([sample(text, **{"tests": tests, **columns}) for text in texts]) == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        ('"""add(5, 2) is 7"""', "cannot fail"),
+        ("# add(5, 2) == 7", "cannot fail"),
+        (["import math", "pass"], "cannot fail"),
+        ("[]", "cannot fail"),
+        ("try:\n    assert add(5, 2) == 7\nexcept Exception:\n    pass", "cannot fail"),
+        (CHECK, "needs the column entry_point"),
+        (FUNCTIONAL, "needs? the column entry_point|give the example the column entry_point"),
+        ("def test_add(pair):\n    assert add(*pair) == 7", "test_add takes arguments"),
+        ([{"stdin": "1 2"}], "no input and output"),
+        ("import package_that_is_not_there\nassert add(5, 2) == 7", "ModuleNotFoundError"),
+    ],
+)
+def test_tests_that_test_nothing_are_failures(reward, tests, reason):
+    for result in reward([sample(text, tests=tests) for text in (ADD, SUBTRACT, "")][: 1 + ("cannot" in reason)]):
+        assert isinstance(result, Failure)
+        assert re.search(reason, result.reason)
+
+
+def test_a_script_runs_anew_for_each_input(reward):
+    """With its own standard input, its guard, its threads and its exit code."""
+    script = (
+        "import sys, threading\ndef main():\n    print(sum(map(int, open(0).read().split())))\n    sys.exit({code})\n"
+    )
+    script += "if __name__ == '__main__':\n    threading.Thread(target=main).start()"
+    ends = "print(input().replace(' 2', ''))\nexit({code})"
+    tests = [{"input": "1 2\n4", "output": "7"}, {"input": "1", "output": "1"}]
+    assert reward([sample(script.format(code=0), tests=tests), sample("print(7)", tests=tests)]) == [1, 0]
+    tests = [{"input": "1 2", "output": "1"}]
+    assert reward([sample(ends.format(code=code), tests=tests) for code in (0, 1)]) == [1, 0]
+    assert "it printed '2" in reward.explain(sample("print(2)", tests=tests))
+
+
+def test_tests_that_test_nothing_do_not_count_in_a_share():
+    reward = CodeReward(partial=True, timeout=3)
+    try:
+        assert reward([sample(ADD.replace("+", "*"), tests=["import math", *TESTS])]) == [0.5]
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<think>hm</think><answer>\n{ADD[10:-4]}\n</answer>",
+        f"<think>hm</think><answer>{ADD}</answer>",
+        f"{ADD}\n<answer>see above</answer>",
+    ],
+)
+def test_the_program_may_stand_in_an_answer_tag(reward, text):
+    assert reward([sample(text)]) == [1]
 
 
 def test_partial_scores_count_passed_tests():

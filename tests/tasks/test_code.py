@@ -58,7 +58,7 @@ def test_columns_of_humaneval_are_converted(tmp_path):
         task.examples("train")
     example = task.examples("eval")[0]
     assert example["before"] in example["prompt"][0]["content"]
-    assert example["tests"][0].endswith("check(add)\n")
+    assert (example["tests"], example["entry_point"]) == (HUMAN_EVAL[0]["test"], "add")
 
 
 def test_columns_of_grpocli_are_kept(tmp_path):

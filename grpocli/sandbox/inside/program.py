@@ -9,10 +9,16 @@ from .protocol import Closed, Connection, decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
-FENCE = "```"
+FENCES = ("```", "~~~")
+PYTHON = ("python", "python3", "py", "py3")
+SCRIPT = """\
+__import__("builtins").exit = __import__("builtins").quit = __import__("sys").exit
+exec(compile(__import__("sys").argv.pop(), "<program>", "exec"))
+"""
+"""Executes its argument as a script. Python without `site` lacks exit and quit."""
 LONGEST_LIST = 100_000
 MODULE = type(sys)
 
@@ -32,25 +38,28 @@ class ObjectTable:
         return number, type(one).__name__
 
 
-def serve(connection: Connection, text: str, before: str) -> None:
-    """Run the program of a completion, send what it defines, and answer requests until the connection closes."""
+def serve(connection: Connection, text: str, before: str, names: Sequence[str]) -> None:
+    """Answer requests until the connection closes: for what the program of a completion defines, prints and does."""
     space: dict[str, Any] = {"__name__": "solution"}
     table = ObjectTable()
-    connection.send(_answer(table, lambda: _execute(source(text, before), space)))
+    operations = OPERATIONS | {
+        "names": lambda: _execute(source(text, before, names), space),
+        "printed": lambda given: _printed(source(text, before, names), given),
+    }
     while True:
         try:
             message = connection.receive()
         except Closed:
             return
-        connection.send(_answer(table, _perform, message, table))
+        connection.send(_answer(table, _perform, message, table, operations))
 
 
-def source(text: str, before: str) -> str:
-    """The last fenced code block, else the longest beginning of the text, in lines, that is Python.
+def source(text: str, before: str, names: Sequence[str]) -> str:
+    """The code block with the program, else the longest beginning of the text, in lines, that is Python.
 
-    before: code before it: imports, or the beginning of a function that the text continues.
+    before: code before it: imports, or the beginning of a function that the text continues. names: see `_block`.
     """
-    block = _last_block(text)
+    block = _block(text, names)
     if block is not None:
         return f"{before}\n{block}"
     lines = text.split("\n")
@@ -64,20 +73,55 @@ def source(text: str, before: str) -> str:
     return before + text
 
 
-def _last_block(text: str) -> str | None:
-    """The last closed code block, or an open one if there is no other."""
-    blocks: list[list[str]] = []
-    inside = False
+def _block(text: str, names: Sequence[str]) -> str | None:
+    """The last code block of Python that defines one of the names, else the last of Python, of no language, of any."""
+    blocks = _blocks(text)
+    tagged = [code for language, code in blocks if language in PYTHON]
+    plain = [code for language, code in blocks if not language]
+    defining = [code for language, code in blocks if language in ("", *PYTHON) and _defines(code, names)]
+    best = defining or tagged or plain or [code for _, code in blocks]
+    return "\n".join(best[-1]) if best else None
+
+
+def _blocks(text: str) -> list[tuple[str, list[str]]]:
+    """The language and the lines of each closed code block, or of an open one if there is no other."""
+    blocks: list[tuple[str, list[str]]] = []
+    fence, indent = "", 0
     for line in text.split("\n"):
-        if line.strip().startswith(FENCE):
-            if not inside:
-                blocks.append([])
-            inside = not inside
-        elif inside:
-            blocks[-1].append(line)
-    if inside and len(blocks) > 1:
+        bare = line.strip()
+        if fence and bare.startswith(fence) and not bare.strip(fence[0]):
+            fence = ""
+        elif fence:
+            blocks[-1][1].append(line[indent:] if not line[:indent].strip() else line)
+        elif bare.startswith(FENCES):
+            language = bare.lstrip(bare[0])
+            fence, indent = bare[: len(bare) - len(language)], len(line) - len(line.lstrip())
+            words = "".join(c if c.isalnum() else " " for c in language.lower()).split()
+            blocks.append((words[0] if words else "", []))
+    if fence and len(blocks) > 1:
         blocks.pop()
-    return "\n".join(blocks[-1]) if blocks else None
+    return blocks
+
+
+def _defines(code: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether a function, a class or an assignment at the margin has one of the names."""
+    for line in code:
+        words = line.replace("(", " ").replace(":", " ").removeprefix("async ").split(maxsplit=2)
+        is_definition = len(words) > 1 and line[:1].strip() and (words[0] in ("def", "class") or words[1] == "=")
+        if is_definition and words[words[1] != "="] in names:
+            return True
+    return False
+
+
+def _printed(code: str, given: str) -> str:
+    """What the program prints as a script with this standard input. Raises RuntimeError if it fails."""
+    import subprocess  # here, since other programs need not wait for it
+
+    *command, _ = (word for word in sys.orig_argv if word != "-u")  # without our code
+    done = subprocess.run([*command, SCRIPT, code], input=given.encode(), stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the program ended with exit code {done.returncode}")
+    return done.stdout.decode(errors="replace")
 
 
 def _execute(code: str, space: dict[str, Any]) -> dict[str, Any]:
@@ -88,9 +132,9 @@ def _execute(code: str, space: dict[str, Any]) -> dict[str, Any]:
     return {"modules": modules, "values": {name: value for name, value in found.items() if name not in modules}}
 
 
-def _perform(message: bytes, table: ObjectTable) -> Any:
+def _perform(message: bytes, table: ObjectTable, operations: dict[str, Callable[..., Any]]) -> Any:
     operation, arguments, named = decode(message, lambda number, _: table.objects[number])
-    return OPERATIONS[operation](*arguments, **named)
+    return operations[operation](*arguments, **named)
 
 
 def _answer(table: ObjectTable, action: Callable[..., Any], *given: Any) -> bytes:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any
 
+    Test = str | tuple[str, str]
+
 
 class Remote:
     """A proxy of an object in the program's process."""
@@ -71,7 +73,7 @@ class Program:
 
     def names(self) -> dict[str, Any]:
         """The names that the program defines. Raises the program's exception."""
-        found = self._received()
+        found = self.ask("names")
         imported = (name for name, module in found["modules"].items() if module == name)
         modules = {name: __import__(name) for name in imported if name in sys.stdlib_module_names}
         return {name: value for name, value in (modules | found["values"]).items() if not name.startswith("__")}
@@ -99,7 +101,7 @@ class Example:
     imports are imported here. Raises the exception of a broken example.
     """
 
-    def __init__(self, reference: str, entry_point: str, setup: str, tests: Sequence[str]) -> None:
+    def __init__(self, reference: str, entry_point: str, setup: str, tests: Sequence[Test]) -> None:
         self._entry_point = entry_point
         self._own: dict[str, Any] = {"__name__": "tests"}
         self._reserved = {*dir(builtins), *sys.stdlib_module_names}
@@ -115,7 +117,7 @@ class Example:
             exec(self._setup, dict(self._own))
         except NameError:  # it uses names that the program defines
             pass
-        self.tests = [_compiled(test, "<test>") for test in tests]
+        self.tests = [_compiled(test, "<test>") if isinstance(test, str) else test for test in tests]
 
     def names(self, defined: dict[str, Any]) -> dict[str, Any]:
         """The names for the tests, from those that the program defines. Runs the setup."""
@@ -161,7 +163,7 @@ def _number(value: Any) -> tuple[int, str]:
     raise TypeError(f"a test gave the program a {type(value).__name__}, which is not a plain value")
 
 
-def run(connection: Connection, reference: str, entry_point: str, setup: str, tests: Sequence[str], out: int) -> None:
+def run(connection: Connection, reference: str, entry_point: str, setup: str, tests: Sequence[Test], out: int) -> None:
     """Run the tests and write one line for the example and one for each test: empty, or the error."""
     examples: list[Example] = []
     broken = _problem(lambda: examples.append(Example(reference, entry_point, setup, tests)))
@@ -170,9 +172,20 @@ def run(connection: Connection, reference: str, entry_point: str, setup: str, te
         return
     (example,) = examples
     space: dict[str, Any] = {}
-    problem = _problem(lambda: space.update(example.names(Program(connection).names())))
+    program, problem = Program(connection), ""
+    if any(isinstance(test, str) for test in tests):  # else it only reads and prints
+        problem = _problem(lambda: space.update(example.names(program.names())))
     for test in example.tests:
-        _write(out, problem or _problem(exec, test, space))
+        action = (_check_printed, program, *test) if isinstance(test, tuple) else (exec, test, space)
+        _write(out, problem or _problem(*action))
+
+
+def _check_printed(program: Program, given: str, wanted: str) -> None:
+    """Raise AssertionError unless the program prints the wanted lines; space around a line does not count."""
+    printed = str(program.ask("printed", given))
+    found, expected = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
+    if found != expected:
+        raise AssertionError(f"for {given[:100]!r} it printed {printed[:100]!r}, expected {wanted[:100]!r}")
 
 
 def _write(out: int, problem: str) -> None:

@@ -1,0 +1,170 @@
+"""Reads the tests of a programming problem in the forms in which data sets publish them."""
+
+from __future__ import annotations
+
+import ast
+import json
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+OF_PROGRAM = ("solution", "main", "__main__")
+"""Modules from which published tests import the program."""
+CALL = """\
+def _plain(value):
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+_called = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
+_found, _wanted = _plain(_called(*{arguments!r})), {wanted!r}
+assert _found == _wanted or [_found] == _wanted, f"{{_found!r}}, expected {{_wanted!r}}"
+"""
+"""A test of a function; data sets write the value that it returns with or without a list around it."""
+CASE = """\
+import unittest
+_ran = unittest.TestSuite([{case}({method!r})]).run(unittest.TestResult())
+assert _ran.wasSuccessful(), (_ran.failures + _ran.errors)[0][1].strip().split("\\n")[-1]
+"""
+
+
+@dataclass(slots=True)
+class ProblemTests:
+    """The tests of a problem.
+
+    cases: each is code, or a program's standard input and the output that it has to print. imports: of the tests, as
+    code. names: those that tests use, the program's among them.
+    """
+
+    entry_point: str = ""
+    cases: list[str | tuple[str, str]] = field(default_factory=list)
+    imports: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+
+    def add(self, value: Any) -> None:
+        """Add code, an object with inputs and outputs, or a list of these, also as JSON text. Raises ValueError."""
+        value = _parsed(value)
+        if isinstance(value, str):
+            self._add_code(value)
+        elif isinstance(value, dict):
+            self._add_contest(value)
+        elif isinstance(value, list):
+            for one in value:
+                self.add(one)
+        else:
+            raise ValueError(f"a test is a text or an object with input and output, not {value!r}")
+
+    def _add_contest(self, test: dict[str, Any]) -> None:
+        """Add tests of a program's output or, with `fn_name` or `testtype: functional`, of a function."""
+        given, wanted = (test.get(f"{one}s", test.get(one)) for one in ("input", "output"))
+        if given is None or wanted is None:
+            raise ValueError(f"a test with {', '.join(test)} has no input and output")
+        is_call = test.get("fn_name") or test.get("testtype", test.get("type")) in ("functional", "function_call")
+        name = test.get("fn_name") or function_name(test.get("metadata")) or self.entry_point
+        if is_call and not name:
+            raise ValueError("a test of a function names none; give the example the column entry_point")
+        if "inputs" not in test and (is_call or not isinstance(given, list)):
+            given, wanted = [given], [wanted]
+        for one, other in zip(given, wanted, strict=True):
+            if is_call:
+                arguments = [_json(line) for line in one.strip().split("\n")] if isinstance(one, str) else one
+                self.cases.append(CALL.format(name=name, arguments=arguments, wanted=_json(other)))
+                self.names |= {name, "Solution"}
+            else:
+                texts = ("\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (one, other))
+                self.cases.append((next(texts), next(texts)))
+
+    def _add_code(self, code: str) -> None:
+        """Add code, with a call of each test function and class that it only defines."""
+        try:
+            tree = _Checks().visit(ast.parse(code))
+        except SyntaxError:  # the sandbox reports it
+            self.cases.append(code)
+            return
+        used = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
+        calls = [call for one in tree.body for call in self._calls_of(one, used)]
+        self.cases += [f"{ast.unparse(tree)}\n{call}" for call in calls or [""]]
+        imports = [one for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom)]
+        self.imports += [ast.unparse(one) for one in imports if getattr(one, "module", "") != "__future__"]
+        self.names |= used
+
+    def _calls_of(self, one: ast.stmt, used: set[str]) -> list[str]:
+        if isinstance(one, ast.FunctionDef) and one.name not in used:
+            needed = [argument.arg for argument in one.args.args][: len(one.args.args) - len(one.args.defaults)]
+            is_check = one.name == "check" or needed == ["candidate"]
+            if is_check and not self.entry_point:
+                raise ValueError(f"{one.name} needs the column entry_point, the name of the function that it tests")
+            if is_check or (one.name.startswith("test") and not needed):
+                return [f"{one.name}({self.entry_point if is_check else ''})"]
+            if one.name.startswith("test"):
+                raise ValueError(f"{one.name} takes arguments, which only pytest gives it")
+        if isinstance(one, ast.ClassDef):
+            is_case = any(ast.unparse(base).endswith("TestCase") for base in one.bases)
+            call = CASE if is_case else "{case}().{method}()" if one.name.startswith("Test") else ""
+            methods = [f.name for f in one.body if isinstance(f, ast.FunctionDef) and f.name.startswith("test")]
+            return [call.format(case=one.name, method=method) for method in methods if call]
+        return []
+
+
+class _Checks(ast.NodeTransformer):
+    """Makes statements test something without a runner.
+
+    A comparison that stands alone is asserted, the guard of a script is passed, a runner is not called, and what is
+    imported from the program is already there.
+    """
+
+    def visit_Module(self, node: ast.Module) -> ast.Module:
+        if len(node.body) == 1 and isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Call):
+            node.body = [ast.Assert(ast.Compare(node.body[0].value, [ast.IsNot()], [ast.Constant(False)]))]
+        self.generic_visit(node)
+        return ast.fix_missing_locations(node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in ("unittest.main", "pytest.main"):
+            return ast.Pass()
+        return ast.Assert(node.value) if _is_condition(node.value) else node
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        return node.body if ast.unparse(node.test).startswith("__name__ ==") else node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        renamed = [one for one in node.names if one.asname]
+        names = [ast.Assign([ast.Name(one.asname or "", ast.Store())], ast.Name(one.name)) for one in renamed]
+        return node if node.module not in OF_PROGRAM else names or ast.Pass()
+
+
+def _is_condition(node: ast.expr) -> bool:
+    if isinstance(node, ast.BoolOp):
+        return all(map(_is_condition, node.values))
+    return isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
+
+
+@lru_cache(maxsize=64)
+def problem_tests(given: str) -> ProblemTests:
+    """The tests of a problem, from JSON of the tests and the entry point. Raises ValueError for tests that are none."""
+    value, entry_point = json.loads(given)
+    found = ProblemTests(entry_point)
+    found.add(value)
+    return found
+
+
+def function_name(metadata: Any) -> str:
+    """The function that the field `metadata` of a row or of a test names."""
+    found = _parsed(metadata)
+    return str(found.get("func_name") or "") if isinstance(found, dict) else ""
+
+
+def _parsed(value: Any) -> Any:
+    """The list or object that a text is in JSON or Python; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        for parse in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError):
+                if isinstance(found := parse(value.strip()), list | dict):
+                    return found
+    return value
+
+
+def _json(value: Any) -> Any:
+    with suppress(ValueError, TypeError):
+        return json.loads(value)
+    return value
