@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 
 from grpocli.errors import GrpoError
 from grpocli.masking import masked
 from grpocli.processes.cpu_tuning import shorten_spinning, use_large_pages
+from grpocli.processes.signals import StopSignal, handle_stops, restore
 from grpocli.processes.threads import limit_exit_time
 from grpocli.user_frames import from_user_code, raised
 from grpocli.version import __version__
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     shorten_spinning(os.environ)
     use_large_pages()
     open_closed()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until training handles it: clean up and exit
+    before = handle_stops(StopSignal(immediate=True).handle)  # until training handles them: clean up and exit
     try:
         code = run(args)
     except GrpoError as error:
@@ -91,7 +91,8 @@ def main(argv: list[str] | None = None) -> None:
         else:
             raise  # a bug: keep the traceback
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if argv is not None:
+            restore(before)
     if argv is None:  # the process ends now
         limit_exit_time(code)
     sys.exit(code)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -22,6 +21,7 @@ from grpocli.launch.run import READY_WITHIN
 from grpocli.launch.trainer_job import wait_for_job
 from grpocli.launch.trainer_process import quiet_libraries
 from grpocli.processes.node import Node
+from grpocli.processes.signals import handle_stops
 from grpocli.tracking.text import clean
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Serve, and exit with the code of the error if there is one."""
     run_dir, stop_event = Path(sys.argv[1]), threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda *_: stop_event.set())
+    handle_stops(lambda *_: stop_event.set())
     try:
         serve(run_dir, stop_event)
     except GrpoError as error:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 from grpocli.config.parts import interpolate, one_of, part, require
 from grpocli.errors import ConfigError, EngineError
+from grpocli.processes.signals import handle_stops, restore
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server_log import failure_cause, fresh_log, printed_log
@@ -187,22 +187,17 @@ def _wait(process: Guarded, log: Path) -> None:
 
 @contextlib.contextmanager
 def _interrupted_by_term() -> Iterator[None]:
-    """Make SIGTERM act like Ctrl-C, and ignore both afterwards, so that a second one does not interrupt the cleanup."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Make every stopping signal act like Ctrl-C, once, so that a second one does not interrupt the cleanup."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        for stopping in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(stopping, signal.SIG_IGN)
+        handle_stops(signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = handle_stops(interrupt)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore(before)
 
 
 def served(endpoint: Endpoint) -> dict[str, Any]:

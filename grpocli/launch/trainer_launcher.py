@@ -17,6 +17,7 @@ from grpocli.masking import masked
 from grpocli.processes.exit_reports import exit_reports, report_failure, root_cause
 from grpocli.processes.guard import alive, guarded
 from grpocli.processes.heartbeat import DONE, Heartbeat, heartbeats
+from grpocli.processes.signals import handle_stops
 from grpocli.tracking.metrics import read_metrics, summary_of, write_summary
 
 if TYPE_CHECKING:
@@ -185,8 +186,7 @@ def main() -> None:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    handle_stops(signal.SIG_IGN)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = launch_command_parser().parse_args()
     arguments.log_dir = os.devnull  # otherwise torch leaves an empty log folder in the temporary directory

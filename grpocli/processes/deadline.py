@@ -29,6 +29,8 @@ FOREVER = 1e9
 RETRY = 0.1
 """Seconds between two attempts to interrupt a call, since it may catch even `_Late`."""
 SIGEV_THREAD_ID = 4
+EXPIRED = signal.SIGRTMIN
+"""The signal of a deadline: no scheduler sends it."""
 LAST_WORDS = """
 import os, sys
 traceback = sys.stdin.read()
@@ -74,8 +76,8 @@ def _into(done: Future[T], call: Callable[[], T]) -> None:
 def deadline(seconds: float, what: str) -> Iterator[None]:
     """Raise TimeoutError(what) in the block if it takes longer, or after the block if it catches the exception.
 
-    Interrupts blocking system calls and C code that handles signals, such as regular expressions. Uses SIGUSR2. Outside
-    the main thread there is no deadline, because Python handles no signals there.
+    Interrupts blocking system calls and C code that handles signals, such as regular expressions. Outside the main
+    thread there is no deadline, because Python handles no signals there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -89,7 +91,7 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
             raise _Late
 
     timer = _new_timer()
-    before = signal.signal(signal.SIGUSR2, give_up)
+    before = signal.signal(EXPIRED, give_up)
     try:
         _start(timer, seconds)
         yield
@@ -101,15 +103,15 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
     finally:
         over = True
         _timers().timer_delete(timer)
-        signal.signal(signal.SIGUSR2, before)  # delivers a pending signal to our handler first
+        signal.signal(EXPIRED, before)  # delivers a pending signal to our handler first
 
 
 def _new_timer() -> ctypes.c_void_p:
-    """A kernel timer that sends SIGUSR2 to this thread.
+    """A kernel timer that sends EXPIRED to this thread.
 
     A Python timer needs the interpreter's lock, which a regular expression holds until it ends.
     """
-    event = struct.pack("QiiI44x", 0, signal.SIGUSR2, SIGEV_THREAD_ID, threading.get_native_id())
+    event = struct.pack("QiiI44x", 0, EXPIRED, SIGEV_THREAD_ID, threading.get_native_id())
     timer = ctypes.c_void_p()
     if _timers().timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) != 0:
         raise OSError(ctypes.get_errno(), "the system has no timer left for a deadline")

@@ -41,6 +41,7 @@ class Guard:
             signal.signal(number, self.on_term)
         signal.signal(PARENT_DIED, self.on_parent_died)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only wakes the select
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # LSF sends it to every process of a job
 
     def on_term(self, number: int, frame: FrameType | None) -> None:
         self.terminated = True
@@ -139,6 +140,7 @@ def spawn(command: list[str], pipe: int) -> int:
         die_with_parent()
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would inherit that
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as SIGUSR2
         os.execvp(command[0], command)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)

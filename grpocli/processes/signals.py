@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP stop a run after its step, with a checkpoint; a second Ctrl-C ends it at once.
+"""Ctrl-C and the signals of schedulers stop a run after its step, with a checkpoint; a second Ctrl-C ends it at once.
 
 The way of a signal through the code:
 
@@ -16,15 +16,33 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 CHECK_SECONDS = 0.25
 """Seconds between checks for the stop file in `StopSignal.requested_cached`."""
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def handle_stops(handler: Any) -> dict[signal.Signals, Any]:
+    """Set the handler of the stopping signals, except of those that this process ignores since its start (nohup).
+
+    Returns the handlers before, by signal; none outside the main thread, where they cannot be changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in handled}
+
+
+def restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Undo `handle_stops`."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def enable_crash_tracebacks() -> None:
@@ -62,16 +80,18 @@ class StopSignal:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The handler of the process that the user started. Only a repeated SIGINT ends the run at once, because
-        schedulers repeat their signals."""
-        if self.immediate or (self.received is not None and number == signal.SIGINT):
+        schedulers repeat their signals, also while the process ends."""
+        repeated = self.received is not None
+        if repeated and number != signal.SIGINT:
+            return
+        self.received = self.received or signal.Signals(number).name
+        if repeated or self.immediate:
             raise KeyboardInterrupt
-        if self.received is None:
-            self.received = signal.Signals(number).name
-            print(
-                f"\n{self.received}: stopping after this step and the rollouts in progress (in an evaluation as soon "
-                "as the engine allows), with a checkpoint; another Ctrl-C ends the run without one",
-                file=sys.stderr,
-            )
+        print(
+            f"\n{self.received}: stopping after this step and the rollouts in progress (in an evaluation as soon "
+            "as the engine allows), with a checkpoint; another Ctrl-C ends the run without one",
+            file=sys.stderr,
+        )
 
     def record(self, number: int, frame: FrameType | None) -> None:
         """The handler of one of several trainer processes: the launching process decides when to end it."""
@@ -94,14 +114,11 @@ class StopSignal:
 
 @contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    """Catch the stopping signals within the block."""
+    """Catch the stopping signals within the block, and after it if one came: the process is ending."""
     stop = StopSignal()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # only the main thread may set handlers
-        return
-    before = {number: signal.signal(number, stop.handle) for number in STOPPING}
+    before = handle_stops(stop.handle)
     try:
         yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if stop.received is None:
+            restore(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from os import _exit as leave  # bound before user code runs, during which `os._exit` is replaced
 from typing import Generic, Self, TypeVar
+
+from grpocli.processes.signals import handle_stops
 
 T = TypeVar("T")
 
@@ -49,8 +52,10 @@ class BackgroundTask(Generic[T]):
 def limit_exit_time(code: int) -> None:
     """End this process with `code` if threads or exit handlers keep it alive too long. Call it right before the exit.
 
-    Threads get GRACE seconds, exit handlers EXIT_GRACE more.
+    Threads get GRACE seconds, exit handlers EXIT_GRACE more. Ctrl-C ends it at once, other signals no longer do.
     """
+    if signal.SIGINT in handle_stops(signal.SIG_IGN):
+        signal.signal(signal.SIGINT, lambda *_: leave(code))
     threading.Thread(target=_exit_late, args=(code,), name="exit timer", daemon=True).start()
 
 

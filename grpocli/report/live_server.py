@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from grpocli.errors import ConfigError
+from grpocli.processes.signals import handle_stops, restore
 
 ADDRESS = "127.0.0.1"
 MOST_CONNECTIONS = 64
@@ -57,16 +57,11 @@ class QuietServer(Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-            signals.append(signal.SIGHUP)
-        for number in signals:
-            loop.add_signal_handler(number, self.end)
+        before = handle_stops(lambda *_: loop.call_soon_threadsafe(self.end))
         try:
             yield
         finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
+            restore(before)
 
     def end(self) -> None:
         """End now; an answer under way is not waited for."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from grpocli.processes.reaper import die_with_parent
+from grpocli.processes.signals import handle_stops
 
 MOST_MEMORY = 4 * 2**30
 """Bytes of address space."""
@@ -23,8 +24,7 @@ FORKED = 70
 def main() -> None:
     """Serve `module:function` until the input ends."""
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the run finishes its step and then ends its workers
+    handle_stops(signal.SIG_IGN)  # the run finishes its step and then ends its workers
     _limit_memory()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a library's output must not mix with the results

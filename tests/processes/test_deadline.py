@@ -58,7 +58,7 @@ def test_a_signal_at_the_very_end_leaves_no_timer_behind(monkeypatch: pytest.Mon
     libc, deleted = deadlines._timers(), []
 
     def delete(timer: object) -> None:
-        signal.raise_signal(signal.SIGUSR2)
+        signal.raise_signal(deadlines.EXPIRED)
         deleted.append(libc.timer_delete(timer))
 
     timers = SimpleNamespace(timer_create=libc.timer_create, timer_settime=libc.timer_settime, timer_delete=delete)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from cli.running import SMALL, finish, start
 
 from grpocli import cli
 from grpocli.launch.run import run_errors
-from grpocli.processes.signals import CHECK_SECONDS, StopSignal, stop_signal
+from grpocli.processes.signals import CHECK_SECONDS, STOPPING, StopSignal, stop_signal
 from grpocli.tracking.run_dir import RunDir
 
 
@@ -102,3 +103,52 @@ def test_the_stop_file_is_not_checked_at_every_token(tmp_path: Path, monkeypatch
     assert asked == sorted(asked), "it stays true"
     assert asked[-1]
     assert StopSignal(received="SIGTERM").requested_cached()
+
+
+@pytest.fixture(autouse=True)
+def _handlers_stay() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_each_signal_stops_the_run_unless_it_was_ignored_at_the_start(number: signal.Signals) -> None:
+    with stop_signal() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.received == number.name
+    signal.signal(number, signal.SIG_IGN)  # as nohup and a shell's `&` leave it
+    with stop_signal() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.received is None
+
+
+def test_repeated_signals_do_not_interrupt_the_end_of_a_stopped_run() -> None:
+    with stop_signal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        os.kill(os.getpid(), number)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.received == "SIGTERM"
+
+
+ENDS = """
+import os, signal, sys, threading, time
+from grpocli import cli
+def ending(args):
+    threading.Thread(target=lambda: time.sleep(0.5)).start()  # the interpreter waits for it
+    os.kill(os.getpid(), signal.SIGTERM)
+cli.run = ending
+import atexit
+atexit.register(lambda: [os.kill(os.getpid(), getattr(signal, name)) for name in sys.argv[1:]])
+cli.main()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("late", [["SIGTERM", "SIGHUP"], ["SIGINT"]])
+def test_signals_during_the_exit_keep_its_code_and_print_no_traceback(late: list[str]) -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS, *late], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "grpocli: error: interrupted\n")
