@@ -12,18 +12,19 @@ import pytest
 from isolation import isolated
 
 from grpocli import cli
-from grpocli.algorithm import advantage
+from grpocli.algorithm import advantage, objective
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"```python\n# (grpocli|tests)/(\S+)\.py\n(.*?)```", re.DOTALL)
 BLOCKS = BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text())
 EXAMPLES = {path: code for folder, path, code in BLOCKS if folder == "grpocli"}
 TESTS = {path: code for folder, path, code in BLOCKS if folder == "tests"}
-ADDED_TO = {"algorithm/advantage": advantage}
+ADDED_TO = {"algorithm/advantage": advantage, "algorithm/objective": objective}
 COMPOSED = {
     "rewards/contains": ["reward=[exact_match,contains]", "reward.contains.word=so"],
     "tasks/reversal": ["task=reversal", "task.letters=5"],
     "algorithm/advantage": ["algorithm/advantage=rank", "algorithm.advantage.scale=2"],
+    "algorithm/objective": ["algorithm/objective=reinforce"],
     "rollout/echo_engine": ["engine=echo"],
 }
 
@@ -47,12 +48,13 @@ def run_example(path: str, code: str, folder: Path) -> None:
 def examples(tmp_path: Path) -> Iterator[None]:
     """Every example is part of the package, until the test ends."""
     with isolated(tmp_path):
-        before = dict(vars(advantage))
+        before = {module: dict(vars(module)) for module in ADDED_TO.values()}
         for path, code in EXAMPLES.items():
             run_example(path, code, tmp_path)
         yield
-        vars(advantage).clear()
-        vars(advantage).update(before)
+        for module, names in before.items():
+            vars(module).clear()
+            vars(module).update(names)
 
 
 @pytest.mark.usefixtures("examples")
@@ -76,4 +78,4 @@ def test_an_example_is_a_choice(path: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_every_kind_of_part_has_an_example() -> None:
     assert set(EXAMPLES) == {*COMPOSED, "environments/guess"}
-    assert len(TESTS) == 4
+    assert len(TESTS) == 5

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.aggregate import Totals
+from grpocli.algorithm.contract import loss_and_flags, try_part
 from grpocli.algorithm.inputs import check_accuracy, check_rows, checked_rewards
 from grpocli.algorithm.keep import SCORE
 from grpocli.algorithm.kl import KL
@@ -65,6 +66,12 @@ class Algorithm:
             chosen = getattr(self, kind)
             given_a_value = isinstance(chosen, (str, int, float, list, dict)) or chosen is None
             require(self, kind, not given_a_value, f"is not a part; choose one with algorithm/{kind}={chosen}")
+
+    def check_ready(self) -> None:
+        """Raise ConfigError with its contract if a part of a user does not keep it."""
+        for kind in PARTS:
+            if not type(getattr(self, kind)).__module__.startswith("grpocli."):
+                try_part(kind, getattr(self, kind))
 
     @property
     def supervised(self) -> bool:
@@ -279,7 +286,7 @@ class Algorithm:
         if self.takes_sampler_as_old:
             old_logp = sampler_logp.detach()
 
-        loss_BT, clipped = self.objective(logp, old_logp, advantages, mask)
+        loss_BT, clipped = loss_and_flags(self.objective(logp, old_logp, advantages, mask))
         loss_BT = loss_BT * self.correction(old_logp, sampler_logp, mask)
         if self.tokens.needs_entropy:
             loss_BT = loss_BT * self._selected(selected, entropy, mask, whole)
@@ -302,7 +309,8 @@ class Algorithm:
         inside = mask.bool()
         if advantages.ndim == 2:
             advantages = advantages.where(inside, 0.0)
-        _, sides = self.objective(logp.detach().where(inside, 0.0), old_logp.where(inside, 0.0), advantages, mask)
+        logp, old_logp = logp.detach().where(inside, 0.0), old_logp.where(inside, 0.0)
+        _, sides = loss_and_flags(self.objective(logp, old_logp, advantages, mask))
         found_BT = inside.new_zeros(inside.shape)
         for flags in sides.values():  # [B] for a sequence ratio
             found_BT = found_BT | (flags if flags.shape == inside.shape else flags.unsqueeze(1))

@@ -112,7 +112,9 @@ def _config_and_package(group: str, spec: str) -> tuple[DictConfig, str]:
     found = load(spec, group)
     if not isinstance(found, type):
         if group != "reward":
-            raise ConfigError("is a function, which only reward= accepts; give a class", key=group, value=spec)
+            calls = [f"{name}({', '.join(a.split())})" for name, a in REQUIRED_MEMBERS[group].items() if a is not None]
+            problem = f"is a function, which only reward= accepts; give a class with {', '.join(calls)}"
+            raise ConfigError(problem, key=group, value=spec)
         config = OmegaConf.structured(stored("reward")["python"])
         config.function = spec
         return config, package

@@ -26,6 +26,7 @@ def check_ready(run: Run) -> None:
     _check_part(run.engine)
     _check_part(run.model)
     _check_part(run.optim)
+    _check_part(run.algorithm)
     check_teachers(run)
     check_data(run)
 
