@@ -188,6 +188,7 @@ def _show(found: Sequence[ModelResult]) -> None:
     from rich.table import Table
 
     from grpocli.tracking.console import CleanConsole
+    from grpocli.tracking.significance import Paired
 
     scores = dict.fromkeys(score for one in found for task in one.tasks for score in task.scores)
     table = Table(box=SIMPLE_HEAD)
@@ -205,6 +206,12 @@ def _show(found: Sequence[ModelResult]) -> None:
     console.print(
         "below each score: its 95 % confidence interval over questions (Wilson, several samples by design effect)"
     )
+    for one in found[1:]:
+        for first, task in zip(found[0].tasks, one.tasks, strict=True):
+            if paired := Paired.of(first.by_problem, task.by_problem):
+                console.print(
+                    f"{task.task}: {Path(one.name).name} against {Path(found[0].name).name}: {paired.change:+.3f}, {paired}"
+                )
 
 
 def _cell(estimate: Estimate) -> str:

@@ -115,7 +115,8 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tu
     for key in [*before, *(key for key in after if key not in before)]:
         if key not in SESSION_KEYS:
             found |= _changed(str(key), before.get(key), after.get(key))
-    return found
+    was, now = (list(one.get("reward") or ()) for one in (before, after))
+    return found | ({"reward": (was, now)} if was[:1] != now[:1] else {})  # the first measures accuracy
 
 
 def _changed(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:

@@ -16,7 +16,7 @@ from grpocli.progress import Progress, unreported
 from grpocli.report.charts import charts
 from grpocli.report.curves import Curves, current_summary, curves_of, read_curves, thinned, with_evaluations
 from grpocli.report.diagnosis import verdict, warnings
-from grpocli.report.facts import compute_dtype, facts, session_starts, sessions
+from grpocli.report.facts import compute_dtype, facts, session_starts, sessions, what_changed
 from grpocli.report.own_files import leads_out, left_out
 from grpocli.report.page_data import PageData, RolloutSelection, RunView, Series
 from grpocli.report.rollout_sample import BUDGET, Prompts, RolloutSample
@@ -31,8 +31,6 @@ from grpocli.version import __version__
 ROWS = 6_000
 """Rows of metrics of all runs of a page; a run has at most ROWS_OF_RUN, at least FEWEST_ROWS."""
 ROWS_OF_RUN, FEWEST_ROWS = 1_000, 60
-PROBLEMS = 32
-"""Held-out problems if the config leaves them to the hardware: the smaller of its two defaults."""
 
 KINDS = ("done", "stopped", "failed")
 """The values of `exit_kind` in a summary."""
@@ -112,7 +110,8 @@ class Builder:
         config = _config(row.path, problems)
         flat = flatten(config)
         raw, summary = _recorded(row.path, problems)
-        curves = with_evaluations(raw, summary, *_evaluation(flat))
+        raw = replace(raw, changed=what_changed(row.path, config, flat))
+        curves = with_evaluations(raw, summary, _int(flat.get("eval.samples")))
         flat |= {"model.dtype": compute_dtype(row.path, flat)}
         found = warnings(curves, flat)
         steps = _int(flat.get("train.steps"))
@@ -198,7 +197,7 @@ def new_values(run: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[list[int],
     """The steps and values of new rows of a run's metrics, in order, with the intervals of accuracies."""
     curves = curves_of(rows)
     if any(name.startswith("eval") for name in curves.metrics):
-        curves = with_evaluations(curves, {}, *_evaluation(flatten(_config(run, []))))
+        curves = with_evaluations(curves, {}, _int(flatten(_config(run, [])).get("eval.samples")))
     return curves.steps, curves.metrics
 
 
@@ -286,15 +285,6 @@ def _constants(runs: Sequence[RunView]) -> dict[str, float]:
         for name, series in run.metrics.items():
             values.setdefault(name, set()).update(value for value in series if value is not None)
     return {name: min(found) for name, found in values.items() if len(found) == 1}
-
-
-def _evaluation(flat: Mapping[str, Any]) -> tuple[int, int]:
-    """The numbers of problems of a task, and of samples of a problem."""
-    problems = flat.get("eval.problems")
-    wanted = PROBLEMS if problems is None else _int(problems)
-    other = flat.get("task.eval_path") is not None or flat.get("task.eval_split") is not None
-    size = 0 if other else _int(flat.get("task.eval_size"))  # which then holds nothing out
-    return min(wanted, size) if size else wanted, max(1, _int(flat.get("eval.samples")))
 
 
 def _int(value: Any) -> int:

@@ -15,8 +15,11 @@ from grpocli.files import regular
 from grpocli.report.page_data import MaybeNumber, Series
 from grpocli.tracking.metrics import number
 from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.significance import Paired
 
 ACCURACIES = ("accuracy", "accuracy_greedy")
+PAIRED = {"eval/accuracy": "eval/accuracy_by_problem", "eval/loss": "eval/loss_by_problem"}
+"""Metrics that are compared problem by problem, with the names of their values."""
 LOW, HIGH = " (low)", " (high)"
 """The ends of the names of an interval's limits, which are not in metrics.jsonl."""
 
@@ -38,13 +41,27 @@ class Curves:
     """The metrics of a run.
 
     steps: in order. metrics: a number or None for each step. not_finite: for each metric that was recorded without a
-    finite number (null, NaN), the steps. notes: a sentence for each problem of the file.
+    finite number (null, NaN), the steps. notes: a sentence for each problem of the file. by_problem: of the metrics of
+    PAIRED, by step, the value of each problem. changed: {"eval" or "reward": `incomparable_since`}, the steps after
+    which values can be compared, and why earlier ones cannot.
     """
 
     steps: list[int] = field(default_factory=list)
     metrics: dict[str, Series] = field(default_factory=dict)
     not_finite: dict[str, list[int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    by_problem: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
+    changed: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def comparable(self, metric: str) -> tuple[list[tuple[int, float]], str]:
+        """`series` since a resume last changed what it measures; what was changed, or ""."""
+        since, why = self.changed.get("eval" if metric.startswith("eval/") else "reward", (-1, ""))
+        return [(step, value) for step, value in self.series(metric) if step > since], why
+
+    def paired(self, metric: str, first: int, last: int) -> Paired | None:
+        """The paired test of a metric at two steps; None if a step has no values by problem."""
+        values = self.by_problem.get(metric, {})
+        return Paired.of(values[first], values[last]) if first in values and last in values else None
 
     def series(self, metric: str) -> list[tuple[int, float]]:
         """(step, value) of the steps that have the metric."""
@@ -134,31 +151,38 @@ def _curves(rows: Sequence[Mapping[str, Any]], notes: list[str]) -> Curves:
         name: steps for name in names if (steps := [row["step"] for row in rows if name in row and _is_lost(row[name])])
     }
     numeric = {name: values for name, values in metrics.items() if name in lost or any(v is not None for v in values)}
-    return Curves([row["step"] for row in rows], numeric, lost, notes)
+    found = {row["step"]: row for row in rows}
+    return Curves(
+        [*found], numeric, lost, notes, {name: _by_problem(found, problems) for name, problems in PAIRED.items()}
+    )
+
+
+def _by_problem(rows: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, dict[str, float]]:
+    """{step: {problem: value}} of the rows that have it."""
+    found = {step: row[name] for step, row in rows.items() if isinstance(row.get(name), Mapping)}
+    return {step: {key: v for key, v in one.items() if number(v) is not None} for step, one in found.items()}
 
 
 def _is_lost(value: Any) -> bool:
     return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
-def with_evaluations(curves: Curves, summary: Mapping[str, Any], problems: int | None, samples: int) -> Curves:
+def with_evaluations(curves: Curves, summary: Mapping[str, Any], samples: int = 0) -> Curves:
     """The curves with the evaluations before the first and after the last step, and the intervals of accuracies.
 
-    summary: of the run; empty if it is of an earlier session. problems: for each task, of runs that did not record
-    `eval/problems`; None: no intervals.
+    summary: of the run; empty if it is of an earlier session. samples: of each problem; 0: no intervals.
     """
     curves = _with_outer(curves, summary)
     metrics = dict(curves.metrics)
     for name, values in curves.metrics.items():
         prefix, _, last = name.rpartition("/")
-        if not problems or last not in ACCURACIES or not prefix.startswith("eval"):
+        if not samples or last not in ACCURACIES or not prefix.startswith("eval"):
             continue
-        asked = problems * (_tasks(curves.metrics) if prefix == "eval" else 1)
         unknown: Series = [None] * len(values)
         counts = curves.metrics.get(f"{prefix}/problems", unknown)
         pairs = curves.metrics.get(f"{prefix}/pass@2", unknown) if last == "accuracy" else unknown
         limits = [
-            None if v is None else accuracy_interval(v, int(n or asked), samples, p)
+            None if v is None or not n else accuracy_interval(v, int(n), samples, p)
             for v, n, p in zip(values, counts, pairs, strict=True)
         ]
         metrics[name + LOW] = [None if pair is None else pair[0] for pair in limits]
@@ -166,16 +190,12 @@ def with_evaluations(curves: Curves, summary: Mapping[str, Any], problems: int |
     return replace(curves, metrics=metrics)
 
 
-def _tasks(metrics: Mapping[str, Series]) -> int:
-    return max(
-        1, sum(name.startswith("eval/") and name.count("/") == 2 and name.endswith("/accuracy") for name in metrics)
-    )
-
-
 def _with_outer(curves: Curves, summary: Mapping[str, Any]) -> Curves:
     before = {name.removesuffix("_before"): v for name, v in summary.items() if name.endswith("_before")}
     after = {name: v for name, v in summary.items() if name.startswith("eval/") and not name.endswith("_before")}
     outer = {0: before} | ({curves.steps[-1]: after} if curves.steps else {})
+    paired = {m: curves.by_problem.get(m, {}) | _by_problem(outer, problems) for m, problems in PAIRED.items()}
+    curves = replace(curves, by_problem=paired)
     for step, values in outer.items():
         known = {name: value for name, text in values.items() if (value := number(text)) is not None}
         curves = _with_row(curves, step, known) if known else curves

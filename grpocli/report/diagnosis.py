@@ -11,6 +11,7 @@ from typing import Any
 from grpocli.report.curves import HIGH, LOW, Curves
 from grpocli.report.page_data import RunWarning, Verdict
 from grpocli.tracking.recorder import MISMATCH_LIMITS
+from grpocli.tracking.significance import CLEAR
 
 FEW_STEPS = 20
 """Steps below which rewards alone allow no verdict: a tenth would be less than two steps."""
@@ -23,6 +24,9 @@ NOISE = 4.604
 BLOCKS - 1 degrees of freedom, the fewest that Welch's test can have."""
 WINDOW = 10
 """Steps that a warning's numbers are averaged over, because single steps are noisy."""
+
+TURNED = {"good": "bad", "bad": "good", "unclear": "unclear"}
+"""The level of a change where lower is better."""
 
 EARLY = 3
 """Steps in the mean of an unmistakable warning, which more steps would not change."""
@@ -292,6 +296,9 @@ def verdict(curves: Curves, state: str, found: Sequence[RunWarning]) -> Verdict:
     if not curves.steps:
         return Verdict("unclear", "unclear", "The run has no step yet.")
     level, word, text = _by_accuracy(curves) or _by_teacher(curves) or _by_answers(curves) or _by_reward(curves)
+    points, why = curves.comparable("eval/accuracy")
+    if why and why not in text and len(points) < 2 <= len(curves.series("eval/accuracy")):
+        text += f" Accuracies before and after a resume cannot be compared, which changed {why}."
     if state == "failed" and level == "good":
         level, word = "unclear", "unclear"
     return Verdict(level, word, text, look)
@@ -300,18 +307,21 @@ def verdict(curves: Curves, state: str, found: Sequence[RunWarning]) -> Verdict:
 def _by_accuracy(curves: Curves) -> tuple[str, str, str] | None:
     """The level, word and text of a verdict; None without two accuracies."""
     name = "eval/accuracy"
-    points, lows, highs = curves.series(name), dict(curves.series(name + LOW)), dict(curves.series(name + HIGH))
+    points, lows, highs = curves.comparable(name)[0], dict(curves.series(name + LOW)), dict(curves.series(name + HIGH))
     known = [(step, value) for step, value in points if step in lows and step in highs]
     if len(known) < 2:
         return None
     first, last = known[0][0], known[-1][0]
     spans = [f"{value:.3f} [{lows[step]:.3f}, {highs[step]:.3f}]" for step, value in (known[0], known[-1])]
     numbers = f"from {spans[0]} at step {first} to {spans[1]} at step {last} (95 % Wilson intervals over problems)"
-    if lows[last] > highs[first]:
+    reason = "the intervals overlap" if lows[last] <= highs[first] and highs[last] >= lows[first] else ""
+    if paired := curves.paired(name, first, last):
+        numbers, reason = f"{numbers}, {paired}", "" if paired.clear else f"p is not below {CLEAR}"
+    if reason:
+        return "unclear", "unclear", f"No clear change: held-out accuracy went {numbers}, and {reason}."
+    if (paired.change if paired else lows[last] - highs[first]) > 0:
         return "good", "learned", f"It learned: held-out accuracy rose {numbers}."
-    if highs[last] < lows[first]:
-        return "bad", "got worse", f"It got worse: held-out accuracy fell {numbers}."
-    return "unclear", "unclear", f"No clear change: held-out accuracy went {numbers}, and the intervals overlap."
+    return "bad", "got worse", f"It got worse: held-out accuracy fell {numbers}."
 
 
 def has_teacher(flat: Mapping[str, Any]) -> bool:
@@ -328,32 +338,42 @@ def _by_teacher(curves: Curves) -> tuple[str, str, str] | None:
         return "unclear", "unclear", f"{len(values)} steps are too few to judge the KL to the teacher."
     level, numbers = _change(values)
     word = {"good": "KL rose", "bad": "KL fell", "unclear": "unclear"}[level]
-    turned = {"good": "bad", "bad": "good", "unclear": "unclear"}[level]
     text = {"good": "The KL to the teacher rose", "bad": "The KL to the teacher fell"}.get(
         level, "No clear change: the KL to the teacher went"
     )
-    return turned, word, f"{text} {numbers}."
+    return TURNED[level], word, f"{text} {numbers}."
 
 
 def _by_answers(curves: Curves) -> tuple[str, str, str] | None:
     """The verdict of supervised training, by the loss on held-out answers or those it learns; None for other runs."""
     if not curves.series("token_accuracy"):
         return None
-    held_out, own = curves.series("eval/loss"), curves.series("loss")
-    points, what = (held_out, "on held-out answers") if len(held_out) > 1 else (own, "on the answers it learns")
-    if len(points) < 2:
-        return "unclear", "unclear", f"{len(points)} steps are too few to judge the loss."
-    (first, before), (last, after) = points[0], points[-1]
-    numbers = f"from {before:.3f} at step {first} to {after:.3f} at step {last}"
-    if after < before:
-        return "good", "loss fell", f"The loss {what} fell {numbers}."
-    return "bad", "loss rose", f"The loss {what} rose {numbers}."
+    held_out, own = curves.comparable("eval/loss")[0], [value for _, value in curves.comparable("loss")[0]]
+    if len(held_out) > 1 and (paired := curves.paired("eval/loss", held_out[0][0], held_out[-1][0])):
+        (first, before), (last, after) = held_out[0], held_out[-1]
+        level = "unclear" if not paired.clear else "good" if paired.change > 0 else "bad"
+        what, numbers = (
+            "on held-out answers",
+            f"from {before:.3f} at step {first} to {after:.3f} at step {last}, {paired}",
+        )
+    elif len(own) < FEW_STEPS:
+        return "unclear", "unclear", f"{len(own)} steps are too few to judge the loss."
+    else:
+        what, (level, numbers) = "on the answers it learns", _change(own)
+    verb = {"good": "rose", "bad": "fell", "unclear": ""}[level]
+    if not verb:
+        return "unclear", "unclear", f"No clear change: the loss {what} went {numbers}."
+    return TURNED[level], f"loss {verb}", f"The loss {what} {verb} {numbers}."
 
 
 def _by_reward(curves: Curves) -> tuple[str, str, str]:
     change = _reward_change(curves)
     if change is None:
-        return "unclear", "unclear", f"{len(curves.series('reward'))} steps are too few to judge the reward."
+        rewards, why = curves.comparable("reward")
+        if not rewards:
+            return "unclear", "unclear", f"The rewards of the steps cannot be compared: {why}."
+        since = f" since a resume changed {why}" if why else ""
+        return "unclear", "unclear", f"{len(rewards)} steps{since} are too few to judge the reward."
     level, numbers = change
     if level == "unclear":
         return level, "unclear", f"No clear change: the reward went {numbers}."
@@ -364,7 +384,7 @@ def _by_reward(curves: Curves) -> tuple[str, str, str]:
 
 def _reward_change(curves: Curves) -> tuple[str, str] | None:
     """`_change` of the reward; None for few steps."""
-    rewards = [value for _, value in curves.series("reward")]
+    rewards = [value for _, value in curves.comparable("reward")[0]]
     return _change(rewards) if len(rewards) >= FEW_STEPS else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from grpocli.report.curves import Curves
 from grpocli.tracking.metrics import number
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
-from grpocli.tracking.sessions import Session, format_value, intact_sessions
+from grpocli.tracking.sessions import Session, accuracy_rewards, format_value, incomparable_since, intact_sessions
 from grpocli.tracking.text import format_duration
 
 NAMES = {
@@ -32,6 +33,9 @@ DTYPES = ("float32", "bfloat16")
 
 FROM_DATA = ("hub", "jsonl")
 """Tasks that only their data distinguish."""
+
+UNEQUAL_STEPS = (("order", "difficulty"), ("order", "file"))
+"""Keys of a task, with their values, that give some steps easier problems than others."""
 
 Flat = Mapping[str, Any]
 """A config by dotted key."""
@@ -85,6 +89,17 @@ def session_starts(run: Path) -> list[int]:
 def sessions(run: Path) -> list[tuple[str, str, str]]:
     """(steps before, start, versions and changes) of each session."""
     return [(f"from step {session.step + 1}", str(session.time), _session(session)) for session in _sessions(run)]
+
+
+def what_changed(run: Path, config: Mapping[str, Any], flat: Flat) -> dict[str, tuple[int, str]]:
+    """`Curves.changed` of a run. Rewards of steps that draw easier or harder problems are never comparable."""
+    keys = [k for k, v in flat.items() if k.startswith("task.") and (k.rpartition(".")[2], v) in UNEQUAL_STEPS]
+    keys += [k for k, v in flat.items() if k.startswith("task.") and k.endswith(".no_resampling_pass_rate") and v]
+    found = _sessions(run)
+    reward = incomparable_since(found, None)
+    if keys:
+        reward = sys.maxsize, f"{keys[0]}={format_value(flat[keys[0]])} gives them easier or harder problems"
+    return {"eval": incomparable_since(found, accuracy_rewards(config)), "reward": reward}
 
 
 def _sessions(run: Path) -> list[Session]:

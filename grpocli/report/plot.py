@@ -79,7 +79,7 @@ def _curves(run: Path) -> Curves:
     except (OSError, ValueError):
         summary = {}
     curves = read_curves(run)
-    return with_evaluations(curves, current_summary(summary, curves)[0], None, 1)
+    return with_evaluations(curves, current_summary(summary, curves)[0])
 
 
 def chosen_metrics(runs: Sequence[RunCurves], names: Sequence[str]) -> list[str]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from grpocli.report.page_data import PageTable, RunView
 from grpocli.tracking.compare import differing_settings, short_names
 from grpocli.tracking.runs import GROUPS, LAST_STEPS, RunRow
 from grpocli.tracking.sessions import format_value
+from grpocli.tracking.significance import MEANS, mean_text
 
 RESULTS = ("before", "accuracy", "change", "final reward", "seconds")
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""The 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom; `t_95` has more."""
 
 
 def labels(rows: Sequence[RunRow]) -> list[tuple[str, str, str]]:
@@ -88,7 +84,7 @@ def results(rows: Sequence[RunRow], runs: Sequence[RunView]) -> PageTable:
     ]
     notes = [
         f"final reward: the mean over the last {LAST_STEPS} steps; before, accuracy: held-out, at temperature 1",
-        "means: over the finished runs of a group, ± the half width of the 95 % t interval over seeds",
+        f"means: over the finished runs of a group, {MEANS}",
     ]
     return PageTable(["run", "runs", *RESULTS, "state"], body, notes)
 
@@ -97,23 +93,7 @@ def _mean(rows: Sequence[RunRow], name: str) -> Any:
     values = [row.results[name] for row in rows if row.results[name] is not None]
     if len(values) < 2:
         return values[0] if values else None
-    half = t_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    digits = 1 if name == "seconds" else 3
-    return f"{statistics.fmean(values):.{digits}f} ± {half:.{digits}f}"
-
-
-def t_95(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t; beyond the table the expansion of Abramowitz and Stegun, 26.7.5."""
-    if freedom <= len(T_95):
-        return T_95[freedom - 1]
-    z = NormalDist().inv_cdf(0.975)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return math.fsum(term / freedom**power for power, term in enumerate(terms))
+    return mean_text(values, 1 if name == "seconds" else 3)
 
 
 def differences(rows: Sequence[RunRow], runs: Sequence[RunView]) -> PageTable:

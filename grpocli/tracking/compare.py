@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 from grpocli.errors import ConfigError
 from grpocli.tracking.runs import GROUPS, LAST_STEPS, RESULTS, RunRow, find_runs
 from grpocli.tracking.sessions import as_typed
+from grpocli.tracking.significance import MEANS, mean_text
 from grpocli.tracking.text import clean, one_line
 
 LONGEST = 40
@@ -102,6 +102,12 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 def _run_table(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> RunTable:
     body = [[_short_path(row, rows), *[row.settings.get(k) for k in keys], *row.results.values()] for row in rows]
     notes = [f"{_short_path(row, rows)} has no change: {row.incomparable}" for row in rows if row.incomparable]
+    tested = [row for row in rows if row.paired]
+    unclear = [_short_path(row, rows) for row in tested if row.paired and not row.paired.clear]
+    if tested:
+        notes.append(
+            f"changes that a paired test over problems does not confirm at 1 %: {', '.join(unclear) or 'none'}"
+        )
     return RunTable("runs", ["run", *(names[k] for k in keys), *RESULTS], body, notes)
 
 
@@ -113,20 +119,20 @@ def _group_by(rows: Sequence[RunRow], keys: Sequence[str]) -> dict[tuple[str, ..
 
 
 def _seed_means(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> RunTable:
-    """Means and sample standard deviations over the finished runs."""
+    """Means over the finished runs, with 95 % t intervals."""
     groups = _group_by([row for row in rows if row.done], keys).values()
     body = [
         [*[group[0].settings.get(k) for k in keys], len(group), *[_mean(group, result) for result in AVERAGED]]
         for group in groups
     ]
-    return RunTable("means over seeds (± standard deviation)", [*(names[k] for k in keys), "runs", *AVERAGED], body)
+    return RunTable(f"means over seeds ({MEANS})", [*(names[k] for k in keys), "runs", *AVERAGED], body)
 
 
 def _mean(rows: Sequence[RunRow], result: str) -> Any:
     numbers = [row.results[result] for row in rows if row.results[result] is not None]
     if len(numbers) < 2:
         return numbers[0] if numbers else None
-    return f"{statistics.mean(numbers):.3f} ± {statistics.stdev(numbers):.3f}"
+    return mean_text(numbers, 1 if result == "seconds" else 3)
 
 
 def _short_path(row: RunRow, rows: Sequence[RunRow]) -> str:

@@ -115,7 +115,8 @@ class Recorder:
             return
         write_rollouts(self.run_dir.rollouts(step), records, step, self.answer_columns)
         self.metrics.append(step, metrics)
-        self.last = dict(metrics)
+        metrics = numbers_of(metrics)
+        self.last = metrics
         if self.tracker:
             self.tracker.log(metrics, step)
         self.view.step(step, metrics)
@@ -174,6 +175,7 @@ class Recorder:
         if self.metrics is None:
             return
         self.metrics.amend(step, results)
+        results = numbers_of(results)
         self.last |= results
         if self.tracker:
             self.tracker.log(dict(results), step)
@@ -184,6 +186,7 @@ class Recorder:
         self.step_started = time.perf_counter()
         if self.metrics is None or not results:
             return
+        results = numbers_of(results)
         if self.tracker:
             self.tracker.log(dict(results), step)
         if "eval/accuracy" in results:
@@ -231,6 +234,11 @@ class Recorder:
         if self.tracker:
             self.tracker.finish()
         self.view.stop()
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics without the values of each problem, which only the run's files have."""
+    return {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
 
 
 def _completions(groups: Sequence[Group], advantages_PG: Tensor) -> list[StepCompletion]:

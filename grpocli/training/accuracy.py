@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +88,8 @@ class TaskResult:
 
     questions: those with a scored sample. failed: samples that the reward could not score, which are left out. scores:
     `greedy`, `mean@N`, `pass@K`, `maj@N`. mean_length: tokens that the model wrote. truncated: the share of samples
-    that were cut off.
+    that were cut off. by_problem: the share of right samples of each question (`problem_id`), greedy ones only if there
+    are no others.
     """
 
     task: str
@@ -95,6 +98,7 @@ class TaskResult:
     mean_length: float
     truncated: float
     scores: dict[str, Estimate] = field(default_factory=dict)
+    by_problem: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The result in JSON types; unknown numbers are null."""
@@ -144,7 +148,18 @@ def task_result(
         mean_length=float(np.mean([completion.written for completion in done])),
         truncated=float(np.mean([completion.truncated for completion in done])),
         scores=scores,
+        by_problem={
+            problem_id(group.prompt): _mean(right)
+            for group in sampled or greedy
+            if _scored(right := accuracy_rewards.right(group))
+        },
     )
+
+
+def problem_id(prompt: Prompt) -> str:
+    """The same for the same problem in evaluations of any run: a digest of its task and its text."""
+    text = json.dumps([prompt.task, prompt.text], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _of_samples(groups: Sequence[Group], accuracy_rewards: AccuracyRewards, max_tokens: int) -> Mapping[str, Estimate]:
@@ -198,19 +213,22 @@ class Evaluator:
     sampling: Sampling
     seed: int
     watch: Watch = UNWATCHED
-    target_loss: Callable[[], dict[str, float]] | None = None
+    target_loss: Callable[[], dict[str, Any]] | None = None
 
     @property
     def samples_answers(self) -> bool:
         """Whether it measures an accuracy."""
         return bool(self.prompts and self.accuracy_rewards.names)
 
-    def __call__(self) -> dict[str, float]:
-        """The metrics; empty without problems.
+    def __call__(self) -> dict[str, Any]:
+        """The metrics, and `eval/accuracy_by_problem` and `eval/loss_by_problem`; empty without problems.
 
         Collective. Raises Cancelled, in every process, if `watch` is cancelled.
         """
         loss = {f"eval/{name}": value for name, value in self.target_loss().items()} if self.target_loss else {}
+        if loss:
+            losses = loss["eval/loss_by_problem"]
+            loss["eval/loss_by_problem"] = {problem_id(self.prompts[i]): value for i, value in losses.items()}
         if not self.samples_answers:
             return loss
         untouched = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
@@ -221,12 +239,13 @@ class Evaluator:
             metrics |= self._results(f"eval/{task}", *(_of_task(task, groups) for groups in (sampled, greedy)))
         return metrics | loss
 
-    def _results(self, name: str, sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, float]:
+    def _results(self, name: str, sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, Any]:
         result = task_result(name, self.accuracy_rewards, greedy, sampled, self.sampling.max_tokens)
         known = {"greedy": "accuracy_greedy", f"mean@{self.samples}": "accuracy"}
         scores = {f"{name}/{known.get(score, score)}": estimate.value for score, estimate in result.scores.items()}
         lengths = {f"{name}/mean_length": result.mean_length, f"{name}/truncated": result.truncated}
-        return {**scores, **lengths, f"{name}/problems": len(sampled)}
+        by_problem = {f"{name}/accuracy_by_problem": result.by_problem} if name == "eval" else {}
+        return {**scores, **lengths, **by_problem, f"{name}/problems": len(sampled)}
 
     def _groups(self, sampling: Sampling, n: int, before: int) -> list[Group]:
         """Groups of n completions of each problem. before: completions of each problem so far, for the progress."""

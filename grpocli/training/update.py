@@ -132,18 +132,27 @@ class Updater:
                 self._micro_batch(rows, window.totals)
             self.micro_batches_done += 1
 
-    def target_loss(self, rows: Sequence[Row]) -> dict[str, float]:
-        """`loss` and `token_accuracy` of rows of targets under the current weights, without an update. Collective."""
+    def target_loss(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """`loss` and `token_accuracy` of rows of targets under the current weights, without an update. Collective.
+
+        `loss_by_problem` is the loss a token of each row, by the number of its group, which no other row has.
+        """
         window = self._window(0, list(rows))
-        sums_2 = torch.zeros(2, device=self.world.device)
+        tokens = {row.group: sum(row.mask) for row in rows}
+        sums_2N = torch.zeros(2, max(tokens) + 1, device=self.world.device)
         for number, some in enumerate(window.micro_batches):
             self.progress(number, len(window.micro_batches), "micro-batches", "loss on held-out answers")
             batch = MicroBatch.build(some, self.world.device, self.policy.layout(self.sampling))
             scores = self.policy.scores_without_gradient(batch, self.sampling)
-            sums_2 += torch.stack([-scores.logp.where(batch.mask.bool(), 0.0).sum(), (scores.top * batch.mask).sum()])
-        loss, right = self.world.sum_over_dp(sums_2).tolist()
-        tokens = max(window.totals.tokens, 1)
-        return {"loss": loss / tokens, "token_accuracy": right / tokens}
+            sums_2B = torch.stack([-scores.logp.where(batch.mask.bool(), 0.0), scores.top * batch.mask]).sum(2)
+            sums_2N.index_add_(1, batch.group_ids.clamp(min=0), sums_2B.to(sums_2N.dtype))  # a row for padding adds 0
+        losses, right = self.world.sum_over_dp(sums_2N).tolist()
+        total = max(window.totals.tokens, 1)
+        return {
+            "loss": sum(losses) / total,
+            "token_accuracy": sum(right) / total,
+            "loss_by_problem": {group: losses[group] / n for group, n in tokens.items() if n},
+        }
 
     def gather(self, rows: Sequence[Row]) -> None:
         """Bring the per-token values of all rows to the main process, in float32 on the CPU. Collective.

@@ -105,7 +105,7 @@ def test_a_key_that_a_second_resume_changes_back_does_not_count(
 def test_repetitions_with_other_seeds_are_averaged(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(sweep), "--format", "markdown"])
     out = capsys.readouterr().out
-    assert "| grpo | 2 | 0.100 ± 0.000 | 0.400 ± 0.141 | 0.300 ± 0.141 |" in out
+    assert "| grpo | 2 | 0.100 ± 0.000 | 0.400 ± 1.271 | 0.300 ± 1.271 |" in out
     assert out.endswith("final reward: the mean over the last 10 steps\n")
 
 

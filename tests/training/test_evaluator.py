@@ -12,7 +12,7 @@ from grpocli.config.schema import Eval, StopAt
 from grpocli.progress import Watch
 from grpocli.rewards.score_stats import ScoreStats
 from grpocli.rewards.text_match import ExactMatch
-from grpocli.training.accuracy import AccuracyRewards, Evaluator, eval_seeds
+from grpocli.training.accuracy import AccuracyRewards, Evaluator, eval_seeds, problem_id
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
 
 
@@ -56,6 +56,7 @@ def test_evaluations_keep_penalties_and_stop_strings_but_not_the_temperature() -
     ]
     assert metrics == {
         "eval/accuracy": 1 / 3,
+        "eval/accuracy_by_problem": {problem_id(Prompt("1", [2], "?")): 1 / 3},
         "eval/accuracy_greedy": 1.0,
         "eval/pass@2": pytest.approx(2 / 3),  # one of three scored completions is right
         "eval/pass@4": pytest.approx(math.nan, nan_ok=True),
@@ -74,7 +75,7 @@ def test_the_accuracies_that_may_end_a_run_are_those_of_an_evaluation(samples: i
     recording: Any = Recording()
     found = Evaluator(recording, prompts, samples, rewards, Sampling(8), seed=0)()
     names = [name.removeprefix("eval/") for name in found]
-    others = ("mean_length", "truncated", "problems")
+    others = ("mean_length", "truncated", "problems", "by_problem")
     assert sorted(Eval(samples=samples).accuracies(tasks)) == sorted(n for n in names if not n.endswith(others))
 
 
