@@ -109,7 +109,12 @@ class KL:
             lines.append("after every m steps:  θ_ref ← α θ + (1 − α) θ_ref")
             symbols |= {"m": "sync_every", "α": "sync_alpha"}
             sources.append("reference sync: TR-DPO (arXiv 2404.09656)")
-        return Formula(tuple(lines), symbols, tuple(sources), self._teachers())
+        return Formula(tuple(lines), symbols, tuple(sources), " ".join(filter(None, (self._teachers(), self.warning))))
+
+    @property
+    def warning(self) -> str:
+        """A sentence about settings that rarely make sense; empty if there is nothing to say."""
+        return ""
 
     def _teachers(self) -> str:
         """`π_ref: FOLDER.`, or `π_ref: FOLDER for a, URL for b.`; empty without a teacher."""
@@ -220,9 +225,21 @@ class Reverse(KL):
 
 @part("algorithm/kl", "k1")
 class K1(Estimator):
-    """-z with z = log pi_ref - log pi_theta: unbiased, high variance, may be negative."""
+    """-z with z = log pi_ref - log pi_theta: unbiased, high variance, may be negative.
+
+    Its gradient is that of log pi_theta, whose expectation on-policy is 0; `on_policy` gives it that of the divergence.
+    """
 
     lines = ("−z_it",)
+
+    @property
+    def warning(self) -> str:
+        if not self.beta or self.on_policy:
+            return ""
+        return (
+            "algorithm/kl=k1 measures the KL divergence without reducing it, because its expected gradient is 0: set "
+            "algorithm.kl.on_policy=true, or choose algorithm/kl=k2 or k3"
+        )
 
     def estimate(self, z_BT: Tensor) -> Tensor:
         return -z_BT

@@ -209,9 +209,8 @@ def _show(found: Sequence[ModelResult]) -> None:
     for one in found[1:]:
         for first, task in zip(found[0].tasks, one.tasks, strict=True):
             if paired := Paired.of(first.by_problem, task.by_problem):
-                console.print(
-                    f"{task.task}: {Path(one.name).name} against {Path(found[0].name).name}: {paired.change:+.3f}, {paired}"
-                )
+                names = f"{Path(one.name).name} against {Path(found[0].name).name}"
+                console.print(f"{task.task}, {names}: {paired.change:+.3f}, {paired}")
 
 
 def _cell(estimate: Estimate) -> str:

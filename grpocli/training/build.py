@@ -124,13 +124,14 @@ def build_trainer(
 
 
 def _check_rewards(run: Run, data: PromptSource, recorder: Recorder) -> None:
-    """Check rewards against the columns of their tasks; show the warnings of rewards and the reports of data sets."""
+    """Check rewards against the columns of their tasks; show the warnings of parts and the reports of data sets."""
     for task in data.tasks:
         with errors_below(task.key):
             for name in task.rewards:
                 run.reward[name].check(task.columns)
-    for warning in filter(None, (reward.warning for reward in run.reward.values())):
-        recorder.view.warn(warning)
+    for part in (*run.reward.values(), run.algorithm.kl):
+        if warning := getattr(part, "warning", ""):
+            recorder.view.warn(warning)
     for report in data.reports:
         recorder.view.note(report)
 
