@@ -154,8 +154,8 @@ class Row:
     rollout_logp: under the policy that sampled, computed by the sampler.
     old_logp: under the old policy; None until it is computed, at the latest in the first update.
     ref_logp: under the reference; None without a reference.
-    logp, entropy: under the policy at the start of the step; None until they are computed. With
-        `algorithm/correction=sampler`: under the policy at the start of the row's first update.
+    logp, entropy: under the policy at the start of the step; None until they are computed, and in rows whose first
+        forward comes after an update (`algorithm/correction=sampler` and supervised training with several minibatches).
     ratio: π_θ / π_old in the last update; None while every update was the first after sampling, where it is 1.
     clipped: 1 for tokens that the objective clipped in an update; None as `ratio`.
     selected: 1 for tokens in the policy-gradient term; None: all.

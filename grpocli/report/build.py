@@ -111,7 +111,7 @@ class Builder:
         flat = flatten(config)
         raw, summary = _recorded(row.path, problems)
         raw = replace(raw, changed=what_changed(row.path, config, flat))
-        curves = with_evaluations(raw, summary, _int(flat.get("eval.samples")))
+        curves = with_evaluations(raw, summary, _samples(flat))
         flat |= {"model.dtype": compute_dtype(row.path, flat)}
         found = warnings(curves, flat)
         steps = _int(flat.get("train.steps"))
@@ -197,7 +197,7 @@ def new_values(run: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[list[int],
     """The steps and values of new rows of a run's metrics, in order, with the intervals of accuracies."""
     curves = curves_of(rows)
     if any(name.startswith("eval") for name in curves.metrics):
-        curves = with_evaluations(curves, {}, _int(flatten(_config(run, [])).get("eval.samples")))
+        curves = with_evaluations(curves, {}, _samples(flatten(_config(run, []))))
     return curves.steps, curves.metrics
 
 
@@ -285,6 +285,10 @@ def _constants(runs: Sequence[RunView]) -> dict[str, float]:
         for name, series in run.metrics.items():
             values.setdefault(name, set()).update(value for value in series if value is not None)
     return {name: min(found) for name, found in values.items() if len(found) == 1}
+
+
+def _samples(flat: Mapping[str, Any]) -> int:
+    return max(1, _int(flat.get("eval.samples")))
 
 
 def _int(value: Any) -> int:

@@ -5,6 +5,7 @@ Each update trains on a window of groups: the sum of micro-batch losses over all
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -158,19 +159,20 @@ class Updater:
         """Bring the per-token values of all rows to the main process, in float32 on the CPU. Collective.
 
         They are log-probs and entropies, and ratios and clipped tokens if there are any. Each process sends its own in
-        one copy from its device, 8 or 16 bytes per completion token. Rows that no process has computed keep None.
+        one copy from its device, 8 or 16 bytes per completion token. Rows that no process has computed keep None, as do
+        log-probs of rows that were first computed after an update.
         """
-        computed = [i for i, row in enumerate(rows) if row.logp is not None and self._sends]
+        computed = [i for i, row in enumerate(rows) if (row.logp is not None or row.ratio is not None) and self._sends]
         kinds = ["logp", "entropy", *(["ratio", "clipped"] if _complete_ratios(rows) else [])]
         own = []
         if computed:
-            values_KN = torch.stack([torch.cat([getattr(rows[i], kind) for i in computed]) for kind in kinds])
+            values_KN = torch.stack([torch.cat([_known(rows[i], kind) for i in computed]) for kind in kinds])
             own = [(kinds, computed, values_KN.float().cpu())]
         for kinds, numbers, values_KN in self.world.gather_to_main(own):
             pieces = values_KN.split([len(rows[i].completion_ids) for i in numbers], dim=1)
             for i, values_KT in zip(numbers, pieces, strict=True):
                 for kind, values_T in zip(kinds, values_KT, strict=True):
-                    setattr(rows[i], kind, values_T)
+                    setattr(rows[i], kind, None if values_T.isnan().any() else values_T)
         _complete_ratios(rows)
 
     @property
@@ -262,8 +264,10 @@ class Updater:
         if batch.old_logp is not None:  # NaN in rows without an update so far, whose old policy is the current one
             old_logp = current_logp.where(batch.old_logp.isnan(), batch.old_logp)
         _set_missing(rows, "old_logp", current_logp)  # for the next epoch
-        _set_missing(rows, "logp", current_logp)
-        _set_missing(rows, "entropy", entropy.detach())
+        at_start = self.micro_batches_done < len(self.windows[0].micro_batches)  # before the step's first update
+        if at_start:
+            _set_missing(rows, "logp", current_logp)
+            _set_missing(rows, "entropy", entropy.detach())
         loss, metrics = self.algorithm.loss(
             logp,
             old_logp,
@@ -287,7 +291,7 @@ class Updater:
         if self.algorithm.supervised:
             metrics["token_accuracy"] = (top * batch.mask).sum() / computed
             del metrics["approx_entropy"]  # of targets it is their cross-entropy
-        if self.algorithm.takes_sampler_as_old and self.micro_batches_done >= len(self.windows[0].micro_batches):
+        if self.algorithm.takes_sampler_as_old and not at_start:
             # after the first update the policy is not the one that sampled, so the gap is more than rounding
             metrics = {name: value for name, value in metrics.items() if name not in OF_THE_GAP}
         self._add(metrics)
@@ -356,6 +360,12 @@ def _complete_ratios(rows: Sequence[Row]) -> bool:
         if row.ratio is None and row.logp is not None:
             row.ratio, row.clipped = torch.ones_like(row.logp), torch.zeros_like(row.logp)
     return True
+
+
+def _known(row: Row, kind: str) -> Tensor:
+    """A kind of a row's values; NaN where they are unknown."""
+    values_T: Tensor | None = getattr(row, kind)
+    return values_T if values_T is not None else torch.full_like(row.ratio, math.nan)  # type: ignore[arg-type]
 
 
 def _set_missing(rows: Sequence[Row], name: str, values_BT: Tensor) -> None:

@@ -110,6 +110,24 @@ def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(
             torch.testing.assert_close(found, tuple(values[0] for values in expected), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("overrides", [["algorithm/correction=sampler"], ["algorithm=sft"]])
+def test_log_probs_of_a_later_policy_are_not_those_of_the_step(little_model, world, rows, overrides: list[str]) -> None:
+    """The forward of the second window comes after an update; its ratios are known all the same."""
+    up = updater(little_model, world, *overrides, minibatches=2)
+    given = [copy.copy(r) for r in rows]
+    for row in given:
+        row.old_logp = torch.tensor(row.rollout_logp)
+    first = [row.group == 0 for row in given]
+    before = up.policy.logp_without_gradient(MicroBatch.build(given, world.device), SAMPLING)[0]
+    train_step(up, given, n_groups=2)
+    up.gather(given)
+    assert [row.logp is not None for row in given] == [row.entropy is not None for row in given] == first
+    assert all(row.ratio is not None and row.clipped is not None for row in given)
+    for row, logp_T in zip(given, before, strict=True):
+        if row.logp is not None:
+            torch.testing.assert_close(row.logp, logp_T[: len(row.logp)], rtol=0, atol=1e-4)
+
+
 def test_extremes_of_clipping_are_taken_over_the_micro_batches_of_all_updates(little_model, world, rows) -> None:
     """Each micro-batch is one row: the largest and smallest share over four updates enclose the mean."""
     split = trained(little_model, world, rows, "algorithm=dapo", epochs=4, micro_batch_tokens=20).metrics
