@@ -121,7 +121,7 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult
     view = status_view()
     try:
         out_dir = RunDir(out, "--out")
-        job = prepare(run, out_dir, view, devices_of(run.hardware, run.engine.resolved()))
+        job = prepare(run, out_dir, view, devices_of(run.hardware, run.engine.resolved()), split="eval")
         out_dir.check_writable(resuming=True)
         return _sampled(
             run, job.engine, models or [(_shown(run, job.engine.model_path), job.engine.model_path)], args, out, view

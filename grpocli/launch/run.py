@@ -254,8 +254,10 @@ def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str 
     return str(shared_weights_folder(run_dir.path)) if nodes and by_files else None
 
 
-def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None) -> TrainerJob:
-    """Check the run, load its examples and fetch the model's files. Raises ConfigError."""
+def prepare(
+    run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None, split: str = "train"
+) -> TrainerJob:
+    """Check the run, load the examples of `split` and fetch the model's files. Raises ConfigError."""
     from grpocli.models.loading import choose_dtype, choose_head_dtype, load_config
     from grpocli.models.routers import check_has_routers
 
@@ -269,7 +271,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
     check_context_parallel(run, processes)
     for name, task in tasks_of(run.task).items():
         with errors_below(key_of(run.task, name)):
-            _check_functions(run, name, task, task.examples("train")[0])
+            _check_functions(run, name, task, task.examples(split)[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     if run.hardware.context_parallel > 1:
         check_splits(run, load_config(run.model, model_path))

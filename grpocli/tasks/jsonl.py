@@ -44,7 +44,7 @@ class Jsonl(BaseTask):
     """Configuration of the dataset on the hub; null: its default."""
     split: str | None = "train"
     """Split on the hub, or the beginning of file names in a folder; a single file has no splits. null: no training
-    data, the task is for `grpocli eval`."""
+    data, the task is for `grpocli eval`, which reads a single file whole."""
     eval_path: str | None = None
     """Data to evaluate on; null: task.path. Without eval_path and eval_split, eval_size prompts are held out."""
     eval_split: str | None = None
@@ -92,7 +92,7 @@ class Jsonl(BaseTask):
         require(self, "processor_timeout", 0 < self.processor_timeout < math.inf, "must be above 0 seconds")
         for name, least in (("eval_size", 1), ("shuffle_buffer", 1), ("shots", 0)):
             require(self, name, getattr(self, name) >= least, f"must be at least {least}")
-        known = bool(self.split or self.eval_path or self.eval_split)
+        known = bool(self.split or self.eval_path or self.eval_split) or is_one_file(self.path)
         require(self, "split", known, "name a split to train on, or with task.eval_split one to evaluate on")
         require(
             self,
@@ -158,7 +158,9 @@ class Jsonl(BaseTask):
             return self.path, self.split or ""
         if self.eval_path is not None:
             return self.eval_path, self.eval_split or self.split or ""
-        return None if self.eval_split is None else (self.path, self.eval_split)
+        if self.eval_split is None:
+            return None if self.split else (self.path, "")
+        return self.path, self.eval_split
 
     def convert(self, row: Row, where: str) -> Row:
         """The row with the columns that the task needs; a hook for derived tasks. where: the row's name in errors."""

@@ -49,6 +49,14 @@ def test_held_out_examples_may_come_from_a_separate_file(file: str, tmp_path: Pa
     assert (len(task.examples("train")), len(task.examples("eval"))) == (10, 2)
 
 
+def test_without_a_split_to_train_on_a_file_is_evaluated_whole(file: str) -> None:
+    task = Jsonl(path=file, split=None, **NAMED)
+    assert len(task.examples("eval")) == len(ROWS)
+    with pytest.raises(ConfigError) as refused:
+        task.examples("train")
+    assert refused.value.key == "task.split"
+
+
 def test_templates_prefixes_and_formats_shape_the_prompt(file: str) -> None:
     plain = Jsonl(path=file, prompt_template="Q: {question}\nA:", prefix="Example\n", answer_column="reply")
     assert plain.examples("train")[0]["prompt"].startswith("Example\nQ: ")
