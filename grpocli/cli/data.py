@@ -162,9 +162,6 @@ def _facts(view: DataView, split: SplitView) -> Iterator[tuple[str, str]]:
         evaluated = [other for other in view.splits if other.split == "eval"]
         if evaluated:
             yield "overlap", _count(split.shared_with(evaluated), split.read, "are evaluation prompts, too")
-    if split.answered:
-        what = "end with the assistant's turn, which algorithm=sft takes as the answer"
-        yield "answered", _count(split.answered, split.read, what)
     if split.specials:
         yield "special", _count(split.specials, split.read, "have special tokens of the tokenizer in their own text")
     yield "columns", ", ".join(f"{name} ({kind})" for name, kind in split.columns.items()) or "none beside the prompt"
@@ -297,7 +294,6 @@ def _split_dict(view: DataView, split: SplitView, args: argparse.Namespace) -> d
         "duplicates": split.duplicates,
         "overlap": split.shared_with(evaluated),
         "special_tokens_in_text": split.specials,
-        "ends_with_the_answer": split.answered,
         "columns": split.columns,
         "prompts": [_prompt_dict(view, split, number) for number in _chosen(split, args)],
     }

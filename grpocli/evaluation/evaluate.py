@@ -116,9 +116,8 @@ class Evaluation:
         run, examples = self.run, task.examples("eval")
         limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
         tools = tools_of(loaded_environment_of(task))
-        prompts = PromptSet(
-            examples, tokenizer, *limits, f"{name} eval", name, self.options.problems or None, tools=tools
-        )
+        limit, last_turn = self.options.problems or None, getattr(task, "last_turn", None)
+        prompts = PromptSet(examples, tokenizer, *limits, f"{name} eval", name, limit, tools=tools, last_turn=last_turn)
         accuracy_reward = accuracy_reward_of(task, run.reward, run.eval.reward)
         run.reward[accuracy_reward].check(columns_of(examples[0]))
         return Problems(name, accuracy_reward, [prompts.prompt(i, uid=f"{name}-{i}") for i in range(len(prompts))])

@@ -12,7 +12,7 @@ from grpocli.config.formula import Formula
 from grpocli.config.parts import base, nearest, require, section
 from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import final_answer
-from grpocli.types import Episode, Rollout, Text
+from grpocli.types import Episode, Rollout, Text, begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,13 @@ class Sample:
     @classmethod
     def of(cls, rollout: Rollout, max_tokens: int) -> Self:
         """The sample of a rollout that was drawn with the length limit `max_tokens`."""
-        done, text = rollout.completion, rollout.text
-        completion: Text = text if isinstance(rollout.prompt.text, str) else [{"role": "assistant", "content": text}]
+        done, (prompt, beginning) = rollout.completion, begun(rollout.prompt.text)
+        text = beginning + rollout.text
+        completion: Text = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         if done.episode:
             completion, text = list(done.episode.messages), done.episode.last
         return cls(
-            prompt=rollout.prompt.text,
+            prompt=prompt,
             completion=completion,
             text=text,
             columns=rollout.prompt.columns,

@@ -16,7 +16,7 @@ from grpocli.types import Completion, Prompt, Request, Sampling
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, OnGroup
 
-COLUMN = re.compile(r"\{(\w+)\}")
+COLUMN = re.compile(r"\{([\w.]+)\}")
 LONGEST = 1_000_000
 """Maximum characters of a text: tokenizing a longer one takes minutes."""
 

@@ -14,9 +14,9 @@ from grpocli.errors import ConfigError
 from grpocli.tasks.dataset import Examples
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.mixture import errors_below, key_of, tasks_of
-from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
+from grpocli.tasks.prompts import prompt_of, text_hash, tokenize
 from grpocli.tasks.streaming import with_columns
-from grpocli.tasks.targets import Target, Targets
+from grpocli.tasks.targets import Targets, settle_example
 from grpocli.types import Message, Prompt, Text
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class SplitView:
     total: the number of examples, None if it is not known because the data is streamed. read: of them looked at.
     lengths, target_lengths: tokens of each prompt, and of each answer in supervised training. hashes: of each prompt.
     columns: those that rewards get, with a type. specials: examples whose own text has a special token of the
-    tokenizer. answered: those whose prompt ends with the assistant's turn, outside of supervised training. wanted:
-    problems that the run evaluates on, in `eval`; None if this machine decides.
+    tokenizer. wanted: problems that the run evaluates on, in `eval`; None if this machine decides.
     """
 
     task: str
@@ -51,7 +50,6 @@ class SplitView:
     hashes: list[int] = field(default_factory=list)
     columns: dict[str, str] = field(default_factory=dict)
     specials: list[int] = field(default_factory=list)
-    answered: list[int] = field(default_factory=list)
     wanted: int | None = None
 
     @property
@@ -124,10 +122,9 @@ class DataView:
         task = tasks_of(self.run.task)[view.task]
         with errors_below(key_of(self.run.task, view.task)):
             example, where = _example(task, view.split, number)
-            answer: Target = ""
-            if targets := self.targets.get(view.task):
-                example, answer = targets.split(example, where)
-            text = text_of(example, where)
+            targets = self.targets.get(view.task)
+            example, answer = settle_example(example, where, getattr(task, "last_turn", None), targets)
+            text = example["prompt"]
             (ids,) = tokenize([text], self.tokenizer, lambda _: where, tools_of(loaded_environment_of(task)))
             target_ids = targets.token_ids([text], [answer])[0] if targets else None
         return prompt_of(example, ids, "", view.task, number, target_ids), where
@@ -154,14 +151,13 @@ def _split_view(
     while batch := list(islice(examples, AT_ONCE)):
         start = view.read
         names = [where for _, where in batch]
-        pairs = [targets.split(one, where) if targets else (one, "") for one, where in batch]
-        texts = [text_of(one, where) for (one, _), where in zip(pairs, names, strict=True)]
+        pairs = [settle_example(one, where, getattr(task, "last_turn", None), targets) for one, where in batch]
+        texts = [one["prompt"] for one, _ in pairs]
         view.lengths += [len(ids) for ids in tokenize(texts, tokenizer, names.__getitem__, tools)]
         if targets:
-            answers: list[Target] = [answer for _, answer in pairs]
-            view.target_lengths += [len(ids) for ids in targets.token_ids(texts, answers, names.__getitem__)]
+            found = targets.token_ids(texts, [answer for _, answer in pairs], names.__getitem__)
+            view.target_lengths += [len(ids) for ids in found]
         view.hashes += [text_hash(text) for text in texts]
-        view.answered += [start + i for i, text in enumerate(texts) if _is_answered(text)]
         view.specials += [start + i for i, text in enumerate(texts) if _has(text, special)]
         for one, _ in pairs:
             for column, value in one.items():
@@ -170,11 +166,6 @@ def _split_view(
         report(f"tokenising {name} {split}", view.read, total or 0)
     view.columns = {column: " or ".join(sorted(kinds)) for column, kinds in sorted(types.items())}
     return view
-
-
-def _is_answered(text: Text) -> bool:
-    """Whether a prompt is a conversation that ends with the assistant's turn."""
-    return not isinstance(text, str) and text[-1].get("role") == "assistant"
 
 
 def _has(text: Text, tokens: Sequence[str]) -> bool:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpocli.config.parts import nearest, template_fields
+from grpocli.config.parts import fill_template, nearest, template_fields
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
-from grpocli.tasks.json_rows import Row, short
+from grpocli.tasks.json_rows import Row, dotted, short
 from grpocli.tasks.loading import Table, missing_value, need_columns
-from grpocli.tasks.prompts import text_hash, text_of
+from grpocli.tasks.prompts import messages_in, settle_last_turn, text_hash, text_of, with_text
 from grpocli.types import Message, Text
 from grpocli.user_frames import where as at
 
@@ -51,6 +51,7 @@ class PromptBuilder:
     prefix: str
     system_prompt: str | None
     format: str
+    last_turn: str | None = None
 
     @property
     def columns(self) -> list[str]:
@@ -74,10 +75,12 @@ class PromptBuilder:
     def prompt(self, row: Row, where: str) -> Text:
         """The prompt of a row. Raises ConfigError, naming `where`, for a missing or unusable value."""
         for column in self.columns:
-            if missing := missing_value(row[column]):
+            if missing := missing_value(row.get(column)):
                 problem = f"{where} has {missing} in the column {column!r}"
                 raise ConfigError(problem, key="task", hint="fill it in or remove the row")
         prompt = self._fill(row, where) if self.prompt_template is not None else row[self.prompt_column]
+        if isinstance(prompt, str):
+            prompt = messages_in(prompt, where) or prompt
         if isinstance(prompt, str) and prompt.strip():
             return self._from_text(prompt)
         if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
@@ -91,7 +94,7 @@ class PromptBuilder:
     def _fill(self, row: Row, where: str) -> str:
         assert self.prompt_template is not None
         try:
-            return self.prompt_template.format(**{column: row[column] for column in self.columns})
+            return fill_template(self.prompt_template, {column: row[column] for column in self.columns})
         except ValueError as error:
             raise ConfigError(
                 f"cannot be filled with {where}: {error}", key="task.prompt_template", value=repr(self.prompt_template)
@@ -105,9 +108,10 @@ class PromptBuilder:
 
     def _from_messages(self, messages: list[dict[str, Any]], where: str) -> Text:
         # a table gives every message the keys of all messages, and chat templates would print a None
-        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        messages = [with_text({k: v for k, v in message.items() if v is not None}) for message in messages]
         messages = [{"content": "", **message} if message.get("tool_calls") else message for message in messages]
-        if self.format == "plain":
+        if self.format == "plain" and all(isinstance(message.get("content", ""), str) for message in messages):
+            messages = settle_last_turn(messages, self.last_turn, where)
             return self.prefix + "\n".join(str(message.get("content", "")) for message in messages)
         if self.prefix:
             raise ConfigError(
@@ -137,9 +141,10 @@ class Shot:
 
     @property
     def messages(self) -> Iterator[Message]:
-        """The conversation without its system message, which `with_shots` puts first."""
+        """The conversation without its system message, which `with_shots` puts first, and a last turn of the data."""
         prompt = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
-        yield from (message for message in prompt if message["role"] != "system")
+        asked = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
+        yield from (message for message in asked if message["role"] != "system")
         yield {"role": "assistant", "content": self.answer}
 
     @property
@@ -159,7 +164,7 @@ class Shot:
                 raise ConfigError(problem + nearest(column, columns), key="task.shot_template", value=repr(template))
         values: dict[str, Any] = {column: example[column] for column in fields}
         try:
-            return cls(text_of(example, where), template.format(**values))
+            return cls(text_of(example, where), fill_template(template, values))
         except ValueError as error:
             raise ConfigError(
                 f"cannot be filled with {where}: {error}", key="task.shot_template", value=repr(template)
@@ -263,14 +268,14 @@ class RowConverter:
         task = self.task
         if task.processor is not None:
             return processed(task.processor, task.processor_timeout, row, where)
-        column = task.answer_column
-        if column is not None and (missing := missing_value(row[column])):
+        row, column = {**dotted(row), **row}, task.answer_column
+        if column is not None and (missing := missing_value(row.get(column))):
             raise ConfigError(
                 f"{where} has {missing} there; fill it in, remove the row, or give null where no reward needs answers",
                 key="task.answer_column",
                 value=column,
             )
-        row = task.convert(dict(row), where)
+        row = task.convert(row, where)
         prompt = task.mapping.prompt(row, where)
         if column is not None:
             row["answer"] = row[column]
@@ -320,7 +325,7 @@ def hold_out(rows: Iterable[Row], columns: Sequence[str], limit: int) -> tuple[l
     same question, their positions are hashed instead.
     limit: questions to hold out, at most a fifth of all.
     """
-    hashes = [_hash([_question(row[c]) for c in columns]) for row in rows]
+    hashes = [_hash([_question({**dotted(row), **row}.get(c)) for c in columns]) for row in rows]
     if len(set(hashes)) == 1:
         hashes = [_hash(place) for place in range(len(hashes))]
     questions = sorted(set(hashes))

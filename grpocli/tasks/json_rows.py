@@ -39,6 +39,17 @@ def read_json(file: Path, key: str) -> list[Row]:
     return [json_row(line, file, number, key) for number, line in lines if line.strip()]
 
 
+def dotted(row: Row, prefix: str = "") -> Row:
+    """The values within the objects of a row, by names such as `reward_model.ground_truth`."""
+    found: Row = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found |= dotted(value, f"{prefix}{name}.")
+        elif prefix and value is not None:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
 def json_row(text: str, file: object, line: int, key: str) -> Row:
     """The row in one line of a .jsonl file."""
     text = text.strip(BLANK)

@@ -52,7 +52,8 @@ class Jsonl(BaseTask):
     eval_size: int = 128
     """Different prompts to hold out, at most a fifth of all."""
     prompt_column: str = "prompt"
-    """Column with the prompt, text or a list of messages."""
+    """Column with the prompt, text or a list of messages. Here and elsewhere `reward_model.ground_truth` is a value
+    within an object."""
     answer_column: str | None = "answer"
     """Column that rewards get as `answer`; null: none."""
     prompt_template: Escaped | None = None
@@ -170,7 +171,9 @@ class Jsonl(BaseTask):
     def mapping(self) -> PromptBuilder:
         from grpocli.tasks.dataset import PromptBuilder
 
-        return PromptBuilder(self.prompt_column, self.prompt_template, self.prefix, self.system_prompt, self.format)
+        return PromptBuilder(
+            self.prompt_column, self.prompt_template, self.prefix, self.system_prompt, self.format, self.last_turn
+        )
 
 
 @part("task", "hub")
@@ -204,6 +207,7 @@ def _bare(task: Jsonl, split: str) -> Examples:
 
 def _all(task: Jsonl, path: str, split: str) -> Examples:
     from grpocli.tasks.dataset import Examples, RowConverter
+    from grpocli.tasks.json_rows import dotted
     from grpocli.tasks.loading import load_table
     from grpocli.tasks.streaming import load_streamed
 
@@ -212,7 +216,8 @@ def _all(task: Jsonl, path: str, split: str) -> Examples:
     load = load_streamed if far else load_table
     key = "task.path" if ours else "task.eval_path"
     table = load(path, task.name if ours else None, split, key, task.storage_options)
-    return Examples(RowConverter.of(task, table.columns, path), table, range(len(table.rows)))
+    columns = [*table.columns, *dotted(table.rows[0])]
+    return Examples(RowConverter.of(task, columns, path), table, range(len(table.rows)))
 
 
 def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:

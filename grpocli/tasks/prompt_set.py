@@ -7,7 +7,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
+from grpocli.tasks.prompts import prompt_of, text_hash, tokenize
+from grpocli.tasks.targets import settle_example
 from grpocli.types import Prompt, Text
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class PromptSet:
     task: name of the task, which every prompt has as the column `task_name`. limit: limit of examples, from the first.
     Prompts over `max_tokens` are dropped (`long_prompts="drop"`) or lose their beginning (`"truncate"`). n_dropped,
     n_truncated: their numbers; report: a sentence about them, empty if there are none.
-    tools: schemas that the chat template shows to the model.
+    tools: schemas that the chat template shows to the model. last_turn: `task.last_turn`.
     targets: of supervised training. Examples with a longer target are dropped, too, or the target loses its end.
     Raises ConfigError if an example has no usable prompt, the tokenizer has no chat template for a conversation, or
     all prompts are too long.
@@ -41,8 +42,9 @@ class PromptSet:
         limit: int | None = None,
         targets: Targets | None = None,
         tools: Sequence[Schema] = (),
+        last_turn: str | None = None,
     ) -> None:
-        self.name, self.max_tokens, self.task = name, max_tokens, task
+        self.name, self.max_tokens, self.task, self._last_turn = name, max_tokens, task, last_turn
         self._examples, self._targets = examples, targets
         self._drops = long_prompts == "drop"
         texts, answers = self._texts(limit)
@@ -89,11 +91,11 @@ class PromptSet:
 
     def _texts(self, limit: int | None) -> tuple[list[Text], list[Target]]:
         """The prompts of the first `limit` examples and, if wanted, their targets."""
-        examples = enumerate(islice(self._examples, limit))
-        if self._targets is None:
-            return [text_of(example, self._where(i)) for i, example in examples], []
-        pairs = [self._targets.split(example, self._where(i)) for i, example in examples]
-        return [text_of(bare, self._where(i)) for i, (bare, _) in enumerate(pairs)], [target for _, target in pairs]
+        pairs = [self._settled(example, i) for i, example in enumerate(islice(self._examples, limit))]
+        return [example["prompt"] for example, _ in pairs], [target for _, target in pairs]
+
+    def _settled(self, example: Example, index: int) -> tuple[Example, Target]:
+        return settle_example(example, self._where(index), self._last_turn, self._targets)
 
     @property
     def report(self) -> str:
@@ -124,9 +126,7 @@ class PromptSet:
     def prompt(self, index: int, uid: str) -> Prompt:
         """The index-th kept prompt."""
         place = self._kept[index]
-        example = self._examples[place]
-        if self._targets:
-            example, _ = self._targets.split(example, self._where(place))
+        example, _ = self._settled(self._examples[place], place)
         ids, target_ids = self._token_ids[place], self._target_ids.get(place)
         return prompt_of(example, ids, uid, self.task, self._numbers[place], target_ids)
 

@@ -116,13 +116,15 @@ class TaskPrompts:
         examples = task.examples("train")
         keys = OrderKeys.of(task)
         environment = loaded_environment_of(task)
-        tools = tools_of(environment)
+        tools, last_turn = tools_of(environment), getattr(task, "last_turn", None)
         train: StreamedPrompts | EpochPrompts
         if streaming := isinstance(task, Jsonl) and task.streaming:
             buffer, shuffled = task.shuffle_buffer, keys.order != "file"
-            train = StreamedPrompts(task.stream, tokenizer, *limits, name, buffer, seed, shuffled, targets, tools)
+            train = StreamedPrompts(
+                task.stream, tokenizer, *limits, name, buffer, seed, shuffled, targets, tools, last_turn
+            )
         else:
-            prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name, targets=targets, tools=tools)
+            prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name, None, targets, tools, last_turn)
             train = EpochPrompts(prompts, seed, keys.order)
         order = None if keys.counts(streaming) else ProblemOrder(train, keys, ProblemScores())
         held_out = None
@@ -130,7 +132,7 @@ class TaskPrompts:
         wanted = run.eval.n_problems(cpu=False) if run.reward or targets else 0
         if wanted:
             problems, kept = task.examples("eval"), replace(targets, required=False) if targets else None
-            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted, kept, tools)
+            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted, kept, tools, last_turn)
         columns = columns_of(examples[0])
         return cls(
             name,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ from grpocli.environments.tools import name_of
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
 from grpocli.tasks.json_rows import encodable, short
-from grpocli.types import Prompt, Text
+from grpocli.types import PREFIX, Message, Prompt, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from grpocli.tasks.task import Example
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
+WRITTEN_LIST = re.compile(
+    r"""\s*(?:array\()?\[\s*\{(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)""", re.DOTALL
+)
+"""Begins a list of messages that is written as text, in JSON, Python or numpy."""
 TEMPLATE_SECONDS = 30.0
 """Time limit of a chat template, plus 0.01 s per conversation: templates come with models and may loop forever."""
 QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked below
@@ -37,6 +43,10 @@ def text_of(example: Example, where: str) -> Text:
         problem = f"{where} has the loss_multiplier {multiplier!r}"
         raise ConfigError(problem, key="task", hint="it must be a number of 0 or more")
     prompt = example["prompt"]
+    if isinstance(prompt, str):
+        prompt = messages_in(prompt, where) or prompt
+    if isinstance(prompt, list):
+        prompt = [with_text(message) if isinstance(message, dict) else message for message in prompt]
     if not all(encodable(text) for text in _texts(prompt)):
         raise ConfigError(f"{where} has a lone surrogate, half of a character, in its prompt", key="task")
     if isinstance(prompt, str) and prompt:
@@ -62,6 +72,46 @@ def _is_message(message: object) -> bool:
     if not isinstance(message, dict):
         return False
     return message.get("role") in ROLES and isinstance(message.get("content"), str)
+
+
+def with_text(message: Message) -> Message:
+    """The message with `content` as text, if it is a list of parts that are all text."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        return message
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def messages_in(text: str, where: str) -> list[Message]:
+    """The messages of a list that is written as text, as a .csv has it; empty for another text.
+
+    Raises ConfigError, naming `where`, for one that is neither JSON nor Python.
+    """
+    if not WRITTEN_LIST.match(text):
+        return []
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return list(read(text.strip()))
+    problem = f"{where} has a list of messages as text that cannot be read"
+    raise ConfigError(
+        problem, key="task.prompt_column", hint="write it as JSON, or keep the data in .jsonl or .parquet"
+    )
+
+
+def settle_last_turn(messages: list[Message], last_turn: str | None, where: str) -> list[Message]:
+    """A conversation that may end with the assistant's turn, as `task.last_turn` wants it: one to continue has PREFIX.
+
+    Raises ConfigError, naming `where`, without a choice.
+    """
+    if messages[-1].get("role") != "assistant":
+        return messages
+    if last_turn == "continue":
+        return [*messages[:-1], {**messages[-1], PREFIX: True}]
+    if last_turn == "drop" and len(messages) > 1:
+        return messages[:-1]
+    problem = f"{where} ends with the assistant's turn"
+    hint = "choose continue, and the model goes on with that turn, or drop, and the turn before it is the last one"
+    raise ConfigError(problem, key="task.last_turn", value=last_turn or "null", hint=hint)
 
 
 def text_hash(text: Text) -> int:
@@ -159,16 +209,18 @@ def rendered(
 ) -> str:
     """The text that the chat template writes for a conversation. answered: it ends with the assistant's turn.
 
-    tools: schemas that it shows.
-
-    Raises ConfigError, naming `where`, if the template refuses the conversation.
+    tools: schemas that it shows. Raises ConfigError, naming `where`, if the template refuses the conversation, or fails
+    in another way.
     """
-    from jinja2 import TemplateError
-
     try:
-        shown, begins = list(tools) or None, not answered
-        return str(tokenizer.apply_chat_template(chat, tools=shown, tokenize=False, add_generation_prompt=begins))
-    except TemplateError as error:
+        shown, goes_on = list(tools) or None, not answered and bool(chat[-1].get(PREFIX))
+        begins = not (answered or goes_on)
+        return str(
+            tokenizer.apply_chat_template(
+                chat, tools=shown, tokenize=False, add_generation_prompt=begins, continue_final_message=goes_on
+            )
+        )
+    except Exception as error:  # templates come with models and raise whatever Python does
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"its chat template refuses {where}: {reason}",

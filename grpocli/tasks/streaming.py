@@ -16,7 +16,7 @@ import numpy as np
 from grpocli.errors import ConfigError
 from grpocli.tasks.curriculum import TRIES
 from grpocli.tasks.dataset import RowConverter, choose, with_shots
-from grpocli.tasks.json_rows import Row, json_row, unreadable
+from grpocli.tasks.json_rows import Row, dotted, json_row, unreadable
 from grpocli.tasks.loading import (
     EMPTY,
     DataFile,
@@ -35,6 +35,7 @@ from grpocli.tasks.order import Order, permutation
 from grpocli.tasks.problem_scores import Position
 from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
 from grpocli.tasks.remote import RemoteFile, answers, is_remote
+from grpocli.tasks.targets import settle_example
 from grpocli.types import Prompt
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from grpocli.environments.tools import Schema
     from grpocli.tasks.dataset import TableTask
-    from grpocli.tasks.targets import Target, Targets
+    from grpocli.tasks.targets import Targets
     from grpocli.tasks.task import Example
 
 logger = logging.getLogger(__name__)
@@ -192,10 +193,11 @@ class ExampleStream:
     def of(cls, task: TableTask) -> ExampleStream:
         """The stream of a task. Raises ConfigError if there is nothing to read or to train on."""
         rows = open_rows(task.path, task.name, task.split or "", "task.path", task.storage_options)
-        columns = columns_of(list(islice(rows.read(0), HEAD)), task.path, "task.path")
+        head = list(islice(rows.read(0), HEAD))
+        columns = columns_of(head, task.path, "task.path")
         if not columns:
             raise ConfigError(EMPTY, key="task.path", value=task.path)
-        made = cls(RowConverter.of(task, columns, task.path), rows, columns)
+        made = cls(RowConverter.of(task, [*columns, *dotted(head[0])], task.path), rows, columns)
         if task.source("eval") is None:
             made._hold_out(task.eval_size)
         if task.shots:
@@ -280,8 +282,9 @@ class StreamedPrompts:
         shuffled: bool = True,
         targets: Targets | None = None,
         tools: Sequence[Schema] = (),
+        last_turn: str | None = None,
     ) -> None:
-        self._targets, self._tools = targets, tools
+        self._targets, self._tools, self._last_turn = targets, tools, last_turn
         self._stream, self._tokenizer, self._task = stream, tokenizer, task
         self._max_tokens, self._drops = max_tokens, long_prompts == "drop"
         self._buffer, self._seed, self._shuffled = buffer, seed, shuffled
@@ -377,12 +380,10 @@ class StreamedPrompts:
         start = number - number % self._buffer
         example = self._stream.example(self._run(start)[number - start], number)
         where, row = f"{self._task} example ({self._stream.where(number)})", self._stream.first + number
-        answer: Target = ""
         if text_hash(example["prompt"]) in self._excluded:
             return None
-        if self._targets:
-            example, answer = self._targets.split(example, where)
-        text = text_of(example, where)
+        example, answer = settle_example(example, where, self._last_turn, self._targets)
+        text = example["prompt"]
         if text_hash(text) in self._excluded:
             return None
         (ids,) = tokenize([text], self._tokenizer, lambda _: where, self._tools)

@@ -8,14 +8,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from grpocli.config.parts import nearest, template_fields
+from grpocli.config.parts import fill_template, nearest, template_fields
 from grpocli.environments.environment import loaded_environment_of
 from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
 from grpocli.tasks.json_rows import encodable, short
-from grpocli.tasks.prompts import QUIET, TEMPLATE_SECONDS, rendered, text_of, tokenize
-from grpocli.types import Message, Text
+from grpocli.tasks.prompts import (
+    QUIET,
+    TEMPLATE_SECONDS,
+    rendered,
+    settle_last_turn,
+    text_of,
+    tokenize,
+    with_text,
+)
+from grpocli.types import Message, Text, begun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +44,8 @@ class Targets:
 
     template: text with {column} fields; None: the last turn of a conversation that ends with the assistant's, otherwise
     `otherwise`, a template, too. end_ids: tokens that end a completion. required: whether an example whose target has
-    more than `max_tokens` is left out. tools: schemas that the chat template shows.
+    more than `max_tokens` is left out. tools: schemas that the chat template shows. last_turn: `task.last_turn`; the
+    target of a prompt that the model continues is the template's text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -46,13 +55,15 @@ class Targets:
     otherwise: str = "{answer}"
     required: bool = True
     tools: Sequence[Schema] = ()
+    last_turn: str | None = None
 
     @classmethod
     def of(cls, task: object, tokenizer: PreTrainedTokenizerBase, max_tokens: int, end_ids: frozenset[int]) -> Targets:
         """The targets of a task, by its keys `target_template` and `shot_template`."""
         template, otherwise = getattr(task, "target_template", None), getattr(task, "shot_template", None)
         tools = tools_of(loaded_environment_of(task))
-        return cls(tokenizer, max_tokens, end_ids, template, otherwise or "{answer}", tools=tools)
+        last_turn = getattr(task, "last_turn", None)
+        return cls(tokenizer, max_tokens, end_ids, template, otherwise or "{answer}", tools=tools, last_turn=last_turn)
 
     def split(self, example: Example, where: str) -> tuple[Example, Target]:
         """The example without the assistant's last turn, and its target: that turn, or the template's text.
@@ -61,7 +72,7 @@ class Targets:
         """
         prompt = example["prompt"]
         last = prompt[-1] if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict) else {}
-        if last.get("role") != "assistant":
+        if last.get("role") != "assistant" or self.last_turn == "continue":
             return example, self._filled(example, self.template or self.otherwise, where)
         if len(prompt) == 1:
             raise ConfigError(f"{where} has only an answer", key="task", hint="give it a prompt before the answer")
@@ -85,7 +96,7 @@ class Targets:
                 raise ConfigError(problem + nearest(column, columns), key=KEY, value=repr(template))
         values: dict[str, Any] = {column: example[column] for column in fields}
         try:
-            return self._checked(template.format(**values), where)
+            return self._checked(fill_template(template, values), where)
         except ValueError as error:
             raise ConfigError(f"cannot be filled with {where}: {error}", key=KEY, value=repr(template)) from error
 
@@ -133,7 +144,10 @@ class Targets:
         return whole, whole.removeprefix(before)
 
     def _answered(self, prompt: Sequence[Message], turn: Message, where: str) -> str:
-        return rendered([*prompt, turn], self.tokenizer, where, answered=True, tools=self.tools)
+        before, beginning = begun(list(prompt))
+        if beginning:
+            turn = {**turn, "content": beginning + turn["content"]}
+        return rendered([*before, turn], self.tokenizer, where, answered=True, tools=self.tools)
 
     def _check_written(self, prompt: Sequence[Message], turn: Message, whole: str, where: str) -> None:
         """Raise ConfigError if the template leaves out a part of the answer. Every template writes a content alone."""
@@ -168,9 +182,25 @@ class Targets:
         return [*ids, int(self.tokenizer.eos_token_id)] if last is None else ids[: last + 1]
 
 
+def settle_example(
+    example: Example, where: str, last_turn: str | None, targets: Targets | None
+) -> tuple[Example, Target]:
+    """The example with the prompt that the model gets, and its target; without `targets` an empty one.
+
+    last_turn: `task.last_turn`. Raises ConfigError, naming `where`, for an unusable prompt or target.
+    """
+    target: Target = ""
+    if targets:
+        example, target = targets.split(example, where)
+    text = text_of(example, where)
+    if not isinstance(text, str) and (not targets or last_turn == "continue"):
+        text = settle_last_turn(text, last_turn, where)
+    return {**example, "prompt": text}, target
+
+
 def _turn(message: Message, where: str) -> Message:
     """A turn of the model without empty parts, which some templates take for full ones."""
-    turn = {name: value for name, value in message.items() if value is not None and value != []}
+    turn = {name: value for name, value in with_text(message).items() if value is not None and value != []}
     if "tool_calls" in turn:
         calls = turn["tool_calls"]
         turn["tool_calls"] = [_call(one, where) for one in (calls if isinstance(calls, list) else [calls])]

@@ -55,6 +55,16 @@ def test_conversations_need_a_chat_template(plain_tokenizer) -> None:
         PromptSet(CHAT, plain_tokenizer, 10, "drop", "train")
 
 
+@pytest.mark.parametrize(
+    "template", ["{% include 'x' %}", "{{ 1 / 0 }}", "{{ messages[0].content + 1 }}", "{{ messages[9].content.x }}"]
+)
+def test_a_template_that_fails_is_reported(chat_tokenizer, template: str) -> None:
+    chat_tokenizer.chat_template = template
+    with pytest.raises(ConfigError) as refused:
+        PromptSet(CHAT, chat_tokenizer, 10, "drop", "train")
+    assert refused.value.key == "model"
+
+
 def test_a_template_that_refuses_an_example_is_reported(chat_tokenizer) -> None:
     chat_tokenizer.chat_template = "{% if messages[0].content == 'c' %}{{ raise_exception('No.') }}{% endif %}a"
     bad = {"prompt": [{"role": "user", "content": "c"}]}

@@ -1,0 +1,114 @@
+"""Rows in the layouts of other trainers: values within objects, contents in parts, conversations as text."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.tasks.jsonl import Jsonl
+from grpocli.tasks.prompts import text_of
+
+CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+VERL = {
+    "data_source": "add",
+    "prompt": CHAT,
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 7, "split": "train"},
+}
+GYM = {"responses_create_params": {"input": CHAT}, "verifier": {"expected": "2"}}
+
+
+def task_of(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Jsonl:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Jsonl(path=str(path), **options)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        (VERL, "prompt", "reward_model.ground_truth"),
+        (GYM, "responses_create_params.input", "verifier.expected"),
+        ({"prompt": CHAT, "a.b": "2"}, "prompt", "a.b"),
+    ],
+)
+def test_columns_within_objects(tmp_path: Path, row: Any, prompt: str, answer: str, streaming: bool) -> None:
+    other = json.loads(json.dumps(row).replace("1+1=", "2+0="))
+    options = {"prompt_column": prompt, "answer_column": answer, "streaming": streaming, "eval_size": 1}
+    task = task_of(tmp_path, [row, other], **options)
+    (example,) = [one for split in ("train", "eval") for one in task.examples(split) if one["prompt"] == CHAT]
+    assert (example["prompt"], example["answer"], example[answer]) == (CHAT, "2", "2")
+
+
+def test_values_within_objects_fill_templates_and_are_columns_of_rewards(tmp_path: Path) -> None:
+    template = "{extra_info.index}: {data_source}"
+    task = task_of(tmp_path, [VERL] * 4, prompt_template=template, answer_column=None)
+    example = task.examples("train")[0]
+    assert (example["prompt"], example["reward_model.ground_truth"]) == ("7: add", "2")
+
+
+def test_a_name_within_an_object_that_is_missing_is_refused(tmp_path: Path) -> None:
+    task = task_of(tmp_path, [VERL] * 4, answer_column="reward_model.ground_trth")
+    with pytest.raises(ConfigError, match="did you mean") as refused:
+        task.examples("train")
+    assert refused.value.key == "task.answer_column"
+
+
+PARTS = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+
+
+@pytest.mark.parametrize("form", ["auto", "plain"])
+def test_contents_in_parts_are_text(tmp_path: Path, form: str) -> None:
+    rows = [{"prompt": [{"role": "user", "content": PARTS}], "answer": "2"}] * 4
+    prompt = task_of(tmp_path, rows, format=form).examples("train")[0]["prompt"]
+    assert prompt == ("1+1=" if form == "plain" else [{"role": "user", "content": "1+1="}])
+    assert text_of({"prompt": [{"role": "user", "content": PARTS}]}, "x") == [{"role": "user", "content": "1+1="}]
+
+
+@pytest.mark.parametrize("form", ["auto", "plain"])
+def test_a_part_that_is_no_text_is_refused(tmp_path: Path, form: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    task = task_of(
+        tmp_path, [{"prompt": [{"role": "user", "content": [*PARTS, image]}], "answer": "2"}] * 4, format=form
+    )
+    with pytest.raises(ConfigError, match="image_url"):
+        text_of(task.examples("train")[0], "x")
+
+
+def csv_of(tmp_path: Path, prompt: str) -> Jsonl:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "answer"], *([prompt, f"{i}"] for i in range(4))])
+    return Jsonl(path=str(path))
+
+
+@pytest.mark.parametrize("written", [json.dumps(CHAT), json.dumps(CHAT, indent=1), repr(CHAT), f" {CHAT}\n"])
+def test_a_conversation_written_as_text_is_read(tmp_path: Path, written: str) -> None:
+    assert csv_of(tmp_path, written).examples("train")[0]["prompt"] == CHAT
+    assert text_of({"prompt": written}, "x") == CHAT
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        str(CHAT).replace("}, {", "}\n {"),  # as numpy writes an array
+        f"array({CHAT}, dtype=object)",
+        json.dumps(CHAT)[:-5],
+        f"{json.dumps(CHAT)} Go on.",
+    ],
+)
+def test_one_that_cannot_be_read_is_refused(tmp_path: Path, written: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        csv_of(tmp_path, written).examples("train")[0]
+    assert refused.value.key == "task.prompt_column"
+
+
+@pytest.mark.parametrize("written", ["[{1, 2}]", '[{"name": "x", "content": "y"}]', "[1, 2", '{"role": "user"}'])
+def test_other_texts_stay_texts(tmp_path: Path, written: str) -> None:
+    assert csv_of(tmp_path, written).examples("train")[0]["prompt"] == written
