@@ -60,7 +60,7 @@ class EngineGone(ServiceGone, EngineError):
 
 
 class RewardError(RunError):
-    """More samples could not be scored than the config allows."""
+    """A step cannot train on its scores: more are missing than the config allows, or too few groups differ in them."""
 
 
 class RewardGone(ServiceGone, RewardError):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from grpocli.environments.tools import UNKNOWN
-from grpocli.errors import RunError
+from grpocli.errors import RewardError
 from grpocli.models.loading import end_token_ids
 from grpocli.progress import UNWATCHED, Cancelled, Watch
 from grpocli.rewards.score_stats import ScoreStats
@@ -365,7 +365,7 @@ class Collector:
         # at most one step's worth: the next step trains on all of it, so none gets older than one weight version
         self.leftover = surplus[: self.prompts_per_step] if self.algorithm.keep.surplus == "carry" else []
         if len(wanted) < self.prompts_per_step and self.algorithm.keep.on_exhausted == "error":
-            raise RunError(
+            raise RewardError(
                 f"algorithm.keep.max_rounds={sampled.rounds}: only {len(wanted)} of {self.prompts_per_step} prompts "
                 "had completions of different reward; raise it, or choose easier or harder prompts"
             )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from grpocli.errors import ServiceGone, Stopped
+from grpocli.errors import ConfigError, RewardError, ServiceGone, Stopped
 from grpocli.hardware.devices import peak_memory_gib
 from grpocli.progress import Cancelled
 from grpocli.rollout.sampling import derive_seed
@@ -75,7 +75,8 @@ class Trainer:
     def train(self) -> dict[str, float]:
         """Train for `train.steps` steps, or until `eval.stop_at` is reached, and return the final evaluation.
 
-        Raises Stopped, after a checkpoint, on a signal and when the engine or a scoring service is lost.
+        Raises Stopped, after a checkpoint, on a signal and when the engine or a scoring service is lost; the error of a
+        reward or of the data, after a checkpoint too.
         """
         try:
             self.evaluate_at_start()
@@ -86,6 +87,15 @@ class Trainer:
             return self.finish()
         except ServiceGone as gone:
             self.checkpoint_and_stop(gone)
+        except (RewardError, ConfigError) as failed:  # the second, of a row of the data, perhaps in one process only
+            if not self.state.step or (self.world.size > 1 and isinstance(failed, ConfigError)):
+                raise
+            self.save_whole_step()
+            resume = f"grpocli train resume={self.recorder.run_dir.path}"
+            note = f"step {self.state.step} is saved; when this is mended, resume with: {resume}"
+            if isinstance(failed, ConfigError):
+                raise failed.with_note(note) from failed
+            raise RewardError(f"{failed}; {note}") from failed
         except Cancelled:
             self.checkpoint_and_stop()
 
@@ -248,17 +258,20 @@ class Trainer:
         gone: the lost service; None: a signal stops the run.
         """
         step = self.state.step
-        self.prefetcher.stop_after(self.next_step)
-        # wait here, so that a lost service cannot prevent the checkpoint; the wait in `checkpoint` then returns at once
-        with suppress(ServiceGone):
-            self.prefetcher.wait_until_idle(self.next_step)
-        # also if the step's own checkpoint is saved: this one has the rollouts prefetched since
-        self.checkpoint()
-        self.wait_for_checkpoint()
+        self.save_whole_step()
         reason = f"{self.stop.received or 'asked to stop'} after step {step}; resume with"
         if gone:
             reason = f"{gone}; stopped after step {step}, which is saved; when the service is back, resume with"
         raise Stopped(f"{reason}: grpocli train resume={self.recorder.run_dir.path}") from gone
+
+    def save_whole_step(self) -> None:
+        """Save a checkpoint of the last whole step, with the rollouts prefetched since its own. Collective."""
+        self.prefetcher.stop_after(self.next_step)
+        # wait here, so that a lost service cannot prevent the checkpoint; the wait in `checkpoint` then returns at once
+        with suppress(ServiceGone):
+            self.prefetcher.wait_until_idle(self.next_step)
+        self.checkpoint()
+        self.wait_for_checkpoint()
 
     def close(self) -> None:
         """Stop the threads and processes of this trainer, even if some raise errors."""
