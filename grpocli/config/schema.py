@@ -296,6 +296,9 @@ class Run:
     """Run folder to resume, or hub:OWNER/NAME, a run on the hub with a checkpoint; null: a new run."""
     resume_fallback: bool = False
     """If the newest checkpoint is damaged, resume from the newest intact one."""
+    resume_other_weights: bool = False
+    """For one resume: go on although the start model (the base of LoRA, the reference of a KL term) or a teacher has
+    other weights than before."""
     overrides: list[str] = dataclasses.field(default_factory=list)
     """The command line that composed this config; grpocli writes it, for `resume=`."""
 

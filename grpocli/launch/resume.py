@@ -20,10 +20,10 @@ from grpocli.errors import ConfigError
 from grpocli.files import regular
 from grpocli.launch.hydra_errors import known_keys
 from grpocli.launch.overrides import expand_task_lists
+from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import check_run
 
-CONFIG = "config.yaml"
-SESSION_KEYS = ("resume", "overrides")
+SESSION_KEYS = ("resume", "resume_other_weights", "overrides")
 """Keys of the start of a session, which do not change the run."""
 FIXED = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules", "model.quantization")
 """Keys that determine the tensors of a checkpoint, so a resume cannot change them."""
@@ -93,7 +93,7 @@ class Resume:
         from omegaconf.errors import OmegaConfBaseException
 
         try:
-            return self._merged(composed, _load(self.folder / CONFIG))
+            return self._merged(composed, _load(RunDir(self.folder).config_before))
         except OmegaConfBaseException as error:
             raise ConfigError(
                 f"its config does not fit: {unresolved(error)}", key="resume", value=self.folder
@@ -104,6 +104,7 @@ class Resume:
         _refuse_changes(saved, composed, keys)
         for key in [*keys, *_followers(composed, saved, keys), "resume"]:
             OmegaConf.update(saved, key, _as_composed(composed, key), merge=False)
+        saved.resume_other_weights = "resume_other_weights" in keys and composed.resume_other_weights
         saved.overrides = [*self._saved(), *self.given]
         _keep_choices(composed, saved)
         return OmegaConf.merge(composed, saved)  # type: ignore[return-value]
@@ -212,7 +213,7 @@ def _overrides(folder: Path) -> list[str]:
 
     Earlier versions saved it in Hydra's own file. Without a readable file it is empty, and the config suffices.
     """
-    kept = _load(folder / CONFIG).get("overrides")
+    kept = _load(RunDir(folder).config_before).get("overrides")
     if kept is None:
         with suppress(ConfigError):
             kept = _load(folder / ".hydra" / "overrides.yaml")

@@ -24,6 +24,7 @@ from grpocli.files import write_atomic
 from grpocli.hardware.devices import Devices, devices_of, visible_gpus
 from grpocli.hardware.hardware import node_of
 from grpocli.launch.compose import build_run, mode_of, save
+from grpocli.launch.inputs import MODEL, changed_inputs, check_fits, inputs_of
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.launch.push import KEY as PUSH_KEY
 from grpocli.launch.push import refuse_other_run
@@ -54,7 +55,7 @@ from grpocli.tracking.callbacks import check_callback
 from grpocli.tracking.metrics import read_metrics
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
-from grpocli.tracking.sessions import Changes, Session, add_session, format_value, run_id
+from grpocli.tracking.sessions import Changes, Session, add_session, format_value, last_inputs, run_id
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -136,6 +137,7 @@ def _run_locked(
     quiet_libraries()
     try:
         run_dir.check_writable(resuming=resuming)
+        run_dir.restore()  # after a kill
         begin()
         clean(run_dir.path)
         check_ready(run)  # before heavy imports
@@ -150,12 +152,14 @@ def _run_locked(
         job = prepare(run, run_dir, view, devices, node)
         point = _resume_point(run, run_dir, view, resuming)
         job = replace(job, checkpoint=point.path)
-        changed = _record_session(config, run_dir, point, resuming)
+        changed, other = _record_session(config, run, run_dir, job, point, resuming)
         opening = opening_lines(run, job.engine, devices, saved_choices(run_dir.path, without_environment(config)))
         view.start(run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         if resuming:
             _report_checkpoint(point, view)
             _report_steps(run, point, view)
+        for sentence in other:
+            view.warn(sentence)
         for key, (old, new) in changed.items():
             view.note(f"changed {key}: {format_value(old)} -> {format_value(new)}")
         if any(key.startswith(("reward", "algorithm")) for key in changed):
@@ -165,6 +169,7 @@ def _run_locked(
         return accuracy
     finally:
         view.stop()
+        run_dir.restore()
 
 
 def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> ResumePoint:
@@ -198,8 +203,14 @@ def _report_steps(run: Run, point: ResumePoint, view: View) -> None:
         view.warn(f"train.steps={run.train.steps}: {done} steps are done, so none is left; raise it to train on")
 
 
-def _record_session(config: DictConfig, run_dir: RunDir, point: ResumePoint, resuming: bool) -> Changes:
-    """Write the config and the session. Returns the keys that a resume changes."""
+def _record_session(
+    config: DictConfig, run: Run, run_dir: RunDir, job: TrainerJob, point: ResumePoint, resuming: bool
+) -> tuple[Changes, list[str]]:
+    """Write the config and the session. Returns the keys that a resume changes, and sentences about its other inputs.
+
+    Raises ConfigError, with nothing written, if it has another start model.
+    """
+    from grpocli.models.loading import load_config
     from grpocli.training.checkpoint import load_state
 
     before = OmegaConf.load(run_dir.config) if resuming else config
@@ -208,14 +219,21 @@ def _record_session(config: DictConfig, run_dir: RunDir, point: ResumePoint, res
     was, now = (saved_choices(run_dir.path, one).get("algorithm") for one in saved)
     if was != now:
         changed = {"algorithm": (was, now)} | changed
+    model_path = job.engine.model_path
+    commit = None if Path(model_path).is_dir() else load_config(run.model, model_path)._commit_hash
+    inputs, before_inputs = inputs_of(saved[1], model_path, commit), last_inputs(run_dir)
+    if point.path and inputs.get(MODEL) != before_inputs.get(MODEL):
+        check_fits(run.model, model_path, point.path)
+    other = changed_inputs(before_inputs, inputs, changed, run.resume_other_weights or not point.path)
     step = load_state(point.path).step if point.path else 0
     # written before the config, so that no change is lost
     name = run_id(run_dir) or (secrets.token_hex(8) if point.path is None else load_state(point.path).run)
-    add_session(run_dir, Session.now(step, changed, point.fallback, name))
-    point.set_aside()
+    if resuming:
+        run_dir.keep_before()
+    add_session(run_dir, replace(Session.now(step, changed, [*point.fallback, *other], name), inputs=inputs))
     text = save(config)
     write_atomic(run_dir.config, text, mode_of(text))
-    return changed
+    return changed, other
 
 
 def _with_eval_problems(config: DictConfig, run: Run, devices: Devices) -> Run:

@@ -114,6 +114,8 @@ def _died(run_dir: Path) -> list[Heartbeat]:
 
 def _summarise(run_dir: RunDir, cause: str) -> None:
     """Write the summary of a run whose first process was ended because another one failed."""
+    if run_dir.unbegun and run_dir.summary.exists():
+        return  # a resume that did no step keeps the summary of the run so far
     rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
     last = rows[-1] if rows else {}
     seconds = sum(row.get("time/step") or 0.0 for row in rows)

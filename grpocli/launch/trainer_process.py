@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from grpocli.processes.heartbeat import HeartbeatWriter
     from grpocli.processes.signals import StopSignal
     from grpocli.tasks.prompt_source import PromptSource
+    from grpocli.tracking.metrics import MetricsLog
     from grpocli.tracking.recorder import Recorder
     from grpocli.tracking.view import View
     from grpocli.training.trainer import Trainer
@@ -107,8 +108,8 @@ class TrainerProcess:
         return build_trainer(run, job.engine, world, recorder, self.stop, job.checkpoint, data)
 
     def _summarise_failure(self, trainer: Trainer | None, recorder: Recorder, error: BaseException) -> None:
-        if trainer is None and self.run_dir.summary.exists():
-            return  # a resume that could not start keeps the summary of the run so far
+        if (trainer is None or self.run_dir.unbegun) and self.run_dir.summary.exists():
+            return  # a resume that did no step keeps the summary of the run so far
         cause = masked(str(error) if isinstance(error, GrpoError) else raised(error))
         kind = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
         try:
@@ -148,11 +149,6 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     reserve_space(run_dir.summary)
     log = MetricsLog(run_dir.metrics)
     done = load_state(job.checkpoint).step if job.checkpoint else 0
-    if missing := log.truncate_after(done):
-        warning = f"{run_dir.metrics} lacks {missing} of the {done} steps done: their metrics are lost"
-        logger.warning(warning)
-        view.warn(warning)
-    run_dir.delete_rollouts_after(done)
     view.resumed(done)
     config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
     tracker = run.tracker.start(run_dir.path.name, run_dir.path, config)
@@ -164,6 +160,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
         mismatch_expected=bool(run.rollout.sampling.structure),
         dtype=job.engine.dtype,
         answer_columns=answer_columns(run.reward.values()),
+        begin=partial(_begin, run_dir, log, done, view),
     )
     recorder.callbacks = Callbacks(
         make_callbacks(run.callbacks),
@@ -181,6 +178,21 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     return recorder
 
 
+def _begin(run_dir: RunDir, log: MetricsLog, done: int, view: View) -> None:
+    """Before a resume's first record: remove those after step `done`, which it makes again, and keep its config."""
+    from grpocli.training.resume_point import set_aside_after
+
+    if not run_dir.unbegun:
+        return
+    if missing := log.truncate_after(done):
+        warning = f"{run_dir.metrics} lacks {missing} of the {done} steps done: their metrics are lost"
+        logger.warning(warning)
+        view.warn(warning)
+    run_dir.delete_rollouts_after(done)
+    set_aside_after(run_dir.checkpoints, done)
+    run_dir.begin()
+
+
 def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None:
     """Write the final model and the summary."""
     import torch
@@ -191,6 +203,7 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
     from grpocli.training.checkpoint import save_model
 
     main, recorder, card = trainer.world.is_main, trainer.recorder, ""
+    recorder.begin()  # also without a step
     if main:
         summary = summary_content(trainer, recorder, "done", "done", results, _early(trainer))
         card = model_card(recorder.run_dir, job.engine.model_path, summary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,7 +57,8 @@ class Recorder:
     metrics, tracker: None in processes other than the main one. seconds_before: the time of earlier sessions. last: the
     metrics of the last step. mismatch_expected: constrained decoding makes the sampler's log-probs differ. dtype: the
     compute dtype. answer_columns: the example columns that may hold the reference answer. callbacks: of the user; none
-    in processes other than the main one. pushes: those of checkpoints to the hub; None without.
+    in processes other than the main one. pushes: those of checkpoints to the hub; None without. begin: called before a
+    step is recorded.
     """
 
     run_dir: RunDir
@@ -75,6 +76,7 @@ class Recorder:
     current_stage: str = ""
     callbacks: Callbacks = field(default_factory=Callbacks)
     pushes: Pushes | None = None
+    begin: Callable[[], None] = lambda: None
 
     def stage(self, name: str) -> None:
         """Begin a stage, a key of STAGES."""
@@ -113,6 +115,7 @@ class Recorder:
         self.step_started = now
         if self.metrics is None:
             return
+        self.begin()
         write_rollouts(self.run_dir.rollouts(step), records, step, self.answer_columns)
         self.metrics.append(step, metrics)
         metrics = numbers_of(metrics)

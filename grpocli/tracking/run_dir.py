@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from grpocli.errors import ConfigError, GrpoError, RunError
-from grpocli.files import FULL, IRREGULAR, clear_leftovers, regular
+from grpocli.files import FULL, IRREGULAR, atomic_folder, clear_leftovers, regular, remove
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,9 @@ FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Error numbers of a network file system that is mounted without locks."""
 
+
+BEFORE = ".before"
+"""Folder with the config and the sessions as they were before a resume that has not done a step yet."""
 
 STARTUP_FILES = {
     ".hydra",
@@ -64,6 +67,12 @@ class RunDir:
     def config(self) -> Path:
         """The resolved config."""
         return self.path / "config.yaml"
+
+    @property
+    def config_before(self) -> Path:
+        """The config of the run so far: not that of a resume which was killed before its first step."""
+        before = self.path / BEFORE / self.config.name
+        return before if before.is_file() else self.config
 
     @property
     def metrics(self) -> Path:
@@ -108,6 +117,30 @@ class RunDir:
         for path in self.rollouts(0).parent.glob("step_*.parquet"):
             if path.stem.removeprefix("step_").isdigit() and int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
+
+    @property
+    def unbegun(self) -> bool:
+        """Whether a resume has not done a step yet."""
+        return (self.path / BEFORE).is_dir()
+
+    def keep_before(self) -> None:
+        """Keep the config and the sessions of the run so far, until `begin` or `restore`."""
+        with atomic_folder(self.path / BEFORE, replace=True) as folder:
+            for path in (self.config, self.sessions):
+                shutil.copy2(regular(path), folder) if path.is_file() else (folder / path.name).touch()
+
+    def begin(self) -> None:
+        """A resume has done a step: its config is that of the run."""
+        done = self.path / f".tmp-{BEFORE}-{os.getpid()}"  # renamed first, so that no half of it is restored
+        (self.path / BEFORE).rename(done)
+        remove(done)
+
+    def restore(self) -> None:
+        """Leave the run as it was before a resume that has ended before its first step."""
+        if self.unbegun:
+            for path in (self.path / BEFORE).iterdir():
+                path.replace(self.path / path.name)
+            (self.path / BEFORE).rmdir()
 
     def check_free(self) -> None:
         """Raise ConfigError if a new run would overwrite a run or other files. Writes nothing."""

@@ -52,8 +52,9 @@ class Session:
     """One start of a run.
 
     step: the number of steps done before. time: of the start (UTC, ISO 8601). versions: of packages, by name. changes:
-    since the previous session. fallback: a sentence for each damaged checkpoint that was skipped. run: the id of the
-    run, which its checkpoints have, too; empty in runs of earlier versions.
+    since the previous session. fallback: a sentence for each damaged checkpoint that was skipped, and for each input
+    that has changed. run: the id of the run, which its checkpoints have, too; empty in runs of earlier versions.
+    inputs: {config key: kind and digest} of weights, files and user code.
     """
 
     step: int
@@ -62,6 +63,7 @@ class Session:
     changes: Changes = field(default_factory=dict)
     fallback: Sequence[str] = ()
     run: str = ""
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def now(cls, step: int, changes: Changes, fallback: Sequence[str] = (), run: str = "") -> Session:
@@ -106,6 +108,11 @@ def intact_sessions(run_dir: RunDir) -> tuple[list[Session], list[int]]:
 def run_id(run_dir: RunDir) -> str:
     """The id of the run, which its checkpoints have, too; empty if it was not recorded."""
     return next((session.run for session in read_sessions(run_dir) if session.run), "")
+
+
+def last_inputs(run_dir: RunDir) -> dict[str, str]:
+    """The inputs of the run so far: of each key, those of the last session that had it."""
+    return {key: digest for session in read_sessions(run_dir) for key, digest in session.inputs.items()}
 
 
 def _session(line: str) -> Session | None:

@@ -277,6 +277,8 @@ def _check_state(
     name: str, state: Mapping[str, shards.StoredTensor], expected: Mapping[str, StateTensor], optim: Optimizer
 ) -> None:
     """Raise unless a parameter has no state so far, or the tensors that its optimizer keeps."""
+    if state and state.keys() < expected.keys():
+        raise ValueError(f"{name} lacks {', '.join(sorted(expected.keys() - state.keys()))}")
     if state and state.keys() != expected.keys():
         problem = f"the checkpoint has another optimizer's state ({', '.join(sorted(state))}): keep that of the run"
         raise ConfigError(problem, key="optim", value=choice_of("optim", optim))

@@ -52,14 +52,22 @@ def prune(folder: Path, keep: int) -> None:
         remove(doomed)
 
 
+def set_aside_after(folder: Path, step: int) -> None:
+    """Rename checkpoints of later steps, which are damaged, so that a later resume and `prune` ignore them."""
+    for path in _numbered(folder):
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(_aside(path), ignore_errors=True)
+            path.rename(_aside(path))
+
+
 @contextmanager
 def restoring(path: Path | None) -> Iterator[None]:
     """Turn the errors of an unreadable checkpoint into a ConfigError with the remedy."""
     try:
         yield
     except UNREADABLE as error:
-        if path is None:
-            raise
+        if path is None or (isinstance(error, ConfigError) and error.key != "model.path"):
+            raise  # another key is at fault
         problem = f"the checkpoint {path} cannot be read ({_cause(error)})"
         raise ConfigError(problem, key="resume", hint="remove that folder to go on from the one before") from error
 
@@ -83,12 +91,6 @@ class ResumePoint:
             f"the checkpoint {path.name} was damaged ({problem}) and renamed to {_aside(path).name}"
             for path, problem in self.damaged.items()
         ]
-
-    def set_aside(self) -> None:
-        """Rename damaged checkpoints, so that a later resume and `prune` ignore them."""
-        for path in self.damaged:
-            shutil.rmtree(_aside(path), ignore_errors=True)
-            path.rename(_aside(path))
 
 
 def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported) -> ResumePoint:

@@ -1,0 +1,128 @@
+"""What a run reads beside its config: weights, other files and user code, whose digests a resume compares.
+
+A digest reads 64 MiB at most, so that it delays no start: smaller files whole, of larger ones blocks evenly spaced.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from modulefinder import ModuleFinder
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from grpocli.config.user_parts import is_spec
+from grpocli.errors import ConfigError
+from grpocli.files import regular
+from grpocli.launch.foreign_code import leaves
+from grpocli.launch.resume import SESSION_KEYS
+from grpocli.tasks.loading import READERS
+from grpocli.tracking.sessions import Changes
+
+MODEL = "model"
+"""The start model among the inputs: the base below LoRA, and the reference of a KL term."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+MEANING = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+"""Files beside the weights that decide what they compute."""
+RENDERING = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+"""Files of a model that decide how prompts are written and where completions end."""
+BLOCK, BLOCKS = 1 << 16, 1 << 10
+SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def inputs_of(config: Mapping[str, Any], model_path: str, commit: str | None) -> dict[str, str]:
+    """{config key: kind and digest} of all inputs that are files here; kind: `weights`, `code` or `content`.
+
+    config: plain. model_path: the start model; commit: its commit, for a name on the hub. Other names on the hub,
+    addresses and installed packages have no digest.
+    """
+    kinds, found = {}, defaultdict[str, list[Path]](list)
+    named = [(key, value) for key, value in leaves(dict(config)) if key not in (*SESSION_KEYS, "model.path")]
+    for key, value in [*named, (MODEL, f"{model_path}/")]:
+        if isinstance(value, str) and not key.startswith("sync."):
+            with suppress(OSError):  # a text that is no path, or a file that the run itself reports
+                name = key.removesuffix("._target_")
+                kinds[name], files = _files_of(key, value)
+                found[name] += files
+    found["model.chat_template"] += _named(Path(model_path), RENDERING)
+    inputs = {key: f"{kinds.get(key, 'content')} {digest(files)}" for key, files in found.items() if files}
+    return inputs if MODEL in inputs or not commit else inputs | {MODEL: f"weights {commit}"}
+
+
+def _files_of(key: str, value: str) -> tuple[str, list[Path]]:
+    """The kind of the input that a value names, and its files; none if it names no file here."""
+    place, path = value.rpartition(":")[0], Path(value).expanduser()
+    if is_spec(value):
+        file = Path(place if place.endswith(".py") else f"{place.replace('.', '/')}.py").expanduser()
+        return "code", _with_imports(file) if file.is_file() else []
+    if not (key.endswith("path") or "/" in value or path.suffix) or not path.is_dir():  # a word may be one by chance
+        return "content", [path] if path.suffix and path.is_file() else []
+    here = sorted(file for file in path.iterdir() if file.is_file())
+    if weights := [file for file in here if file.suffix in WEIGHTS]:
+        return "weights", [*weights, *_named(path, MEANING)]
+    below = sorted(file for file in path.glob("*/*") if file.is_file())
+    return "content", [file for file in (*here, *below) if file.suffix in READERS]
+
+
+def _named(folder: Path, names: Sequence[str]) -> list[Path]:
+    return [folder / name for name in names if (folder / name).is_file()]
+
+
+def _with_imports(file: Path) -> list[Path]:
+    """A file of Python, and the files of its folder that it imports."""
+    finder = ModuleFinder(path=[str(file.parent)])
+    with suppress(SyntaxError, ValueError):  # the run reports it
+        finder.run_script(str(file))
+    imported = {Path(name) for module in finder.modules.values() if (name := getattr(module, "__file__", None))}
+    return [file, *sorted(imported - {file})]
+
+
+def digest(files: Sequence[Path]) -> str:
+    """The XXH3 digest of the sizes and of at most BLOCKS blocks, which all files share."""
+    sizes = [regular(file).stat().st_size for file in files]
+    found = xxhash.xxh3_128(repr(sizes).encode())
+    for path, size in zip(files, sizes, strict=True):
+        with path.open("rb", buffering=0) as file:
+            for place in range(0, size, max(BLOCK, sum(sizes) // BLOCKS)):
+                file.seek(place)
+                found.update(file.read(BLOCK))
+    return found.hexdigest()
+
+
+def changed_inputs(before: Mapping[str, str], now: Mapping[str, str], changed: Changes, allowed: bool) -> list[str]:
+    """A sentence for each input of a resume whose content is not that of the run so far.
+
+    changed: the config's keys; such a key names another input on purpose, but the start model may only be elsewhere.
+    Raises ConfigError for weights that are not `allowed`.
+    """
+    sentences = []
+    for key, value in now.items():
+        given = key != MODEL and any(f"{key}.".startswith(f"{one}.") for one in changed)
+        if not given and before.get(key, value) != value:
+            kind = value.partition(" ")[0]
+            if kind == "weights" and not allowed:
+                problem = "its weights or its tokenizer are not those that the run began with"
+                hint = "give those, or resume_other_weights=true to go on with these"
+                raise ConfigError(problem, key=key, hint=hint)
+            sentences.append(
+                f"the {kind} of {key} {'have' if kind == 'weights' else 'has'} changed since the last start"
+            )
+    return sentences
+
+
+def check_fits(part: Any, path: str, checkpoint: Path) -> None:
+    """Raise ConfigError if the start model at `path` contradicts a checkpoint: by its shape, or by its tokens."""
+    from grpocli.models.loading import load_config, load_tokenizer
+    from grpocli.models.teacher import difference
+
+    problem = difference(*(load_tokenizer(part, one).get_vocab() for one in (str(checkpoint), path)))
+    if (checkpoint / "config.json").is_file():  # LoRA has none
+        mine, its = (load_config(part, one).get_text_config() for one in (str(checkpoint), path))
+        for name in SHAPE:
+            if (ours := getattr(mine, name, None)) != (other := getattr(its, name, None)):
+                problem = f"its {name} is {other}, and that of the run's checkpoints {ours}"
+    if problem:
+        raise ConfigError(problem, key="model.path", value=path, hint="another model needs a new run")
