@@ -83,7 +83,11 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception as error:
-        if from_user_code(error):
+        from grpocli.processes.memory import too_little
+
+        if short := too_little(error):
+            code = _report(str(short), 1)
+        elif from_user_code(error):
             code = _report(raised(error), 1, traced=True)
         elif isinstance(error, OSError):  # such as a file name that is too long
             parts = (error.filename, error.strerror or str(error) or type(error).__name__)

@@ -20,6 +20,7 @@ from grpocli.launch.hydra_errors import hydra_errors
 from grpocli.launch.hydra_sources import conf_dir
 from grpocli.launch.overrides import from_command_line, option_advice
 from grpocli.launch.resume import Resume
+from grpocli.processes.memory import check_limit
 from grpocli.tracking.text import clean
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
 
     def job(config: DictConfig) -> Any:
         try:
+            check_limit()
             return task(config)
         except GrpoError as error:
             failures.append(error)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.environments.background_loop import BackgroundLoop
 from grpocli.environments.environment import Step
 from grpocli.environments.tools import Schema, answer_to, calls_in, name_of, refusal
+from grpocli.http import fetch, json_of
 from grpocli.types import Message
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from openenv.core.client_types import StepResult
 
 FENCE = "```"
+LARGEST_SCHEMA, SCHEMA_SECONDS = 4_000_000, 10.0
+"""Bytes of a schema, and seconds for it."""
 FULL = "at capacity"
 """Part of a server's answer when it has no session left."""
 INVALID = "VALIDATION_ERROR"
@@ -207,11 +210,8 @@ def read_result(observation: Mapping[str, Any]) -> tuple[str, bool]:
 
 def action_schema(base_url: str) -> dict[str, Any]:
     """The JSON schema of a server's actions."""
-    import httpx
-
-    found: dict[str, Any] = (
-        httpx.get(f"{base_url.rstrip('/')}/schema", timeout=10.0).raise_for_status().json()["action"]
-    )
+    answer = fetch(f"{base_url.rstrip('/')}/schema", LARGEST_SCHEMA, SCHEMA_SECONDS).raise_for_status()
+    found: dict[str, Any] = json_of(answer)["action"]
     return found
 
 

@@ -1,4 +1,6 @@
-"""Which values of a config run code outside grpocli: of a downloaded config, before anything of it is imported."""
+"""Which values of a config run code outside grpocli or send a key somewhere: of a downloaded config, before anything
+of it is imported.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -13,6 +16,7 @@ from grpocli.config.parts import CLASSES, USER_CODE, is_marked
 from grpocli.config.user_parts import GROUP, is_spec
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.environments.tools import READY
+from grpocli.http import is_loopback
 from grpocli.launch.report_page import foreign_target
 
 Leaf = tuple[str, Any]
@@ -22,6 +26,8 @@ VLLM = ("engine.vllm_args.", "engine.speculative.")
 """Options that vLLM takes, some of which name a class or a file of Python."""
 IMPORTS = re.compile("module|plugin|cls|middleware|logits.processors")
 IMPORTABLE = re.compile(r"[\w-]+([.:][\w-]+)+|.*\.py")
+SENDS = re.compile(r".*\.base_url(\..+)?|(engine|reward|algorithm)\.(.*\.)?api_key(_file)?")
+"""The server that gets a key, and the variable or the file that holds it."""
 KERNEL = re.compile(r"(?!kernels-community/).*/.*")
 """Attention that transformers would download as code; its own organization's it trusts itself."""
 
@@ -67,6 +73,10 @@ def runs_code(key: str, value: Any) -> bool:
     if name in ("trust_remote_code", "unsafe"):
         return True
     text = str(value)
+    if ".base_url" in key:
+        return not is_loopback(urlsplit(text).hostname or "")
+    if SENDS.fullmatch(key):
+        return key.endswith("_file") or value not in _defaults()
     if name in ("attention", "attn_implementation"):
         return KERNEL.fullmatch(text) is not None
     if key.endswith((".arguments.taskset", ".arguments.env")):  # of the environment of task=verifiers
@@ -95,11 +105,11 @@ def _is_own(key: str, value: str) -> bool:
     """Whether a value of a key that names code is a choice that comes with grpocli."""
     if key.endswith(".tools"):
         return value in READY or value in READY.values()
-    return key.endswith(".environment.name") and value in _own_environments()
+    own = {one.name for one in _defaults() if isinstance(one, EnvironmentConfig) and one.name}
+    return key.endswith(".environment.name") and value in own
 
 
-def _own_environments() -> set[str]:
-    """The environments that tasks have by default."""
+def _defaults() -> list[Any]:
+    """The defaults of grpocli's own parts."""
     own = [cls for cls in CLASSES.values() if dataclasses.is_dataclass(cls) and cls.__module__.startswith("grpocli.")]
-    defaults = [field.default for cls in own for field in dataclasses.fields(cls)]
-    return {one.name for one in defaults if isinstance(one, EnvironmentConfig) and one.name}
+    return [field.default for cls in own for field in dataclasses.fields(cls)]

@@ -26,7 +26,7 @@ from grpocli.errors import ConfigError
 from grpocli.files import remove
 from grpocli.hub import MODEL_FILES, HubPath, hub_api, hub_errors, hub_path
 from grpocli.launch.compose import compose, register_parts
-from grpocli.launch.foreign_code import code_in, leaves, runs_code
+from grpocli.launch.foreign_code import SENDS, code_in, leaves, runs_code
 from grpocli.launch.push import TEXTS
 from grpocli.launch.resume import Resume, of_hydra
 from grpocli.tracking.published import ELSEWHERE, HIDDEN
@@ -190,7 +190,8 @@ def _refuse_unpushed(key: str, value: str, named: str) -> None:
 
 
 def _untrusted(key: str, value: object, named: str) -> ConfigError:
-    problem = f"its config runs code outside grpocli, {key}={value}"
+    does = "chooses where a key is sent" if SENDS.fullmatch(key) else "runs code outside grpocli"
+    problem = f"its config {does}, {key}={value}"
     return ConfigError(problem, key=KEY, value=named, hint="if you trust it, give this key again")
 
 

@@ -17,6 +17,7 @@ from grpocli.files import FULL, QuietFileHandler
 from grpocli.launch.trainer_job import TrainerJob
 from grpocli.masking import masked
 from grpocli.processes.cpu_tuning import keep_freed_memory
+from grpocli.processes.memory import too_little
 from grpocli.tracking.callbacks import RunEnd
 from grpocli.tracking.run_dir import FORBIDDEN, RunDir
 from grpocli.user_frames import raised, where
@@ -334,6 +335,8 @@ def as_grpo_error(error: Exception, run_dir: RunDir) -> GrpoError:
     """The error as a GrpoError, shown without its traceback, which is in the log."""
     if isinstance(error, GrpoError):
         return error
+    if short := too_little(error):
+        return short
     if isinstance(error, OSError):
         return run_dir.run_error(error)
     if where(error):

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from grpocli.http import BUSY, TooLong, bounded, retry_delay
+from grpocli.http import BUSY, TooLong, bounded, fetch, json_of, retry_delay
 from grpocli.masking import mask
 from grpocli.rewards.reward import Failure, Unreachable
 
@@ -65,10 +65,10 @@ class ChatClient:
                 loop.call_soon_threadsafe(task.cancel)
 
     def unreachable(self) -> str:
-        """The reason why no connection to the endpoint succeeds; empty if it responds, with any status."""
+        """The reason why the endpoint does not answer; empty if it does, with any status."""
         try:
-            httpx.get(f"{self.base_url.rstrip('/')}/models", headers=self._headers(), timeout=CONNECT_TIMEOUT)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            fetch(f"{self.base_url.rstrip('/')}/models", LARGEST_RESPONSE, CONNECT_TIMEOUT, self._headers())
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             return str(error) or type(error).__name__
         return ""
 
@@ -94,12 +94,11 @@ class ChatClient:
             if attempt:
                 await asyncio.sleep(retry_delay(attempt, self.backoff, busy))
             try:
-                async with asyncio.timeout(self.timeout):  # httpx's timeouts restart with every byte received
-                    url = f"{self.base_url.rstrip('/')}/chat/completions"
-                    response = await bounded(http, "POST", url, LARGEST_RESPONSE, content=content)
+                url = f"{self.base_url.rstrip('/')}/chat/completions"
+                response = await bounded(http, "POST", url, LARGEST_RESPONSE, self.timeout, content=content)
             except TooLong as error:
                 return Failure(f"the judge gave no score: {error}")
-            except (httpx.HTTPError, TimeoutError) as error:
+            except httpx.HTTPError as error:
                 problem, busy = f"no judgement: {str(error) or type(error).__name__}", None
                 continue
             if response.status_code in BUSY:
@@ -119,7 +118,7 @@ class ChatClient:
 
 def _answer(response: httpx.Response) -> str | Failure:
     try:
-        found: Any = response.json()["choices"][0]["message"]["content"]
+        found: Any = json_of(response)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError):
         found = None
     if isinstance(found, str):

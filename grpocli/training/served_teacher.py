@@ -17,7 +17,7 @@ import torch
 
 from grpocli.algorithm.kl import key_of_teacher
 from grpocli.errors import ConfigError, RunError, ServiceGone
-from grpocli.http import BUSY, TooLong, bounded, is_loopback, retry_delay
+from grpocli.http import BUSY, TooLong, bounded, is_loopback, json_of, retry_delay
 from grpocli.masking import mask
 from grpocli.progress import Progress, unreported
 from grpocli.types import Row
@@ -99,7 +99,7 @@ class ServedTeacher:
                 if tries > LOST:
                     raise
             if response is not None and response.is_success:
-                return response.json()
+                return json_of(response)
             if response is not None and response.status_code not in BUSY:
                 raise _Refused(f"{path}: HTTP {response.status_code} {' '.join(response.text.split())[:200]}".rstrip())
             await asyncio.sleep(retry_delay(tries, FIRST_DELAY, response))

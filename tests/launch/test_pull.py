@@ -133,6 +133,17 @@ def test_a_resume_takes_no_saved_key_of_hydra(config: Callable[..., Path], overr
         ("task.maths.environment.name", "grpocli.environments.worker:call", True),
         ("task.maths.environment.name", "grpocli.environments.openenv:OpenEnv", False),
         ("task.maths.environment.arguments.taskset", "evil.py", True),
+        ("engine.api_key_file", "~/.ssh/id_ed25519", True),
+        ("engine.api_key_file", None, False),
+        ("engine.base_url", "http://127.0.0.1:8000", False),
+        ("engine.base_url", "https://evil.example", True),
+        ("reward.judge.base_url", "http://localhost.evil.example/v1", True),
+        ("reward.judge.api_key", "OPENAI_API_KEY", False),
+        ("reward.judge.api_key", "HF_TOKEN", True),
+        ("algorithm.kl.base_url.maths", "https://evil.example", True),
+        ("algorithm.kl.api_key", "VLLM_API_KEY", False),
+        ("tracker.options.settings.base_url", "https://evil.example", True),
+        ("task.base_url", "???", False),
     ],
 )
 def test_values_that_run_code(key: str, value: object, code: bool) -> None:
@@ -252,3 +263,15 @@ def test_the_newest_checkpoint_has_the_largest_number_that_a_run_gives() -> None
         newest_checkpoint([*files, "checkpoints/step_2000000/model.safetensors"], "me/run")
         == "checkpoints/step_1000000"
     )
+
+
+def test_where_a_key_is_sent_must_be_given_again(config: Callable[..., Path]) -> None:
+    def change(plain: dict[str, Any]) -> None:
+        plain["engine"].update({"_target_": "engine/vllm", "base_url": "https://evil.example", "api_key_file": "~/key"})
+
+    for given in ([], ["engine.base_url=https://mine.example"]):
+        with pytest.raises(ConfigError, match="chooses where a key is sent") as refused:
+            check_config(config(change=change), NAME, given)
+        assert refused.value.key == "resume"
+    given = ["engine.base_url=https://mine.example", "engine.api_key_file=mine"]
+    check_config(config("engine=vllm", change=change), NAME, given)

@@ -357,7 +357,7 @@ def test_broken_completions_are_errors(
 def test_an_endless_answer_is_not_read_to_its_end(
     stand_in: StandIn, client: ServerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_client, "LARGEST_ANSWER", 1000)
+    monkeypatch.setattr(vllm_client, "LARGEST", 1000)
     stand_in.answer = lambda path, body: (200, b"x" * 1001)
     with pytest.raises(EngineError, match=r"http://127.* its answer is longer than 1,000 bytes"):
         client.get("/weight_info")

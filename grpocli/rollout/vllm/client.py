@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpocli.errors import EngineError
-from grpocli.http import BUSY, TooLong, bounded, is_loopback, retry_delay
+from grpocli.http import BUSY, TooLong, bounded, is_loopback, json_of, retry_delay
 from grpocli.masking import mask
-from grpocli.rollout.vllm.liveness import GENERATED, Liveness, ProgressTimeout, health, tokens_computed
+from grpocli.rollout.vllm.liveness import GENERATED, LARGEST, Liveness, ProgressTimeout, health, tokens_computed
 from grpocli.rollout.vllm.server_files import Endpoint
 
 T = TypeVar("T")
@@ -131,9 +131,10 @@ class ServerClient:
         """One attempt, which checks the server while it waits: a dead engine may never answer, a busy one may yet."""
         liveness = self._liveness
         timeout = ProgressTimeout(liveness, self.timeout)
+        limit = LARGEST_ANSWER if path == GENERATE else LARGEST
         try:
             async with httpx.AsyncClient(**http_options(endpoint)) as http:
-                call = asyncio.ensure_future(bounded(http, method, path, LARGEST_ANSWER, json=body))
+                call = asyncio.ensure_future(bounded(http, method, path, limit, json=body))
                 try:
                     while not (await asyncio.wait({call}, timeout=min(HEARTBEAT, timeout.left)))[0]:
                         await self._check(endpoint, http, path, timeout)
@@ -214,7 +215,7 @@ class ServerClient:
 
     def _content(self, response: httpx.Response) -> Any:
         self._accepted = True
-        return response.json() if "json" in response.headers.get("content-type", "") else None
+        return json_of(response) if "json" in response.headers.get("content-type", "") else None
 
     async def _failure(self, endpoint: Endpoint, path: str, response: httpx.Response) -> EngineError:
         """The error of a failed response: ServerGone if the engine has died or another server took its place."""
@@ -397,7 +398,7 @@ def _versions(adapter: str, choice: dict[str, Any]) -> list[dict[str, Any]]:
 def _message(response: httpx.Response) -> str:
     """The message in one of vLLM's two error formats, else the answer's first line."""
     try:
-        body = response.json()
+        body = json_of(response)
     except ValueError:
         return response.text.partition("\n")[0][:300].removesuffix(".")
     error = body.get("error", body) if isinstance(body, dict) else body

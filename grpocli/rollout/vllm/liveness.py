@@ -7,10 +7,10 @@ import time
 
 import httpx
 
-from grpocli.http import TooLong, bounded
+from grpocli.http import TooLong, bounded, json_of
 
 CHECK_TIMEOUT = 5.0  # seconds for one check of a server
-LARGEST = 16_000_000  # bytes of its answer
+LARGEST = 16_000_000  # bytes of an answer without completions
 LONGEST = 10  # timeouts after which a call fails, even if the server makes progress
 TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 GENERATED = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -79,7 +79,7 @@ async def is_paused(http: httpx.AsyncClient) -> bool:
     """Whether the server reports that it is paused."""
     response = await _get(http, "/is_paused")
     try:
-        body = response.json() if response else None
+        body = json_of(response) if response else None
     except ValueError:
         return False
     return isinstance(body, dict) and body.get("is_paused") is True
@@ -88,7 +88,7 @@ async def is_paused(http: httpx.AsyncClient) -> bool:
 async def health(http: httpx.AsyncClient) -> bool | None:
     """Whether the server runs and its engine lives; None if unknown, since the server may be busy."""
     try:
-        response = await bounded(http, "GET", "/health", LARGEST, timeout=CHECK_TIMEOUT)
+        response = await bounded(http, "GET", "/health", LARGEST, CHECK_TIMEOUT)
     except TooLong:
         return None
     except httpx.HTTPError as error:
@@ -99,7 +99,7 @@ async def health(http: httpx.AsyncClient) -> bool | None:
 async def _get(http: httpx.AsyncClient, path: str) -> httpx.Response | None:
     """A successful answer or None: the waiting call and `health` report the error."""
     try:
-        response = await bounded(http, "GET", path, LARGEST, timeout=CHECK_TIMEOUT)
+        response = await bounded(http, "GET", path, LARGEST, CHECK_TIMEOUT)
     except (TooLong, httpx.HTTPError):
         return None
     return response if response.is_success else None
