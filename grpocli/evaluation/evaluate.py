@@ -17,7 +17,7 @@ from grpocli.tasks.mixture import error_limits_of, errors_below, key_of, tasks_o
 from grpocli.tasks.prompt_set import PromptSet
 from grpocli.tasks.prompt_source import accuracy_reward_of
 from grpocli.tasks.task import columns_of
-from grpocli.training.accuracy import AccuracyRewards, TaskResult, task_result
+from grpocli.training.accuracy import AccuracyRewards, TaskResult, doubtful_choices, task_result
 from grpocli.types import Group, Prompt, Sampling
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ class Evaluation:
                 yield self._evaluate(name, version, sampler, problems)
 
     def _load_problems(self, tokenizer: PreTrainedTokenizerBase) -> list[Problems]:
+        for doubt in doubtful_choices(self.run).values():
+            self.view.note(doubt)
         found = []
         for name, task in tasks_of(self.run.task).items():
             with errors_below(key_of(self.run.task, name)):

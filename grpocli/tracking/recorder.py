@@ -124,7 +124,7 @@ class Recorder:
             self.tracker.log(metrics, step)
         self.view.step(step, metrics)
         self._warn_of_mismatch(step, metrics)
-        self._show_warnings(step, warnings)
+        self.warn_once({kind: f"step {step}: {text}" for kind, text in warnings.items()})
         if not groups:
             stale = metrics.get("sampling/stale")
             self.view.warn(
@@ -155,13 +155,13 @@ class Recorder:
                 "algorithm/correction=token_truncate corrects for it"
             )
 
-    def _show_warnings(self, step: int, warnings: Mapping[str, str]) -> None:
+    def warn_once(self, warnings: Mapping[str, str]) -> None:
         """Show the first warning of each kind."""
         for kind, text in warnings.items():
             if kind not in self.shown_warnings:
                 self.shown_warnings.add(kind)
-                logger.warning("step %d: %s", step, text)
-                self.view.warn(f"step {step}: {text}")
+                logger.warning("%s", text)
+                self.view.warn(text)
 
     def _sample(self, group: Group, advantages: list[float]) -> None:
         """Show the completion of a group with the highest advantage."""

@@ -9,15 +9,20 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpocli.progress import UNWATCHED, Watch
-from grpocli.rewards.reward import BaseReward, Sample
+from grpocli.rewards.reward import BaseReward, Correctness, Sample
 from grpocli.rollout.sampling import derive_seed
+from grpocli.tasks.mixture import tasks_of
+from grpocli.tasks.prompt_source import rewards_for
 from grpocli.training.collector import Sampler
 from grpocli.types import Group, Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
 
 AGREEING = 2
 """Pseudo-questions of `interval`: two keep its coverage above 90 % for ten questions and sixteen samples."""
@@ -121,11 +126,42 @@ class AccuracyRewards:
         scores = (rollout.rewards[self.name(group)] for rollout in group.rollouts)
         return [math.nan if math.isnan(score) else float(score >= 1) for score in scores]
 
+    def doubts(self, groups: Sequence[Group]) -> dict[str, str]:
+        """Why scores cannot measure accuracy: they are all equal, or of another scale; by reward."""
+        found = {}
+        for name in dict.fromkeys(self.names.values()):
+            of_reward = (one.rewards[name] for group in groups if self.name(group) == name for one in group.rollouts)
+            scores = [score for score in of_reward if not math.isnan(score)]
+            if not scores or isinstance(self.rewards[name], Correctness):
+                continue
+            low, high, kinds = min(scores), max(scores), len(set(scores))
+            if kinds == 1 < len(scores) or (kinds > 2 and (low < 0 or high > 1)):
+                scored = f"{low:g}" if kinds == 1 else f"from {low:g} to {high:g}"
+                found[name] = (
+                    f"reward.{name} scored all {len(scores)} completions of the evaluation {scored}, which measures no "
+                    "accuracy (the share of scores of 1 or more); eval.reward=NAME chooses the reward that does"
+                )
+        return found
+
     def majority(self, group: Group, max_tokens: int) -> float:
         name = self.name(group)
         known: list[Rollout] = [rollout for rollout in group.rollouts if not math.isnan(rollout.rewards[name])]
         votes = self.rewards[name].votes([Sample.of(rollout, max_tokens) for rollout in known])
         return majority(votes, [rollout.rewards[name] >= 1 for rollout in known])
+
+
+def doubtful_choices(run: Run) -> dict[str, str]:
+    """A warning where the first reward measures accuracy, but only a later one decides whether answers are right."""
+    found = {}
+    for task in tasks_of(run.task).values():
+        names = rewards_for(task, run.reward)
+        deciding = [name for name in names if isinstance(run.reward[name], Correctness)]
+        if deciding and run.eval.reward not in names and names[0] not in deciding:
+            found[names[0]] = (
+                f"accuracy is the share of completions that reward.{names[0]}, the first, scores 1 or more; "
+                f"eval.reward={deciding[0]} measures how many answers are right"
+            )
+    return found
 
 
 def task_result(
@@ -204,6 +240,7 @@ class Evaluator:
     target_loss: the loss on the held-out problems' answers, in supervised training. Without rewards it is all there is.
     sampling: the run's. Repetition penalty, stop strings, regex and schema are kept, because they change greedy answers
     too; temperature and truncation are not. watch: gets the number of completions; it may cancel the evaluation.
+    warn: gets the `doubts` about the accuracy rewards.
     """
 
     sampler: Sampler
@@ -214,6 +251,7 @@ class Evaluator:
     seed: int
     watch: Watch = UNWATCHED
     target_loss: Callable[[], dict[str, Any]] | None = None
+    warn: Callable[[Mapping[str, str]], None] = lambda doubts: None
 
     @property
     def samples_answers(self) -> bool:
@@ -234,6 +272,7 @@ class Evaluator:
         untouched = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
         sampled = self._groups(untouched, self.samples, 0)
         greedy = self._groups(replace(untouched, temperature=0.0), 1, self.samples)
+        self.warn(self.accuracy_rewards.doubts([*sampled, *greedy]))
         metrics = self._results("eval", sampled, greedy)
         for task in self.accuracy_rewards.names if len(self.accuracy_rewards.names) > 1 else ():
             metrics |= self._results(f"eval/{task}", *(_of_task(task, groups) for groups in (sampled, greedy)))

@@ -33,7 +33,7 @@ from grpocli.tasks.mixture import error_limits_of, errors_below
 from grpocli.tasks.prompt_source import PromptSource, accuracy_rewards_of
 from grpocli.tracking.sessions import run_id
 from grpocli.training import checkpoint, saved_rollouts
-from grpocli.training.accuracy import AccuracyRewards, Evaluator
+from grpocli.training.accuracy import AccuracyRewards, Evaluator, doubtful_choices
 from grpocli.training.checkpointer import BackgroundWriter, Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, Sampler, TargetSampler
 from grpocli.training.compiled import compile_layers
@@ -114,7 +114,7 @@ def build_trainer(
         prefetcher=_prefetcher(run, collector, data, world, state.step, checkpoint_path),
         updater=updater,
         update_checks=UpdateChecks(run, recorder.run_dir, policy, world),
-        evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.requested_cached), updater),
+        evaluator=_evaluator(run, sampler, data, recorder, stop, updater),
         recorder=recorder,
         checkpointer=_checkpointer(run, world, loaded, data, recorder),
         stop=stop,
@@ -132,6 +132,7 @@ def _check_rewards(run: Run, data: PromptSource, recorder: Recorder) -> None:
     for part in (*run.reward.values(), run.algorithm.kl):
         if warning := getattr(part, "warning", ""):
             recorder.view.warn(warning)
+    recorder.warn_once(doubtful_choices(run))
     for report in data.reports:
         recorder.view.note(report)
 
@@ -343,7 +344,9 @@ def _update_sampling(run: Run) -> Sampling:
     return Sampling(run.rollout.max_completion_tokens) if run.algorithm.supervised else run.rollout.sampling
 
 
-def _evaluator(run: Run, sampler: Sampler, data: PromptSource, watch: Watch, updater: Updater) -> Evaluator:
+def _evaluator(
+    run: Run, sampler: Sampler, data: PromptSource, recorder: Recorder, stop: StopSignal, updater: Updater
+) -> Evaluator:
     prompts = data.problems()
     rows = [
         Row(prompt.token_ids, ids, [1] * len(ids), 1.0, number, [0.0] * len(ids))
@@ -357,6 +360,7 @@ def _evaluator(run: Run, sampler: Sampler, data: PromptSource, watch: Watch, upd
         accuracy_rewards=AccuracyRewards(accuracy_rewards_of(run), run.reward),
         sampling=run.rollout.sampling,
         seed=run.seed,
-        watch=watch,
+        watch=Watch(recorder.progress_of("eval"), stop.requested_cached),
         target_loss=partial(updater.target_loss, rows) if rows else None,
+        warn=recorder.warn_once,
     )

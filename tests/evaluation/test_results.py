@@ -7,10 +7,11 @@ import math
 
 import pytest
 
+from grpocli.launch.compose import build_run, compose
 from grpocli.rewards.math import Math
-from grpocli.rewards.reward import Sample
-from grpocli.rewards.text_match import Number
-from grpocli.training.accuracy import AccuracyRewards, task_result
+from grpocli.rewards.reward import BaseReward, Sample
+from grpocli.rewards.text_match import Format, Number
+from grpocli.training.accuracy import AccuracyRewards, doubtful_choices, task_result
 from grpocli.types import Completion, Group, Prompt, Rollout
 
 NAN = math.nan
@@ -46,6 +47,40 @@ def test_results_without_a_score_are_null_in_json() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("reward", "scores", "doubted"),
+    [
+        (Format(), [0.0, 1.0, NAN], False),
+        (Format(), [0.0, 0.0, 0.0], True),
+        (Format(), [1.0, 1.0, NAN], True),
+        (Format(), [-1.0, 1.0, 1.0], False),  # two verdicts
+        (Format(), [0.0, 0.5, 1.0], False),
+        (Format(), [3.0, 17.0, 5.0], True),
+        (Format(), [-0.5, 0.0, 0.5], True),
+        (Format(), [NAN, NAN, 1.0], False),
+        (Number(), [0.0, 0.0, 0.0], False),  # it decides; the model is weak
+    ],
+)
+def test_scores_that_measure_no_accuracy_are_doubted(reward: BaseReward, scores: list[float], doubted: bool) -> None:
+    accuracy = AccuracyRewards({"": "right"}, {"right": reward})
+    assert list(accuracy.doubts([group("a", ["1", "2", "3"], scores)])) == ["right"] * doubted
+
+
+@pytest.mark.parametrize(
+    ("overrides", "doubted"),
+    [
+        (["reward=[format,number]"], ["format"]),
+        (["reward=[format,number]", "eval.reward=number"], []),
+        (["reward=[format,number]", "eval.reward=format"], []),
+        (["reward=[number,format]"], []),
+        (["reward=[format,overlong]"], []),
+        (["task=[arithmetic,countdown]", "reward=[format,number]", "task.countdown.rewards=[number]"], ["format"]),
+    ],
+)
+def test_a_first_reward_that_does_not_decide_is_doubted(overrides: list[str], doubted: list[str]) -> None:
+    assert list(doubtful_choices(build_run(compose(overrides)))) == doubted
+
+
 def test_a_majority_is_of_values_and_not_of_texts() -> None:
     """A half in three forms, two of them right by the reward's score, outvotes two equal wrong texts."""
     reward = Math(workers=1, timeout=20)
