@@ -142,6 +142,10 @@ def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
     return config
 
 
+class _SweepEnded(BaseException):
+    """Passes through Hydra, for which an Exception is the failure of one job."""
+
+
 def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[str]) -> None:
     """Run `task` as a Hydra app. A sweep continues after a job that failed, and the first error is raised at the end.
 
@@ -163,7 +167,7 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
         except GrpoError as error:
             failures.append(error)
             if isinstance(error, Stopped) and arguments(argv).multirun:
-                raise  # a signal or a lost service ends the whole sweep
+                raise _SweepEnded from error  # by a signal or a lost service
             if arguments(argv).multirun:
                 print(f"grpocli: this job failed: {clean(str(error))}", file=sys.stderr)
             return None
@@ -172,6 +176,8 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
     with hydra_errors([a for a in argv if not a.startswith("-")], config_name):
         try:
             app()
+        except _SweepEnded:
+            raise failures[-1] from None
         except OSError as error:  # from Hydra, which makes folders
             if isinstance(error, HydraException):  # a missing choice is an OSError too
                 raise

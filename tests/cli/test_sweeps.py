@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, finish, start
+from cli.running import SMALL, finish, run_here, start
 from omegaconf import OmegaConf
+
+from grpocli.errors import Stopped
 
 pytestmark = pytest.mark.processes
 
@@ -32,3 +34,15 @@ def test_optuna_finds_the_best_of_its_trials(tmp_path: Path) -> None:
     assert math.isclose(best.best_value, max(reached))
     chosen = (best.best_params["optim.lr"], best.best_params["algorithm.objective.high"])
     assert chosen == tried[reached.index(max(reached))]
+
+
+def test_a_signal_ends_the_whole_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Path] = []
+
+    def stopped(config: object, folder: Path, **options: object) -> None:
+        runs.append(folder)
+        raise Stopped("SIGTERM after step 1")
+
+    monkeypatch.setattr("grpocli.launch.run.launch", stopped)
+    assert run_here("train", "-m", "seed=1,2,3", f"hydra.sweep.dir={tmp_path}") == Stopped.exit_code
+    assert runs == [tmp_path / "0"]
