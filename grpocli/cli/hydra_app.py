@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from grpocli.config.escapes import literal_escapes
+from grpocli.config.overrides import in_quotes
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.launch.compose import compose, register_parts
 from grpocli.launch.hydra_errors import hydra_errors
@@ -128,7 +129,7 @@ def search_path(config_dir: str | None) -> list[str]:
         same = folder / file.relative_to(ours)
         if same.is_file() and not same.samefile(file):
             raise ConfigError("Hydra would use the file of this name in conf/", key=str(same), hint="rename yours")
-    return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+    return [f"hydra.searchpath=[{in_quotes(f'file://{folder.resolve()}')}]"]
 
 
 def composed(overrides: list[str], config_dir: str | None) -> DictConfig:

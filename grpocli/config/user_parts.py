@@ -22,7 +22,7 @@ from grpocli.config.parts import BASES, node, schema, section, stored, target_of
 from grpocli.config.user_code import load, short
 from grpocli.errors import ConfigError
 
-SPEC = re.compile(r"(?:[^:=\[\]{},]+|[^=\[\]{},]+\.py):[A-Za-z_]\w*")
+SPEC = re.compile(r"(?:[^:=\[\]{},]+|.+\.py):[A-Za-z_]\w*")
 """FILE.py:NAME or module:NAME."""
 GROUP = re.compile(r"algorithm/\w+|engine|hardware|model|optim|reward|sync|task|tracker")
 """The config groups that accept parts of users."""

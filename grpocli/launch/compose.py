@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
+from grpocli.config.overrides import texts_of
 from grpocli.errors import ConfigError
 from grpocli.launch.hydra_errors import choices_in, hydra_errors
 from grpocli.launch.hydra_sources import cleared_hydra, conf_dir, extend_hydra
@@ -66,7 +67,7 @@ def _refuse_equal_packages(overrides: list[str], config: DictConfig) -> None:
     """Raise ConfigError if two chosen rewards became one, as a copy of a YAML does that keeps its `# @package` line."""
     chosen = next((o for o in reversed(overrides) if o.startswith("reward=[")), None)
     removed = any(o.startswith("~reward") for o in overrides)
-    if chosen and not removed and len(set(chosen[len("reward=[") : -1].split(","))) > len(config.reward):
+    if chosen and not removed and len(set(texts_of(chosen))) > len(config.reward):
         hint = "change `# @package reward.NAME` in a copied YAML"
         raise ConfigError("two rewards have one name", key=chosen, hint=hint)
 

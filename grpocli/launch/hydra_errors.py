@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import (
     ConfigCompositionException,
@@ -27,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpocli.config import yaml_text
 from grpocli.config.build import flat_keys
 from grpocli.config.foreign_names import choice_advice, key_advice
+from grpocli.config.overrides import parsed, texts_of
 from grpocli.config.parts import nearest, stored
 from grpocli.config.user_code import names_in
 from grpocli.errors import ConfigError
@@ -113,7 +113,7 @@ class _CommandLine:
         if not (key and equals and value) or any(value.count(a) != value.count(b) for a, b in ("[]", "{}", "()")):
             form = self._as_text(whole) if equals else ""
             return _needs_quotes(override, form) if form else ConfigError("cannot be read", key=override, hint=SYNTAX)
-        form = shlex.quote(joined) if _parses(joined) else self._as_text(joined) or quoted(key, value)
+        form = shlex.quote(joined) if parsed(joined) else self._as_text(joined) or quoted(key, value)
         if spaced:
             hint = f"write {form}, without a space before ="
             return ConfigError("cannot be read", key=whole, hint=hint)
@@ -144,7 +144,7 @@ class _CommandLine:
             return ConfigError(f"several rewards stand in brackets: '{key}=[{value}]'", key=key, value=value)
         if form := self._as_text(override):
             return _needs_quotes(override, form)
-        if key not in self.known_keys():
+        if key not in self.known_keys(hydra=key.startswith("hydra.")):
             return self._unknown_key(key)
         return ConfigError("give one value; -m tries several in turn", key=key, value=value)
 
@@ -210,7 +210,8 @@ class _CommandLine:
         """The overrides with the recipe's choices and keys in its place, except for wrong ones; "" if none compose."""
         from hydra import compose, initialize_config_dir
 
-        folders = [conf_dir(), *re.findall(r"file://([^],]+)", " ".join(self.overrides))]  # of --config-dir
+        given = [text for word in self.overrides if word.startswith("hydra.searchpath=") for text in texts_of(word)]
+        folders = [conf_dir(), *(text.removeprefix("file://") for text in given)]  # of --config-dir
         files = [file for folder in folders if (file := Path(folder) / f"{config}.yaml").is_file()]
         if not config.startswith("recipe/") or not files:
             return ""
@@ -236,7 +237,7 @@ class _CommandLine:
         """The override quoted for Hydra and the shell; "" unless its key takes a text or a list of texts."""
         key, _, value = override.lstrip("+").partition("=")
         others = _CommandLine([o for o in self.overrides if o != override], self.config_name)
-        composed = others._composed_choices()
+        composed = others._composed_choices(hydra=key.startswith("hydra."))
         section, _, name = key.rpartition(".")
         node = OmegaConf.select(composed, section) if composed and section else None
         found = node._get_node(name) if isinstance(node, DictConfig) and name in node.keys() else None  # noqa: SIM118
@@ -334,16 +335,6 @@ def _same_last_word(key: str, keys: list[str]) -> str:
     return f'; did you mean "{same[0]}"?' if same else ""
 
 
-def _parses(override: str) -> bool:
-    try:
-        OverridesParser.create().parse_override(override)
-    except HydraException:
-        return False
-    return True
-
-
 def _is_group_choice(text: str) -> bool:
-    if not _parses(text):
-        return False
-    key = OverridesParser.create().parse_override(text).key_or_group
-    return bool(key) and "." not in key
+    found = parsed(text)
+    return found is not None and bool(found.key_or_group) and "." not in found.key_or_group

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Quote, QuotedString, Transformer
-from hydra.errors import HydraException
+from hydra.core.override_parser.types import ChoiceSweep, Quote, QuotedString
 
 from grpocli.config.escapes import unescape
 from grpocli.config.foreign_names import KEYS, key_advice
+from grpocli.config.overrides import parsed, texts_of, unquoted, written
 from grpocli.config.parts import ESCAPED, USER_CODE, is_marked
 from grpocli.config.schema import Run
 from grpocli.config.user_code import absolute
@@ -50,13 +50,33 @@ INFINITE = re.compile(r"^(\+*algorithm\.[\w.]+=-?)\.inf$")
 
 def from_command_line(overrides: Sequence[str], config_name: str = "train") -> list[str]:
     """`rewritten` for a command line, in which escapes stand for line breaks and tabs."""
-    return rewritten([_unescaped(override) for override in overrides], config_name)
+    return rewritten([_unescaped(_quoted(override)) for override in overrides], config_name)
+
+
+ODD = re.compile(r"[^\w\s/\\+.$%*@?|:=,\[\]{}()'\"-]", re.ASCII)
+"""Characters that Hydra reads in quotes alone."""
+TEXT = re.compile(r"[^\s,\[\]{}()'\"]([^,\[\]{}()'\"]*[^\s,\[\]{}()'\"])?")
+"""A text without quotes, in a list or alone."""
+
+
+def _quoted(override: str) -> str:
+    """The override with quotes around texts such as /home/josé; the same string if Hydra reads it, or reads neither.
+
+    A value whose folder exists is one path, whatever Hydra would read in its commas and brackets.
+    """
+    key, _, value = override.partition("=")
+    if "/" in value and texts_of(override) == [value] and os.path.isdir(os.path.dirname(value)):  # noqa: PTH112, PTH120 - of any length
+        return f"{key}={written(value)}"
+    if not ODD.search(value) or parsed(override):
+        return override
+    new = f"{key}={TEXT.sub(lambda text: written(text[0]) if ODD.search(text[0]) else text[0], value)}"
+    return new if parsed(new) else override
 
 
 def _unescaped(override: str) -> str:
     def decoded(value: Any) -> Any:
-        new = unescape(_plain(value))
-        return value if new == _plain(value) else QuotedString(new, Quote.double)
+        new = unescape(unquoted(value))
+        return value if new == unquoted(value) else QuotedString(new, Quote.double)
 
     return _changed(override, decoded) if "\\" in override and is_marked(_key(override), ESCAPED) else override
 
@@ -68,29 +88,16 @@ def _key(override: str) -> str:
 
 def _changed(override: str, change: Callable[[Any], Any]) -> str:
     """The override with `change` applied to each text of its value; the same string if nothing changes."""
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-    except HydraException:
+    found = parsed(override)
+    if found is None:
         return override  # Hydra reports the error
-    before = parsed._value  # with its quotes, which value() drops
+    before = found._value  # with its quotes, which value() drops
     after = _each(before, change)
     if after == before:
         return override
     several = isinstance(after, ChoiceSweep)
-    value = ",".join(map(_spelled, after.list)) if several else _spelled(after)
-    return f"{parsed.get_key_element()}={value}"
-
-
-def _spelled(value: Any) -> str:
-    """A value in Hydra's syntax, but without a backslash before each colon of a text."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_spelled, value))}]"
-    plain = isinstance(value, str) and PLAIN.fullmatch(value)
-    return str(value if plain else Transformer.str(value))
-
-
-PLAIN = re.compile(r"[\w/.:+-]+")
-"""Texts that Hydra reads without escapes."""
+    value = ",".join(map(written, after.list)) if several else written(after)
+    return f"{found.get_key_element()}={value}"
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -111,22 +118,17 @@ def _absolute(override: str) -> str:
 
 
 def _absolute_code(value: Any) -> Any:
-    text = _plain(value)
+    text = unquoted(value)
     return _with_text(value, absolute(text)) if is_spec(text) else value
 
 
 def _absolute_model(value: Any) -> Any:
-    text = _plain(value)
+    text = unquoted(value)
     if is_spec(text):
         return _absolute_code(value)
     folder = Path(text).expanduser()
     is_path = text.startswith((".", "~")) or ("/" in text and folder.is_dir())
     return _with_text(value, str(folder.resolve())) if is_path else value
-
-
-def _plain(value: Any) -> Any:
-    """A text without its quotes."""
-    return value.text if isinstance(value, QuotedString) else value
 
 
 def _with_text(value: Any, new: str) -> Any:
@@ -138,7 +140,7 @@ def _refuse_duplicate_rewards(overrides: Sequence[str]) -> None:
     """Raise ConfigError if two rewards of a list would have the same keys."""
     for override in overrides:
         found = REWARD_LIST.fullmatch(override)
-        chosen = [one.strip().strip("'\"") for one in found[1].split(",")] if found else []
+        chosen = texts_of(override) if found else []
         first: dict[str, str] = {}
         for one in chosen:
             name = name_of(one)
@@ -178,14 +180,17 @@ def _expand_task_list(override: str) -> list[str]:
     found = TASK_LIST.fullmatch(override)
     if not found:
         return [override]
-    choices = [choice.strip().strip("'\"") for choice in found[1].split(",") if choice.strip()]
+    choices = [choice for choice in texts_of(override) if choice]
     names = [name_of(choice) for choice in choices]
     if not names:
         raise ConfigError("choose at least one task", key="task", value="[]")
     if twice := [choice for i, choice in enumerate(choices) if names[i] in names[:i]]:
         hint = f"leave one out and give it a name: +task@task.NAME={twice[0]}"
         raise ConfigError(f"names {name_of(twice[0])} twice", key="task", value=f"[{found[1]}]", hint=hint)
-    return ["task=mixture", *(f"+task@task.{name}={choice}" for name, choice in zip(names, choices, strict=True))]
+    return [
+        "task=mixture",
+        *(f"+task@task.{name}={written(choice)}" for name, choice in zip(names, choices, strict=True)),
+    ]
 
 
 def option_advice(name: str, value: str, options: Iterable[str] = ()) -> str:

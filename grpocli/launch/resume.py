@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpocli.config import yaml_text
 from grpocli.config.build import TARGET, flat_keys, with_names
 from grpocli.config.environment import raw_value, unresolved
+from grpocli.config.overrides import in_quotes, texts_of
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
 from grpocli.files import regular
@@ -39,13 +39,13 @@ class Resume:
     @classmethod
     def requested(cls, overrides: list[str]) -> Resume | None:
         """The run that `resume=` names; None without it. Raises ConfigError if the folder has no run."""
-        named = [o.partition("=")[2] for o in overrides if o.startswith("resume=")]
-        if not named or named[-1] in ("", "null"):
+        named = [o for o in overrides if o.startswith("resume=")]
+        if not named or named[-1] in ("resume=", "resume=null"):
             return None
-        name = named[-1].strip("'\"")
+        name = texts_of(named[-1])[0]
         check_run(Path(name), f"resume={name}")
         folder = Path(name).resolve()
-        for other in (o.partition("=")[2].strip("'\"") for o in overrides if o.startswith("hydra.run.dir=")):
+        for other in (texts_of(o)[0] for o in overrides if o.startswith("hydra.run.dir=")):
             if Path(other).resolve() != folder:
                 problem = "a resume continues in the run's own folder"
                 hint = "leave it out, or resume a copy of the folder"
@@ -54,7 +54,7 @@ class Resume:
 
     def overrides(self, given: list[str]) -> list[str]:
         """The overrides that compose the run again in its own folder. given: the whole command line."""
-        folder = QuotedString(str(self.folder), Quote.single).with_quotes()
+        folder = in_quotes(str(self.folder))
         hydra = [o for o in given if o.startswith("hydra.") and not o.startswith("hydra.run.dir=")]
         return [
             *self._saved(),
@@ -186,7 +186,7 @@ def _replaced(key: str, before: str, now: str) -> list[str]:
     group = key.replace("/", ".")
     if not before.startswith("["):
         return [group] if before != now else []
-    old, new = ({name.strip() for name in choice.strip("[]").split(",")} for choice in (before, now))
+    old, new = (set(texts_of(f"{key}={choice}")) for choice in (before, now))
     return [f"{group}.{name_of(one)}" for one in sorted(old - new)]
 
 

@@ -24,7 +24,7 @@ COLOCATED = (
     "vllm_args",
 )
 """Keys of engine=vllm_colocate."""
-PLAIN = re.compile(r"[\w/.:+-]+|\?\?\?")
+PLAIN = re.compile(r"[\w/.:+-]+|\?\?\?", re.ASCII)
 MISSING = "???"
 """The value of a choice that the reader must make: a command with it does not train."""
 

@@ -1,0 +1,49 @@
+"""An override as Hydra reads it, and texts as Hydra writes them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer
+from hydra.errors import HydraException
+
+PLAIN = re.compile(r"[\w/.:+-]+", re.ASCII)
+"""Texts that Hydra reads without quotes."""
+
+
+def parsed(override: str) -> Override | None:
+    """The override as Hydra reads it; None if it cannot."""
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException:
+        return None
+
+
+def unquoted(value: Any) -> Any:
+    """A text without its quotes; other values unchanged."""
+    return value.text if isinstance(value, QuotedString) else value
+
+
+def texts_of(override: str) -> list[str]:
+    """The texts of an override's list, or its only text, without quotes; as typed if Hydra reads something else."""
+    found = parsed(override)
+    value = found._value if found else None
+    texts = [unquoted(one) for one in (value if isinstance(value, list) else [value])]
+    return texts if all(isinstance(one, str) for one in texts) else [override.partition("=")[2]]
+
+
+def in_quotes(text: str) -> str:
+    """A text with the quotes of Hydra's syntax."""
+    quoted: str = QuotedString(text, Quote.single).with_quotes()
+    return quoted
+
+
+def written(value: Any) -> str:
+    """A value in Hydra's syntax, with quotes around a text that needs them."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, str):
+        return value if PLAIN.fullmatch(value) else in_quotes(value)
+    return str(Transformer.str(value))
