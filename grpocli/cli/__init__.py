@@ -36,6 +36,17 @@ COMMANDS = {
     "replay": ("grpocli.cli.replay", "compute recorded steps again and compare them with the record"),
 }
 
+ELSEWHERE = {
+    "resume": "grpocli train resume=RUN",
+    "sweep": "grpocli train -m KEY=A,B",
+    "run": "grpocli train",
+    "grpo": "grpocli train algorithm=grpo",
+    "config": "grpocli train --cfg job",
+    "plot": "grpocli compare RUN --plot FILE.png",
+    "samples": "grpocli rollouts RUN",
+}
+"""What people type: the command for it."""
+
 HELP = """\
 grpocli {version}: train language models with reinforcement learning from verifiable rewards
 
@@ -130,7 +141,8 @@ def run(args: list[str]) -> int:
     if args[0] not in COMMANDS:
         from grpocli.config.parts import nearest
 
-        raise_usage(f"there is no command {args[0]}{nearest(args[0], COMMANDS)}; see grpocli --help")
+        advice = f"; write {ELSEWHERE[args[0]]}" if args[0] in ELSEWHERE else nearest(args[0], COMMANDS)
+        raise_usage(f"there is no command {args[0]}{advice}; see grpocli --help")
     module = importlib.import_module(COMMANDS[args[0]][0])
     from grpocli.tracking.text import clean_warnings
 

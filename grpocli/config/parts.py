@@ -271,6 +271,7 @@ def fill_template(template: str, values: Mapping[str, Any]) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """`; did you mean "x"?` for the nearest name; "" if none is close."""
-    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
-    return f'; did you mean "{close[0]}"?' if close else ""
+    """`; did you mean "x"?` for the nearest name, best of the same letters; "" if none is close."""
+    close = difflib.get_close_matches(word, list(names), n=5, cutoff=0.5)
+    best = max(close, key=lambda name: sorted(name) == sorted(word), default="")
+    return f'; did you mean "{best}"?' if best else ""

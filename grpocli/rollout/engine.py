@@ -15,7 +15,7 @@ To write an engine, derive its config from `EnginePart`, and return an engine de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,6 +176,10 @@ class Engine(ABC):
 
     def release_memory(self) -> None:  # noqa: B027 (most engines have none to release)
         """Release memory that only sampling needs; called in every process before a step's updates."""
+
+    def warnings(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Warnings about a step, by kind."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -109,6 +110,14 @@ class FakeEngine(Engine):
                 listener.watch.progress(k + 1, len(requests), "prompts")
                 listener(k, results[k])
         return results
+
+    def warnings(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        rewards = [value for name, value in metrics.items() if name.startswith("rewards/")]  # means and deviations
+        if not rewards or any(value and not math.isnan(value) for value in rewards):
+            return {}
+        texts = self.part.function or self.part.completions
+        problem = f"no completion scored anything, so this shows only that the rewards run: engine=fake wrote {texts}"
+        return {"fake": f"{problem}; give right answers as engine.completions=[...], with {{COLUMN}} for a column"}
 
     def _completions(self, request: Request, sampling: Sampling) -> list[Completion]:
         """The completions of one request; each different text is scored once."""

@@ -12,6 +12,7 @@ import torch
 
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.kl import KL, has_teacher
+from grpocli.algorithm.objective import Clip
 from grpocli.errors import ConfigError
 from grpocli.models.loading import (
     FLEX,
@@ -29,8 +30,8 @@ from grpocli.rollout.engine import Engine, EngineContext, EngineJob, connected
 from grpocli.rollout.sampling import keep_stop_token_ids
 from grpocli.tasks import problem_scores
 from grpocli.tasks.curriculum import Curriculum
-from grpocli.tasks.mixture import error_limits_of, errors_below
-from grpocli.tasks.prompt_source import PromptSource, accuracy_rewards_of
+from grpocli.tasks.mixture import error_limits_of, errors_below, tasks_of
+from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rewards_of
 from grpocli.tracking.sessions import run_id
 from grpocli.training import checkpoint, saved_rollouts
 from grpocli.training.accuracy import AccuracyRewards, Evaluator, doubtful_choices
@@ -133,8 +134,24 @@ def _check_rewards(run: Run, data: PromptSource, recorder: Recorder) -> None:
         if warning := getattr(part, "warning", ""):
             recorder.view.warn(warning)
     recorder.warn_once(doubtful_choices(run))
-    for report in data.reports:
+    for report in [*data.reports, *_hints(run, data)]:
         recorder.view.note(report)
+
+
+def _hints(run: Run, data: PromptSource) -> Iterator[str]:
+    """What runs and is often not meant."""
+    clip, one_update = run.algorithm.objective, run.train.updates_per_step == 1 and not run.rollout.max_staleness
+    off_policy = run.algorithm.takes_sampler_as_old or getattr(run.algorithm.keep, "surplus", "") == "carry"
+    if one_update and not off_policy and isinstance(clip, Clip) and clip.high > clip.low:
+        hint = "the ratio of a step's only update is 1; train.minibatches=4 makes four"
+        yield f"algorithm.objective.high={clip.high:g} clips nothing: {hint}"
+    marks = data.tokenizer.all_special_tokens
+    for task, part in zip(data.tasks, tasks_of(run.task).values(), strict=True):
+        if not (data.tokenizer.chat_template and hasattr(run.model, "path") and hasattr(part, "format")):
+            continue
+        text = task.train.draw(0, "").text if isinstance(task.train, EpochPrompts) else []
+        if isinstance(text, str) and not any(mark in text for mark in marks):
+            yield f"prompts are plain text: an instruct model, which has a chat template, needs {task.key}.format=chat"
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,8 @@ class Trainer:
         step, weights = self.state.step, self.collector.reward_weights
         records = records_of(batch, rows, self.run.algorithm, weights, step) if self.world.is_main else []
         self.metrics["memory/peak_gib"] = peak_memory_gib(self.world.device)
-        self.recorder.step(step, self.metrics, batch.groups, advantages_PG, batch.warnings, records)
+        warnings = {**batch.warnings, **self.engine.warnings(self.metrics)}
+        self.recorder.step(step, self.metrics, batch.groups, advantages_PG, warnings, records)
         self.metrics = {}
 
     def checkpoint(self) -> None:

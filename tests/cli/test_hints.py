@@ -1,0 +1,80 @@
+"""What a run says once at its start or end about what runs and is often not meant, and advice for what people type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, run_here
+
+from grpocli.config.parts import nearest
+from grpocli.models.tiny import SPECIAL, make_model, make_tokenizer
+
+ALGORITHMS = ("cispo", "dapo", "dgpo", "dppo", "drgrpo", "gmpo", "grpo", "gspo", "rloo", "sapo")
+TYPED = {
+    "gpro": "grpo",
+    "grop": "grpo",
+    "dpao": "dapo",
+    "adpo": "dapo",
+    "gsop": "gspo",
+    "rlo": "rloo",
+    "drgpo": "drgrpo",
+}
+FAKE = ["train", *SMALL[1:], "engine=fake", "train.steps=1", "eval.problems=0"]
+
+
+@pytest.mark.parametrize("word", TYPED)
+def test_the_nearest_name_is_what_people_mean(word: str) -> None:
+    assert nearest(word, ALGORITHMS) == f'; did you mean "{TYPED[word]}"?'
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["resume", "runs/x"], "grpocli train resume=RUN"),
+        (["sweep"], "grpocli train -m"),
+        (["evaluate"], '"eval"'),
+        (["eval", "runs/x"], "--run runs/x"),
+        (["train", "runs/x"], "resume=runs/x"),
+    ],
+)
+def test_a_command_that_does_not_exist_names_the_one_that_does(
+    words: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(*words) == 2
+    assert advice in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("overrides", "hints"),
+    [
+        ([], set()),
+        (["algorithm=dapo"], {"clips nothing"}),
+        (["algorithm=dapo", "train.minibatches=2"], set()),
+        (["engine.completions=[wrong]"], {"no completion scored anything"}),
+        (["model=chat", "task=jsonl", "task.path=rows.jsonl"], {"needs task.format=chat"}),
+        (["model=chat", "task=jsonl", "task.path=rows.jsonl", "task.format=chat"], set()),
+        (["model=chat", "task=jsonl", "task.path=rows.jsonl", "task.prompt_column=ready"], set()),
+    ],
+    ids=" ".join,
+)
+def test_a_run_says_once_what_is_often_not_meant(
+    overrides: list[str],
+    hints: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = {"prompt": "1+1=", "answer": "2", "ready": f"{SPECIAL[-1]}1+1="}
+    Path("rows.jsonl").write_text("".join(json.dumps(row | {"prompt": f"{i}+1="}) + "\n" for i in range(40)))
+    make_model(0).save_pretrained("chat")
+    make_tokenizer().save_pretrained("chat")
+    small = [] if "model=chat" in overrides else ["model.warm_start_steps=20"]
+    chosen = [one.replace("model=chat", "model=./chat") for one in overrides]
+    assert run_here(*FAKE, *small, *chosen) == 0
+    out = capsys.readouterr()
+    known = {"clips nothing", "no completion scored anything", "needs task.format=chat"}
+    assert {hint for hint in known if hint in out.out + out.err} == hints
