@@ -58,7 +58,7 @@ commands
 examples
   grpocli train                                       teach a tiny model to add, on a CPU, in minutes
   grpocli train algorithm=dapo train.steps=20         another algorithm, fewer steps
-  grpocli train model=qwen2.5-1.5b task=gsm8k reward=[math] engine=vllm
+  grpocli train model=qwen2.5-1.5b task=gsm8k 'reward=[math]' engine=vllm
   grpocli train -m algorithm=grpo,dapo,drgrpo,dgpo seed=0,1
   grpocli train resume=runs/DATE/TIME                 continue exactly where the run stopped
   grpocli train --cfg job                             print the composed config

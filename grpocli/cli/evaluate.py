@@ -32,7 +32,7 @@ A completion is right if the task's first reward, or eval.reward, scores 1 or mo
 
 examples
   grpocli eval                                                           the built-in model on arithmetic
-  grpocli eval model.path=FOLDER task=gsm8k reward=[math] engine=vllm --samples 8 --problems 200
+  grpocli eval model.path=FOLDER task=gsm8k 'reward=[math]' engine=vllm --samples 8 --problems 200
   grpocli eval 'task=[gsm8k,math]' model=qwen2.5-1.5b reward=[math]
   grpocli eval --run runs/DATE/TIME --checkpoints all                    a run's config, a row for each checkpoint
 """

@@ -28,9 +28,9 @@ forms: in a box or an answer tag, after ####, in a sentence, as a decimal or fra
 Exit code 1: a reward's agreement is below --threshold.
 
 examples
-  grpocli reward-check task=gsm8k reward=[math]
-  grpocli reward-check task=jsonl task.path=problems.jsonl reward=[number] --split train --examples 200
-  grpocli reward-check task=countdown reward=[countdown] --answer '<answer>{answer}</answer>'
+  grpocli reward-check task=gsm8k 'reward=[math]'
+  grpocli reward-check task=jsonl task.path=problems.jsonl 'reward=[number]' --split train --examples 200
+  grpocli reward-check task=countdown 'reward=[countdown]' --answer '<answer>{answer}</answer>'
 """
 LEGEND = """\
 own: the reference answer, which has to be right; empty and other: an empty answer and another example's answer, which
