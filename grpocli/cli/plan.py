@@ -111,7 +111,7 @@ def _simulation(args: argparse.Namespace, config: Mapping[str, Any]) -> Options 
 
 
 def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
-    """The plan, and changes with which it fits if it does not."""
+    """The plan, and changes that need less memory if it does not fit, or hardly."""
     view.stage("loading libraries")
     from grpocli.launch.compose import build_run
     from grpocli.launch.trainer_process import quiet_libraries
@@ -129,9 +129,9 @@ def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) 
     check_context_parallel(run, plan.resources.trainers)
     if run.hardware.context_parallel > 1:
         check_splits(run, plan.size.config)
-    if plan.fits or args.no_advice or args.simulate:
+    if (plan.fits and not plan.is_tight) or args.no_advice or args.simulate:
         return plan, []
-    view.stage("trying changes that may fit")
+    view.stage("trying changes that need less memory")
     return plan, list(advice(plan, again))
 
 

@@ -139,6 +139,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     """The recorder of the main process with its files, view and tracker; in other processes one with only a view."""
     from omegaconf import OmegaConf
 
+    from grpocli.algorithm.kl import has_teacher
     from grpocli.rewards.reward import answer_columns
     from grpocli.tracking.callbacks import Callbacks, make_callbacks
     from grpocli.tracking.metrics import MetricsLog, reserve_space
@@ -159,6 +160,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
         log,
         tracker,
         mismatch_expected=bool(run.rollout.sampling.structure),
+        has_teacher=has_teacher(run.algorithm.kl),
         dtype=job.engine.dtype,
         answer_columns=answer_columns(run.reward.values()),
         begin=partial(_begin, run_dir, log, done, view),

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from grpocli.plan.trace import MicroBatchShape, TracedMemory
 
 
+TIGHT = 0.1
+"""The share of a device's memory that should be left."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The plan of a run.
@@ -42,6 +46,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return all(device.fits for device in self.devices)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with little memory left; a GPU that vLLM fills on purpose does not count."""
+        return self.fits and any(1 - TIGHT < device.peak / device.memory < 1 - 1e-6 for device in self.devices)
 
 
 def load_libraries() -> None:

@@ -142,10 +142,15 @@ def _efficiency(kind: str) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    candidates = [device for device in plan.devices if not device.fits] or plan.devices[:1]
+    candidates = [device for device in plan.devices if not device.fits]
+    candidates = candidates or [device for device in plan.devices if device.peak < device.memory] or plan.devices[:1]
     worst = max(candidates, key=lambda device: device.peak / device.memory)
     room = f"{worst.peak / GIB:,.1f} of {worst.memory / GIB:,.1f} GiB on {_article(worst.name)}"
-    return f"It fits: at most {room}." if plan.fits else f"It does not fit: {room}."
+    if not plan.fits:
+        return f"It does not fit: {room}."
+    left = f"which leaves {(worst.memory - worst.peak) / GIB:,.1f} GiB ({1 - worst.peak / worst.memory:.0%})"
+    tight = ". That is little: fragments of memory are not in the plan" if plan.is_tight else ""
+    return f"It fits: at most {room}, {left}{tight}."
 
 
 def _article(name: str) -> str:
@@ -183,7 +188,7 @@ def advice(plan: Plan, again: Callable[[list[str]], Plan]) -> Iterator[str]:
         except ConfigError:  # the change contradicts another key
             continue
         missing = {device.name: device.peak - device.memory for device in after.devices}
-        if after.fits or any(value < before.get(name, value) for name, value in missing.items()):
+        if (after.fits and not plan.fits) or any(value < before.get(name, value) for name, value in missing.items()):
             yield f"{' '.join(change)}: {outcome(after)}"
 
 

@@ -51,8 +51,12 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 """Metrics by section, in order: names, or prefixes that end in `/` or `_`. Other metrics go to `policy`."""
 
-FIRST = ("reward", "loss", "kl", "grad_norm", "entropy", "completions/mean_length", "reward_std", "eval/accuracy")
-"""Metrics that are shown first if there is no room for all."""
+FIRST = (
+    *("reward", "loss", "kl", "completions/mean_length", "lr", "time/step", "rewards/", "grad_norm", "entropy"),
+    *("eval/accuracy", "completions/clipped_ratio", "frac_reward_zero_std", "reward_std", "token_mult_prob_error"),
+    *("clip_ratio/region_mean", "time/rollout", "time/train", "time/reward", "memory/peak_gib", "num_tokens"),
+)
+"""Metrics that are shown first if there is no room for all; `rewards/`: the mean of each reward."""
 
 
 class LiveScreen:
@@ -159,8 +163,13 @@ def _place(name: str) -> tuple[str, int]:
 
 def _fitting(metrics: Mapping[str, Any], room: int) -> list[str]:
     """The names that fit beside the headings."""
-    wanted = [n for n in FIRST if n in metrics] + [n for n in metrics if n not in FIRST]
-    return wanted[: room - len(SECTIONS) if room >= HEADED else room]
+    ranks = {name: rank for rank, name in enumerate(FIRST)}
+
+    def rank(name: str) -> int:
+        is_reward = name.startswith("rewards/") and name.endswith("/mean")
+        return ranks.get("rewards/" if is_reward else name, len(FIRST))
+
+    return sorted(metrics, key=rank)[: room - len(SECTIONS) - 1 if room >= HEADED else room]
 
 
 Cell = tuple[bool, Any]

@@ -32,6 +32,9 @@ MISMATCH_LIMITS = {"float32": 1.02, "bfloat16": 1.1}
 1.02 is the limit of NeMo RL's GRPO guide. In bfloat16 rounding alone gives 1.05 to 1.07 (docs/vllm.md).
 """
 
+NO_SIGNAL = 3
+"""Consecutive steps without a training signal after which the run warns, as the page does."""
+
 STAGES = {
     "sync": "syncing weights",
     "rollout": "sampling and scoring",
@@ -55,9 +58,10 @@ class Recorder:
     """Records the metrics, rollouts and stages of a run.
 
     metrics, tracker: None in processes other than the main one. seconds_before: the time of earlier sessions. last: the
-    metrics of the last step. mismatch_expected: constrained decoding makes the sampler's log-probs differ. dtype: the
-    compute dtype. answer_columns: the example columns that may hold the reference answer. callbacks: of the user; none
-    in processes other than the main one. pushes: those of checkpoints to the hub; None without. begin: called before a
+    metrics of the last step. mismatch_expected: constrained decoding makes the sampler's log-probs differ. has_teacher:
+    it trains groups of equal rewards, too. without_signal: steps in a row without a training signal. dtype: the compute
+    dtype. answer_columns: the example columns that may hold the reference answer. callbacks: of the user; none in
+    processes other than the main one. pushes: those of checkpoints to the hub; None without. begin: called before a
     step is recorded.
     """
 
@@ -70,6 +74,8 @@ class Recorder:
     step_started: float = field(default_factory=time.perf_counter)
     mismatches: int = 0
     mismatch_expected: bool = False
+    has_teacher: bool = False
+    without_signal: int = 0
     dtype: str = "float32"
     shown_warnings: set[str] = field(default_factory=set)
     answer_columns: Sequence[str] = ("answer",)
@@ -136,6 +142,7 @@ class Recorder:
             )
         else:
             self._sample(groups[0], advantages_PG[0].tolist())
+        self._warn_of_no_signal(step, metrics, bool(advantages_PG.any()) and metrics.get("tokens/trained", 1) > 0)
         self.callbacks.after_evaluation(step, metrics)
         self.callbacks.after_step(step, metrics, _completions(groups, advantages_PG))
 
@@ -154,6 +161,27 @@ class Recorder:
                 "give the same tokens different probabilities. model.dtype=float32 shows whether it is rounding; "
                 "algorithm/correction=token_truncate corrects for it"
             )
+
+    def _warn_of_no_signal(self, step: int, metrics: Mapping[str, Any], has_signal: bool) -> None:
+        """Warn once, with the likely cause, if the loss had no token or all advantages were 0 for NO_SIGNAL steps."""
+        if self.has_teacher or "reward" not in metrics:
+            return
+        self.without_signal = 0 if has_signal else self.without_signal + 1
+        if self.without_signal < NO_SIGNAL:
+            return
+        cut = metrics.get("completions/clipped_ratio", 0.0)
+        spreads = [value for name, value in metrics.items() if name.startswith("rewards/") and name.endswith("/std")]
+        if cut > 0.9:
+            cause = f"{cut:.0%} of the completions are cut off: raise rollout.max_completion_tokens"
+        elif not any(spreads):
+            cause = (
+                f"every completion has the reward {metrics['reward']:g}: look at them with grpocli rollouts "
+                f"{self.run_dir.path}, and choose another reward, or harder or easier problems"
+            )
+        else:
+            cause = "the rewards of each group are equal: choose harder or easier problems, or raise rollout.group_size"
+        text = f"nothing is learned: {NO_SIGNAL} steps in a row have no training signal; {cause}"
+        self.warn_once({"no signal": f"step {step}: {text}"})
 
     def warn_once(self, warnings: Mapping[str, str]) -> None:
         """Show the first warning of each kind."""

@@ -348,9 +348,13 @@ def test_the_command_reports_whether_a_run_fits(grpocli: Command, config_only: l
     assert "It fits: " in out
     assert "bottleneck" in out
     on_gpu = ["hardware.device=cuda", "engine=transformers", "engine.max_rows=8", "algorithm=drgrpo"]
+    peak = max(one["peak"] for one in json.loads(grpocli("plan", *config_only, "--json")[1])["devices"]) / 2**30
+    code, out, err = grpocli("plan", *config_only, "--memory", f"{peak / 0.97}")
+    assert code == 0
+    assert "(3%). That is little" in out
     code, out, err = grpocli("plan", *config_only, *on_gpu, "--memory", "1.9")
     assert code == 1
-    assert "trying changes that may fit ..." in err
+    assert "trying changes that need less memory ..." in err
     assert "It does not fit: " in out
     assert "\n  train.gradient_checkpointing=true: fits, " in out
 

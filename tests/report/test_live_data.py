@@ -136,10 +136,10 @@ def test_only_appended_bytes_are_read(tmp_path: Path) -> None:
 
 def test_new_accuracies_have_intervals(live: Callable[..., LiveData], tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", 0)
-    add(run, row(1, **{"eval/accuracy": 0.4, "eval/problems": 16}))
+    add(run, row(1, **{"eval/accuracy": 0.4, "eval/problems": 256}))
     data = live()
     cursor = answer(data.whole())["cursor"]
-    add(run, row(2, **{"eval/accuracy": 0.5, "eval/problems": 16}))
+    add(run, row(2, **{"eval/accuracy": 0.5, "eval/problems": 256}))
     metrics = answer(data.since(cursor))["runs"]["r0"]["metrics"]
     (low,), (high,) = metrics["eval/accuracy (low)"], metrics["eval/accuracy (high)"]
     assert 0.3 < low < 0.5 < high < 0.7

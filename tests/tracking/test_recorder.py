@@ -86,6 +86,42 @@ def test_a_step_without_rows_to_train_on_gives_a_warning(tmp_path: Path, monkeyp
     assert "reward" not in warnings[1]
 
 
+@pytest.mark.parametrize(
+    ("metrics", "advantage", "teacher", "said"),
+    [
+        ({"completions/clipped_ratio": 1.0}, 0.0, False, "rollout.max_completion_tokens"),
+        ({"completions/clipped_ratio": 1.0, "tokens/trained": 0}, 1.0, False, "rollout.max_completion_tokens"),
+        ({"rewards/math/std": 0.0}, 0.0, False, "every completion has the reward 0"),
+        ({"rewards/math/std": 0.5}, 0.0, False, "rollout.group_size"),
+        ({"rewards/math/std": 0.0}, 1.0, False, ""),
+        ({"rewards/math/std": 0.0}, 0.0, True, ""),
+    ],
+)
+def test_steps_without_a_signal_are_said_once_with_the_likely_cause(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    metrics: dict[str, float],
+    advantage: float,
+    teacher: bool,
+    said: str,
+) -> None:
+    view, warnings = silent_view(), list[str]()
+    monkeypatch.setattr(view, "warn", warnings.append)
+    recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "m"), None, has_teacher=teacher)
+    done, prompt = Completion([1], [-1.0], "stop", version=1), Prompt("0", [1], "p")
+    group = Group(prompt, [Rollout(prompt, done, "t", {"math": 0.0})] * 2)
+
+    def steps(first: int, last: int, advantage: float) -> None:
+        for step in range(first, last):
+            recorder.step(step, {"reward": 0.0} | metrics, [group], torch.full((1, 2), advantage), {})
+
+    steps(1, 3, advantage)
+    assert warnings == []
+    steps(3, 8, advantage)
+    assert len(warnings) == bool(said)
+    assert all("step 3: nothing is learned" in text and said in text for text in warnings)
+
+
 def test_the_sample_is_shown_with_the_reference_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view, shown = silent_view(), list[ShownCompletion]()
     monkeypatch.setattr(view, "sample", shown.append)

@@ -243,6 +243,24 @@ def test_the_live_view_shows_the_reference_answer(live: LiveView) -> None:
     assert "reference" not in "\n".join(screen(live, 80, 24))
 
 
+def test_a_usual_terminal_shows_the_users_rewards_the_learning_rate_and_the_time_of_a_step(live: LiveView) -> None:
+    rewards = {f"rewards/mine{i}/{kind}": 0.25 for i in range(4) for kind in ("mean", "std", "errors")}
+    first = {"sampling/carried": 0, "sampling/rounds": 1, "tokens/skipped": 0, "weight_version": 3}
+    metrics = (
+        first
+        | {f"sampling/{i}": 1 for i in range(20)}
+        | METRICS
+        | rewards
+        | {"lr": 2e-6, "time/step": 7.5, "grad_norm": 0.1, "entropy": 0.3}
+    )
+    live.step(1, metrics)
+    live.sample(ShownCompletion("1+1=", "2", {"mine0": 1.0}, 0.5, "2"))
+    text = "\n".join(screen(live, 80, 24))
+    for said in ("mine0 ", "mine1 ", "mine2 ", "mine3 ", "lr ", "2.0e-06", "step ", "7.500 s"):
+        assert said in text
+    assert "other19" not in text
+
+
 def test_a_small_terminal_shows_the_first_metrics(live: LiveView) -> None:
     fill(live)
     text = "\n".join(screen(live, 50, 12))
