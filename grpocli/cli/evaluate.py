@@ -103,7 +103,7 @@ def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
 
 def _with_whole_weights(run: Run) -> Run:
     """The run as its final model needs it: LoRA's updates are added to weights of all their bits."""
-    lora = replace(run.model.lora, rank=0)
+    lora = replace(run.model.lora, rank=0, path=None)
     return replace(run, model=replace(run.model, lora=lora, quantization=None))
 
 

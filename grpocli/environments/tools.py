@@ -37,6 +37,16 @@ UNKNOWN = "unknown"
 """The name in answers to malformed calls. What the model wrote is never part of a rendered message."""
 NO_CALLS_LEFT = "error: no more calls are allowed; answer now"
 
+KIND_OF = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+}
+"""JSON Schema's names."""
 Schema = dict[str, Any]
 """A tool as chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
@@ -83,6 +93,38 @@ def refusal(call: Mapping[str, Any], names: Collection[str]) -> str:
     if "malformed" in call:
         return f"error: the call cannot be read: {call['malformed']}"
     return "" if call["name"] in names else f"error: there is no such tool; there are {', '.join(names)}"
+
+
+def read_arguments(given: Any) -> Any:
+    """The arguments of a call, which may be the JSON of an object; "" and null are none. Raises ValueError."""
+    if isinstance(given, str):
+        given = json.loads(given) if given.strip() else None
+    return {} if given is None else given
+
+
+def misfit(call: Mapping[str, Any], tools: Sequence[Schema]) -> str:
+    """Why the arguments of a call do not fit the function's type hints, for the model; empty if they do."""
+    known = next(tool["function"]["parameters"]["properties"] for tool in tools if name_of(tool) == call["name"])
+    for name, value in call["arguments"].items():
+        if not _fits(value, wanted := known.get(name, {})):
+            wanted = {key: value for key, value in wanted.items() if key != "description"}
+            return f"error: the argument {name} has to fit {json.dumps(wanted)}"
+    return ""
+
+
+def _fits(value: Any, schema: Schema) -> bool:
+    """Whether a JSON value fits the schema that transformers makes of a type hint."""
+    if value is None and schema.get("nullable"):
+        return True
+    kinds = schema.get("type", KIND_OF[type(value)])
+    if KIND_OF[type(value)] not in kinds and not (type(value) is int and "number" in kinds):
+        return False
+    inside = schema.get("additionalProperties" if isinstance(value, dict) else "items")
+    if isinstance(value, list | dict) and isinstance(inside, dict):
+        parts = value.values() if isinstance(value, dict) else value
+        return all(_fits(part, inside) for part in parts)
+    choices = schema.get("anyOf")
+    return value in schema.get("enum", [value]) and (not choices or any(_fits(value, one) for one in choices))
 
 
 def answer_to(call: Mapping[str, Any], names: Collection[str], content: Any, failed: bool) -> Message:

@@ -276,7 +276,7 @@ def prepare(
     run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None, split: str = "train"
 ) -> TrainerJob:
     """Check the run, load the examples of `split` and fetch the model's files. Raises ConfigError."""
-    from grpocli.models.loading import choose_dtype, choose_head_dtype, load_config
+    from grpocli.models.loading import check_vocabulary, choose_dtype, choose_head_dtype, load_config
     from grpocli.models.routers import check_has_routers
 
     _check_device(run)
@@ -291,6 +291,7 @@ def prepare(
         with errors_below(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples(split)[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
+    check_vocabulary(run.model, model_path)
     if run.hardware.context_parallel > 1:
         check_splits(run, load_config(run.model, model_path))
     _check_teachers(run, model_path, view)

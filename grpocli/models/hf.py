@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import field
 from datetime import date
 from pathlib import Path
@@ -12,6 +13,7 @@ from omegaconf import MISSING
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
 from grpocli.hub import PREFIX, check_folder, model_folder, why_unreachable
+from grpocli.models import lora
 from grpocli.models.chat_template import DAY
 from grpocli.models.loading import ModelPart, Progress, configured_end_ids, end_token_ids
 
@@ -65,6 +67,11 @@ class HuggingFace(ModelPart):
     def check_ready(self) -> None:
         """Raise ConfigError if there is no such model. Loads no slow library."""
         super().check_ready()
+        folder = Path(self.path).expanduser()
+        if (adapter := folder / lora.CONFIG).is_file() and not (folder / "config.json").is_file():
+            base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+            problem, hint = f"is an adapter of {base}", f"give model={base} model.lora.path={self.path}"
+            raise ConfigError(f"{problem}, not a model", key="model.path", value=self.path, hint=hint)
         check_folder("model.path", self.path, self.revision)
         if not self.path.startswith(PREFIX) and not Path(self.path).expanduser().is_dir():
             self._check_reachable()

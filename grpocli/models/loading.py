@@ -122,8 +122,12 @@ def _load(part: Any, path: str, **loading: Any) -> PreTrainedModel:
         model, found = AutoModelForCausalLM.from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=True, **loading, **options
         )
-    _refuse_random(path, "no weights", sorted(found["missing_keys"]))
-    _refuse_random(path, "weights of another shape", sorted(name for name, *_ in found["mismatched_keys"]))
+    _refuse(path, "no weights", sorted(found["missing_keys"]))
+    _refuse(path, "weights of another shape", sorted(name for name, *_ in found["mismatched_keys"]))
+    whole = (named for named in model.named_parameters() if named[1].numel() and named[1].is_floating_point())
+    values = ((name, weight) for name, weight in whole if not weight.is_meta)  # on other ranks of FSDP2
+    broken = [name for name, weight in values if not all(end.isfinite() for end in weight.aminmax())]
+    _refuse(path, "weights that are NaN or infinite", broken, "; fetch the model again, or repair it")
     if part.attention in (None, FLEX) and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa ignores the cap (Gemma 2), which vLLM has
     return model
@@ -144,12 +148,10 @@ def with_head(part: Any, model: PreTrainedModel) -> PreTrainedModel:
     return widen_head(model)
 
 
-def _refuse_random(path: str, what: str, names: list[str]) -> None:
+def _refuse(path: str, what: str, names: list[str], why: str = ", which its config.json requires") -> None:
     if names:
         more = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        raise ConfigError(
-            f"has {what} for {names[0]}{more}, which its config.json requires", key="model.path", value=path
-        )
+        raise ConfigError(f"has {what} for {names[0]}{more}{why}", key="model.path", value=path)
 
 
 def load_policy(
@@ -166,8 +168,8 @@ def load_policy(
         return without_dropout(load_model(part, path))
     model = load_quantized(part, base, dtype, device) if part.quantization else load_model(part, base)
     model = lora.attach(without_dropout(model), part.lora, seed)
-    if path != base:
-        lora.load_adapter(model, part.lora, Path(path))
+    if start := part.lora.path if path == base else path:
+        lora.load_adapter(model, part.lora, Path(start).expanduser())
     return model
 
 
@@ -247,6 +249,22 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
         applied = partial(tokenizer.apply_chat_template, **arguments)
         tokenizer.apply_chat_template = applied
     return tokenizer
+
+
+def check_vocabulary(part: Any, path: str) -> None:
+    """Raise ConfigError if the tokenizer has a token without a row in the embedding of the model at `path`.
+
+    Gemma 3's smaller models have such a one for images, which no text contains.
+    """
+    tokenizer, rows = load_tokenizer(part, path), load_config(part, path).get_text_config().vocab_size
+    ids = {
+        number for token, number in tokenizer.get_vocab().items() if token != getattr(tokenizer, "image_token", None)
+    }
+    if (tokens := max(ids) + 1) > rows:
+        first = tokenizer.convert_ids_to_tokens(min(number for number in ids if number >= rows))
+        problem = f"its tokenizer has {tokens:,} tokens, and the model has rows for {rows:,}: {first!r} has none"
+        hint = "save the model after model.resize_token_embeddings, or give the model's own tokenizer"
+        raise ConfigError(problem, key="model.path", value=path, hint=hint)
 
 
 def configured_end_ids(part: Any, path: str) -> int | list[int] | None:

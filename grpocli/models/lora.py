@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+OTHER_LORA = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
+"""Keys of adapters that are more than W + (alpha / rank) B A of linear layers."""
 PREFIX = "base_model.model."
 """Prefix of names in adapter files, as peft and vLLM expect."""
 
@@ -39,11 +41,16 @@ class Lora:
     """Rank of the updates; 0: train all weights instead."""
     alpha: float = 32.0
     """The updates are scaled by alpha / rank."""
+    path: str | None = None
+    """Folder of an adapter of peft's to go on with, such as a checkpoint of a run with LoRA, instead of updates of 0.
+    It sets the rank, alpha and target modules; the reference of a KL term has it, too."""
     target_modules: Any = "all-linear"
     """Layers with updates: `all-linear` (every linear layer but the output head and the experts of a mixture), a list
     of module names such as [q_proj,v_proj], or a regular expression that whole names match."""
 
     def __post_init__(self) -> None:
+        if self.path is not None:
+            self._take_adapter(Path(self.path).expanduser() / CONFIG)
         require(self, "rank", self.rank >= 0, "must be 0 (train all weights) or more")
         require(self, "alpha", 0 < self.alpha < math.inf, "must be a finite number above 0")
         names = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
@@ -56,6 +63,17 @@ class Lora:
                 raise ConfigError(
                     f"is not a regular expression: {error}", key="model.lora.target_modules", value=self.target_modules
                 ) from error
+
+    def _take_adapter(self, file: Path) -> None:
+        """Take the rank, alpha and target modules of an adapter. Raises ConfigError for one that LoRA here is not."""
+        require(self, "path", file.is_file(), f"has no {CONFIG}; give the folder of an adapter")
+        saved = json.loads(file.read_text())
+        other = [name for name in OTHER_LORA if saved.get(name)] + ["bias"] * (saved.get("bias", "none") != "none")
+        require(self, "path", not other, f"the adapter has {' and '.join(other)}, and grpocli trains plain LoRA")
+        for name, key in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
+            unset = getattr(self, name) in (getattr(Lora, name), saved[key])
+            require(self, name, unset, f"the adapter of model.lora.path has {saved[key]}; leave it out")
+            object.__setattr__(self, name, saved[key])
 
 
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from grpocli.environments.tools import UNKNOWN
+from grpocli.environments.tools import UNKNOWN, read_arguments
 from grpocli.errors import ConfigError
 from grpocli.rollout.turn_encoder import TurnEncoder
 from grpocli.types import Message
@@ -259,9 +259,7 @@ def _checked(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a call is an object with the name of a function and its arguments")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+    arguments = read_arguments(function.get("arguments"))
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of a call are an object with their names")
     found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}

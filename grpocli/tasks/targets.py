@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from grpocli.config.parts import fill_template, nearest, template_fields
 from grpocli.environments.environment import loaded_environment_of
-from grpocli.environments.tools import tools_of
+from grpocli.environments.tools import read_arguments, tools_of
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
 from grpocli.tasks.json_rows import encodable, short
@@ -210,10 +210,9 @@ def _turn(message: Message, where: str) -> Message:
 def _call(call: Any, where: str) -> dict[str, Any]:
     """A call as templates take it. Its arguments may be JSON, as servers write them."""
     function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+    arguments = None
+    with suppress(ValueError, RecursionError):
+        arguments = read_arguments(function.get("arguments")) if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
         hint = 'it must be {"type": "function", "function": {"name": NAME, "arguments": OBJECT}}'
         raise ConfigError(f"{where} has the call {short(call)}", key="task", hint=hint)

@@ -78,6 +78,8 @@ def build_trainer(
     loaded = _load(run, job, world, data, recorder, checkpoint_path)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state
     keep_stop_token_ids(policy.model, data.tokenizer)
+    if world.is_main:
+        checkpoint.check_savable(policy.model, data.tokenizer, recorder.run_dir.path)
 
     def recover() -> None:
         """Sync the engine again, in the main thread because an update may be changing the weights."""
@@ -272,9 +274,14 @@ def load_reference(
         return None
     if has_teacher(run.algorithm.kl):
         return load_teachers(run, policy)
-    if run.model.lora.rank and not run.algorithm.kl.sync_every:
-        return BaseReference(policy)
-    path = job.model_path
+    path, moves = job.model_path, run.algorithm.kl.sync_every
+    if run.model.lora.rank and not moves:
+        if not run.model.lora.path:
+            return BaseReference(policy)
+        return Reference(load_policy(run.model, path, path, run.seed, job.dtype), policy)
+    if run.model.lora.path:
+        problem = "a reference that moves does not start from an adapter: set it to null, or merge the adapter"
+        raise ConfigError(problem, key="algorithm.kl.sync_every", value=moves)
     if checkpoint_path and (checkpoint_path / checkpoint.REFERENCE).is_dir():
         path = str(checkpoint_path / checkpoint.REFERENCE)
     return Reference(load_model(run.model, path), policy)

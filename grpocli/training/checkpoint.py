@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -198,15 +199,38 @@ def save_weights(
 
 
 def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
-    """Save everything that transformers saves of a model except its weights."""
-    configured = model.config.dtype
+    """Save everything that transformers saves of a model except its weights.
+
+    The generation config is written as it is: transformers refuses one that has a temperature and does not sample.
+    """
+    from transformers import GenerationConfig
+
+    configured, generation = model.config.dtype, model.generation_config
     try:
+        model.generation_config = GenerationConfig()
         model.save_pretrained(folder, state_dict={})
+        generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
         if dtype is not None:
             model.config.dtype = dtype
             model.config.save_pretrained(folder)
     finally:
-        model.config.dtype = configured
+        model.config.dtype, model.generation_config = configured, generation
+
+
+def check_savable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write below `folder`, and remove again, what a run writes of its model beside the weights.
+
+    Raises ConfigError if transformers does not write it.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as trial:
+        try:
+            _save_config(model, Path(trial), None)
+            tokenizer.save_pretrained(trial)
+        except OSError:
+            raise
+        except Exception as error:
+            problem = f"transformers could not save it: {' '.join(str(error).split())}"
+            raise ConfigError(problem, key="model.path", value=model.name_or_path) from error
 
 
 def load_state(path: Path) -> State:

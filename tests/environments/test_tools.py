@@ -15,7 +15,7 @@ from environments.test_episodes import Alone
 from environments.tool_families import FAMILIES, Family
 
 from grpocli.environments.environment import EnvironmentConfig, environment_of
-from grpocli.environments.tools import schemas, tools_of
+from grpocli.environments.tools import misfit, read_arguments, schemas, tools_of
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.engine import OnGroup, ignore_group
@@ -448,3 +448,43 @@ def test_the_ready_tools(run, tool: str, argument: str, said: str) -> None:
     )
     assert done.episode.messages[1]["content"].startswith(said)
     assert done.episode.failures[tool] == said.startswith("error: ")
+
+
+@pytest.mark.parametrize("given", ["", " ", None, "null", {}, "{}"])
+def test_an_empty_text_and_null_are_no_arguments(given: Any) -> None:
+    assert read_arguments(given) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "fits"),
+    [
+        ({"unit": "m"}, True),
+        ({"unit": "km"}, False),
+        ({"unit": 1}, False),
+        ({"count": 2}, True),
+        ({"count": "2"}, False),
+        ({"count": 2.5}, False),
+        ({"count": True}, False),
+        ({"count": None}, False),
+        ({"limit": None}, True),
+        ({"limit": 3}, True),
+        ({"limit": "3"}, False),
+        ({"size": 1}, True),
+        ({"size": 1.5}, True),
+        ({"size": "1"}, False),
+        ({"ids": [1, 2]}, True),
+        ({"ids": [1, "2"]}, False),
+        ({"ids": 1}, False),
+        ({"either": "a"}, True),
+        ({"either": 1}, True),
+        ({"either": []}, False),
+        ({"counts": {"a": 1}}, True),
+        ({"counts": {"a": "1"}}, False),
+        ({"exact": False}, True),
+        ({"exact": 0}, False),
+        ({"whatever": [None, {"a": 1}]}, True),
+    ],
+)
+def test_arguments_have_to_fit_the_type_hints(values: dict[str, Any], fits: bool) -> None:
+    found = schemas([f"{TOOLS}:typed"])
+    assert (not misfit({"name": "typed", "arguments": values}, found)) == fits

@@ -15,7 +15,7 @@ from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
 from grpocli.models import loading
 from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import language_model_class, load_model, load_tokenizer, without_dropout
+from grpocli.models.loading import check_vocabulary, language_model_class, load_model, load_tokenizer, without_dropout
 from grpocli.models.tiny import make_model, make_tokenizer
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm.validate import hf_overrides
@@ -171,6 +171,35 @@ def test_missing_weights_are_refused(folder: Path, key: str, value: int, said: s
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(ConfigError, match=rf"model\.path=.*{said}"):
         load_model(HuggingFace(path=str(folder)), str(folder))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_start_model_with_a_nan_is_refused_by_name(folder: Path, value: float) -> None:
+    model = make_model(seed=0)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = value
+    model.save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight") as refused:
+        load_model(HuggingFace(path=str(folder)), str(folder))
+    assert refused.value.key == "model.path"
+
+
+def test_a_token_without_a_row_is_refused_with_both_numbers(folder: Path) -> None:
+    part, tokenizer = HuggingFace(path=str(folder)), make_tokenizer()
+    check_vocabulary(part, str(folder))
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ConfigError, match=rf"{rows + 1} tokens.*{rows}.*<think>") as refused:
+        check_vocabulary(part, str(folder))
+    assert refused.value.key == "model.path"
+
+
+def test_the_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "OWNER/BASE"}))
+    with pytest.raises(ConfigError, match=r"adapter of OWNER/BASE.*model\.lora\.path=") as refused:
+        HuggingFace(path=str(tmp_path)).check_ready()
+    assert refused.value.key == "model.path"
 
 
 def test_the_former_name_of_attention_is_read() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
+from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import load_policy
 from grpocli.models.lora import (
+    CONFIG,
     WEIGHTS,
     Lora,
     attach,
@@ -226,3 +230,46 @@ def test_the_keys_compose_for_every_model() -> None:
     )
     assert part.lora == Lora(rank=8, alpha=32.0, target_modules=["q_proj"])
     assert build(compose([]).model).lora == Lora(rank=0)
+
+
+def saved_adapter(base, folder: Path, **changes: object) -> str:
+    """The folder of an adapter of rank 4 and alpha 8, whose config has `changes`."""
+    folder.mkdir()
+    save_adapter(moved(base, Lora(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj"])), folder)
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | changes))
+    return str(folder)
+
+
+def test_a_second_stage_goes_on_with_an_adapter(little_model, folder: Path, tmp_path: Path) -> None:
+    lora = Lora(path=saved_adapter(little_model, tmp_path / "first"))
+    assert (lora.rank, lora.alpha, lora.target_modules) == (4, 8.0, ["q_proj", "v_proj"])
+    part = HuggingFace(path=str(folder), lora=lora)
+    model = load_policy(part, str(folder), str(folder), seed=0)
+    expected = moved(little_model, Lora(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj"]))
+    assert torch.equal(logits(model), logits(expected))
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "settings"),
+    [
+        ("path", {"use_rslora": True}, {}),
+        ("path", {"alpha_pattern": {"q_proj": 2}}, {}),
+        ("path", {"bias": "all"}, {}),
+        ("rank", {}, {"rank": 8}),
+        ("alpha", {}, {"alpha": 16.0}),
+        ("target_modules", {}, {"target_modules": ["k_proj"]}),
+    ],
+)
+def test_another_kind_of_adapter_and_other_keys_are_refused(
+    little_model, tmp_path: Path, key: str, changes: dict[str, object], settings: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Lora(path=saved_adapter(little_model, tmp_path / "first", **changes), **settings)
+    assert refused.value.key == f"model.lora.{key}"
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Lora(path=str(tmp_path))
+    assert refused.value.key == "model.lora.path"

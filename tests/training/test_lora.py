@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from grpocli.models.lora import Lora, attach
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample
 from grpocli.training.build import load_reference
-from grpocli.training.checkpoint import Contents, State, load_optimizer, save, save_model
+from grpocli.training.checkpoint import Contents, State, check_savable, load_optimizer, save, save_model
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import BaseReference, Policy, Reference
@@ -262,6 +263,46 @@ def test_a_checkpoint_holds_the_updates_and_loads_with_transformers(world, rows,
     assert sum(tensor.numel() for name, tensor in saved.items() if name.endswith(".exp_avg")) == sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )
+
+
+def test_a_generation_config_that_transformers_refuses_is_saved_as_it_is(world, base: Path, tmp_path: Path) -> None:
+    """Vicuna's and Llama 2's say at which temperature they sample, and that they do not sample."""
+    written = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "eos_token_id": 1}
+    (base / "generation_config.json").write_text(json.dumps(written))
+    model = load_policy(HuggingFace(path=str(base)), str(base), str(base), seed=7)
+    policy = Policy(model, model, torch.float32, world.parallel)
+    check_savable(model, AutoTokenizer.from_pretrained(base), tmp_path)
+    save_model(tmp_path / "model", policy, AutoTokenizer.from_pretrained(base), torch.float32, "card", world)
+    saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["top_p"]) == (0.9, 0.6)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config.temperature == 0.9
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "model"]
+
+
+def test_what_cannot_be_saved_at_the_end_is_refused_at_the_start(world, base: Path, tmp_path: Path) -> None:
+    model = load_policy(HuggingFace(path=str(base)), str(base), str(base), seed=7)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model.config.something = object()  # as the config of a model with code of its own may have it
+    with pytest.raises(ConfigError) as refused:
+        check_savable(model, tokenizer, tmp_path)
+    assert refused.value.key == "model.path"
+
+
+def test_the_reference_of_a_second_stage_is_the_start_of_that_stage(little_model, world, base: Path, rows) -> None:
+    first = load_policy(HuggingFace(path=str(base), lora=LORA), str(base), str(base), seed=7)
+    up = updater(Policy(first, first, torch.float32, world.parallel), world)
+    for _ in range(3):
+        step(up, rows)
+    save(base.parent / "first", State(), contents(up, base), world)
+    part = HuggingFace(path=str(base), lora=Lora(path=str(base.parent / "first")))
+    second = load_policy(part, str(base), str(base), seed=8)
+    assert logp(second, rows).equal(logp(first, rows))
+    algorithm = built("algorithm=grpo")
+    run = SimpleNamespace(algorithm=algorithm, model=part, seed=8)
+    job = SimpleNamespace(model_path=str(base), dtype="float32")
+    reference = load_reference(run, job, Policy(second, second, torch.float32, world.parallel), None)
+    batch = MicroBatch.build(rows, torch.device("cpu"))
+    torch.testing.assert_close(reference.logp(batch, SAMPLING), logp(first, rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
