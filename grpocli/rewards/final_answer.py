@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from unicodedata import name, normalize
 
 MULTIPLIERS = {
     "dozen": 12, "gross": 144, "hundred": 10**2, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7,
@@ -57,8 +58,26 @@ GAP = re.compile(
 """Text between two boxes or formulas that makes them one list."""
 LONGEST_GAP = 60
 """Characters of such text."""
+LONG = re.compile(r"\n|[.!?:]\s+[A-Z][a-z]")
+"""What a short text does not have."""
 LONGEST = 2000
 """Characters at the end of a text that are searched for an expression."""
+
+RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ]+")
+LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋ₙₖ]+")
+FULL_WIDTH = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ff]")
+CJK = re.compile("(?<=[\u3400-\u9fff])(?=[^\\W\u3400-\u9fff]|[\\\\$-])|(?<=\\w)(?<![\u3400-\u9fff])(?=[\u3400-\u9fff])")
+SIGNS = "×·⋅÷∞≤≥≠≈±∪∩∈∥∅…√", "times cdot cdot div infty le ge ne approx pm cup cap in parallel emptyset ldots sqrt"
+UNICODE = str.maketrans(
+    {
+        **{sign: f"\\{command} " for sign, command in zip(SIGNS[0], SIGNS[1].split(), strict=True)},
+        **{chr(c): f"\\{name(chr(c)).split()[-1].lower().replace('lamda', 'lambda')} " for c in range(0x3B1, 0x3CA)},
+        **dict.fromkeys("\u00a0\u202f\u2009\u3000", " "), **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
+        **{chr(0xBC + i): f"\\frac{digits} " for i, digits in enumerate(("14", "12", "34"))}, "⅓": "\\frac13 ",
+        "⅔": "\\frac23 ", "−": "-", "–": "-", "∛": "\\sqrt[3] ", "°": "^\\circ ", "ℝ": "\\mathbb{R}",
+        "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "：": ": ", "。": ".", "、": ",", "∨": " or ", "∧": " and ",
+    }
+)  # fmt: skip
 
 FORMULAS = (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("$", "$"))
 COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -70,14 +89,20 @@ PROSE = re.compile(r"[^\W\d_]{2,}[,;:]?\s+[^\W\d_]{2,}")
 WORD = re.compile(r"[^\W\d_]{2,}")
 JOINED = re.compile(r"\W*(?:and\s+)?(?:(?:an?|one)\s+)?")
 STYLED = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}|[$*_`]")
-A_LETTER = r"([B-E]|A(?!\s+(?!because|since|as|is|and|or)[a-z]))(?![\w'’+*/=^])"
+A_LETTER = r"([B-HJ]|I(?=[).:]|\s*$)|A(?!\s+(?!because|since|as|is|and|or)[a-z]))(?![\w'’+*/=^])"
 CHOSEN = re.compile(
-    r"(?i:\b(?:answer|option|choice))(?i:\s+is)?[\s:(]{0,5}(?:(?i:option|choice|is)\s)?[\s:(]{0,5}" + A_LETTER
+    r"(?:(?i:\b(?:answer|option|choice))|选)(?i:\s+is)?[\s:(]{0,5}(?:(?i:option|choice|is)\s)?[\s:(]{0,5}" + A_LETTER
 )
-LEADING = re.compile(r"\(?([A-E])(?=[).:]|\s*$)")
+LEADING = re.compile(r"\(?([A-J])(?=[).:]|\s*$)")
+CHOICE = re.compile(r"(?:(?i:answer|option|choice)\s*:?\s*)?(?:\(?([A-J])\)?\.?|\(([A-J])\)[\s\\,]+\S.*)")
+"""A reference that is a choice."""
 LETTER = re.compile(r"(?<![\w'\\^.+*/=-])" + A_LETTER)
-ANOTHER = re.compile(r"[).]?\s*(?:,|/|or\b|and\b)\s*\(?[A-E](?![\w'])")
+ANOTHER = re.compile(r"[).]?\s*(?:,|/|or\b|and\b)\s*\(?[A-J](?![\w'])")
 NO_CHOICE = re.compile(r"[=+^/<>\\]|\b(?:not|no|never|wrong|incorrect|except|neither)\b|n't\b", re.I)
+LISTED = re.compile(
+    r"(?:^|\b(?:is|are|has|have|either) |: )((?:(?:[a-z] = )?[^\sA-Za-z]+(?: [a-z]+)?(?:,| and| or) ?)+)$"
+)
+"""The earlier members of a list in a sentence: the numbers are 1, 2 and."""
 MARKUP = "*_`\"'"
 ENDINGS = ".,;:?!" + MARKUP
 
@@ -155,15 +180,33 @@ def final_answer(text: str) -> str:
     return rest.strip() if answer is None else answer
 
 
+def spelled(text: str) -> str:
+    """The text in ASCII and LaTeX commands: 10⁸ as 10^{8}, √17 as \\sqrt{17}, full-width marks and digits as usual."""
+    text = RAISED.sub(lambda found: f"^{{{normalize('NFKC', found[0])}}}", text)
+    text = LOWERED.sub(lambda found: f"_{{{normalize('NFKC', found[0])}}}", text)
+    return CJK.sub(" ", FULL_WIDTH.sub(lambda found: normalize("NFKC", found[0]), text.translate(UNICODE)))
+
+
 def answer_expression(text: str) -> str:
-    """The final answer of a completion as a mathematical expression; empty if there is none."""
+    """The final answer of a completion as a mathematical expression; empty if there is none.
+
+    What a box, a tag or "####" marks is the whole answer; without a mark, the last expression is.
+    """
     rest = NEGATIVE.sub("-", COLOR.sub("", after_thinking(text)))
     answer = marked(rest)
-    return last_expression(rest if answer is None else answer)
+    return last_expression(spelled(rest[-LONGEST:])) if answer is None else spelled(answer)
+
+
+def reference_expression(text: str) -> str:
+    """The answer in a reference: what `answer_expression` finds, or all of a short text without a mark."""
+    rest = after_thinking(text).strip()
+    if marked(rest) is not None or len(rest) > 200 or LONG.search(rest) or _last_formulas(rest):
+        return answer_expression(text)
+    return NEGATIVE.sub("-", spelled(COLOR.sub("", rest)))
 
 
 def chosen_letter(text: str) -> str:
-    """The letter A to E that answers a multiple-choice question; empty if the completion does not name one letter.
+    """The letter A to J that answers a multiple-choice question; empty if the completion does not name one letter.
 
     It is the last letter after "answer is", "option" or the like; else the first of the answer, as in "(B) 42"; else
     the only letter in the last sentence.
@@ -179,9 +222,10 @@ def chosen_letter(text: str) -> str:
     return letters.pop() if len(letters) == 1 and not NO_CHOICE.search(sentence) else ""
 
 
-def is_choice(reference: str) -> bool:
-    """Whether a reference answer is one of the letters A to E."""
-    return re.fullmatch(r"\(?[A-E]\)?\.?", STYLED.sub(r"\1", final_answer(reference)).strip()) is not None
+def choice(reference: str) -> str:
+    """The letter of a reference to one of the choices A to J, as B, (B), Answer: B or (B) 42; else empty."""
+    found = CHOICE.fullmatch(STYLED.sub(r"\1", final_answer(reference)).strip())
+    return (found[1] or found[2]) if found else ""
 
 
 def last_expression(text: str) -> str:
@@ -257,6 +301,8 @@ def _last_run(text: str) -> str:
             run.append(words.pop())
             open_brackets += _closing(run[-1])
         preceding = " ".join(words[-3:])
+        if listed := LISTED.search(" ".join(words[-12:])):
+            run.append(listed[1])
         while len(run) > 1 and run[-1] in ("-", "*", "=", "+"):  # a bullet, or an operator after a word
             run.pop()
         found = " ".join(reversed(run)).lstrip(MARKUP + "=")

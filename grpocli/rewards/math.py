@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from grpocli.config.parts import part, require
 from grpocli.rewards.final_answer import answer_expression
-from grpocli.rewards.math_text import normalized, plain_equal
+from grpocli.rewards.math_text import plain_equal
 from grpocli.rewards.reward import Correctness, Failure, Forfeit, Sample, Score, answer_of
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
 
@@ -25,8 +25,8 @@ class Math(Correctness):
     r"""If the reference is a number, count a sum, a product or a call such as \binom as wrong even if its value is
     right. Fractions, roots, powers and constants are values."""
     timeout: float = 5.0
-    """Seconds for a sample. A completion that takes longer is wrong; a reference that takes longer, or cannot be read,
-    is a failure."""
+    """Seconds for a sample. A completion that takes longer is wrong; a reference that takes longer, or is empty, is a
+    failure."""
     workers: int = 0
     """Worker processes; 0: one per core."""
 
@@ -61,22 +61,15 @@ class Math(Correctness):
     def votes(self, samples: Sequence[Sample]) -> list[str]:
         """The answers; answers of equal value get the same text, so that 0.5 and \\frac{1}{2} are one answer."""
         texts = [self.vote(sample) for sample in samples]
-        distinct = list(dict.fromkeys(texts))
-        others = [text for text in distinct if normalized(text).number is None]
-        parsed = self._pool().map([["equal", text, None] for text in others])
-        readable = set(distinct) - {t for t, score in zip(others, parsed, strict=True) if isinstance(score, Failure)}
         votes: dict[str, str] = {}
-        for text in distinct:
-            if text not in readable:  # cannot be parsed, or not in time: equal only to itself
-                votes[text] = text
-                continue
-            known = [one for one in dict.fromkeys(votes.values()) if one in readable]
+        for text in dict.fromkeys(texts):
+            known = list(dict.fromkeys(votes.values()))
             votes[text] = next((one for one, same in zip(known, self._same(text, known), strict=True) if same), text)
         return [votes[text] for text in texts]
 
     def _same(self, text: str, others: Sequence[str]) -> list[bool]:
         """Whether each of `others` is the same answer as `text`. Plain numbers need no worker process."""
-        plain = [plain_equal(normalized(text), normalized(other)) for other in others]
+        plain = [plain_equal(text, other) for other in others]
         asked = [i for i, equal in enumerate(plain) if equal is None]
         results = self._pool().map([["same", others[i], text] for i in asked])
         computed = dict(zip(asked, results, strict=True))

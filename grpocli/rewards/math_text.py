@@ -1,8 +1,9 @@
-"""Normalizes the text of an answer: removes units, percent signs, bases, separators and delimiters."""
+"""Writes an answer in one form, splits it into members, and separates a number from its unit."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -10,106 +11,199 @@ from typing import Any
 
 from grpocli.rewards.final_answer import MULTIPLIERS, NO_UNIT
 
-UNICODE = str.maketrans(
-    {
-        "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "\\div ", "π": "\\pi ",
-        "∞": "\\infty ",
-        "≤": "\\le ", "≥": "\\ge ", "≠": "\\neq ", "≈": "\\approx ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ",
-        "²": "^2", "³": "^3", "√": "\\sqrt ", "°": "^\\circ ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}",
-        "¾": "\\frac{3}{4}", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
-        "\u200b": "", "\u200c": "", "\u200d": "", "\u2060": "", "\ufeff": "",
-    }
-)  # fmt: skip
-FRACTION_NAMES = re.compile(r"\\(?:nice|s|x)frac(?![a-z])")
-NEGATIVE_SPACE = re.compile(r"\\!\s*")
-SPACES = re.compile(r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~")
+FUNCTIONS = "(?:arc)?(?:sin|cos|tan|cot|tg|ctg)|csc|cotg|sinh|cosh|tanh|ln|log|lg|exp|gcd|lcm"
+COMMANDS = {
+    "tg": "\\tan ", "ctg": "\\cot ", "cotg": "\\cot ", "arctg": "\\arctan ", "arcctg": "\\arccot ", "lg": "\\log_{10}",
+    "varnothing": "\\emptyset ", "lbrace": "\\{", "rbrace": "\\}", "langle": "(", "rangle": ")",
+    "leqslant": "\\le ", "leq": "\\le ", "geqslant": "\\ge ", "geq": "\\ge ", "neq": "\\ne ", "lt": "<", "gt": ">",
+    "dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac", "nicefrac": "\\frac", "sfrac": "\\frac", "xfrac": "\\frac",
+    "dots": "\\ldots ", "cdots": "\\ldots ", "simeq": "\\approx ", "cong": "\\approx ", "doteq": "\\approx ",
+    "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "ast": "*", "imath": "i", "degree": "^\\circ ", "colon": ":",
+    "lor": " or ", "vee": " or ", "land": " and ", "wedge": " and ", "euro": "€", "pounds": "£",
+    **dict.fromkeys(("displaystyle", "therefore", "limits", "rm", "bf", "it", "left", "right", "quad", "qquad"), " "),
+    **dict.fromkeys(("left.", "right.", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "bigg", "Bigg"), " "),
+}  # fmt: skip
+"""LaTeX commands that have another form here."""
+COMMAND = re.compile(r"\\((?:left|right)\.|[A-Za-z]+)")
+STYLE = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|normal)|[mh]box|operatorname\*?|boldsymbol|bm|emph"
+    r"|underline|vec)(?:\s*\{([^{}]*)\}|(?<=vec)\s*([A-Za-z]))"
+)
+FORMS = [
+    (re.compile(pattern), form)
+    for pattern, form in {
+        r"(?<!\\)\\\\(?=(?:[dt]?frac|left|right|sqrt|text|mathbb|pi|infty|begin|end|le|ge|cup|cdot)\b)": r"\\",
+        r"\\!\s*": "",
+        r"(?<!\\)\\[,;:> ]|~": " ",
+        r"\\%": "%",
+        r"\\[hv]space\s*\{[^{}]*\}": " ",
+        r"\bwhere\b": ",",
+        r"\(\s*([a-z]\s*\\in\s*\\mathbb[^()]*)\)": r", \1",
+        r"(?<=\d)( ?[a-z]+\.?) (?=\d+(?:\.\d+)? ?[a-z])": r"\1, ",
+        rf"(?<![\\A-Za-z])({FUNCTIONS}|sqrt|pi|infty)(?![A-Za-z])": r"\\\1 ",
+        r"(?<![\\A-Za-z])(?:infinity|oo)(?![A-Za-z])": r"\\infty ",
+        r"\\surd(?![A-Za-z])": r"\\sqrt ",
+        r"\\sqrt\s*(\[\d+\])?\s*\(((?:[^()]|\([^()]*\))*)\)": r"\\sqrt\1{\2}",
+        r"\\sqrt(?:\s*(\[\d+\]))?\s+(\d+(?:\.\d+)?|[A-Za-z])(?![\d.])": r"\\sqrt\1{\2}",
+        r"\\[dtc]?frac\s+(\d)\s*(\d)": r"\\frac{\1}{\2}",
+        r"\{([.,])\}(?=\d)": r"\1",
+        r"<=|=<": r"\\le ",
+        r">=": r"\\ge ",
+        r"!=": r"\\ne ",
+        r"(?<=[\w)}\]])\s*\*\*\s*(?=[\w({\\-])": "^",
+        r"\.\.\.": r"\\ldots ",
+        r"(?<=\d)\s*x\s*(?=10\s*\^)": r"\\times ",
+        r"\\\{\s*\\\}": r"\\emptyset ",
+    }.items()
+]
+"""Patterns that have another form here, in this order."""
+PHRASES = [
+    (re.compile(pattern, re.I), form)
+    for pattern, form in {
+        r"^no (?:real |integer )?(?:solutions?|roots?)$|^(?:the )?empty set$": r"\\emptyset",
+        r"^all real numbers$": r"\\mathbb{R}",
+        r"^(?:an?|the) (?=[a-z]{3})(?!and\b)|^\([A-J]\) (?=\d|\\frac|\\sqrt)|^(?:option|choice) (?=\(?[A-J]\)?$)"
+        r"|^\\(?:implies|Rightarrow|because|sim) ": "",
+        r"^DNE$": "does not exist",
+        r"^(\d+) (?:out of|in) (\d+)$": r"\\frac{\1}{\2}",
+        r"^(\d+) to (\d+)$": r"\1:\2",
+        r"^([a-z]) (?:is|equals) (?=[^a-z]|[a-z]$)": r"\1=",
+    }.items()
+]
+"""Members in words that have another form here."""
+SYSTEM = re.compile(r"\\begin\{(cases|(?:aligned|align|gathered|gather|split)\*?)\}(.*?)\\end\{\1\}", re.DOTALL)
 DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\[", "\\]"), ("\\(", "\\)"), ("**", "**"), ("`", "`"))
-STYLE = re.compile(r"^\\(?:text|textbf|mathbf|mathrm|mathit|textrm|mbox|boldsymbol|bm|underline)\s*\{([^{}]*)\}$")
-THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
-SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\s|\{,\})\d{3})+(?![\d,])")
-SEPARATOR = re.compile(r"\s|\{,\}")
+LEAD = re.compile(
+    r"^(?:(?:so|thus|therefore|hence|finally|then|exactly|precisely|only|just|about|approximately|roughly|around"
+    r"|(?:the )?ratio|we (?:get|have))[ ,:]+|(?:[a-z']+ ){0,12}(?:ans|answers?|solutions?|result|total|sum|value) ?:"
+    r"|(?:[a-z']{2,} |a ){0,12}(?:is|are|equals|has|have|takes?|costs?)(?: equal to)?[ :](?!not\b))\s*(?=\S)",
+    re.I,
+)
+"""Words before an answer that are no part of it."""
+NEGATED = re.compile(r"not\b|\b(?:no|never|neither|nor)\b|n't", re.I)
+SPLIT = re.compile(r"\\begin|\\end|[([{)\]},;:]|(?<![<>!:])=|\\approx(?![a-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\s\d{3})+(?![\d,])")
 EXPONENT = re.compile(r"^([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)$")
 MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d./])")
 REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
-PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*\b(?:percent|per cent|pct)\b\.?|\\text\{\s*(?:\\?%|percent)\s*\})\s*$")
-CELSIUS = r"(?:\\text\{[CFK]\}|\\mathrm\{[CFK]\}|[CFK])?"
-DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|\\text\{\s*degrees?\s*\})\s*" + CELSIUS + r"\s*$")
-CURRENCY = re.compile(r"(?<![\d}])\\?[$€£¥₹]|\\?[$€£¥₹]\s*$|\\(?:euro|pounds)\b")
-SQUARED = r"(?:\s*\^\s*\{?-?\d\}?)?\s*$"
-TEXT = r"\\(?:text(?:rm|bf|it|sf|normal)?|mbox|math(?:rm|bf|it))"
-TEXT_UNIT = re.compile(r"(?<=[\d})\]a-z])\s*" + TEXT + r"\s*\{\s*([^{}]*?)\s*\}" + SQUARED)
-SHORT = "cm|mm|km|kg|mg|ft|mi|lb|lbs|oz|hr|hrs|ml|mL"
-LONG_UNIT = re.compile(
-    rf"(?<=[\d}}])\s+((?:[A-Za-z]{{3,}}\.?|of|in|a|an|the|per|by|[a-z]{{1,3}}/[a-z]{{1,3}}|{SHORT}|[ap]\.?m|[AP]M|m|g|s|h|L)"
-    r"(?:\s+[A-Za-z]{2,}\.?)*)" + SQUARED
+PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*\b(?:percent|per cent|pct)\b\.?)\s*$")
+DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?)\s*([CF]?)\s*$")
+PRICE = re.compile(r"^([-+]?)\s*(\\?[$€£¥₹]|US\\?\$|Rs\.?|USD)\s*(?=[-\d.])|(?<=[\d}])\s*(\\?[$€£¥₹])\s*$")
+SQUARED = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
+SHORT = "mm|cm|dm|km|kg|mg|ft|yd|mi|lbs?|oz|hrs?|sec|min|mL|ml|mph|rad|sq|cu|[ap]\\.?m\\.?|[AP]M|m|g|s|h|L"
+WORD = r"[A-Za-z\u4e00-\u9fff]"
+FIRST = (
+    rf"(?:{WORD}{{3,}}\.?|[\u4e00-\u9fff]+|\\unit [A-Za-z]+|(?:{SHORT})\.?"
+    rf"|(?:(?<=[\d}}] )|(?<=[\d}}]))in|(?<= )[KNJWV])(?![A-Za-z]){SQUARED}"
 )
-GLUED_UNIT = re.compile(rf"(?<=\d)(m(?=\^)|{SHORT}|km/h|m/s|mph)" + SQUARED)
-REMARK = re.compile(r"(?<=[\d}])\s*\(\s*[A-Za-z]{2,}[A-Za-z ,.'/-]*\)\s*$")
-ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{?\s*\\(?:text|mathrm)\s*\{(?:st|nd|rd|th)\}\s*\}?|st|nd|rd|th)\s*$")
-MULTIPLIER = re.compile(
-    rf"(?<!\d)(\d+(?:\.\d+)?)\s*(?:\\(?:text|mbox|mathrm)\s*\{{\s*)?\b({'|'.join(MULTIPLIERS)})s?\b\s*\}}?"
+UNIT = re.compile(
+    rf"(?:(?<=[\d}})|])|(?<=\\pi)|(?<=[a-z])\s)\s*({FIRST}(?:\s*(?:/|\\cdot|\s)\s*{WORD}+\.?{SQUARED})*"
+    rf"|\\frac\s*\{{[a-z ]+\}}\s*\{{[a-z ]+{SQUARED}\}})\s*$"
 )
-BASE = re.compile(r"^\(?\s*(?:\\text\{)?([0-9A-Za-z]+)\}?\s*\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+)\s*\}?\s*\}?$")
+UNKNOWN = re.compile(rf"(?!\s*(?:{SHORT}|or|in|by|to|of|at|[ei])\s*$)\s*[A-Za-z]{{1,2}}\s*")
+NAME = re.compile(r"\\(?:triangle|angle|Delta)$")
+REMARK = re.compile(r"(?<=[\d}])\s*\(\s*([A-Za-z]{2,}[A-Za-z ,.'/-]*)\)\s*$")
+ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{?\s*)?(?:st|nd|rd|th)\s*\}?\s*()$")
+MULTIPLIER = re.compile(rf"(?<!\d)(\d+(?:\.\d+)?)\s*\b({'|'.join(MULTIPLIERS)})s?\b")
+BASE = re.compile(r"^\(?\s*([0-9A-Za-z]+)\s*\)?\s*_\s*\{?\s*(\d+)\s*\}?$")
+HEXADECIMAL = re.compile(r"[A-F]+\d[\dA-F]*")
 PLAIN = re.compile(r"^([-+]?)(\d+(?:\.\d*)?|\.\d+)$")
-PLAIN_FRACTION = re.compile(r"^([-+]?)(?:(\d+)\s*/\s*(\d+)|\\[dtc]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\})$")
+PLAIN_FRACTION = re.compile(r"^([-+]?)(?:(\d+)\s*/\s*(\d+)|\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\})$")
 
 UNITS = {
-    name: unit
-    for unit, names in {
-        "mm": "mm millimeter millimeters", "cm": "cm centimeter centimeters", "m": "m meter meters metre metres",
-        "km": "km kilometer kilometers", "in": "in inch inches", "ft": "ft foot feet", "mi": "mi mile miles",
-        "g": "g gram grams", "kg": "kg kilogram kilograms", "lb": "lb lbs pound pounds", "oz": "oz ounce ounces",
-        "s": "s second seconds", "min": "min minute minutes", "h": "h hr hrs hour hours", "day": "day days",
-        "am": "am AM a.m", "pm": "pm PM p.m", "week": "week weeks", "month": "month months", "year": "year years",
-        "L": "L liter liters", "mL": "mL ml",
+    name: (kind, Fraction(size))
+    for kind, units in {
+        "length": "mm millimeter 0.001; cm centimeter 0.01; dm 0.1; m meter metre 1; km kilometer kilometre 1000;"
+        "in inch inche 0.0254; ft foot feet 0.3048; yd yard 0.9144; mi mile 1609.344",
+        "mass": "mg milligram 0.001; g gram 1; kg kilogram 1000; oz ounce 28.349523125; lb pound 453.59237",
+        "time": "s sec second 1; min minute 60; h hr hour 3600; day 86400; week 604800",
+        "months": "month 1; year 12",
+        "volume": "ml mL milliliter millilitre 0.001; L liter litre 1",
+        "money": "cent 0.01; dollar $ USD US$ 1",
+        "rupee": "rupee Rs ₹ 1",
+        **{one: f"{one} 1" for one in ("euro", "€", "yuan", "am", "pm", "degree", "radian", "C", "F")},
     }.items()
-    for name in names.split()
-}  # fmt: skip
-"""Units by name. Two answers that both name a unit must name the same one."""
+    for unit in units.split(";")
+    for *names, size in [unit.split()]
+    for name in names
+}
+"""Kind and size of units by name."""
 
 
 @dataclass(frozen=True, slots=True)
-class NormalizedText:
-    """An answer's normalized text.
+class Quantity:
+    """The text of a number or an expression, without its unit.
 
-    percent: whether a percent sign was removed. base: base of a numeral such as 110_2. unit: one of UNITS, or empty.
+    percent: whether a percent sign was removed. base: base of a numeral such as 110_2. noun: the words after it.
+    unit: size and powers of the kinds of a known unit, as 1/3600 and (length, 1), (time, -1); else None.
     """
 
     text: str
     percent: bool = False
     base: int | None = None
-    unit: str = ""
+    noun: str = ""
+    unit: tuple[Fraction, tuple[tuple[str, int], ...]] | None = None
 
     @property
     def number(self) -> Fraction | None:
         """The value of a plain number or fraction, else None."""
         return plain_number(self.text)
 
-    @property
-    def brackets(self) -> str:
-        """The opening bracket: "(", "[", or "{" if the braces enclose the whole text; else empty."""
-        text = self.text.replace("\\left", "").replace("\\right", "").strip()
-        first = text.removeprefix("\\")[:1]
-        return first if first in ("(", "[") or (text.startswith("\\{") and _encloses(text.removeprefix("\\"))) else ""
+
+def canonical(text: str) -> str:
+    """The whole answer in one form, without delimiters, styles and words before it."""
+    before = None
+    while text != before:
+        before, text = text, re.sub(r"\s+", " ", STYLE.sub(_unstyled, text))
+    for pattern, form in FORMS:
+        text = pattern.sub(form, text)
+    return bare(SYSTEM.sub(_lines, COMMAND.sub(lambda found: COMMANDS.get(found[1], found[0]), text)))
 
 
-def normalized(text: str) -> NormalizedText:
-    """Normalize the text of a final answer."""
-    text = FRACTION_NAMES.sub(r"\\frac", NEGATIVE_SPACE.sub("", text.translate(UNICODE)))
-    text = _bare(SPACES.sub(" ", text))
-    if (base := BASE.match(text)) and base[1][0].isdigit():
-        return NormalizedText(base[1].upper().lstrip("0") or "0", base=int(base[2][:4]))
+def bare(text: str) -> str:
+    """An answer or a member of it without delimiters, punctuation and words such as "the answer is"."""
+    before = None
+    while text != before:
+        before, text = text, re.sub(r"\s+", " ", text).strip().rstrip(".,;:").removeprefix(":").strip()
+        for opening, closing in DELIMITERS:
+            inner = text[len(opening) : -len(closing)]
+            if len(text) > len(opening + closing) and text == opening + inner + closing and opening not in inner:
+                text = inner
+        if text.startswith("{") and encloses(text):
+            text = text[1:-1]
+        for pattern, form in PHRASES:
+            text = pattern.sub(form, text)
+        if (found := LEAD.match(text)) and not NEGATED.search(found[0]):
+            text = text[found.end() :]
+    return text
+
+
+def quantity(text: str) -> Quantity:
+    """Separate a member of an answer into its text and its unit."""
+    if (base := BASE.match(text)) and (base[1][0].isdigit() or HEXADECIMAL.fullmatch(base[1])):
+        return Quantity(base[1].upper().lstrip("0") or "0", base=int(base[2][:4]))
     text = REPEATING.sub(_repeating, text)
     text = MIXED.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
-    text = MULTIPLIER.sub(_multiplied, text)
+    text = MULTIPLIER.sub(lambda found: f"{(Decimal(found[1]) * MULTIPLIERS[found[2]]).normalize():f}", text)
     text, percent = _without(PERCENT, text)
-    text, unit = _without_unit(text)
+    noun = ""
+    for pattern in (REMARK, ORDINAL, UNIT):
+        rest, found = _without(pattern, text)
+        if found and not NO_UNIT.search(found[0]) and re.search(r"[\d\\]|^[b-z]$", rest) and not NAME.search(rest):
+            text, noun = rest, found[1].strip()
+            break
+    unit = _unit(noun)
     if not percent:
         text, percent = _without(PERCENT, text)
-    text = _without(DEGREES, text)[0]
-    text = CURRENCY.sub("", text).strip()
-    text = _numbers(text)
-    return NormalizedText(text, percent, unit=unit)
+    rest, degrees = _without(DEGREES, text)
+    if degrees and not re.search(FUNCTIONS, rest):
+        text, unit = rest, _unit(degrees[1] or "degree")
+    if (price := PRICE.search(text)) and len(price[0]) < len(text):
+        text, unit = PRICE.sub(r"\1", text), unit or _unit((price[2] or price[3]).replace("\\", ""))
+    text = SPACED_THOUSANDS.sub(lambda found: re.sub(r"\s", "", found[0]), text)
+    text = EXPONENT.sub(r"\1 \\times 10^{\2}", text).strip()
+    return Quantity(text, bool(percent), noun=noun, unit=unit)
 
 
 def rounded_equal(one: Any, other: Any) -> bool:
@@ -117,12 +211,12 @@ def rounded_equal(one: Any, other: Any) -> bool:
     return bool(abs(one - other) * 10**6 <= min(1, max(abs(one), abs(other))))
 
 
-def plain_equal(one: NormalizedText, other: NormalizedText) -> bool | None:
-    """Whether two plain numbers are equal; None if either is not a plain number, or their percents or units differ."""
-    a, b = one.number, other.number
-    if a is None or b is None or (one.percent, one.base, one.unit) != (other.percent, other.base, other.unit):
+def plain_equal(one: str, other: str) -> bool | None:
+    """Whether two plain numbers are equal; None if either is not a plain number, or has a unit or a percent sign."""
+    a, b = plain_number(one), plain_number(other)
+    if a is None or b is None:
         return None
-    return rounded_equal(a, b) if "." in one.text + other.text else a == b
+    return rounded_equal(a, b) if "." in one + other else a == b
 
 
 def plain_number(text: str) -> Fraction | None:
@@ -137,53 +231,82 @@ def plain_number(text: str) -> Fraction | None:
     return None
 
 
-def _bare(text: str) -> str:
-    """The text without surrounding delimiters, styles and punctuation."""
-    before = None
-    while text != before:
-        before = text
-        text = text.strip().rstrip(".,;:").strip()
-        for opening, closing in DELIMITERS:
-            inner = text[len(opening) : -len(closing)]
-            if len(text) > len(opening + closing) and text == opening + inner + closing and opening not in inner:
-                text = inner
-        text = text.removeprefix("\\displaystyle").removeprefix(":").strip()
-        if text.startswith("{") and _encloses(text):
-            text = text[1:-1]
-        if found := STYLE.match(text):
-            text = found[1] if any(c.isdigit() for c in found[1]) else text
-    return text
+def split(text: str, *separators: str) -> list[str]:
+    """Split at separators outside of brackets: "," ";" "=" ":" "and" "or" or "\\approx"."""
+    parts, depth, start = [], 0, 0
+    for found in SPLIT.finditer(text):
+        token = found[0]
+        if token in ("(", "[", "{", "\\begin"):
+            depth += 1
+        elif token in (")", "]", "}", "\\end"):
+            depth -= 1
+        elif depth == 0 and token in separators:
+            parts.append(text[start : found.start()].strip())
+            start = found.end()
+    return [*parts, text[start:].strip()]
 
 
-def _without(pattern: re.Pattern[str], text: str) -> tuple[str, bool]:
-    """The text before a match of the pattern, and True; the whole text and False if nothing else would be left."""
+def plus_minus(text: str) -> list[str]:
+    r"""The member with + and with - in place of a \pm; another member alone."""
+    if "\\pm" not in text:
+        return [text]
+    return [text.replace("\\pm", a).replace("\\mp", b) for a, b in (("+", "-"), ("-", "+"))]
+
+
+def encloses(text: str) -> bool:
+    """Whether the last character closes the first bracket."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return i == len(text) - 1
+    return False
+
+
+def _unstyled(found: re.Match[str]) -> str:
+    """The content of a style command. A letter or two after a number stay marked, except K and M right after it."""
+    inner, before = str(found[1] or found[2] or ""), found.string[: found.start()]
+    if found[0].startswith(("\\text", "\\mathrm")) and UNKNOWN.fullmatch(inner) and re.search(r"[\d})]\s*$", before):
+        return inner if inner in "KMkB" and before[-1].isdigit() else f" \\unit {inner.strip()} "
+    return f" {inner} " if any(c.isalpha() for c in inner) else inner
+
+
+def _lines(found: re.Match[str]) -> str:
+    """A system of equations as a list; a function in pieces unchanged."""
+    if found[1] == "cases" and "&" in found[2]:
+        return found[0]
+    return found[2].replace("&", "").replace("\\\\", ",")
+
+
+def _without(pattern: re.Pattern[str], text: str) -> tuple[str, re.Match[str] | None]:
+    """The text before a match of the pattern, and the match; the whole text and None if nothing else would be left."""
     found = pattern.search(text[-200:])
     if found is None or not (rest := text[: len(text) - len(found[0])].strip()) or rest == "-":
-        return text, False
-    return rest, True
+        return text, None
+    return rest, found
 
 
-def _without_unit(text: str) -> tuple[str, str]:
-    """The text without a unit, an ordinal ending or a remark in brackets, and the unit if it is one of UNITS."""
-    for pattern in (REMARK, ORDINAL, TEXT_UNIT, LONG_UNIT, GLUED_UNIT):
-        found = pattern.search(text[-200:])
-        if found is None or NO_UNIT.search(found[0]):
-            continue
-        rest = text[: len(text) - len(found[0])].strip()
-        if any(c.isdigit() or c == "\\" for c in rest):
-            name = found[1].split()[0].rstrip(".") if found.groups() and found[1] else ""
-            return rest, UNITS.get(name, "")
-    return text, ""
-
-
-def _numbers(text: str) -> str:
-    """The text without separators between thousands, and 1.5e3 as a product with a power of ten."""
-    text = SPACED_THOUSANDS.sub(lambda found: SEPARATOR.sub("", found[0]), text)
-    if not _enclosed(text):
-        text = THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
-    if found := EXPONENT.match(text):
-        text = rf"{found[1]} \times 10^{{{found[2]}}}"
-    return text.strip()
+def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
+    """Size and powers of the kinds of a unit such as km/h or square feet; None if it is not known."""
+    size, powers, sign, squared = Fraction(1), Counter[str](), 1, 1
+    text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{(.*)\}", r"\1/\2", text).replace("mph", "mi/h")
+    for word, exponent in re.findall(r"((?<!\\)(?<![A-Za-z])[A-Za-z.$€₹]+|/)(?:\s*\^\s*\{?\s*(-?\d))?", text):
+        name = word.replace(".", "")
+        if name in ("/", "per"):
+            sign = -1
+        elif name in ("square", "sq", "cubic", "cu"):
+            squared = 2 if name.startswith("s") else 3
+        elif found := UNITS.get(name) or UNITS.get(name.lower()) or UNITS.get(name.lower().removesuffix("s")):
+            power = sign * squared * int(exponent or 1)
+            size *= found[1] ** power
+            powers[found[0]] += power
+            squared = 1
+        elif name in ("squared", "cubed") and len(powers) == 1:
+            [kind] = powers
+            size, powers[kind] = size ** (2 if name == "squared" else 3), powers[kind] * (2 if name == "squared" else 3)
+        elif sign < 0:
+            return None
+    return (size, tuple(sorted((kind, power) for kind, power in powers.items() if power))) if powers else None
 
 
 def _repeating(found: re.Match[str]) -> str:
@@ -192,49 +315,3 @@ def _repeating(found: re.Match[str]) -> str:
     below = (10 ** len(period) - 1) * 10 ** len(fixed)
     above = int(whole + fixed + period) - int(whole + fixed or "0")
     return rf"\frac{{{above}}}{{{below}}}"
-
-
-def _multiplied(found: re.Match[str]) -> str:
-    """Writes 1.5 million in digits."""
-    return f"{(Decimal(found[1]) * MULTIPLIERS[found[2]]).normalize():f}"
-
-
-def _enclosed(text: str) -> bool:
-    return any(c in text for c in "([{") and "," in text
-
-
-def plus_minus(text: str) -> str:
-    """Writes each element of a list that has a \\pm as two elements, with + and with -."""
-    if "\\pm" not in text:
-        return text
-    elements = []
-    for element in _split(text):
-        if "\\pm" in element:
-            elements += [
-                element.replace("\\pm", "+").replace("\\mp", "-"),
-                element.replace("\\pm", "-").replace("\\mp", "+"),
-            ]
-        else:
-            elements.append(element)
-    return ", ".join(elements)
-
-
-def _split(text: str) -> list[str]:
-    """Split at commas outside of brackets."""
-    parts, depth, start = [], 0, 0
-    for i, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append(text[start:i])
-            start = i + 1
-    return [*parts, text[start:]]
-
-
-def _encloses(text: str) -> bool:
-    """Whether the last character closes the first bracket."""
-    depth = 0
-    for i, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0:
-            return i == len(text) - 1
-    return False

@@ -1,134 +1,63 @@
-"""Decides for `math` whether two answers are equal.
+"""Decides for `math` whether two answers are equal: reads both whole, then compares.
 
 Only worker processes import this module, since math-verify takes seconds and memory.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import re
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
-from latex2sympy2_extended.latex2sympy2 import (  # type: ignore[import-untyped]
-    NormalizationConfig,
-    latex2sympy,
-    normalize_latex,
-)
-from latex2sympy2_extended.logic import And  # type: ignore[import-untyped]
-from math_verify.grader import is_assignment_relation, is_equation, is_relation, should_treat_as_complex, sympy_expr_eq
-from sympy import (  # type: ignore[import-untyped]
-    Add,
-    Basic,
-    Expr,
-    FiniteSet,
-    Float,
-    Integer,
-    Interval,
-    MatrixBase,
-    Mul,
-    Pow,
-    Product,
-    Rational,
-    Sum,
-    Symbol,
-    Tuple,
-    factorial,
-    factorial2,
-    gamma,
-    nan,
-    oo,
-    zoo,
-)  # fmt: skip
+import sympy  # type: ignore[import-untyped]
+from math_verify.grader import is_relation, sympy_expr_eq, unwrap_fcs
+from sympy import Add, Basic, Expr, Integer, Mul, Pow, Rational, Symbol, oo
 
-from grpocli.rewards.final_answer import CHANGES, COMMAND, DIGIT, answer_expression, chosen_letter, is_choice
-from grpocli.rewards.math_text import NormalizedText, normalized, plus_minus, rounded_equal
+from grpocli.rewards.final_answer import answer_expression, choice, chosen_letter, reference_expression
+from grpocli.rewards.math_text import rounded_equal
+from grpocli.rewards.math_value import DIGITS, TIME, WORDS, Value, guard, is_number, number, parsed, read, read_like
 
 LONGEST_ANSWER = 2000
 """Most characters of an answer; four times the reference's length if that is more."""
-LARGEST_DIGITS = 10_000
-"""Most digits of a number that is computed."""
-MOST_TERMS = 1000
-"""Most terms of a sum or product that is computed term by term."""
-DEEPEST = 12
-"""Most levels of nested brackets that are parsed."""
-DIGITS = 50
-"""Digits of irrational numbers."""
-NORMAL = NormalizationConfig(
-    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
-)
-APPROXIMATELY = re.compile(r"\\approx|\\simeq|\\cong|\\doteq")
-EQUALS = re.compile(r"(?<![<>!:\\])=")
 CALL = re.compile(
-    r"\\(?:sum|prod|int|lim|[dt]?binom|choose|gcd|lcm|max|min|log|ln|lg|sin|cos|tan|cot|sec|csc|arc[a-z]+|exp|det"
-    r"|[bp]?mod|lfloor|lceil|lvert|operatorname|circ)(?![a-z])|!|\|"
+    r"\\(?:sum|prod|int|lim|[dt]?binom|choose|gcd|lcm|max|min|log|ln|sin|cos|tan|cot|sec|csc|arc[a-z]+|exp|det"
+    r"|[bp]?mod|lfloor|lceil|circ)(?![a-z])|!|\||\\begin(?=\{vmatrix|.*\\begin)|\\end\{.matrix\}\^",
+    re.DOTALL,
 )
-TIME = re.compile(r"^\d{1,2}\s?:\s?[0-5]\d$")
-"""A reference in this form is a time, not a ratio: 3:30 is not 1:10."""
-HUGE = re.compile(
-    r"\^\s*\{?\s*-?(?:\d{8,}|\d{2,}\s*\^\s*\{?\s*\d{2,}|\d+\s*\^\s*\{?\s*\d{3,})|\\sqrt[^{]{0,9}\{?\s*\d{60,}"
-)
-"""Powers and roots that take the parser or sympy seconds."""
 POINT = re.compile(r"(?<!\d)0*(\d*)\.(\d+)")
-MIXED = re.compile(r"\d\s*\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
-ORDER = re.compile(r"[<>]|\\(?:lt|gt|le|ge|leq|geq)(?![a-z])")
-NAMED = re.compile(r"^\s*(?:[A-Za-z]\w*\s*\([^()=]*\)|\|[A-Z]{1,3}\||[A-Za-z]_\{[^{}=]*\})\s*=(?=.)")
-"""f(2), P(A|B), |AB| or x_{\\max} before an equals sign, which name the answer."""
-LETTER = re.compile(r"[A-Za-z]")
-SIDE_BY_SIDE = re.compile(
-    r"[\d.)\]}]\s*(?:\\left\s*)?[(\[]|[)\]]\s*(?:\\right\s*)?\d|\d\s+\d|(?<![A-Za-z}\]^_])\{[\d.]+\}\s*\{"
-)
+MIXED = re.compile(r"\d\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+SIDE_BY_SIDE = re.compile(r"[\d.)\]}]\s*[(\[]|[)\]]\s*\d|\d\s+\d|(?<![A-Za-z}\]^_])\{[\d.]+\}\s*\{")
 """Factors of a number without a sign between them: (51)(3), which the parser reads as 51 + 3."""
-PRODUCT = re.compile(r"(?:\\times|\\cdot|\*|\\ast)(?!\s*10\s*\^)")
-
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs every text that it cannot parse
-logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
-
-
-class Unreadable(ValueError):
-    """A text that is not mathematics, or a number that is too large to compute."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A parsed answer. decimal: whether it contains a decimal fraction, so it may be rounded."""
-
-    source: NormalizedText
-    expression: Any
-    decimal: bool = False
-
-    @property
-    def is_number(self) -> bool:
-        return _is_number(self.expression)
+PRODUCT = re.compile(r"(?:\\times|\\cdot|\*)(?!\s*10\s*\^)")
 
 
 def equal(gold: str, text: str | None, require_evaluated: bool = True) -> float:
     """1 if the final answer in `text` equals the one in `gold`, or if `text` is None, else 0.
 
-    Raises ValueError if `gold` cannot be parsed, never because of `text`.
+    Raises ValueError if `gold` has no answer, never because of `text`.
     """
     reference = _gold(gold)
     if text is None:
         return 1.0
-    if is_choice(gold) and (letter := chosen_letter(text)):
-        return float(letter == chosen_letter(gold))
+    if (wanted := choice(gold)) and (letter := chosen_letter(text)):
+        return float(letter == wanted)
+    times = TIME.match(reference.source.text) is not None
+    readings = {answer_expression(text), reference_expression(text)}  # of a short text without a mark also all of it
+    return float(any(_right(reference, answer, times, require_evaluated) for answer in readings))
+
+
+def _right(reference: Value, answer: str, times: bool, strict: bool) -> bool:
+    if len(answer) > max(LONGEST_ANSWER, 4 * len(reference.key)):
+        return False
     try:
-        return float(_answers(reference, answer_expression(text), require_evaluated))
-    except Exception:  # noqa: BLE001 - unreadable, too deep or too large: a wrong answer
-        return 0.0
+        return _equal(reference, read_like(reference, answer, times), strict)
+    except Exception:  # noqa: BLE001 - empty, or too large: a wrong answer
+        return False
 
 
 def same(one: str, other: str) -> float:
     """1 if two results of `answer_expression` are equal, else 0; for majority voting."""
-    try:
-        return float(_equal(_value(one), _value(other)))
-    except Exception:  # noqa: BLE001 - an unreadable text equals nothing else
-        return 0.0
+    return float(bool(one) and _right(read(one), other, times=True, strict=False))
 
 
 def compute(name: str, *arguments: Any) -> float:
@@ -138,242 +67,163 @@ def compute(name: str, *arguments: Any) -> float:
 
 @lru_cache(maxsize=4096)
 def _gold(gold: str) -> Value:
-    """Parse a reference: a number, LaTeX, GSM8K's "... #### 42", a boxed solution or a sentence. Raises ValueError."""
-    text = answer_expression(gold)
+    """Read a reference: a number, LaTeX, GSM8K's "... #### 42", a boxed solution or a sentence. Raises ValueError."""
     try:
-        value = _value(text)
-        if value.is_number:
-            with suppress(Unreadable):  # too large to compute: equal only to the same text
-                _number(value.expression)
-    except Exception as error:
-        raise ValueError(f"no mathematics can be read from the reference answer {gold[:200]!r}") from error
-    return value
+        return read(reference_expression(gold))
+    except ValueError as error:
+        raise ValueError(f"{error} in the reference answer {gold[:200]!r}") from error
 
 
-def _answers(reference: Value, text: str, require_evaluated: bool) -> bool:
-    """Whether an expression, or any side of a correct approximation, equals the reference."""
-    if len(text) > max(LONGEST_ANSWER, 4 * len(reference.source.text)):
+def _equal(a: Value, b: Value, strict: bool) -> bool:
+    """Whether the answer `b` equals the reference `a`. strict: b is evaluated if a is."""
+    if a.conditions and b.conditions and a.conditions != b.conditions:
         return False
-    if "=" not in reference.source.text:
-        text = NAMED.sub("", text)
-    strict = require_evaluated and _evaluated(reference)
-    parts = _members(text)
-    if strict and not any(_calls(normalized(part).text) <= _calls(reference.source.text) for part in parts):
-        return False  # checked before the value is computed
-    times = TIME.match(reference.source.text) is not None
-    values = [_value(part, times) for part in parts if part.strip()]
-    if len(values) > 1 and isinstance(values[0].expression, Symbol):  # x is about 11
-        values = values[1:]
-    if not values or not all(_rounds(values[0], value) for value in values[1:]):
+    if a.key and a.key == b.key:
+        return True
+    if b.sides and not _consistent(b):
         return False
-    return any(_equal(reference, value) and not (strict and not _evaluated(value, reference)) for value in values)
+    if a.sides and b.sides:
+        return _chains_equal(a, b, strict)
+    if a.sides or b.sides:
+        return (not a.sides or _names(a)) and any(
+            _equal(one, other, strict) for one in a.answers for other in b.answers
+        )
+    if _is_set(a) or _is_set(b):
+        ours, theirs = _set(a), _set(b)
+        if ours is not None and theirs is not None:
+            return bool(sympy_expr_eq(ours, theirs, 6, 15))
+    if a.members or b.members:
+        return _members_equal(a, b, strict)
+    return _expressions_equal(a, b, strict)
 
 
-def _members(text: str) -> list[str]:
-    """The sides of an approximation, and of equations of numbers that end in a percentage, such as 1/2 = 50\\%."""
-    if normalized(text).percent and not LETTER.search(COMMAND.sub("", text)):
-        return re.split(rf"{APPROXIMATELY.pattern}|{EQUALS.pattern}", text)
-    return APPROXIMATELY.split(text)
+def _chains_equal(a: Value, b: Value, strict: bool) -> bool:
+    """Whether two equations, or chains of them, are equal: the same name and value, or the same equation."""
+    ours, theirs = a.sides[0], b.sides[0]
+    named = ours.is_number or theirs.is_number or WORDS.search(theirs.key) or WORDS.search(ours.key)
+    if named or _equal(ours, theirs, strict=False):
+        return any(_equal(one, other, strict) for one in a.answers for other in b.answers)
+    ends = [a.sides[0], a.sides[-1], b.sides[0], b.sides[-1]]
+    if any(not isinstance(one.expression, Expr) for one in ends):
+        return False
+    one, two, three, four = (end.expression for end in ends)
+    return bool(sympy_expr_eq(sympy.Eq(one, two, evaluate=False), sympy.Eq(three, four, evaluate=False), 6, 15))
+
+
+def _names(chain: Value) -> bool:
+    """Whether an equation names the value on its right, as x = 5, f(2) = 5 and 2 + 3 = 5 do, but not 2x = 10."""
+    name, value = chain.sides[0], chain.sides[-1]
+    if name.is_number or not isinstance(name.expression, Basic):
+        return value.is_number or not name.is_number
+    return not isinstance(name.expression, Add) and name.expression.atoms(sympy.Number) <= {Integer(-1)}
+
+
+def _consistent(chain: Value) -> bool:
+    """Whether all numbers in a chain are one number, which may be rounded where the chain says so."""
+    numbers = [side for side in chain.sides if side.is_number]
+    if chain.rounded:
+        return all(_rounds(numbers[0], one) for one in numbers[1:])
+    decimal = any(one.decimal for one in numbers)
+    return all(_numbers_equal(numbers[-1].expression, one.expression, decimal) for one in numbers[:-1])
 
 
 def _rounds(value: Value, rounded: Value) -> bool:
     """Whether `rounded` is `value`, rounded or truncated to the decimal places of `rounded`."""
-    exact, near = _last(value.expression), _last(rounded.expression)
-    if not (_is_number(exact) and _is_number(near)):
-        return False
     places = len(rounded.source.text.rpartition(".")[2]) if "." in rounded.source.text else 0
     scale = 10 ** (places + 2 * (rounded.source.percent and not value.source.percent))
-    exact, near = _number(exact) * scale, _number(near) * 10**places
+    exact, near = number(value.expression) * scale, number(rounded.expression) * 10**places
     cut = places and exact * near >= 0 and 0 <= abs(exact) - abs(near) < 1
     return bool(abs(exact - near) <= Rational(1, 2) or cut)
 
 
-def _value(text: str, times: bool = True) -> Value:
-    """Read an answer. times: 3:30 is a time of day, not a ratio. Raises Unreadable."""
-    if not text.strip():
-        raise Unreadable("there is no answer")
-    if _depth(text) > DEEPEST:
-        raise Unreadable("its brackets are too deep")  # the parser's time grows exponentially
-    found = normalized(text)
-    if TIME.match(found.text) and (times or found.text.endswith(":00")):  # a ratio with 0 is none
-        return Value(found, Symbol(found.text.replace(" ", "")))
-    if found.base is not None:
-        return Value(found, Integer(int(found.text, found.base or 1)))  # ValueError: no numeral in this base
-    if (number := found.number) is not None:
-        return Value(found, Rational(number.numerator, number.denominator), "." in found.text)
-    if CHANGES.search(found.text) and DIGIT.search(found.text):
-        raise Unreadable("words change its number")
-    if HUGE.search(found.text):
-        raise Unreadable("it is too large")
-    expression = _parsed(plus_minus(found.text))
-    exact = _exact(expression)
-    return Value(found, exact, exact != expression)
+def _is_set(value: Value) -> bool:
+    """Whether it can only be a set of numbers: a relation, a union, an inequality among several."""
+    if value.members:
+        return value.brackets == "" and any(_is_set(one) for one in value.members)
+    return isinstance(value.expression, sympy.Set) or is_relation(value.expression)
 
 
-def _depth(text: str) -> int:
-    """The depth of nested brackets."""
-    return max(accumulate((c in "([{") - (c in ")]}") for c in text), default=0)
+def _set(value: Value) -> Any:
+    """The set of an interval, of a relation with one unknown, or of a list of these; None for anything else."""
+    if not value.members:
+        if isinstance(value.expression, sympy.Set):
+            return value.expression
+        if is_relation(value.expression) and len(value.expression.free_symbols) == 1:
+            return unwrap_fcs(value.expression).as_set()
+        return None
+    ends = [one.expression for one in value.members]
+    if value.brackets and value.brackets[0] in "([" and len(ends) == 2 and all(map(is_number, ends)):
+        return sympy.Interval(*ends, left_open=value.brackets[0] == "(", right_open=value.brackets[1] == ")")
+    sets = [_set(one) for one in value.members]
+    if value.brackets or None in sets or len({one for end in ends for one in getattr(end, "free_symbols", ())}) > 1:
+        return None
+    relations = all(is_relation(one.expression) for one in value.members) and not re.search(
+        r"\bor\b", value.source.text
+    )
+    both = sympy.Intersection(*sets) if relations else None
+    return both if both else sympy.Union(*sets)
 
 
-@lru_cache(maxsize=4096)
-def _parsed(text: str) -> Any:
-    """The sympy expression of LaTeX; the last member of a chain of equations that cannot be read as a whole.
+def _members_equal(a: Value, b: Value, strict: bool) -> bool:
+    """Whether lists, sets, tuples, intervals or matrices are equal: in order if either is ordered."""
+    if len(a.members) == 1 and a.brackets in ("", "{}") and not (b.members or _is_set(b)):
+        return _equal(a.members[0], b, strict)
+    if len(b.members) == 1 and b.brackets in ("", "{}") and not (a.members or _is_set(a)):
+        return _equal(a, b.members[0], strict)
+    if strict and b.expression is not None and not _calls(b) <= _calls(a):
+        return False
+    kinds = {a.brackets, b.brackets} - {""}
+    vector = kinds & {"column", "row"} and kinds & {"()", "[]"}
+    if (len(kinds) > 1 and not vector) or not (a.members and b.members):
+        return False
+    ours, theirs = list(a.members), list(b.members)
+    nouns = {one.source.noun for one in ours}
+    alike = len(nouns) > 1 and nouns == {one.source.noun for one in theirs}
 
-    Raises Unreadable, or whatever the parser raises.
-    """
-    if re.search(r"binom|choose", text) and re.search(r"\d{4}", text):
-        raise Unreadable("it is too large")  # the parser computes it
-    try:
-        expression = _latex(text)
-    except Exception:
-        sides = EQUALS.split(text)
-        if len(sides) < 2 or "," in text:
-            raise
-        expression = _latex(sides[-1])
-        if any(any(c.isdigit() for c in side) for side in sides[:-1]):
-            raise
-    if expression is None or expression in (nan, zoo):
-        raise Unreadable(text)
-    return expression
+    def agree(one: Value, other: Value) -> bool:
+        return (not alike or one.source.noun == other.source.noun) and _equal(one, other, strict)
 
-
-def _latex(text: str) -> Any:
-    normal = normalize_latex(text.replace("**", "^"), NORMAL)
-    return latex2sympy(
-        normal, is_real=not should_treat_as_complex(normal), convert_degrees=False, normalization_config=None
+    if kinds - {"{}"}:
+        return len(ours) == len(theirs) and all(map(agree, _by_name(ours), _by_name(theirs)))
+    return all(any(agree(one, other) for other in theirs) for one in ours) and all(
+        any(agree(one, other) for one in ours) for other in theirs
     )
 
 
-def _exact(expression: Any) -> Any:
-    """The expression with each decimal fraction as an exact rational number."""
-    if isinstance(expression, Float):
-        return Rational(str(expression))
-    if isinstance(expression, MatrixBase):
-        return expression.applyfunc(_exact)
-    if isinstance(expression, Basic) and expression.args and expression.atoms(Float):
-        # sets and chains keep the order of the text
-        args = [_exact(one) for one in getattr(expression, "_unsorted_args", expression.args)]
-        return expression.func(*args, evaluate=False) if is_relation(expression) else expression.func(*args)
-    return expression
-
-
-def _equal(reference: Value, answer: Value) -> bool:
-    """Whether the expressions are equal, directly or as percents, and bases, units and brackets agree."""
-    a, b = reference.source, answer.source
-    if a.base != b.base or (a.unit and b.unit and a.unit != b.unit):
-        return False
-    if {a.brackets, b.brackets} in ({"{", "("}, {"{", "["}):
-        return False
-    if isinstance(reference.expression, FiniteSet | Tuple) and ORDER.search(b.text):
-        return False  # 2 < x < 3 is parsed as the interval (2, 3), which looks like a pair
-    decimal = reference.decimal or answer.decimal
-    if _same(reference.expression, answer.expression, decimal):
-        return True
-    if a.percent == b.percent:
-        return False
-    scale = Rational(1, 100)
-    return (
-        _is_number(last := _last(answer.expression))
-        and reference.is_number
-        and _numbers_equal(
-            reference.expression * (scale if a.percent else 1), last * (scale if b.percent else 1), decimal
-        )
-    )
-
-
-def _same(reference: Any, answer: Any, decimal: bool) -> bool:
-    """Whether two expressions are equal. decimal: either may be rounded."""
-    if is_assignment_relation(reference) and not is_relation(answer):
-        reference = _last(reference)
-    if is_equation(answer) and not _consistent(answer, decimal):
-        return False
-    if not is_relation(reference) and is_equation(answer):
-        answer = _last(answer)
-    if _is_number(reference) and _is_number(answer):
-        return _numbers_equal(reference, answer, decimal)
-    if _is_number(reference) and isinstance(answer, Expr) and not isinstance(answer, Symbol):
-        return False  # the answer has unknowns
-    ours, theirs = _elements(reference), _elements(answer)
-    if ours and theirs and (len(ours) > 1 or len(theirs) > 1):
-        return _all_same(reference, answer, decimal)
-    if isinstance(reference, MatrixBase) and isinstance(answer, MatrixBase):
-        pairs = zip(reference.flat(), answer.flat(), strict=False)
-        return reference.shape == answer.shape and all(_same(a, b, decimal) for a, b in pairs)
-    _guard(reference)
-    _guard(answer)
-    return bool(sympy_expr_eq(reference, answer, 6, 15, allow_set_relation_comp=True))
-
-
-def _consistent(chain: Any, decimal: bool) -> bool:
-    """Whether all numbers in a chain of equations are one number."""
-    numbers = [side for side in _sides(chain) if _is_number(side)]
-    return all(_numbers_equal(numbers[-1], number, decimal) for number in numbers[:-1])
-
-
-def _sides(relation: Any) -> list[Any]:
-    """The members of a chain of equations or inequalities, in order; for another expression, itself."""
-    if isinstance(relation, And):
-        return [side for one in relation._unsorted_args for side in _sides(one)]
-    return [relation.lhs, relation.rhs] if is_relation(relation) else [relation]
-
-
-def _last(expression: Any) -> Any:
-    """The last member of a chain of equations, or the expression itself."""
-    return _sides(expression)[-1] if is_equation(expression) else expression
-
-
-def _elements(expression: Any) -> Sequence[Any]:
-    """The elements of a list, a finite set, a tuple or an open interval, the parse of (a, b); else none."""
-    if isinstance(expression, FiniteSet):
-        return list(
-            getattr(expression, "_unsorted_args", expression.args)
-        )  # in the order of the text: a pair may have no brackets
-    if isinstance(expression, Tuple):
-        return list(expression.args)
-    if isinstance(expression, Interval) and expression.is_open:
-        return [expression.start, expression.end]
-    return []
-
-
-def _members_of(expression: Any) -> Sequence[Any]:
-    """The elements of a list or the like; for another expression, itself."""
-    return _elements(expression) or [_last(expression)]
-
-
-def _by_name(elements: Sequence[Any]) -> list[Any]:
+def _by_name(elements: list[Value]) -> list[Value]:
     """Assignments to different letters, y=2 and x=1, sorted by letter; other elements unchanged."""
-    names = [one.lhs.name for one in elements if is_assignment_relation(one) and isinstance(one.lhs, Symbol)]
-    if len(elements) > 1 and len(set(names)) == len(elements):
-        return sorted(elements, key=lambda one: str(one.lhs.name))
-    return list(elements)
+    names = {one.sides[0].key for one in elements if one.sides and isinstance(one.sides[0].expression, Symbol)}
+    return sorted(elements, key=lambda one: one.sides[0].key) if len(names) == len(elements) else elements
 
 
-def _all_same(reference: Any, answer: Any, decimal: bool) -> bool:
-    """Whether the elements are equal: in order if either list is ordered, else in any order."""
-    sets = isinstance(reference, FiniteSet) and isinstance(answer, FiniteSet)
-    ours, theirs = (list(one.args) if sets else list(_elements(one)) for one in (reference, answer))
-    if len(ours) != len(theirs):
+def _expressions_equal(a: Value, b: Value, strict: bool) -> bool:
+    """Whether expressions are equal, directly or as percents, and their bases and named units agree."""
+    x, y = a.source, b.source
+    if a.expression is None or b.expression is None or x.base != y.base:
         return False
-    if not sets:
-        ours, theirs = _by_name(ours), _by_name(theirs)
-        return all(_same(a, b, decimal) for a, b in zip(ours, theirs, strict=True))
-    for one in ours:
-        place = next((i for i, other in enumerate(theirs) if _same(one, other, decimal)), None)
-        if place is None:
-            return False
-        theirs.pop(place)
-    return True
-
-
-def _is_number(expression: Any) -> bool:
-    return isinstance(expression, Expr) and not isinstance(expression, MatrixBase) and not expression.free_symbols
+    if strict and _evaluated(a) and not _evaluated(b, a):
+        return False
+    if (x.unit and y.unit and x.unit[1] != y.unit[1]) or ("compound" in (x.noun, y.noun) and not (x.unit and y.unit)):
+        return False
+    if a.is_number and b.is_number:
+        ours, theirs, decimal = a.expression, b.expression, a.decimal or b.decimal
+        if x.unit and y.unit and x.unit != y.unit:
+            ours *= Rational(x.unit[0] / y.unit[0])
+        if _numbers_equal(ours, theirs, decimal) or x.percent == y.percent:
+            return _numbers_equal(ours, theirs, decimal)
+        return _numbers_equal(ours / (100 if x.percent else 1), theirs / (100 if y.percent else 1), decimal)
+    if a.is_number and isinstance(b.expression, Expr) and not isinstance(b.expression, Symbol):
+        return False  # the answer has unknowns
+    return bool(sympy_expr_eq(a.expression, b.expression, 6, 15))
 
 
 def _numbers_equal(a: Any, b: Any, decimal: bool) -> bool:
     """Whether numbers are equal: exactly, by `rounded_equal` if `decimal`, or to 25 digits if irrational."""
+    if sympy.nan in (a, b):
+        return False
     if a == b:
         return True
-    x, y = _number(a), _number(b)
+    x, y = number(a), number(b)
     if x == y:
         return True
     if not (x.is_comparable and y.is_comparable):
@@ -386,88 +236,26 @@ def _numbers_equal(a: Any, b: Any, decimal: bool) -> bool:
     return not exact and bool(abs(x - y) <= max(abs(x), abs(y)) * Rational(1, 10 ** (DIGITS // 2)))
 
 
-def _number(expression: Any) -> Any:
-    """The number as an exact rational, or rounded to `DIGITS` digits. Raises Unreadable if it is too large."""
-    if expression.is_Rational or expression in (oo, -oo):
-        return expression
-    _guard(expression)
-    value = expression.doit()
-    if value.is_Rational or value in (oo, -oo):
-        return value
-    value = value.evalf(DIGITS)
-    return Rational(str(value)) if value.is_Float else value
-
-
-def _guard(expression: Any) -> None:
-    """Raise Unreadable if computing the expression takes more than `LARGEST_DIGITS` digits."""
-    if isinstance(expression, Basic):
-        _digits(expression)
-        if any(_is_long(one) for one in expression.atoms(Product, Sum)):
-            raise Unreadable("its sum or product has too many terms")
-
-
-def _digits(node: Any) -> float:
-    """An upper bound of the digits of a node's value. Raises Unreadable if it is above `LARGEST_DIGITS`."""
-    inner = [_digits(one) for one in node.args if isinstance(one, Basic)]
-    found = max(inner, default=0.0)
-    if node.is_Rational:
-        found = 0.302 * max(int(node.p).bit_length(), int(node.q).bit_length())
-    elif isinstance(node, Mul):
-        found = sum(inner)
-    elif isinstance(node, Pow) and not node.exp.free_symbols:
-        found = max(inner[0], 0.302) * _size(node.exp, inner[1])
-    elif isinstance(node, factorial | factorial2 | gamma) and not node.free_symbols:
-        found = max(inner[0], 0.302) * _size(node.args[0], inner[0])
-    if found > LARGEST_DIGITS:
-        raise Unreadable("it is too large")
-    return found
-
-
-def _is_long(node: Any) -> bool:
-    """Whether a sum or product has more than `MOST_TERMS` terms; polynomials are summed by a formula."""
-    if isinstance(node, Sum) and node.function.is_polynomial():
-        return False
-    lengths = [high - low for _, low, high in node.limits]
-    return MOST_TERMS < math.prod(float(n) + 1 for n in lengths if n.is_number) < math.inf
-
-
-def _size(node: Any, digits: float) -> float:
-    """The absolute value of a number with `digits` digits, at least 1. Raises Unreadable above 7 digits."""
-    if digits > 7:
-        raise Unreadable("it is too large")
-    return max(1.0, float(abs(node.evalf(5))))
-
-
 def _evaluated(value: Value, reference: Value | None = None) -> bool:
     """Whether a value is fully evaluated: no sum or product of rationals, and only calls that the reference has."""
     text = value.source.text
-    if not _calls(text) <= (_calls(reference.source.text) if reference else set()):
+    if value.source.number is not None:
+        return True
+    if not _calls(value) <= (_calls(reference) if reference else set()):
         return False
     if any(int(above or one) >= int(below or other) for above, one, below, other in MIXED.findall(text)):
         return False  # 51 23/1 is a sum, not a mixed number
-    if SIDE_BY_SIDE.search(EQUALS.split(text)[-1]) and any(
-        _computes_to_rational(one) for one in _members_of(value.expression)
-    ):
+    if SIDE_BY_SIDE.search(text) and _computes_to_rational(value.expression):
         return False
-    products = bool(PRODUCT.search(text))
-    expression = _last(value.expression)
-    if value.decimal and value.source.number is None:
-        expression = _last(_parsed(POINT.sub(_whole, plus_minus(text))))  # the parser evaluates decimals at once
-    if getattr(expression, "free_symbols", True):
+    if not text or not value.is_number:
         return reference is not None
-    return _is_value(expression, products)
+    # without points, since the parser evaluates decimals at once
+    structure = parsed(POINT.sub(lambda found: (found[1] + found[2]).lstrip("0") or "0", text))
+    return _is_value(structure, bool(PRODUCT.search(text)))
 
 
-def _calls(text: str) -> set[str]:
-    """The calls in the last member of a chain of equations."""
-    last = EQUALS.split(text)[-1]
-    whole = last.count("{") == last.count("}")  # the = in \sum_{k=1} is not a chain
-    return set(CALL.findall((last if whole else text).replace("\\!", "")))
-
-
-def _whole(found: re.Match[str]) -> str:
-    """A decimal fraction as a whole number, which keeps the structure of the expression."""
-    return (found[1] + found[2]).lstrip("0") or "0"
+def _calls(value: Value) -> set[str]:
+    return set(CALL.findall(value.source.text))
 
 
 def _is_value(node: Any, products: bool) -> bool:
@@ -493,9 +281,9 @@ def _is_rational(node: Any) -> bool:
 
 def _computes_to_rational(node: Any) -> bool:
     """Whether its value is rational, as for \\sqrt{9} and \\pi/\\pi."""
-    if _is_rational(node) or not _is_number(node):
+    if _is_rational(node) or not is_number(node):
         return _is_rational(node)
-    _guard(node)
+    guard(node)
     return bool(node.doit().is_Rational)
 
 

@@ -1,0 +1,301 @@
+"""Reads an answer of `math`: its members, the sides of its equations, its numbers and expressions.
+
+Only worker processes import this module, since math-verify takes seconds and memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from latex2sympy2_extended import latex2sympy2 as parser  # type: ignore[import-untyped]
+from math_verify.grader import should_treat_as_complex
+from sympy import Basic, Expr, Integer, MatrixBase, Mul, Pow, Rational, Symbol, oo
+from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
+
+from grpocli.rewards.final_answer import CHANGES, DIGIT
+from grpocli.rewards.math_text import THOUSANDS, Quantity, bare, canonical, encloses, plus_minus, quantity, split
+
+LARGEST_DIGITS = 10_000
+"""Most digits of a number that is computed."""
+MOST_TERMS = 1000
+"""Most terms of a sum or product that is computed term by term."""
+DEEPEST = 12
+"""Most levels of nested brackets that are parsed."""
+DIGITS = 50
+"""Digits of irrational numbers."""
+NORMAL = parser.NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+)
+TIME = re.compile(r"^\d{1,2} ?: ?[0-5]\d$")
+"""A reference in this form is a time, not a ratio: 3:30 is not 1:10."""
+HUGE = re.compile(
+    r"\^\s*\{?\s*-?(?:\d{8,}|\d{2,}\s*\^\s*\{?\s*\d{2,}|\d+\s*\^\s*\{?\s*\d{3,})|\\sqrt[^{]{0,9}\{?\s*\d{60,}"
+    r"|(?:binom|choose).*\d{4}|\d{4}.*choose"
+)
+"""Powers, roots and binomials that take the parser or sympy seconds."""
+ORDER = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-z])")
+CHOICES = re.compile(r"[A-J](?:(?:\s*,\s*|\s+and\s+|\s*)[A-J])+|[①-⑳](?:[\s,]*[①-⑳])+")
+"""Several choices, as AC or A, C."""
+CONDITION = re.compile(r"^(?:for )?[a-z] ?(?:\\in ?\\mathbb ?\{?[ZNQ]\b|(?:is )?(?:an? )?(?:positive )?integer)")
+"""The values that a letter takes."""
+SET = re.compile(
+    r"^[A-Za-z]\s*\\in(?![a-z])|^\\\{\s*([a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:]\s*(?=[^=]*\1)([^=]*)\\\}$"
+)
+WORDS = re.compile(r"(?<![\\A-Za-z{])(?:[A-Za-z]{4,}|[A-Za-z]{2,} +[A-Za-z]{2,}|[A-Za-z]{3,} (?=\d))")
+MATRIX = re.compile(
+    r"^\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}$", re.DOTALL
+)
+TRANSPOSED = re.compile(r"\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$")
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs every text that it cannot parse
+logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+
+
+class Unreadable(ValueError):
+    """A text that is not mathematics."""
+
+
+class TooLarge(Unreadable):
+    """A number that takes too long to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An answer: a list of members, a chain of equations with several sides, or a single expression.
+
+    key: the text without spaces; what cannot be read equals the same key. expression: None for what cannot be read,
+    lists and chains. decimal: whether it contains a decimal fraction, so it may be rounded. brackets: around the
+    members, as "[)"; "column", "row" and "rows" for a matrix. rounded: whether the sides are approximations.
+    conditions: the values of a letter, as k\\in\\mathbb{Z}.
+    """
+
+    key: str
+    source: Quantity
+    expression: Any = None
+    decimal: bool = False
+    members: tuple[Value, ...] = ()
+    brackets: str = ""
+    sides: tuple[Value, ...] = ()
+    rounded: bool = False
+    conditions: str = ""
+
+    @property
+    def is_number(self) -> bool:
+        return is_number(self.expression)
+
+    @property
+    def answers(self) -> tuple[Value, ...]:
+        """The last side of a chain, or any side of an approximation but its name."""
+        sides = self.sides if self.rounded else self.sides[-1:]
+        return tuple(one for one in sides if not isinstance(one.expression, Symbol)) or sides[-1:] or (self,)
+
+
+def read(text: str, times: bool = True) -> Value:
+    """Read a result of `answer_expression`. times: 3:30 is a time of day, not a ratio.
+
+    Raises Unreadable if there is no answer.
+    """
+    if not (text := canonical(text)):
+        raise Unreadable("there is no answer")
+    if max(accumulate((c in "([{") - (c in ")]}") for c in text), default=0) > DEEPEST:
+        return Value(_key(text), Quantity(text))  # the parser's time grows exponentially
+    return _list(text, times)
+
+
+def read_like(reference: Value, text: str, times: bool = True) -> Value:
+    """Read an answer; the integer in n\\pi, n\\in\\mathbb{Z} gets the reference's letter."""
+    answer = read(text, times)
+    if reference.conditions[:1] == answer.conditions[:1] or not (reference.conditions and answer.conditions):
+        return answer
+    return read(re.sub(rf"(?<![A-Za-z\\]){answer.conditions[0]}(?![A-Za-z])", reference.conditions[0], text), times)
+
+
+def _key(text: str) -> str:
+    """The text without spaces, except between digits; words in lower case."""
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", re.sub(r"\{(\w)\}", r"\1", text))
+    return text.casefold() if re.search("[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", text)) else text
+
+
+def _list(text: str, times: bool, brackets: str = "") -> Value:
+    """Read members between commas, "and" and "or"; without any, a single value."""
+    if not any(c in text for c in "([") and "\\{" not in text:
+        text = THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
+    parts = split(text, ";")
+    if len(parts) == 1 or len(split(text, ",")) == 1:
+        parts = split(text, ",", ";", "and", "or")
+    if CHOICES.fullmatch(text):
+        parts = re.findall("[A-J①-⑳]", text)
+    parts = [sign for part in parts if part for sign in plus_minus(part)]
+    if len(parts) == 1 and not brackets:
+        return _chain(bare(parts[0]), times)
+    conditions = ",".join(part for part in parts if CONDITION.match(part))
+    members = tuple(_list(part, times) for part in parts if not CONDITION.match(part))
+    if len(members) == 1 and not brackets:
+        return replace(members[0], conditions=_key(conditions))
+    key = _key(brackets[:1] + text + brackets[1:])
+    return _compound(members) or Value(key, Quantity(text), members=members, brackets=brackets)
+
+
+def _compound(members: Sequence[Value]) -> Value | None:
+    """The sum of quantities in units that become smaller, as 2 hours and 30 minutes; None for another list."""
+    units = [one.source.unit for one in members if one.is_number and one.source.unit]
+    sizes = [size for size, _ in units]
+    if len(units) < max(2, len(members)) or len({kinds for _, kinds in units}) > 1 or sizes != sorted({*sizes})[::-1]:
+        return None
+    total = sum(one.expression * Rational(size) for one, size in zip(members, sizes, strict=True))
+    unit = Fraction(1), units[0][1]
+    return Value("", Quantity("", unit=unit, noun="compound"), total, any(one.decimal for one in members))
+
+
+def _chain(text: str, times: bool) -> Value:
+    """Read the sides of a chain of equations or approximations; without any, a single value."""
+    sides = [] if ORDER.search(text) else [_single(side, times) for side in split(text, "=", "\\approx") if side]
+    if len(sides) < 2:
+        return sides[0] if sides else _single(text, times)
+    percent = sides[-1].source.percent and all(one.is_number for one in sides)
+    return Value(_key(text), sides[-1].source, sides=tuple(sides), rounded="\\approx" in text or percent)
+
+
+def _single(text: str, times: bool) -> Value:
+    """Read a set, a tuple, an interval, a matrix, a ratio, a relation or an expression."""
+    if found := SET.match(text):
+        return _list(found[2] or text[found.end() :], times)
+    turned = {"row": "column", "column": "row", "()": "column", "[]": "column"}
+    if (rest := TRANSPOSED.sub("", text)) != text and (value := _single(rest, times)).brackets in turned:
+        return replace(value, key=_key(text), brackets=turned[value.brackets])
+    if found := MATRIX.match(text):
+        cells = [row.split("&") for row in found[2].split("\\\\") if row.strip()]
+        return _matrix(text, [[_single(cell.strip(), times) for cell in row] for row in cells])
+    opened = text.removeprefix("\\")
+    if (opened[:1] in ("(", "[") or text.startswith("\\{")) and encloses(opened):
+        brackets, inner = opened[0] + opened[-1], opened[1:-1].removesuffix("\\").strip()
+        if inner:
+            return _list(inner, times, brackets if brackets == "{}" or len(split(inner, ",", ";")) > 1 else "")
+    parts = [_single(part, times) for part in split(text, ":")] if text.count(":") > 1 else []
+    if parts and all(one.is_number for one in parts):
+        ratios = tuple(replace(one, expression=one.expression / parts[0].expression, key="") for one in parts)
+        return Value(_key(text), Quantity(text), members=ratios, brackets="::")
+    return _expression(text, times)
+
+
+def _matrix(text: str, rows: Sequence[Sequence[Value]], expression: Any = None) -> Value:
+    """A matrix of cells; expression: what it was computed from."""
+    source, values = Quantity(text), [Value("", Quantity(""), members=tuple(row), brackets="row") for row in rows]
+    if len(rows) == 1:
+        return replace(values[0], key=_key(text), source=source, expression=expression)
+    column = all(len(row) == 1 for row in rows)
+    members = tuple(row[0] for row in rows) if column else tuple(values)
+    return Value(_key(text), source, expression, members=members, brackets="column" if column else "rows")
+
+
+def _expression(text: str, times: bool) -> Value:
+    """Read a number with its unit, or an expression."""
+    found, key = quantity(text), _key(text)
+    if TIME.match(found.text) and (times or found.text.endswith("00")):  # a ratio with 0 is none
+        return Value(key, found, Symbol(found.text.replace(" ", "")))
+    try:
+        if found.base is not None:
+            return Value(key, found, Integer(int(found.text, found.base)))  # ValueError: no numeral in this base
+        if (number := found.number) is not None:
+            return Value(key, found, Rational(number.numerator, number.denominator), "." in found.text)
+        expression = parsed(found.text)
+        guard(expression)
+        if isinstance(expression, MatrixBase | sympy.MatrixExpr):
+            explicit = exact(sympy.Matrix(expression.doit()))
+            cells = [[Value("", Quantity(""), one) for one in row] for row in explicit.tolist()]
+            return _matrix(text, cells, expression)
+        if i := [one for one in getattr(expression, "free_symbols", ()) if one.name == "i"]:
+            expression = expression.subs(i[0], sympy.I)
+        return Value(key, found, exact(expression), bool(expression.atoms(sympy.Float)))
+    except TooLarge:
+        return Value(key, found, sympy.nan)  # a number that equals its own text only
+    except Exception:  # noqa: BLE001 - whatever the parser raises
+        return Value(key, found)
+
+
+@lru_cache(maxsize=4096)
+def parsed(text: str) -> Any:
+    """The sympy expression of LaTeX. Raises Unreadable, or whatever the parser raises."""
+    if WORDS.search(text) or (CHANGES.search(text) and DIGIT.search(text)):
+        raise Unreadable("it has words")
+    if HUGE.search(text):
+        raise TooLarge("it is too large")
+    normal = parser.normalize_latex(text, NORMAL)
+    expression = parser.latex2sympy(
+        normal, is_real=not should_treat_as_complex(normal), convert_degrees=True, normalization_config=None
+    )
+    if expression is None or expression in (sympy.nan, sympy.zoo):
+        raise Unreadable(text)
+    return expression
+
+
+def exact(expression: Any) -> Any:
+    """The expression with each decimal fraction as an exact rational number."""
+    return expression.xreplace({one: Rational(str(one)) for one in expression.atoms(sympy.Float)})
+
+
+def is_number(expression: Any) -> bool:
+    return isinstance(expression, Expr) and not (
+        isinstance(expression, MatrixBase) or expression.free_symbols or expression.atoms(AppliedUndef)
+    )
+
+
+def number(expression: Any) -> Any:
+    """The number as an exact rational, or rounded to `DIGITS` digits. Raises Unreadable if it is too large."""
+    if expression.is_Rational or expression in (oo, -oo):
+        return expression
+    guard(expression)
+    value = expression.doit()
+    if value.is_Rational or value in (oo, -oo):
+        return value
+    value = value.evalf(DIGITS)
+    return Rational(str(value)) if value.is_Float else value
+
+
+def guard(expression: Any) -> None:
+    """Raise Unreadable if computing the expression takes more than `LARGEST_DIGITS` digits."""
+    if isinstance(expression, Basic):
+        _digits(expression)
+        if any(_is_long(one) for one in expression.atoms(sympy.Product, sympy.Sum)):
+            raise TooLarge("its sum or product has too many terms")
+
+
+def _digits(node: Any) -> float:
+    """An upper bound of the digits of a node's value. Raises Unreadable if it is above `LARGEST_DIGITS`."""
+    inner = [_digits(one) for one in node.args if isinstance(one, Basic)]
+    found = max(inner, default=0.0)
+    if node.is_Rational:
+        found = 0.302 * max(int(node.p).bit_length(), int(node.q).bit_length())
+    elif isinstance(node, Mul):
+        found = sum(inner)
+    elif isinstance(node, Pow) and not node.exp.free_symbols:
+        found = max(inner[0], 0.302) * _size(node.exp, inner[1])
+    elif isinstance(node, sympy.factorial | sympy.factorial2 | sympy.gamma) and not node.free_symbols:
+        found = max(inner[0], 0.302) * _size(node.args[0], inner[0])
+    if found > LARGEST_DIGITS:
+        raise TooLarge("it is too large")
+    return found
+
+
+def _is_long(node: Any) -> bool:
+    """Whether a sum or product has more than `MOST_TERMS` terms; polynomials are summed by a formula."""
+    if isinstance(node, sympy.Sum) and node.function.is_polynomial():
+        return False
+    lengths = [high - low for _, low, high in node.limits]
+    return MOST_TERMS < math.prod(float(n) + 1 for n in lengths if n.is_number) < math.inf
+
+
+def _size(node: Any, digits: float) -> float:
+    """The absolute value of a number with `digits` digits, at least 1. Raises Unreadable above 7 digits."""
+    if digits > 7:
+        raise TooLarge("it is too large")
+    return max(1.0, float(abs(node.evalf(5))))
