@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from grpocli.config.parts import part, require
 from grpocli.rewards.final_answer import answer_expression
-from grpocli.rewards.math_text import plain_equal
+from grpocli.rewards.math_text import plain_equal, plain_number
 from grpocli.rewards.reward import Correctness, Failure, Forfeit, Sample, Score, answer_of
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
 
@@ -61,9 +61,16 @@ class Math(Correctness):
     def votes(self, samples: Sequence[Sample]) -> list[str]:
         """The answers; answers of equal value get the same text, so that 0.5 and \\frac{1}{2} are one answer."""
         texts = [self.vote(sample) for sample in samples]
+        distinct = list(dict.fromkeys(texts))
+        others = [text for text in distinct if plain_number(text) is None]
+        parsed = self._pool().map([["equal", text, None] for text in others])
+        readable = set(distinct) - {t for t, score in zip(others, parsed, strict=True) if isinstance(score, Failure)}
         votes: dict[str, str] = {}
-        for text in dict.fromkeys(texts):
-            known = list(dict.fromkeys(votes.values()))
+        for text in distinct:
+            if text not in readable:  # empty, or not read in time: equal only to itself
+                votes[text] = text
+                continue
+            known = [one for one in dict.fromkeys(votes.values()) if one in readable]
             votes[text] = next((one for one, same in zip(known, self._same(text, known), strict=True) if same), text)
         return [votes[text] for text in texts]
 

@@ -87,11 +87,12 @@ def test_math_compares_values(math: Math, sample, text: str, answer: object, sco
     assert math([sample(text, answer=answer)]) == [score]
 
 
-def test_an_unreadable_or_missing_reference_is_a_failure(math: Math, sample) -> None:
-    good, unreadable, missing = math([sample("1", answer="1"), sample("1", answer="???"), sample("1")])
-    assert good == 1.0
-    assert isinstance(unreadable, Failure)
-    assert "'???'" in unreadable.reason
+def test_an_empty_or_missing_reference_is_a_failure(math: Math, sample) -> None:
+    answers = [{"answer": "1"}, {"answer": "\\boxed{}"}, {}, {"answer": "no solution"}, {"answer": "???"}]
+    good, empty, missing, text, marks = math([sample("1", **answer) for answer in answers])
+    assert (good, text, marks) == (1.0, 0.0, 0.0)  # a text that is no mathematics is no failure of the data
+    assert isinstance(empty, Failure)
+    assert "boxed" in empty.reason
     assert isinstance(missing, Failure)
     assert "'answer'" in missing.reason
 
@@ -99,11 +100,13 @@ def test_an_unreadable_or_missing_reference_is_a_failure(math: Math, sample) -> 
 def test_math_scores_right_and_wrong_and_keeps_failures(sample) -> None:
     reward = Math(workers=1, timeout=20, right=2, wrong=-1)
     try:
-        right, wrong, unreadable = reward([sample("1", answer="1"), sample("2", answer="1"), sample("1", answer="???")])
+        right, wrong, empty = reward(
+            [sample(text, answer=a) for text, a in (("1", "1"), ("2", "1"), ("1", "\\boxed{}"))]
+        )
     finally:
         reward.close()
     assert (right, wrong) == (2.0, -1.0)
-    assert isinstance(unreadable, Failure)
+    assert isinstance(empty, Failure)
 
 
 def test_the_answer_of_a_whole_solution_is_in_its_box(math: Math, sample) -> None:
