@@ -90,9 +90,9 @@ release-check: build ## install the wheel in an empty environment and run it (TA
 conf: setup ## write a commented YAML for every choice into conf/, from the dataclasses
 	$(BIN)/python -m grpocli.launch.conf_files
 
-docs: setup ## write docs/algorithms.md, docs/keys.md, docs/from-trl.md, docs/peers.md and the table of docs/models.md
+docs: setup ## write docs/algorithms.md, docs/from-trl.md, docs/peers.md and the table of docs/models.md
 	$(BIN)/python -m grpocli.cli.algorithms_page docs/algorithms.md
-	$(BIN)/python -m grpocli.cli.key_pages docs
+	$(BIN)/python -m grpocli.cli.from_trl_page docs
 	PYTHONPATH=tests $(BIN)/python -m parity.peer_page docs/peers.md
 	PYTHONPATH=tests $(BIN)/python -m models.architectures docs/models.md
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LIKE_VS = ("vs", "versus", "against", "and", "with")
 EXAMPLES = """\
 It accepts the overrides of `grpocli train`. `vs` between two lists of overrides compares the two objectives. A word
-without `=` is a key or config group: its meaning, type, default, choices, readers, and its name in TRL and NeMo RL.
+without `=` is a key or config group: its meaning, type, default, choices, and its name in TRL and NeMo RL.
 
 examples
   grpocli explain algorithm=dgpo
@@ -81,14 +81,13 @@ def _refuse_keys_beside_overrides(keys: Sequence[str], words: Sequence[str]) -> 
 
 def _print_keys(words: Sequence[str], args: argparse.Namespace) -> int:
     from grpocli.explain.key_pages import as_json, markdown, text
-    from grpocli.explain.readers import readers
 
     reference = _reference()
-    shown = [(one, readers(one)) for one in map(reference.find, words)]
+    shown = [reference.find(word) for word in words]
     if args.json:
-        print(json.dumps([as_json(*one) for one in shown], indent=2, ensure_ascii=False))
+        print(json.dumps([as_json(one) for one in shown], indent=2, ensure_ascii=False))
     else:
-        print("\n".join((markdown if args.markdown else text)(*one) for one in shown), end="")
+        print("\n".join((markdown if args.markdown else text)(one) for one in shown), end="")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Keys and choices of TRL, NeMo RL, verl and transformers, with the equivalent overrides of grpocli.
 
-The only table of foreign names: errors of the command line, `grpocli explain KEY`, `grpocli from-trl`, docs/keys.md and
+The only table of foreign names: errors of the command line, `grpocli explain KEY`, `grpocli from-trl` and
 docs/from-trl.md read it. Tests compose every override, and compare fields and defaults of TRL with an installed TRL.
 """
 

@@ -26,6 +26,4 @@ MACHINE = (
     MachineCheck("network", "loopback", surroundings.ports),
     MachineCheck("network", "SLURM", surroundings.slurm, surroundings.SLURM_SECONDS + 2),
     MachineCheck("environment", "text", surroundings.locale, 10.0),
-    MachineCheck("environment", "clock", surroundings.clock),
-    MachineCheck("environment", "variables", surroundings.variables, 15.0),
 )

@@ -1,37 +1,25 @@
-"""Checks of the hub, of ports, of SLURM, of the locale and of environment variables."""
+"""Checks of the hub, of ports, of SLURM and of the locale."""
 
 from __future__ import annotations
 
-import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.doctor.checkup import Finding, not_needed, ok, problem, warning
-from grpocli.doctor.devices import nvidia_gpus
 from grpocli.doctor.machine import MISSING
 from grpocli.doctor.needs import LEAST_DISK
-from grpocli.doctor.resources import room, usable_cores
-from grpocli.version import PACKAGE
+from grpocli.doctor.resources import room
 
 if TYPE_CHECKING:
     from grpocli.doctor.machine import Machine
     from grpocli.doctor.needs import Needs
 
 HUB = "https://huggingface.co"
-FORMS = {
-    "OMP_NUM_THREADS": (r"[1-9]\d*(,[1-9]\d*)*", "a number of threads"),
-    "PYTORCH_CUDA_ALLOC_CONF": (r"(\w+:.+)?", "NAME:VALUE,..., such as expandable_segments:True"),
-    "PYTORCH_ALLOC_CONF": (r"(\w+:.+)?", "NAME:VALUE,..., such as expandable_segments:True"),
-    "MASTER_PORT": (r"[1-9]\d{0,4}", "the number of a port"),
-}
-"""{variable: (pattern of its values, what they are)}."""
-DAY = 86400.0
 SLURM_SECONDS = 10.0
 ENCODINGS = "import json,locale,sys; print(json.dumps({'e': [locale.getpreferredencoding(), sys.stdout.encoding]}))"
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def hub(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -154,67 +142,3 @@ def locale(machine: Machine, needs: Needs) -> Iterator[Finding]:
     else:
         shown = " and ".join(dict.fromkeys(found)) or ended.last_error
         yield warning("text", f"is {shown}, not UTF-8; prompts in other scripts may not print", "export LC_ALL=C.UTF-8")
-
-
-def clock(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Whether the clock is after the installation of grpocli; certificates fail with a clock that is wrong."""
-    behind = (PACKAGE / "version.py").stat().st_mtime - machine.now()
-    if behind > DAY:
-        detail = f"is {behind / DAY:,.0f} days before grpocli was installed, so certificates seem invalid"
-        yield warning("clock", detail, "set it: timedatectl set-ntp true")
-    else:
-        yield ok("clock", "after the installation of grpocli")
-
-
-def variables(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Environment variables that slow a run down or break it."""
-    found = list(_variables(machine))
-    yield from found
-    if not found:
-        yield ok("variables", "none that disturbs a run")
-
-
-def _variables(machine: Machine) -> Iterator[Finding]:
-    environ = machine.environ
-    threads, cores = environ.get("OMP_NUM_THREADS", ""), usable_cores(machine)
-    if threads.isdigit() and cores and int(threads) > cores:
-        detail = f"is {threads}, and this process may use {cores:g} cores"
-        yield warning("OMP_NUM_THREADS", detail, "unset OMP_NUM_THREADS")
-    yield from _unreadable(environ)
-    shown, present = environ.get("CUDA_VISIBLE_DEVICES"), len(nvidia_gpus(machine)[0])
-    if shown == "" and present:
-        yield warning("CUDA_VISIBLE_DEVICES", "is empty, which hides all GPUs", "unset CUDA_VISIBLE_DEVICES")
-    absent = [word for word in (shown or "").split(",") if word.strip().isdecimal() and int(word[-9:]) >= present]
-    if present and absent:
-        detail = f"names GPU {absent[0].strip()}, and this machine has 0 to {present - 1}"
-        yield warning(
-            "CUDA_VISIBLE_DEVICES", f"{detail}; CUDA hides it and those after it", "unset CUDA_VISIBLE_DEVICES"
-        )
-    if _proxied(machine):
-        detail = "set without NO_PROXY: a judge or vLLM server on this machine may be asked through the proxy"
-        yield warning("proxy", detail, "export NO_PROXY=localhost,127.0.0.1")
-    if preloaded := environ.get("LD_PRELOAD", "").replace(":", " ").split():
-        missing = [name for name in preloaded if "/" in name and not Path(name).exists()]
-        detail = f"names {missing[0]}, which does not exist" if missing else f"loads {' '.join(preloaded)} everywhere"
-        yield warning("LD_PRELOAD", detail, "unset LD_PRELOAD unless it is meant")
-    if environ.get("PYTHONHOME"):
-        yield warning("PYTHONHOME", "is set, which breaks virtual environments", "unset PYTHONHOME")
-    if environ.get("PYTHONDONTWRITEBYTECODE"):
-        detail = "is set: each process compiles torch, transformers and vLLM again unless they are compiled"
-        yield warning("PYTHONDONTWRITEBYTECODE", detail, "unset PYTHONDONTWRITEBYTECODE")
-
-
-def _unreadable(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables whose value their readers cannot read."""
-    for name, (pattern, wanted) in FORMS.items():
-        value = environ.get(name)
-        if value is not None and not re.fullmatch(pattern, value.strip()):
-            yield warning(name, f"is {value!r}, and must be {wanted}", f"unset {name}")
-
-
-def _proxied(machine: Machine) -> bool:
-    """Whether a proxy is set and loopback addresses are not excepted."""
-    environ = machine.environ
-    names = [name for one in PROXIES for name in (one, one.lower()) if environ.get(name)]
-    excepted = environ.get("NO_PROXY", environ.get("no_proxy", ""))
-    return bool(names) and not any(host in excepted for host in ("127.0.0.1", "localhost", "*"))

@@ -20,12 +20,12 @@ LISTED = 8
 Rows = list[tuple[str, str]]
 
 
-def rows(shown: KeyReference | GroupReference, readers: Sequence[str] = ()) -> Rows:
+def rows(shown: KeyReference | GroupReference) -> Rows:
     """(label, text) of everything known about a key or group, in the order to print."""
-    return _key_rows(shown, readers) if isinstance(shown, KeyReference) else _group_rows(shown)
+    return _key_rows(shown) if isinstance(shown, KeyReference) else _group_rows(shown)
 
 
-def _key_rows(key: KeyReference, readers: Sequence[str]) -> Rows:
+def _key_rows(key: KeyReference) -> Rows:
     found: Rows = []
     for variant in key.variants:
         found += _variant_rows(variant, several=len(key.variants) > 1)
@@ -33,7 +33,6 @@ def _key_rows(key: KeyReference, readers: Sequence[str]) -> Rows:
     found += [
         ("class", text) for text in dict.fromkeys(one.reader for one in key.variants if one.owner is not ChoiceFiles)
     ]
-    found += [("read by", text) for text in readers]
     found += [("related", ", ".join(key.related))] if key.related else []
     return [*found, *_foreign_rows(key.foreign), ("example", key.example)]
 
@@ -88,12 +87,12 @@ def _foreign_rows(foreign: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str,
         yield trainer, ", ".join(shown)
 
 
-def text(shown: KeyReference | GroupReference, readers: Sequence[str] = ()) -> str:
+def text(shown: KeyReference | GroupReference) -> str:
     """For a terminal: the name, the meaning, and a line for each fact."""
     width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
     lines = [shown.name, *textwrap.wrap(_meaning(shown), width, initial_indent="  ", subsequent_indent="  "), ""]
     label = ""
-    for name, value in rows(shown, readers):
+    for name, value in rows(shown):
         head = "" if name == label else name
         label = name
         lines += textwrap.wrap(
@@ -107,9 +106,9 @@ def text(shown: KeyReference | GroupReference, readers: Sequence[str] = ()) -> s
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def markdown(shown: KeyReference | GroupReference, readers: Sequence[str] = ()) -> str:
+def markdown(shown: KeyReference | GroupReference) -> str:
     """A heading, the meaning and a table."""
-    return "\n".join([f"### `{shown.name}`", "", _meaning(shown), "", *table(["", ""], rows(shown, readers))])
+    return "\n".join([f"### `{shown.name}`", "", _meaning(shown), "", *table(["", ""], rows(shown))])
 
 
 def _meaning(shown: KeyReference | GroupReference) -> str:
@@ -118,7 +117,7 @@ def _meaning(shown: KeyReference | GroupReference) -> str:
     return shown.variants[0].doc if len(shown.variants) == 1 else ""
 
 
-def as_json(shown: KeyReference | GroupReference, readers: Sequence[str] = ()) -> dict[str, Any]:
+def as_json(shown: KeyReference | GroupReference) -> dict[str, Any]:
     """The same as plain values."""
     common = {"name": shown.name, "foreign": {k: list(v) for k, v in shown.foreign.items()}, "example": shown.example}
     if isinstance(shown, GroupReference):
@@ -143,6 +142,5 @@ def as_json(shown: KeyReference | GroupReference, readers: Sequence[str] = ()) -
             for one in shown.variants
         ],
         "set_by": [list(entry) for entry in shown.set_by],
-        "read_by": list(readers),
         "related": list(shown.related),
     }

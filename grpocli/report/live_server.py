@@ -1,4 +1,4 @@
-"""The server of `grpocli watch`: uvicorn on 127.0.0.1, with limits on connections and slow clients."""
+"""The server of `grpocli watch`: uvicorn on 127.0.0.1, with a limit on connections."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from starlette.types import ASGIApp
 from uvicorn import Config, Server
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from grpocli.errors import ConfigError
 from grpocli.processes.signals import handle_stops, restore
@@ -20,35 +18,8 @@ from grpocli.processes.signals import handle_stops, restore
 ADDRESS = "127.0.0.1"
 MOST_CONNECTIONS = 64
 LONGEST_HEADER = 1 << 14
-SLOW = 10.0
-"""Seconds in which a client must send a request, and take some of the answer."""
 NICE = 10
 """The run's processes come first on a busy machine."""
-
-
-class BoundedProtocol(H11Protocol):
-    """HTTP that closes connections whose client sends nothing, or does not read the answer."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.checked: Any = None
-        self.unread = 0
-        self.timer = self.loop.call_later(SLOW, self.close_if_slow)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.timer.cancel()
-        super().connection_lost(exc)
-
-    def close_if_slow(self) -> None:
-        """Close the connection if nothing happened since the last check, unless the application is still working."""
-        unread = self.transport.get_write_buffer_size()
-        working = self.cycle is not None and not self.cycle.response_started
-        idle = self.cycle is self.checked and unread >= self.unread and not working
-        if idle and (self.cycle is None or self.cycle.response_complete or unread):
-            self.transport.abort()
-            return
-        self.checked, self.unread = self.cycle, unread
-        self.timer = self.loop.call_later(SLOW, self.close_if_slow)
 
 
 class QuietServer(Server):
@@ -89,7 +60,7 @@ def serve(app: ASGIApp, server: socket.socket) -> None:
         os.nice(NICE)
     config = Config(
         app,
-        http=BoundedProtocol,
+        http="h11",
         ws="none",
         lifespan="off",
         log_config=None,

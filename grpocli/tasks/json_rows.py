@@ -9,20 +9,15 @@ import codecs
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
 
-MAX_DEPTH = 100
-"""Levels of nested lists and objects; deeper ones overflow the stack of recursive code."""
 QUOTED = 200
 """Characters of a value that an error quotes."""
-TOO_DEEP = f"lists or objects nested more than {MAX_DEPTH} deep"
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-BLANK = " \t\r\n"
-"""JSON's whitespace."""
 
 Row = dict[str, Any]
 
@@ -34,7 +29,7 @@ def read_json(file: Path, key: str) -> list[Row]:
     except UnicodeDecodeError as error:
         raise unreadable(key, file, error) from error
     if text.lstrip().startswith("["):
-        return [_object(row, file, number, key) for number, row in enumerate(_listed(text, file, key), 1)]
+        return [_object(row, file, number, key) for number, row in enumerate(_value(text, file, key), 1)]
     lines = enumerate(text.split("\n"), 1)
     return [json_row(line, file, number, key) for number, line in lines if line.strip()]
 
@@ -52,36 +47,7 @@ def dotted(row: Row, prefix: str = "") -> Row:
 
 def json_row(text: str, file: object, line: int, key: str) -> Row:
     """The row in one line of a .jsonl file."""
-    text = text.strip(BLANK)
-    row, end = _value(text, 0, file, key, line)
-    if end < len(text):
-        raise _not_json(file, key, line, "Extra data")
-    return _object(row, file, line, key)
-
-
-def _listed(text: str, file: Path, key: str) -> Iterator[Any]:
-    """The values of a JSON list, decoded one by one, so that an error can name the line."""
-    at = _after_blanks(text, text.index("[") + 1)
-    going = text[at : at + 1] != "]"
-    while going:
-        row, at = _value(text, at, file, key)
-        yield row
-        at = _after_blanks(text, at)
-        going = text[at : at + 1] == ","
-        at = _after_blanks(text, at + 1) if going else at
-    if text[at:].strip(BLANK) != "]":
-        problem = "Extra data" if text[at : at + 1] == "]" else "Expecting ',' delimiter"
-        raise _not_json(file, key, _line(text, at), problem)
-
-
-def _after_blanks(text: str, at: int) -> int:
-    while at < len(text) and text[at] in BLANK:
-        at += 1
-    return at
-
-
-def _line(text: str, at: int) -> int:
-    return 1 + text.count("\n", 0, at)
+    return _object(_value(text, file, key, line), file, line, key)
 
 
 def _object(row: Any, file: object, number: int, key: str) -> Row:
@@ -90,55 +56,23 @@ def _object(row: Any, file: object, number: int, key: str) -> Row:
     return row
 
 
-def _value(text: str, at: int, file: object, key: str, line: int = 0) -> tuple[Any, int]:
-    """The JSON value at an offset of the text, and its end. line: the line of the offset; 0: found by counting.
+def _value(text: str, file: object, key: str, line: int = 0) -> Any:
+    """The value of a JSON text. line: that of the text; 0: it is the whole file.
 
-    Raises ConfigError for text that is not JSON, and for JSON that is ambiguous or unusable.
+    Raises ConfigError for text that is not JSON, or that has half of a character, which can be neither written to a
+    file nor tokenised.
     """
     try:
-        value, end = DECODER.raw_decode(text, at)
-        if SURROGATE.search(text, at, end) or text.count("[", at, end) + text.count("{", at, end) > MAX_DEPTH:
-            _check_values(value)
+        value = json.loads(text)
+        if not SURROGATE.search(text) or encodable(json.dumps(value, ensure_ascii=False)):
+            return value
+        where, problem = line, "it has a lone surrogate, half of a character"
     except json.JSONDecodeError as error:
-        raise _not_json(file, key, line or error.lineno, error.msg) from error
-    except (ValueError, RecursionError) as error:
-        problem = TOO_DEEP if isinstance(error, RecursionError) else str(error)
-        if "set_int_max_str_digits" in problem:
-            problem = "an integer with thousands of digits"
-        where = f"cannot be read: line {line or _line(text, at)} has"
-        raise ConfigError(f"{where} {problem}; repair or remove it", key=key, value=file) from error
-    return value, end
-
-
-def _not_json(file: object, key: str, line: int, problem: str) -> ConfigError:
-    return ConfigError(f"cannot be read: line {line} is not JSON ({problem}); repair or remove it", key=key, value=file)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> Row:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        raise ValueError(f"two values for {repeated([name for name, _ in pairs])!r}")
-    return row
-
-
-DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
-
-
-def _check_values(value: Any) -> None:
-    """Raise ValueError for text with a lone surrogate and for values nested too deep. Does not recurse."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        for text in level:
-            if isinstance(text, str) and not encodable(text):
-                raise ValueError(f"a lone surrogate, half of a character, in {text[:40]!r}")
-        level = [
-            one
-            for node in level
-            for one in ([*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list) else ())
-        ]
-        if not level:
-            return
-    raise ValueError(TOO_DEEP)
+        where, problem = line or error.lineno, error.msg
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; lists nested too deep
+        where, problem = line, str(error)
+    place = f"line {where}" if where else "it"
+    raise ConfigError(f"cannot be read: {place} is not JSON ({problem}); repair or remove it", key=key, value=file)
 
 
 def encodable(text: str) -> bool:

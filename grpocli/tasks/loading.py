@@ -126,36 +126,20 @@ def kind_of(files: Sequence[DataFile], path: str | Path, key: str) -> str:
 
 
 def _check_headers(files: Sequence[DataFile], key: str) -> None:
-    """Raise ConfigError for a .csv with a bad header, or with other columns than the files before it."""
+    """Raise ConfigError for a .csv that names a column twice, or has other columns than the files before it."""
     first: set[str] = set()
     for file in files:
-        _check_header(file, key)
         try:
-            found = set(_header(file))
-        except (UnicodeDecodeError, csv.Error) as error:
+            names = _header(file)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise unreadable(key, file, error) from error
-        if found and first and found != first:
-            differing = ", ".join(sorted(map(repr, found ^ first))[:5])
+        if (name := repeated([name for name in names if name])) is not None:
+            raise ConfigError(f"line 1 has two columns called {name!r}; rename or remove one", key=key, value=file)
+        if names and first and set(names) != first:
+            differing = ", ".join(sorted(map(repr, set(names) ^ first))[:5])
             problem = f"its columns are not those of {files[0].name}: they differ in {differing}"
             raise ConfigError(problem, key=key, value=file)
-        first = first or found
-
-
-def _check_header(file: DataFile, key: str) -> None:
-    """Raise ConfigError for a header that is not separated by commas, names a column twice, or cannot be read."""
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            header = lines.readline()
-            names = {one: next(csv.reader([header], delimiter=one), []) for one in (",", ";", "\t", "|")}
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise unreadable(key, file, error) from error
-    used = max(names, key=lambda one: len(names[one]))
-    if len(names[","]) == 1 and used != ",":
-        convert = f"import pandas; pandas.read_csv({str(file)!r}, sep={used!r}).to_csv('commas.csv', index=False)"
-        problem = f"its columns are separated by {used!r}, and have to be by commas"
-        raise ConfigError(f'{problem}; convert it with python -c "{convert}"', key=key, value=file)
-    if (name := repeated([name for name in names[","] if name])) is not None:
-        raise ConfigError(f"line 1 has two columns called {name!r}; rename or remove one", key=key, value=file)
+        first = first or set(names)
 
 
 def _local(path: Path, split: str, key: str) -> Table:

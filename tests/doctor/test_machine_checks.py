@@ -27,7 +27,7 @@ def test_a_whole_machine_has_no_warning(tmp_path: Path) -> None:
     own = Package("grpocli", "0.1.0", ("torch>=2.11,<2.15",))
     healthy = machine(tmp_path, packages=[own, Package("torch", "2.13.0")])
     checks = (software.packages, devices.torch, resources.cores, resources.memory, resources.shared_memory)
-    more = (resources.limits, resources.disk, surroundings.hub, surroundings.clock, surroundings.variables)
+    more = (resources.limits, resources.disk, surroundings.hub)
     found = [one for check in (*checks, *more) for one in check(healthy, DEFAULT)]
     assert [one for one in found if one.status not in ("ok", "-")] == []
 
@@ -302,33 +302,6 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     assert [one.status for one in surroundings.locale(machine(tmp_path), DEFAULT)] == ["ok"]
 
 
-def test_a_clock_that_is_wrong(tmp_path: Path) -> None:
-    (found,) = surroundings.clock(machine(tmp_path, now=lambda: 0.0), DEFAULT)
-    assert found.status == "warning"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("OMP_NUM_THREADS", "64"),
-        ("LD_PRELOAD", "/no/such.so"),
-        ("PYTHONHOME", "/usr"),
-        ("PYTHONDONTWRITEBYTECODE", "1"),
-    ],
-)
-def test_variables_that_disturb_a_run(tmp_path: Path, name: str, value: str) -> None:
-    (found,) = surroundings.variables(machine(tmp_path, environ={name: value}), DEFAULT)
-    assert (found.name, found.status) == (name, "warning")
-
-
-def test_a_proxy_for_this_machine(tmp_path: Path) -> None:
-    proxy = {"https_proxy": "http://proxy:3128"}
-    (found,) = surroundings.variables(machine(tmp_path, environ=proxy), DEFAULT)
-    assert found.advice == "export NO_PROXY=localhost,127.0.0.1"
-    excepted = {**proxy, "no_proxy": "localhost"}
-    assert [one.status for one in surroundings.variables(machine(tmp_path, environ=excepted), DEFAULT)] == ["ok"]
-
-
 def test_a_check_that_hangs_or_fails_is_a_warning_with_its_name(tmp_path: Path) -> None:
     forever = threading.Event()
 
@@ -403,29 +376,6 @@ def test_a_proxy_that_is_no_url_is_named_without_its_password(monkeypatch: pytes
         reason = reach("https://huggingface.co")
         assert reason.startswith("not a valid address: ")
         assert "secret" not in reason
-
-
-@pytest.mark.parametrize(
-    ("name", "bad", "good"),
-    [
-        ("OMP_NUM_THREADS", ("abc", "0", ""), ("1", "1,2")),
-        ("PYTORCH_CUDA_ALLOC_CONF", ("zzz",), ("", "expandable_segments:True")),
-        ("MASTER_PORT", ("x", "-1"), ("29500",)),
-    ],
-)
-def test_variables_that_cannot_be_read(name: str, bad: tuple[str, ...], good: tuple[str, ...], tmp_path: Path) -> None:
-    for value in (*bad, *good):
-        found = by_name(surroundings.variables(machine(tmp_path, environ={name: value}), Needs()))
-        assert (name in found) == (value in bad), value
-        assert all(one.advice == f"unset {name}" for one in found.values() if one.status == "warning")
-
-
-def test_a_hidden_gpu_that_is_absent_is_named(tmp_path: Path) -> None:
-    line = "0, H100, 580.1, 81559, 10, 9.0, GPU-1\n"
-    answers = {"query-gpu": Ended(0, line), "query-compute-apps": Ended(0)}
-    here = machine(tmp_path, answers=answers, environ={"CUDA_VISIBLE_DEVICES": "0,99"})
-    found = by_name(surroundings.variables(here, Needs()))["CUDA_VISIBLE_DEVICES"]
-    assert (found.status, found.detail.startswith("names GPU 99, and this machine has 0 to 0")) == ("warning", True)
 
 
 def test_a_narrow_terminal_shows_details_and_advice() -> None:

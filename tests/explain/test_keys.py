@@ -12,7 +12,6 @@ from grpocli.config.build import flat_keys
 from grpocli.errors import ConfigError
 from grpocli.explain.foreign import find
 from grpocli.explain.keys import GroupReference, KeyReference, ReferenceIndex
-from grpocli.explain.readers import places
 from grpocli.launch.compose import build_run, compose, register_parts
 from grpocli.launch.hydra_sources import conf_dir
 
@@ -75,14 +74,6 @@ def test_allowed_values_and_units_come_from_the_class(reference: ReferenceIndex)
     assert key(reference, "hardware.timeout").variants[0].unit == "seconds"
     assert key(reference, "train.micro_batch_tokens").variants[0].unit == "tokens"
     assert key(reference, "rollout.top_p").variants[0].unit == ""
-
-
-def test_the_readers_are_functions_that_read_the_key(reference: ReferenceIndex) -> None:
-    read = {(place.path, place.function) for place in places(key(reference, "train.minibatches"))}
-    assert ("grpocli/training/update.py", "Updater.update") in read
-    for place in places(key(reference, "algorithm.objective.high")):
-        line = Path(conf_dir()).parent.joinpath(place.path).read_text().splitlines()[place.line - 1]
-        assert ".high" in line
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -107,14 +106,6 @@ def test_raw_requests_are_refused(watch: Watch, request_: bytes, status: int) ->
 @pytest.mark.processes
 def test_a_header_without_an_end_is_refused(watch: Watch) -> None:
     assert watch.raw(b"GET / HTTP/1.1\r\nX: " + b"x" * 20_000).startswith(b"HTTP/1.1 400 ")
-
-
-@pytest.mark.processes
-def test_a_client_that_sends_nothing_is_disconnected(watch: Watch) -> None:
-    with socket.create_connection(("127.0.0.1", watch.port), timeout=120) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\nHo")
-        with suppress(ConnectionResetError):
-            assert connection.recv(100) == b""
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""Write docs/keys.md and docs/from-trl.md: `python -m grpocli.cli.key_pages DOCS`."""
+"""Write docs/from-trl.md: `python -m grpocli.cli.from_trl_page DOCS`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ from grpocli.config import foreign_names
 from grpocli.config.foreign_names import UNSTATED, Equivalent
 from grpocli.explain.choice_files import spelled
 from grpocli.explain.foreign import TABLES, of
-from grpocli.explain.keys import KeyReference, ReferenceIndex
+from grpocli.explain.keys import ReferenceIndex
 from grpocli.explain.render import table
 from grpocli.files import write_atomic
 from grpocli.launch.compose import register_parts
 from grpocli.launch.hydra_sources import conf_dir
 
-KEYS = """\
-# Keys
-
-`make docs` writes this page from the code. `grpocli explain KEY` prints the same for one key, with its type, its
-choices and the functions that read it. A key with several defaults has one for each of the named choices.
-"""
 FROM_TRL = """\
 # From TRL and NeMo RL
 
@@ -115,35 +109,8 @@ SECTIONS = {
 }
 
 
-def keys_page(reference: ReferenceIndex) -> str:
-    """docs/keys.md: every key in a table of its group."""
-    groups: dict[str, list[KeyReference]] = {}
-    for name, key in sorted(reference.keys.items()):
-        groups.setdefault(_section(name), []).append(key)
-    pieces = [KEYS, "\n".join(f"- [{name}](#{_anchor(name)})" for name in groups) + "\n"]
-    pieces += [f"## {name}\n\n" + "\n".join(_key_table(keys)) for name, keys in groups.items()]
-    return "\n".join(piece.rstrip() + "\n" for piece in pieces)
-
-
-def _section(name: str) -> str:
-    """The heading of a key: `train`, `algorithm.kl`, `reward.math`; `run` for keys without a group."""
-    head = name.rpartition(".")[0]
-    return head or "run"
-
-
 def _anchor(name: str) -> str:
     return name.lower().replace(".", "").replace(" ", "-")
-
-
-def _key_table(keys: list[KeyReference]) -> Iterator[str]:
-    rows = []
-    for key in keys:
-        for one in key.variants:
-            choices = f" ({', '.join(one.choices)})" if len(key.variants) > 1 and one.choices else ""
-            names = [", ".join(f"`{name}`" for name in key.foreign.get(trainer, ())) for trainer in ("TRL", "NeMo RL")]
-            shown = f"`{one.default}`" if one.default else "required"
-            rows.append([f"`{key.name}`", f"{shown}{choices}", one.doc, *names])
-    yield from table(["key", "default", "meaning", "TRL", "NeMo RL"], rows)
 
 
 def from_trl_page(reference: ReferenceIndex) -> str:
@@ -171,10 +138,9 @@ def _foreign_table(trainer: str, names: Mapping[str, Equivalent], reference: Ref
 
 
 def main(argv: list[str]) -> int:
-    """Write the pages into a folder."""
+    """Write the page into a folder."""
     register_parts()
     reference = ReferenceIndex(Path(conf_dir()))
-    write_atomic(Path(argv[0]) / "keys.md", keys_page(reference))
     write_atomic(Path(argv[0]) / "from-trl.md", from_trl_page(reference))
     return 0
 

@@ -1,4 +1,4 @@
-"""docs/keys.md and docs/from-trl.md are up to date, and name everything."""
+"""docs/from-trl.md is up to date, and names everything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.cli.key_pages import from_trl_page, keys_page
+from grpocli.cli.from_trl_page import from_trl_page
 from grpocli.config.foreign_names import GRPO_CONFIG, NEMO_RL
 from grpocli.explain.keys import ReferenceIndex
 from grpocli.launch.compose import register_parts
@@ -19,12 +19,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 def reference() -> ReferenceIndex:
     register_parts()
     return ReferenceIndex(Path(conf_dir()))
-
-
-def test_the_page_of_keys_is_current(reference: ReferenceIndex) -> None:
-    page = keys_page(reference)
-    assert page == (DOCS / "keys.md").read_text(), "run make docs"
-    assert all(f"| `{name}` |" in page for name in reference.keys)
 
 
 def test_the_page_of_foreign_names_is_current(reference: ReferenceIndex) -> None:
