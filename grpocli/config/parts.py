@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from string import Formatter
 from typing import Annotated, Any, ClassVar, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
@@ -260,14 +260,11 @@ def template_fields(template: str, key: str = "task.prompt_template") -> list[st
         ) from error
 
 
-class _ByColumn(Formatter):
+class ByColumn(Formatter):
+    """Fills templates in whose fields a dot is a part of the column's name."""
+
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         return kwargs[field_name], field_name
-
-
-def fill_template(template: str, values: Mapping[str, Any]) -> str:
-    """The template with the values of its fields, whose names may have dots. Raises ValueError as `str.format` does."""
-    return _ByColumn().vformat(template, (), values)
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

@@ -37,15 +37,7 @@ UNKNOWN = "unknown"
 """The name in answers to malformed calls. What the model wrote is never part of a rendered message."""
 NO_CALLS_LEFT = "error: no more calls are allowed; answer now"
 
-KIND_OF = {
-    dict: "object",
-    list: "array",
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    type(None): "null",
-}
+KINDS = {dict: "object", list: "array", str: "string", int: "integer", float: "number", bool: "boolean"}
 """JSON Schema's names."""
 Schema = dict[str, Any]
 """A tool as chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -88,11 +80,15 @@ def calls_in(turn: Message) -> list[dict[str, Any]]:
     return [{**empty, **call.get("function", {}), **rest} for call, rest in zip(written, more, strict=True)]
 
 
-def refusal(call: Mapping[str, Any], names: Collection[str]) -> str:
-    """Why a call is not run, for the model; empty if it can be. names: the tools."""
+def refusal(call: Mapping[str, Any], names: Collection[str], schemas: Sequence[Schema] = ()) -> str:
+    """Why a call is not run, for the model; empty if it can be. names: the tools; schemas: of their type hints."""
     if "malformed" in call:
         return f"error: the call cannot be read: {call['malformed']}"
-    return "" if call["name"] in names else f"error: there is no such tool; there are {', '.join(names)}"
+    if call["name"] not in names:
+        return f"error: there is no such tool; there are {', '.join(names)}"
+    (known,) = [one["function"]["parameters"]["properties"] for one in schemas if name_of(one) == call["name"]] or [{}]
+    unfit = [name for name, value in call["arguments"].items() if not _fits(value, known.get(name, {}))]
+    return f"error: the argument {unfit[0]} has to fit {json.dumps(known[unfit[0]])}" if unfit else ""
 
 
 def read_arguments(given: Any) -> Any:
@@ -102,29 +98,17 @@ def read_arguments(given: Any) -> Any:
     return {} if given is None else given
 
 
-def misfit(call: Mapping[str, Any], tools: Sequence[Schema]) -> str:
-    """Why the arguments of a call do not fit the function's type hints, for the model; empty if they do."""
-    known = next(tool["function"]["parameters"]["properties"] for tool in tools if name_of(tool) == call["name"])
-    for name, value in call["arguments"].items():
-        if not _fits(value, wanted := known.get(name, {})):
-            wanted = {key: value for key, value in wanted.items() if key != "description"}
-            return f"error: the argument {name} has to fit {json.dumps(wanted)}"
-    return ""
-
-
 def _fits(value: Any, schema: Schema) -> bool:
     """Whether a JSON value fits the schema that transformers makes of a type hint."""
-    if value is None and schema.get("nullable"):
-        return True
-    kinds = schema.get("type", KIND_OF[type(value)])
-    if KIND_OF[type(value)] not in kinds and not (type(value) is int and "number" in kinds):
+    kinds = schema.get("type", "")
+    if value is None:
+        return schema.get("nullable", False) or not kinds or "null" in kinds
+    if kinds and KINDS[type(value)] not in kinds and not (type(value) is int and "number" in kinds):
         return False
     inside = schema.get("additionalProperties" if isinstance(value, dict) else "items")
     if isinstance(value, list | dict) and isinstance(inside, dict):
-        parts = value.values() if isinstance(value, dict) else value
-        return all(_fits(part, inside) for part in parts)
-    choices = schema.get("anyOf")
-    return value in schema.get("enum", [value]) and (not choices or any(_fits(value, one) for one in choices))
+        return all(_fits(part, inside) for part in (value.values() if isinstance(value, dict) else value))
+    return value in schema.get("enum", [value])
 
 
 def answer_to(call: Mapping[str, Any], names: Collection[str], content: Any, failed: bool) -> Message:

@@ -252,17 +252,14 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(part: Any, path: str) -> None:
-    """Raise ConfigError if the tokenizer has a token without a row in the embedding of the model at `path`.
-
-    Gemma 3's smaller models have such a one for images, which no text contains.
-    """
+    """Raise ConfigError if the tokenizer has a token without a row in the embedding of the model at `path`."""
+    # the small models of Gemma 3 have no row for images
     tokenizer, rows = load_tokenizer(part, path), load_config(part, path).get_text_config().vocab_size
     ids = {
         number for token, number in tokenizer.get_vocab().items() if token != getattr(tokenizer, "image_token", None)
     }
     if (tokens := max(ids) + 1) > rows:
-        first = tokenizer.convert_ids_to_tokens(min(number for number in ids if number >= rows))
-        problem = f"its tokenizer has {tokens:,} tokens, and the model has rows for {rows:,}: {first!r} has none"
+        problem = f"its tokenizer has {tokens:,} tokens, and its embedding {rows:,} rows"
         hint = "save the model after model.resize_token_embeddings, or give the model's own tokenizer"
         raise ConfigError(problem, key="model.path", value=path, hint=hint)
 

@@ -223,18 +223,14 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
 
     config = copy(model.peft_config[ADAPTER])
     config.inference_mode = True
-    config.target_modules = _in_order(config.target_modules)
+    if not isinstance(config.target_modules, str):
+        config.target_modules = sorted(config.target_modules)  # so that the same run writes the same file
     config.save_pretrained(str(folder))
 
 
 def adapter_tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """The tensors of the updates (not copies), under their names in an adapter file."""
     return [(PREFIX + name, tensor) for name, tensor in _adapter(model).items()]
-
-
-def _in_order(target_modules: Any) -> Any:
-    """Sorted names, so that the same run writes the same file."""
-    return target_modules if isinstance(target_modules, str) else sorted(target_modules)
 
 
 def load_adapter(model: PreTrainedModel, lora: Lora, folder: Path) -> None:

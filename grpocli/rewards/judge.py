@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import Escaped, check_regex, fill_template, nearest, part, require, template_fields
+from grpocli.config.parts import ByColumn, Escaped, check_regex, nearest, part, require, template_fields
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 
@@ -136,7 +136,7 @@ class Judge(BaseReward):
         values = {name: sample.columns.get(name) for name in self.fields}
         values |= {"prompt": _text(sample.prompt), "completion": _text(sample.completion)}
         try:
-            question = {"role": "user", "content": fill_template(self.prompt, values)}
+            question = {"role": "user", "content": ByColumn().format(self.prompt, **values)}
         except Exception as error:  # noqa: BLE001 - one sample's error must not fail the others
             return Failure(f"no judgement: {type(error).__name__}: {error}")
         return [question] if self.system is None else [{"role": "system", "content": self.system}, question]

@@ -11,16 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.environment import TOOLS, WORKER
-from grpocli.environments.tools import (
-    NO_CALLS_LEFT,
-    UNKNOWN,
-    answer_to,
-    calls_in,
-    misfit,
-    name_of,
-    refusal,
-    tools_of,
-)
+from grpocli.environments.tools import NO_CALLS_LEFT, UNKNOWN, answer_to, calls_in, name_of, refusal, tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool, default_workers, withheld
@@ -146,7 +137,7 @@ class _RunningEpisode:
         """The calls of the last turn, each with the reason why it is not run. tools: their names."""
         left, schemas = self.environment.arguments["max_calls"] - self.calls.total(), tools_of(self.environment)
         return [
-            (call, refusal(call, tools) or misfit(call, schemas) or ("" if number < left else NO_CALLS_LEFT))
+            (call, refusal(call, tools, schemas) or ("" if number < left else NO_CALLS_LEFT))
             for number, call in enumerate(calls_in(self.messages[-1]))
         ]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpocli.config.parts import fill_template, nearest, template_fields
+from grpocli.config.parts import ByColumn, nearest, template_fields
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
@@ -94,7 +94,7 @@ class PromptBuilder:
     def _fill(self, row: Row, where: str) -> str:
         assert self.prompt_template is not None
         try:
-            return fill_template(self.prompt_template, {column: row[column] for column in self.columns})
+            return ByColumn().format(self.prompt_template, **{column: row[column] for column in self.columns})
         except ValueError as error:
             raise ConfigError(
                 f"cannot be filled with {where}: {error}", key="task.prompt_template", value=repr(self.prompt_template)
@@ -164,7 +164,7 @@ class Shot:
                 raise ConfigError(problem + nearest(column, columns), key="task.shot_template", value=repr(template))
         values: dict[str, Any] = {column: example[column] for column in fields}
         try:
-            return cls(text_of(example, where), fill_template(template, values))
+            return cls(text_of(example, where), ByColumn().format(template, **values))
         except ValueError as error:
             raise ConfigError(
                 f"cannot be filled with {where}: {error}", key="task.shot_template", value=repr(template)

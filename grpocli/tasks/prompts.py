@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from grpocli.environments.environment import TOOLS_KEY
 from grpocli.environments.tools import name_of
 from grpocli.errors import ConfigError
-from grpocli.processes.deadline import within
 from grpocli.tasks.json_rows import encodable, short
 from grpocli.types import PREFIX, Message, Prompt, Text
 
@@ -28,8 +27,6 @@ WRITTEN_LIST = re.compile(
     r"""\s*(?:array\()?\[\s*\{(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)""", re.DOTALL
 )
 """Begins a list of messages that is written as text, in JSON, Python or numpy."""
-TEMPLATE_SECONDS = 30.0
-"""Time limit of a chat template, plus 0.01 s per conversation: templates come with models and may loop forever."""
 QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked below
 
 
@@ -47,7 +44,7 @@ def text_of(example: Example, where: str) -> Text:
         prompt = messages_in(prompt, where) or prompt
     if isinstance(prompt, list):
         prompt = [with_text(message) if isinstance(message, dict) else message for message in prompt]
-    if not all(encodable(text) for text in _texts(prompt)):
+    if not encodable(json.dumps(prompt, ensure_ascii=False, default=str)):
         raise ConfigError(f"{where} has a lone surrogate, half of a character, in its prompt", key="task")
     if isinstance(prompt, str) and prompt:
         return prompt
@@ -60,12 +57,6 @@ def text_of(example: Example, where: str) -> Text:
                 )
         return prompt
     raise ConfigError(f"{where} has the prompt {short(prompt)}", key="task", hint="it must be text or messages")
-
-
-def _texts(prompt: object) -> list[str]:
-    messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    return [content for content in contents if isinstance(content, str)]
 
 
 def _is_message(message: object) -> bool:
@@ -145,7 +136,9 @@ def tokenize(
     chats = [i for i, text in enumerate(texts) if not isinstance(text, str)]
     if plain and tools:
         problem = f"{where(plain[0])} is plain text, and tools need a conversation, whose chat template shows them"
-        raise ConfigError(problem, key=TOOLS_KEY, value=_names(tools), hint="make the prompts messages")
+        raise ConfigError(
+            problem, key=TOOLS_KEY, value=f"[{','.join(map(name_of, tools))}]", hint="make the prompts messages"
+        )
     if plain:
         for i, one in zip(plain, _plain_ids([str(texts[i]) for i in plain], tokenizer), strict=True):
             ids[i] = one
@@ -182,14 +175,7 @@ def _chat_ids(
             hint="choose a chat model, give model.chat_template=FILE, or make the prompts plain "
             "(format=plain of task=jsonl)",
         )
-    seconds = TEMPLATE_SECONDS + len(chats) / 100
-    try:
-        texts = within(
-            seconds, "", lambda: [rendered(chat, tokenizer, where(i), tools=tools) for i, chat in chats.items()]
-        )  # one deadline for all, since starting one per text takes longer than most templates
-    except TimeoutError as error:
-        problem = f"its chat template does not write {len(chats):,} conversations within {seconds:.0f} s"
-        raise ConfigError(problem, key="model", hint="give model.chat_template=FILE") from error
+    texts = [rendered(chat, tokenizer, where(i), tools=tools) for i, chat in chats.items()]
     unseen = [name for name in map(name_of, tools) if name not in texts[0]]
     if unseen:
         problem = f"its chat template does not show the model the tool {unseen[0]}"
@@ -198,10 +184,6 @@ def _chat_ids(
     # the template writes the special tokens itself: adding them again would double the first
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, **QUIET).input_ids
     return ids
-
-
-def _names(tools: Sequence[Schema]) -> str:
-    return f"[{','.join(map(name_of, tools))}]"
 
 
 def rendered(

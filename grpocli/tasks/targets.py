@@ -8,21 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from grpocli.config.parts import fill_template, nearest, template_fields
+from grpocli.config.parts import ByColumn, nearest, template_fields
 from grpocli.environments.environment import loaded_environment_of
 from grpocli.environments.tools import read_arguments, tools_of
 from grpocli.errors import ConfigError
-from grpocli.processes.deadline import within
 from grpocli.tasks.json_rows import encodable, short
-from grpocli.tasks.prompts import (
-    QUIET,
-    TEMPLATE_SECONDS,
-    rendered,
-    settle_last_turn,
-    text_of,
-    tokenize,
-    with_text,
-)
+from grpocli.tasks.prompts import QUIET, rendered, settle_last_turn, text_of, tokenize
 from grpocli.types import Message, Text, begun
 
 if TYPE_CHECKING:
@@ -76,8 +67,7 @@ class Targets:
             return example, self._filled(example, self.template or self.otherwise, where)
         if len(prompt) == 1:
             raise ConfigError(f"{where} has only an answer", key="task", hint="give it a prompt before the answer")
-        turn = _turn(last, where)
-        text_of({**example, "prompt": [*prompt[:-1], turn]}, where)  # the last turn has a text
+        turn: Any = text_of({**example, "prompt": [_turn(last, where)]}, where)[0]  # it has a text
         bare = {**example, "prompt": prompt[:-1]}
         if self.template is not None:
             return bare, self._filled(example, self.template, where)
@@ -96,7 +86,7 @@ class Targets:
                 raise ConfigError(problem + nearest(column, columns), key=KEY, value=repr(template))
         values: dict[str, Any] = {column: example[column] for column in fields}
         try:
-            return self._checked(fill_template(template, values), where)
+            return self._checked(ByColumn().format(template, **values), where)
         except ValueError as error:
             raise ConfigError(f"cannot be filled with {where}: {error}", key=KEY, value=repr(template)) from error
 
@@ -115,13 +105,8 @@ class Targets:
         template writes something else before it.
         """
         prompt_ids = tokenize(prompts, self.tokenizer, where, self.tools)
-        seconds = TEMPLATE_SECONDS + len(prompts) / 100
         pairs = enumerate(zip(prompts, targets, strict=True))
-        try:
-            texts = within(seconds, "", lambda: [self._texts(prompt, one, where(i)) for i, (prompt, one) in pairs])
-        except TimeoutError as error:
-            problem = f"its chat template does not write {len(prompts):,} conversations within {seconds:.0f} s"
-            raise ConfigError(problem, key="model", hint="give model.chat_template=FILE") from error
+        texts = [self._texts(prompt, one, where(i)) for i, (prompt, one) in pairs]
         whole_ids = self._whole(prompts, [whole for whole, _ in texts])
         after_ids = self.tokenizer([after for _, after in texts], add_special_tokens=False, **QUIET).input_ids
         found = zip(prompt_ids, whole_ids, after_ids, strict=True)
@@ -200,7 +185,7 @@ def settle_example(
 
 def _turn(message: Message, where: str) -> Message:
     """A turn of the model without empty parts, which some templates take for full ones."""
-    turn = {name: value for name, value in with_text(message).items() if value is not None and value != []}
+    turn = {name: value for name, value in message.items() if value is not None and value != []}
     if "tool_calls" in turn:
         calls = turn["tool_calls"]
         turn["tool_calls"] = [_call(one, where) for one in (calls if isinstance(calls, list) else [calls])]

@@ -96,8 +96,7 @@ class BaseTask:
         )
         known = [tool for tool in self.tools if ":" in tool or tool in READY]
         require(self, "tools", known == self.tools, f"name functions as FILE.py:NAME, or take {', '.join(READY)}")
-        if self.last_turn is not None:
-            one_of(self, "last_turn", ("continue", "drop"))
+        require(self, "last_turn", self.last_turn in (None, "continue", "drop"), "choose continue or drop, or null")
         begun = self.last_turn == "continue" and bool(self.tools or self.environment.name)
         require(self, "last_turn", not begun, "a task with tools or an environment begins every turn of the model")
         alone = not (self.tools and self.environment.name)

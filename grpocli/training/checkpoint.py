@@ -199,10 +199,7 @@ def save_weights(
 
 
 def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
-    """Save everything that transformers saves of a model except its weights.
-
-    The generation config is written as it is: transformers refuses one that has a temperature and does not sample.
-    """
+    """Save everything that transformers saves of a model except its weights; the generation config unchecked."""
     from transformers import GenerationConfig
 
     configured, generation = model.config.dtype, model.generation_config
@@ -218,17 +215,12 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
 
 
 def check_savable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write below `folder`, and remove again, what a run writes of its model beside the weights.
-
-    Raises ConfigError if transformers does not write it.
-    """
+    """Raise ConfigError if transformers cannot write, below `folder`, what a run saves beside the weights."""
     with tempfile.TemporaryDirectory(dir=folder) as trial:
         try:
             _save_config(model, Path(trial), None)
             tokenizer.save_pretrained(trial)
-        except OSError:
-            raise
-        except Exception as error:
+        except (ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
             problem = f"transformers could not save it: {' '.join(str(error).split())}"
             raise ConfigError(problem, key="model.path", value=model.name_or_path) from error
 

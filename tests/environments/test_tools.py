@@ -15,7 +15,7 @@ from environments.test_episodes import Alone
 from environments.tool_families import FAMILIES, Family
 
 from grpocli.environments.environment import EnvironmentConfig, environment_of
-from grpocli.environments.tools import misfit, read_arguments, schemas, tools_of
+from grpocli.environments.tools import read_arguments, refusal, schemas, tools_of
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.engine import OnGroup, ignore_group
@@ -487,4 +487,4 @@ def test_an_empty_text_and_null_are_no_arguments(given: Any) -> None:
 )
 def test_arguments_have_to_fit_the_type_hints(values: dict[str, Any], fits: bool) -> None:
     found = schemas([f"{TOOLS}:typed"])
-    assert (not misfit({"name": "typed", "arguments": values}, found)) == fits
+    assert (not refusal({"name": "typed", "arguments": values}, ["typed"], found)) == fits
