@@ -19,7 +19,7 @@ COMMANDS = {
     "dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac", "nicefrac": "\\frac", "sfrac": "\\frac", "xfrac": "\\frac",
     "dots": "\\ldots ", "cdots": "\\ldots ", "simeq": "\\approx ", "cong": "\\approx ", "doteq": "\\approx ",
     "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "ast": "*", "imath": "i", "degree": "^\\circ ", "colon": ":",
-    "lor": " or ", "vee": " or ", "land": " and ", "wedge": " and ", "euro": "€", "pounds": "£",
+    "lor": " or ", "vee": " or ", "land": " and ", "wedge": " and ", "euro": "€", "cosec": "\\csc ",
     **dict.fromkeys(("displaystyle", "therefore", "limits", "rm", "bf", "it", "left", "right", "quad", "qquad"), " "),
     **dict.fromkeys(("left.", "right.", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "bigg", "Bigg"), " "),
 }  # fmt: skip
@@ -75,7 +75,7 @@ SYSTEM = re.compile(r"\\begin\{(cases|(?:aligned|align|gathered|gather|split)\*?
 DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\[", "\\]"), ("\\(", "\\)"), ("**", "**"), ("`", "`"))
 LEAD = re.compile(
     r"^(?:(?:so|thus|therefore|hence|finally|then|exactly|precisely|only|just|about|approximately|roughly|around"
-    r"|(?:the )?ratio|we (?:get|have))[ ,:]+|(?:[a-z']+ ){0,12}(?:ans|answers?|solutions?|result|total|sum|value) ?:"
+    r"|(?:the )?ratio(?: of)?|we (?:get|have))[ ,:]+|(?:[a-z']+ ){0,12}(?:ans|answers?|solutions?|result|total|sum) ?:"
     r"|(?:[a-z']{2,} |a ){0,12}(?:is|are|equals|has|have|takes?|costs?)(?: equal to)?[ :](?!not\b))\s*(?=\S)",
     re.I,
 )
@@ -144,11 +144,6 @@ class Quantity:
     base: int | None = None
     noun: str = ""
     unit: tuple[Fraction, tuple[tuple[str, int], ...]] | None = None
-
-    @property
-    def number(self) -> Fraction | None:
-        """The value of a plain number or fraction, else None."""
-        return plain_number(self.text)
 
 
 def canonical(text: str) -> str:

@@ -22,7 +22,17 @@ from sympy import Basic, Expr, Integer, MatrixBase, Mul, Pow, Rational, Symbol, 
 from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
 
 from grpocli.rewards.final_answer import CHANGES, DIGIT
-from grpocli.rewards.math_text import THOUSANDS, Quantity, bare, canonical, encloses, plus_minus, quantity, split
+from grpocli.rewards.math_text import (
+    THOUSANDS,
+    Quantity,
+    bare,
+    canonical,
+    encloses,
+    plain_number,
+    plus_minus,
+    quantity,
+    split,
+)
 
 LARGEST_DIGITS = 10_000
 """Most digits of a number that is computed."""
@@ -43,7 +53,7 @@ HUGE = re.compile(
 )
 """Powers, roots and binomials that take the parser or sympy seconds."""
 ORDER = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-z])")
-CHOICES = re.compile(r"[A-J](?:(?:\s*,\s*|\s+and\s+|\s*)[A-J])+|[①-⑳](?:[\s,]*[①-⑳])+")
+CHOICES = re.compile(r"(?!.*([A-J]).*\1)[A-J](?:(?:\s*,\s*|\s+and\s+|\s*)[A-J])+|[①-⑳](?:[\s,]*[①-⑳])+")
 """Several choices, as AC or A, C."""
 CONDITION = re.compile(r"^(?:for )?[a-z] ?(?:\\in ?\\mathbb ?\{?[ZNQ]\b|(?:is )?(?:an? )?(?:positive )?integer)")
 """The values that a letter takes."""
@@ -109,14 +119,6 @@ def read(text: str, times: bool = True) -> Value:
     if max(accumulate((c in "([{") - (c in ")]}") for c in text), default=0) > DEEPEST:
         return Value(_key(text), Quantity(text))  # the parser's time grows exponentially
     return _list(text, times)
-
-
-def read_like(reference: Value, text: str, times: bool = True) -> Value:
-    """Read an answer; the integer in n\\pi, n\\in\\mathbb{Z} gets the reference's letter."""
-    answer = read(text, times)
-    if reference.conditions[:1] == answer.conditions[:1] or not (reference.conditions and answer.conditions):
-        return answer
-    return read(re.sub(rf"(?<![A-Za-z\\]){answer.conditions[0]}(?![A-Za-z])", reference.conditions[0], text), times)
 
 
 def _key(text: str) -> str:
@@ -205,8 +207,8 @@ def _expression(text: str, times: bool) -> Value:
     try:
         if found.base is not None:
             return Value(key, found, Integer(int(found.text, found.base)))  # ValueError: no numeral in this base
-        if (number := found.number) is not None:
-            return Value(key, found, Rational(number.numerator, number.denominator), "." in found.text)
+        if (plain := plain_number(found.text)) is not None:
+            return Value(key, found, Rational(plain), "." in found.text)
         expression = parsed(found.text)
         guard(expression)
         if isinstance(expression, MatrixBase | sympy.MatrixExpr):
@@ -262,40 +264,29 @@ def number(expression: Any) -> Any:
 
 
 def guard(expression: Any) -> None:
-    """Raise Unreadable if computing the expression takes more than `LARGEST_DIGITS` digits."""
+    """Raise TooLarge if computing takes more than `LARGEST_DIGITS` digits or `MOST_TERMS` terms."""
     if isinstance(expression, Basic):
         _digits(expression)
-        if any(_is_long(one) for one in expression.atoms(sympy.Product, sympy.Sum)):
-            raise TooLarge("its sum or product has too many terms")
+        for node in expression.atoms(sympy.Product, sympy.Sum):
+            lengths = [high - low for _, low, high in node.limits]
+            terms = math.prod(float(n) + 1 for n in lengths if n.is_number)
+            by_formula = isinstance(node, sympy.Sum) and node.function.is_polynomial()
+            if MOST_TERMS < terms < math.inf and not by_formula:
+                raise TooLarge("its sum or product has too many terms")
 
 
 def _digits(node: Any) -> float:
-    """An upper bound of the digits of a node's value. Raises Unreadable if it is above `LARGEST_DIGITS`."""
+    """An upper bound of the digits of a node's value. Raises TooLarge if it is above `LARGEST_DIGITS`."""
     inner = [_digits(one) for one in node.args if isinstance(one, Basic)]
     found = max(inner, default=0.0)
     if node.is_Rational:
         found = 0.302 * max(int(node.p).bit_length(), int(node.q).bit_length())
     elif isinstance(node, Mul):
         found = sum(inner)
-    elif isinstance(node, Pow) and not node.exp.free_symbols:
-        found = max(inner[0], 0.302) * _size(node.exp, inner[1])
-    elif isinstance(node, sympy.factorial | sympy.factorial2 | sympy.gamma) and not node.free_symbols:
-        found = max(inner[0], 0.302) * _size(node.args[0], inner[0])
+    elif isinstance(node, Pow | sympy.factorial | sympy.factorial2 | sympy.gamma) and not node.args[-1].free_symbols:
+        if inner[-1] > 7:
+            raise TooLarge("it is too large")
+        found = max(inner[0], 0.302) * max(1.0, float(abs(node.args[-1].evalf(5))))
     if found > LARGEST_DIGITS:
         raise TooLarge("it is too large")
     return found
-
-
-def _is_long(node: Any) -> bool:
-    """Whether a sum or product has more than `MOST_TERMS` terms; polynomials are summed by a formula."""
-    if isinstance(node, sympy.Sum) and node.function.is_polynomial():
-        return False
-    lengths = [high - low for _, low, high in node.limits]
-    return MOST_TERMS < math.prod(float(n) + 1 for n in lengths if n.is_number) < math.inf
-
-
-def _size(node: Any, digits: float) -> float:
-    """The absolute value of a number with `digits` digits, at least 1. Raises Unreadable above 7 digits."""
-    if digits > 7:
-        raise TooLarge("it is too large")
-    return max(1.0, float(abs(node.evalf(5))))

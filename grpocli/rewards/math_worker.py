@@ -14,8 +14,8 @@ from math_verify.grader import is_relation, sympy_expr_eq, unwrap_fcs
 from sympy import Add, Basic, Expr, Integer, Mul, Pow, Rational, Symbol, oo
 
 from grpocli.rewards.final_answer import answer_expression, choice, chosen_letter, reference_expression
-from grpocli.rewards.math_text import rounded_equal
-from grpocli.rewards.math_value import DIGITS, TIME, WORDS, Value, guard, is_number, number, parsed, read, read_like
+from grpocli.rewards.math_text import plain_number, rounded_equal
+from grpocli.rewards.math_value import DIGITS, TIME, WORDS, Value, is_number, number, parsed, read
 
 LONGEST_ANSWER = 2000
 """Most characters of an answer; four times the reference's length if that is more."""
@@ -50,7 +50,13 @@ def _right(reference: Value, answer: str, times: bool, strict: bool) -> bool:
     if len(answer) > max(LONGEST_ANSWER, 4 * len(reference.key)):
         return False
     try:
-        return _equal(reference, read_like(reference, answer, times), strict)
+        value = read(answer, times)
+        if (
+            reference.conditions and value.conditions
+        ):  # the integer in n\\pi, n\\in\\mathbb{Z} gets the reference's letter
+            letter = re.compile(rf"(?<![A-Za-z\\]){value.conditions[0]}(?![A-Za-z])")
+            value = read(letter.sub(reference.conditions[0], answer), times)
+        return _equal(reference, value, strict)
     except Exception:  # noqa: BLE001 - empty, or too large: a wrong answer
         return False
 
@@ -91,10 +97,8 @@ def _equal(a: Value, b: Value, strict: bool) -> bool:
         return (not a.sides or _names(a)) and any(
             _equal(one, other, strict) for one in a.answers for other in b.answers
         )
-    if _is_set(a) or _is_set(b):
-        ours, theirs = _set(a), _set(b)
-        if ours is not None and theirs is not None:
-            return bool(sympy_expr_eq(ours, theirs, 6, 15))
+    if (_is_set(a) or _is_set(b)) and (ours := _set(a)) is not None and (theirs := _set(b)) is not None:
+        return bool(sympy_expr_eq(ours, theirs, 6, 15))
     if a.members or b.members:
         return _members_equal(a, b, strict)
     return _expressions_equal(a, b, strict)
@@ -242,7 +246,7 @@ def _numbers_equal(a: Any, b: Any, decimal: bool) -> bool:
 def _evaluated(value: Value, reference: Value | None = None) -> bool:
     """Whether a value is fully evaluated: no sum or product of rationals, and only calls that the reference has."""
     text = value.source.text
-    if value.source.number is not None:
+    if plain_number(value.source.text) is not None:
         return True
     if not _calls(value) <= (_calls(reference) if reference else set()):
         return False
@@ -277,17 +281,12 @@ def _is_rational(node: Any) -> bool:
     """Whether it is a rational number, or an unevaluated product or integer power of rational numbers."""
     if isinstance(node, Mul):
         return all(_is_rational(one) for one in node.args)
-    if isinstance(node, Pow) and node.base.is_Rational and node.exp.is_Integer:
-        return True
-    return bool(node.is_Rational)
+    return bool(node.is_Rational or (isinstance(node, Pow) and node.base.is_Rational and node.exp.is_Integer))
 
 
 def _computes_to_rational(node: Any) -> bool:
     """Whether its value is rational, as for \\sqrt{9} and \\pi/\\pi."""
-    if _is_rational(node) or not is_number(node):
-        return _is_rational(node)
-    guard(node)
-    return bool(node.doit().is_Rational)
+    return _is_rational(node) or (is_number(node) and bool(node.doit().is_Rational))
 
 
 def _is_factor(node: Any, products: bool) -> bool:
