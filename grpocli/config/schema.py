@@ -290,6 +290,10 @@ class Run:
     """An error in a callback ends the run; false: it is logged, and the run goes on."""
     callbacks_timeout: float = 300.0
     """Seconds for a call of a callback, after which it counts as failed."""
+    name: str | None = None
+    """Name of the run in tables, pages and trackers; null: its folder."""
+    tags: list[str] = dataclasses.field(default_factory=list)
+    """Words that tables and trackers show beside the name, such as `[baseline,paper]`."""
     seed: int = 0
     """Seed of everything random, at least 0."""
     resume: str | None = None

@@ -154,7 +154,7 @@ def _run_locked(
         job = replace(job, checkpoint=point.path)
         changed, other = _record_session(config, run, run_dir, job, point, resuming)
         opening = opening_lines(run, job.engine, devices, saved_choices(run_dir.path, without_environment(config)))
-        view.start(run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
+        view.start(run.name or run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         if resuming:
             _report_checkpoint(point, view)
             _report_steps(run, point, view)

@@ -153,7 +153,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     done = load_state(job.checkpoint).step if job.checkpoint else 0
     view.resumed(done)
     config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
-    tracker = run.tracker.start(run_dir.path.name, run_dir.path, config)
+    tracker = run.tracker.start(run.name or run_dir.path.name, run_dir.path, config)
     recorder = Recorder(
         run_dir,
         view,
@@ -308,7 +308,7 @@ def _train_rank(run_dir: RunDir, rank: int, stop: StopSignal, heartbeat: Heartbe
     register_parts()
     run = build_run(OmegaConf.load(run_dir.config))  # type: ignore[arg-type]
     view = make_view() if rank == 0 else silent_view()
-    view.start(run_dir.name, [], run.train.steps)
+    view.start(run.name or run_dir.name, [], run.train.steps)
     report = partial(_report, run_dir, rank)
     with run_dir.worker_lock():
         TrainerProcess(run, TrainerJob.load(run_dir.path), run_dir, stop, view, report, heartbeat).train()

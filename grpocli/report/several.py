@@ -14,21 +14,27 @@ from grpocli.tracking.runs import GROUPS, LAST_STEPS, RunRow
 from grpocli.tracking.sessions import format_value
 from grpocli.tracking.significance import MEANS, mean_text
 
+LONGEST_LABEL = 80
+"""Characters of settings in a label; beyond them a run is called by its folder."""
 RESULTS = ("before", "accuracy", "change", "final reward", "seconds")
 
 
 def labels(rows: Sequence[RunRow]) -> list[tuple[str, str, str]]:
     """(name, label, group) of each run. The label has the settings that differ; the group has them without the seed.
 
-    Settings that follow from typed ones are in neither: `reward` with `algorithm=dapo`.
+    Settings that follow from typed ones are in neither: `reward` with `algorithm=dapo`. A run with a `name` is labelled
+    by it, and one with too many settings by its folder; a group then by its first run.
     """
     keys = _label_keys(rows) if len(rows) > 1 else []
     short = short_names(keys)
     found = []
+    groups: dict[str, str] = {}
     for name, row in zip(_names(rows), rows, strict=True):
         known = {key: _label(key, short[key], row.settings.get(key)) for key in keys}
-        group = ", ".join(text for key, text in known.items() if key != "seed")
-        found.append((name, ", ".join(known.values()) or name, group or ("all seeds" if keys else name)))
+        group = ", ".join(text for key, text in known.items() if key != "seed") or ("all seeds" if keys else name)
+        settings = ", ".join(known.values())
+        own = str(row.settings.get("name") or (settings if 0 < len(settings) <= LONGEST_LABEL else name))
+        found.append((name, own, groups.setdefault(group, group if len(group) <= LONGEST_LABEL else f"as {own}")))
     repeated = {label for _, label, _ in found if sum(label == other for _, other, _ in found) > 1}
     return [
         (name, f"{label} ({name})" if label in repeated and label != name else label, group)

@@ -19,7 +19,11 @@ from grpocli.tracking.text import clean, one_line
 
 LONGEST = 40
 """Characters of a cell."""
-IGNORED = ("resume", "tracker", "hydra")
+IGNORED = ("resume", "tracker", "hydra", "name")
+PIPE = 200
+"""The width of a table in a file or a pipe."""
+OWN_WIDTH = 24
+"""Characters of the column of runs that settings leave free."""
 FOOTER = (
     "before, accuracy: held-out accuracy at temperature 1 before and after training; "
     f"final reward: the mean over the last {LAST_STEPS} steps"
@@ -136,10 +140,11 @@ def _mean(rows: Sequence[RunRow], result: str) -> Any:
 
 
 def _short_path(row: RunRow, rows: Sequence[RunRow]) -> str:
-    """The path of a run below the folder that all runs share."""
+    """The path of a run below the folder that all runs share, after the name that its config may give it."""
     paths = [other.path.resolve() for other in rows]
     common = Path(os.path.commonpath(paths)) if len(paths) > 1 else paths[0].parent
-    return str(row.path.resolve().relative_to(common))
+    path, name = str(row.path.resolve().relative_to(common)), row.settings.get("name")
+    return f"{name} ({path})" if name else path
 
 
 def cell(value: Any) -> str:
@@ -153,22 +158,42 @@ def cell(value: Any) -> str:
 
 
 def print_terminal(tables: Sequence[RunTable]) -> None:
-    """Print tables with rich; lines are not wrapped in a file or a pipe."""
+    """Print tables with rich: results first, then the settings that fit; below them the others of each row."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
 
     from grpocli.tracking.console import CleanConsole
 
-    console = CleanConsole(width=None if sys.stdout.isatty() else 1000)
+    console = CleanConsole(width=None if sys.stdout.isatty() else PIPE)
     for table in tables:
+        columns, rest = _fitting(table, console.width)
         drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for i, column in enumerate(table.header):
+        for i in columns:
             numeric = all(isinstance(row[i], int | float | None) for row in table.body)
-            drawn.add_column(Text(one_line(column)), overflow="fold", justify="right" if numeric else "left")
+            name, side = Text(one_line(table.header[i])), "right" if numeric else "left"
+            drawn.add_column(name, overflow="fold", no_wrap=numeric, justify=side)  # type: ignore[arg-type]
         for row in table.body:
-            drawn.add_row(*[Text(cell(value)) for value in row])
+            drawn.add_row(*[Text(cell(row[i])) for i in columns])
         console.print(drawn)
+        for number, row in enumerate(table.body, 1):
+            if known := [f"{table.header[i]}={cell(row[i])}" for i in rest if row[i] not in (None, [])]:
+                own = cell(row[0]) if table.header[0] == "run" else f"row {number}"
+                console.print(Text(f"{own}: {', '.join(known)}"))
+
+
+def _fitting(table: RunTable, width: int) -> tuple[list[int], list[int]]:
+    """The columns that fit: run, results, then settings in order; and the settings that do not."""
+    cells = zip(table.header, *table.body, strict=True)
+    widths = [max(len(cell(value)) for value in column) + 3 for column in cells]  # with padding and a line
+    named = table.header[0] == "run"
+    widths[0] = min(widths[0], OWN_WIDTH) if named else widths[0]
+    first = [i for i, name in enumerate(table.header) if name in ("run", "runs", *RESULTS)]
+    settings = [i for i in range(len(table.header)) if i not in first]
+    room = width - sum(widths[i] for i in first)
+    fitting = [i for place, i in enumerate(settings) if sum(widths[j] for j in settings[: place + 1]) <= room]
+    columns = [*first, *fitting] if named or len(fitting) < len(settings) else list(range(len(widths)))
+    return columns, settings[len(fitting) :]
 
 
 def print_markdown(tables: Sequence[RunTable]) -> None:

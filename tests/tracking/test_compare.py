@@ -14,8 +14,9 @@ import pytest
 
 from grpocli.cli.compare import main
 from grpocli.errors import ConfigError
+from grpocli.report.several import labels
 from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.runs import check_run
+from grpocli.tracking.runs import check_run, find_runs
 from grpocli.tracking.sessions import Session, add_session
 
 
@@ -305,3 +306,40 @@ def test_results_that_are_not_numbers_are_shown_as_missing(
     main([str(sweep), "--sort", "accuracy", "--format", "json"])
     row = next(row for row in json.loads(capsys.readouterr().out) if row["run"] == "0")
     assert [row[name] for name in ("before", "accuracy", "change", "final reward", "seconds")] == [None] * 5
+
+
+@pytest.fixture
+def kinds(tmp_path: Path) -> Path:
+    """Runs of different kinds: each has thirty keys of its own on its command line; the first has a name."""
+    for i in range(3):
+        folder = tmp_path / f"day/{i}"
+        run(folder, f"kind{i}", i, 0.3 + i / 10)
+        config = json.loads((folder / "config.yaml").read_text())
+        own = {f"key{i}_{n}": n for n in range(30)}
+        more = {"name": "my baseline", "tags": ["paper"]} if i == 0 else {}
+        typed = [f"rollout.{key}={value}" for key, value in own.items()] + [f"{key}=x" for key in more]
+        (folder / "config.yaml").write_text(json.dumps(config | more | {"rollout": own, "overrides": typed}))
+    return tmp_path / "day"
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_runs_of_different_kinds_show_results_first_and_then_what_fits(
+    kinds: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpocli.tracking.compare.PIPE", width)
+    main([str(kinds)])
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert max(map(len, lines[:-1])) <= width
+    assert [cell in out for cell in ("0.300", "0.400", "0.500", "done", "accuracy")] == [True] * 5
+    assert "my baseline (0): " in out
+    for i in range(3):
+        assert f"algorithm=kind{i}" in out or f" kind{i} " in out
+        assert f"key{i}_29=29" in out.replace("\n", " ")
+    assert "key0_0=0" not in out.split("1: ")[-1].split("my baseline")[0]
+
+
+def test_labels_of_pages_are_names_folders_or_a_few_settings(kinds: Path) -> None:
+    rows = sorted(find_runs(kinds), key=lambda row: row.path)
+    assert [label for _, label, _ in labels(rows)] == ["my baseline", "1", "2"]
+    assert [group for _, _, group in labels(rows)] == ["as my baseline", "as 1", "as 2"]
