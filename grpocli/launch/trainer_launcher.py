@@ -16,7 +16,7 @@ from grpocli.files import write_atomic
 from grpocli.masking import masked
 from grpocli.processes.exit_reports import exit_reports, report_failure, root_cause
 from grpocli.processes.guard import alive, guarded
-from grpocli.processes.heartbeat import DONE, Heartbeat, heartbeats
+from grpocli.processes.heartbeat import DONE, JOINING, Heartbeat, heartbeats
 from grpocli.processes.signals import handle_stops
 from grpocli.tracking.metrics import read_metrics, summary_of, write_summary
 
@@ -76,6 +76,8 @@ def _wait(run_dir: Path, trainers: Guarded, stop: StopSignal, poll: float) -> No
         if stop.received and not stop_requested:
             stop_file(run_dir).touch()
             stop_requested = True
+        if stop_requested and any(beat.here and beat.stage == JOINING for beat in heartbeats(run_dir)):
+            raise KeyboardInterrupt  # there is no step to finish, and the others may never come
         if failed_at is None and (any(f.code != Stopped.exit_code for f in exit_reports(run_dir)) or _died(run_dir)):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > SETTLE:

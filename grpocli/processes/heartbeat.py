@@ -15,6 +15,8 @@ from grpocli.processes.node import file_prefix, session
 
 DONE = "done"
 """The stage of a process that ended normally."""
+JOINING = "joining"
+"""The stage of a process that waits for the others to form their group."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import Guarded, guarded
+from grpocli.processes.node import GROUP_VARIABLES
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.api_server import PRIVATE_FOLDER_VARIABLE
 from grpocli.rollout.vllm.auth import KEY_VARIABLE
@@ -44,15 +45,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 POLL = 0.2  # seconds between checks of a starting server
 LONGEST_SOCKET_FOLDER = 107 - 37  # bytes: the kernel's limit for a socket's path, less vLLM's file name
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-)
+LAUNCHER_VARIABLES = (*GROUP_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 """Set by accelerate's launcher for trainer processes; vLLM would take them for its own."""
 UNSAFE_VARIABLES = (
     "VLLM_ALLOW_INSECURE_SERIALIZATION",  # pickles over HTTP
