@@ -15,6 +15,7 @@
 # Written by grpocli 0.1.0: one run, 4 training and 1 vLLM nodes with 8 GPUs each.
 # `sbatch /shared/me/runs/qwen72b/job.sh` submits it; runs with a checkpoint continue.
 
+JOB=$SLURM_JOB_ID
 RUN_DIR=/shared/me/runs/qwen72b/0
 PYTHON=/shared/me/.venv/bin/python
 LOGS=/shared/me/runs/qwen72b
@@ -26,8 +27,6 @@ MAX_REQUEUES=10
 GRACE=120 # seconds that a part has to stop
 SRUN=()
 
-JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-JOB=${JOB:-$SLURM_JOB_ID}
 RESTARTS=${SLURM_RESTART_COUNT:-0}
 say() { echo "grpocli: job $JOB: $*"; }
 fail() { echo "grpocli: error: job $JOB: $*" >&2; exit "${CODE:-1}"; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -32,6 +33,8 @@ SETTLE = 5.0
 """Seconds after the first failure in which other processes may still report theirs."""
 GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL. Short, since the file `stop`, not SIGTERM, requests a stop after the step."""
+MISSING_AFTER = 60.0
+"""Seconds after which processes that have not begun are named."""
 POLL = 0.1
 POLL_SHARED = 1.0
 """POLL on a file system that all machines of the run poll."""
@@ -48,7 +51,7 @@ def train_in_processes(
     """
     words = command(devices.processes, run_dir.path, node)
     with guarded(words, name="trainers", env=environment(devices), grace=GRACE) as trainers:
-        _wait(run_dir.path, trainers, stop, POLL_SHARED if node else POLL)
+        _wait(run_dir.path, trainers, stop, devices.processes, node)
         if node and node.count > 1:
             _wait_for_cause(run_dir.path)
         error = _root_cause(run, run_dir.path)  # while hanging processes are still alive
@@ -69,20 +72,38 @@ def train_in_processes(
     raise error
 
 
-def _wait(run_dir: Path, trainers: Guarded, stop: StopSignal, poll: float) -> None:
-    """Wait until the processes have ended, or until SETTLE seconds after one has failed."""
-    stop_requested, failed_at = False, None
+def _wait(run_dir: Path, trainers: Guarded, stop: StopSignal, processes: int, node: Node | None) -> None:
+    """Wait until the processes have ended, or until SETTLE seconds after one has failed.
+
+    Raises KeyboardInterrupt for a signal while they wait for each other, which they do outside of Python: there is no
+    step to finish, and some may never come.
+    """
+    stop_requested, failed_at, joined, late = False, None, False, time.monotonic() + MISSING_AFTER
     while trainers.poll() is None:
         if stop.received and not stop_requested:
             stop_file(run_dir).touch()
             stop_requested = True
-        if stop_requested and any(beat.here and beat.stage == JOINING for beat in heartbeats(run_dir)):
-            raise KeyboardInterrupt  # there is no step to finish, and the others may never come
+        joined = joined or any(beat.here and beat.stage != JOINING for beat in heartbeats(run_dir))
+        if stop_requested and not joined:
+            raise KeyboardInterrupt
+        if not joined and time.monotonic() > late:
+            late = math.inf
+            print(f"waiting for {_missing(run_dir, processes, node)}", file=sys.stderr, flush=True)
         if failed_at is None and (any(f.code != Stopped.exit_code for f in exit_reports(run_dir)) or _died(run_dir)):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > SETTLE:
             return
-        time.sleep(poll)
+        time.sleep(POLL_SHARED if node else POLL)
+
+
+def _missing(run_dir: Path, processes: int, node: Node | None) -> str:
+    """The trainer processes that have not begun, and their machines."""
+    begun = {beat.rank for beat in heartbeats(run_dir)}
+    count = node.count if node else 1
+    missing = [rank for rank in range(processes * count) if rank not in begun]
+    machines = sorted({rank // processes + 1 for rank in missing})
+    where = f" (machines {', '.join(map(str, machines))} of {count})" if count > 1 else ""
+    return f"trainer processes {', '.join(map(str, missing))}{where}" if missing else "the trainer processes' group"
 
 
 def _wait_for_cause(run_dir: Path) -> None:

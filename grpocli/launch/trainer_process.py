@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from grpocli.files import FULL, QuietFileHandler
 from grpocli.launch.trainer_job import TrainerJob
 from grpocli.masking import masked
 from grpocli.processes.cpu_tuning import keep_freed_memory
-from grpocli.processes.heartbeat import JOINING, heartbeats
+from grpocli.processes.heartbeat import JOINING
 from grpocli.processes.memory import too_little
 from grpocli.tracking.callbacks import RunEnd
 from grpocli.tracking.run_dir import FORBIDDEN, RunDir
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MISSING_AFTER = 60.0
-"""Seconds after which trainer processes that have not begun are named."""
 PUSH_AFTER_STOP = 30.0
 """Seconds that a run which is stopped waits for the push of its last checkpoint: schedulers grant little time."""
 
@@ -65,8 +62,12 @@ class TrainerProcess:
         from grpocli.distributed.world import World
 
         self.view.stage("loading libraries")
-        with self._joining():
-            world = World(self.run.hardware, self.heartbeat)
+        if self.heartbeat:
+            self.view.stage("waiting for the other trainer processes")
+            self.heartbeat.enter(JOINING)  # outside Python, so the launching process ends this one on a signal
+        world = World(self.run.hardware, self.heartbeat)
+        if self.heartbeat:
+            self.heartbeat.enter("start")
         if world.device.type == "cpu":
             keep_freed_memory()
         recorder = make_recorder(self.run, self.run_dir, world, self.job, self.view)
@@ -85,31 +86,6 @@ class TrainerProcess:
             raise
         finally:
             close_all(*([trainer.close] if trainer else []), recorder.close, world.close)
-
-    @contextmanager
-    def _joining(self) -> Iterator[None]:
-        """A block that waits for the other trainer processes, and after a minute names those that have not begun."""
-        if self.heartbeat is None:
-            yield
-            return
-        self.view.stage("waiting for the other trainer processes")
-        self.heartbeat.enter(JOINING)  # outside Python, so the launching process ends this one on a signal
-        late = threading.Timer(MISSING_AFTER, self._name_missing)
-        late.daemon = True
-        late.start()
-        try:
-            yield
-        finally:
-            late.cancel()
-        self.heartbeat.enter("start")
-
-    def _name_missing(self) -> None:
-        begun = {beat.rank for beat in heartbeats(self.run_dir.path)}
-        missing = [str(rank) for rank in range(int(os.environ["WORLD_SIZE"])) if rank not in begun]
-        who = (
-            f"trainer processes {', '.join(missing)}, which have not begun" if missing else "the group of all processes"
-        )
-        self.view.warn(f"waiting for {who}, for at most hardware.timeout={self.run.hardware.timeout} s")
 
     def _started(self, trainer: Trainer, recorder: Recorder) -> None:
         """Tell the callbacks that the session starts."""

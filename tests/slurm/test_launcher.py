@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tables import table
 
+from grpocli.launch.slurm.cluster import environment
 from grpocli.launch.slurm.monitor import last_error
 from grpocli.launch.slurm.options import Options, seconds
 
@@ -244,3 +245,15 @@ def test_options_that_would_break_the_script_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{next(iter(values))}="):
             Options(**values)  # type: ignore[arg-type]
+
+
+def test_a_job_submitted_from_a_job_gets_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_PARTITION": "gpu", "WANDB_API_KEY": "k"}
+    jobs = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLURM_MEM_PER_CPU")
+    jobs += ("SLURM_CPUS_PER_TASK", "SLURMD_NODENAME", "SRUN_DEBUG", "PMI_RANK", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR")
+    for name, value in own.items() | dict.fromkeys(jobs, "7").items():
+        monkeypatch.setenv(name, value)
+    assert own.items() <= environment().items()
+    assert not set(jobs) & set(environment())
+    monkeypatch.delenv("SLURM_JOB_ID")  # a shell of a user, who chose them
+    assert {"CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK"} <= set(environment())

@@ -1,5 +1,3 @@
-JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-JOB=${JOB:-$SLURM_JOB_ID}
 RESTARTS=${SLURM_RESTART_COUNT:-0}
 say() { echo "grpocli: job $JOB: $*"; }
 fail() { echo "grpocli: error: job $JOB: $*" >&2; exit "${CODE:-1}"; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 
@@ -80,9 +81,8 @@ def states(job: str) -> dict[str, tuple[str, str]]:
 
 def ask(*command: str, fault: type[ConfigError] | type[RunError] = RunError) -> str:
     """Run a command of SLURM and return its output. Raises `fault` if it fails, RunError if it does not answer."""
-    env = {**os.environ, "LC_ALL": "C"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment())
     except subprocess.TimeoutExpired as error:
         raise RunError(f"SLURM did not answer `{command[0]}` within {TIMEOUT} s") from error
     except OSError as error:
@@ -91,3 +91,19 @@ def ask(*command: str, fault: type[ConfigError] | type[RunError] = RunError) -> 
         said = " ".join((done.stderr or done.stdout).split())
         raise fault(f"hydra/launcher=slurm: {command[0]} failed: {said or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+def environment() -> dict[str, str]:
+    """This process's environment without what SLURM set for the job that this process may be in.
+
+    sbatch passes it on: the new job would requeue the enclosing array, take its count of restarts, its memory and GPUs.
+    """
+    inside = "SLURM_JOB_ID" in os.environ
+    dropped = [name for name in os.environ if inside and OF_A_JOB.fullmatch(name)]
+    return {name: value for name, value in os.environ.items() if name not in dropped} | {"LC_ALL": "C"}
+
+
+OF_A_JOB = re.compile(
+    r"(SLURM|SLURMD|SRUN|PMI2?|PMIX)_(?!CONF$).*|MASTER_(ADDR|PORT)|(CUDA|ROCR)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL"
+)
+"""Variables that SLURM or the batch script set in a job."""

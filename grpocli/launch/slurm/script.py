@@ -114,14 +114,13 @@ class BatchScript:
         return chosen | {name.replace("_", "-"): value for name, value in o.extra.items()}
 
     def _settings(self) -> str:
-        run = shlex.quote(str(self.runs[0]))
+        run, alone = shlex.quote(str(self.runs[0])), len(self.runs) == 1
         line = '"$((SLURM_ARRAY_TASK_ID + 1))p"'
         train = ["-m", "grpocli", "train", *(["--config-dir", self.config_dir] if self.config_dir else [])]
         return "\n".join(
             [
-                f"RUN_DIR={run}"
-                if len(self.runs) == 1
-                else f"RUN_DIR=$(sed -n {line} {shlex.quote(str(self.run_list))})",
+                f"JOB={'$SLURM_JOB_ID' if alone else '${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID'}",
+                f"RUN_DIR={run}" if alone else f"RUN_DIR=$(sed -n {line} {shlex.quote(str(self.run_list))})",
                 f"PYTHON={shlex.quote(self.options.python or sys.executable)}",
                 f"LOGS={shlex.quote(str(self.folder))}",
                 f'TRAIN=("$PYTHON" {shlex.join(train)} "resume=$RUN_DIR")',
