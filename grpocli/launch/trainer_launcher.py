@@ -97,10 +97,11 @@ def _wait(run_dir: Path, trainers: Guarded, stop: StopSignal, processes: int, no
 
 
 def _missing(run_dir: Path, processes: int, node: Node | None) -> str:
-    """The trainer processes that have not begun, and their machines."""
+    """The trainer processes that have not begun, and their machines; this one's wait for those of other machines."""
     begun = {beat.rank for beat in heartbeats(run_dir)}
-    count = node.count if node else 1
+    count, here = (node.count, node.rank) if node else (1, 0)
     missing = [rank for rank in range(processes * count) if rank not in begun]
+    missing = [rank for rank in missing if rank // processes != here] or missing
     machines = sorted({rank // processes + 1 for rank in missing})
     where = f" (machines {', '.join(map(str, machines))} of {count})" if count > 1 else ""
     return f"trainer processes {', '.join(map(str, missing))}{where}" if missing else "the trainer processes' group"

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from cli.running import EVEN, SMALL, finish, metrics, run_here, start, wait_for
 
+from grpocli.launch.trainer_launcher import _missing
 from grpocli.processes.guard import wait_gone
-from grpocli.processes.heartbeat import heartbeats
+from grpocli.processes.heartbeat import JOINING, HeartbeatWriter, heartbeats
+from grpocli.processes.node import Node
 
 pytestmark = pytest.mark.processes
 
@@ -164,3 +166,34 @@ def test_a_process_that_dies_ends_the_run_with_its_error(tmp_path: Path) -> None
     assert code == 1, out
     assert "rank one is unhappy" in out.splitlines()[-1]
     assert "rank one is unhappy" in json.loads((tmp_path / "run" / "summary.json").read_text())["exit"]
+
+
+def test_variables_left_over_from_a_launcher_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them a run of one process would wait for a second one."""
+    left = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"}
+    for name, value in left.items() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_here("train", *SMALL, "train.steps=1", f"hydra.run.dir={tmp_path}/run") == 0
+    assert not left.keys() & os.environ.keys()
+
+
+@pytest.mark.survival
+def test_a_signal_ends_processes_that_wait_for_another_machine(tmp_path: Path) -> None:
+    """They wait outside of Python, and nobody comes."""
+    several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
+    alone = machine(0, *SMALL, *several, f"hydra.run.dir={tmp_path}/run")
+    wait_for(tmp_path / "run" / "accelerate_0.json")
+    alone.send_signal(signal.SIGTERM)
+    code, out = finish(alone, timeout=60)
+    assert code == 1
+    assert "interrupted" in out.splitlines()[-1]
+
+
+def test_those_who_are_missing_are_named_with_their_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpocli.processes.heartbeat.session", lambda: "7.0")
+    node = Node(rank=0, count=3, session="7.0")
+    assert _missing(tmp_path, 2, node) == "trainer processes 2, 3, 4, 5 (machines 2, 3 of 3)"
+    for rank in (2, 3, 5):
+        HeartbeatWriter(tmp_path, rank).enter(JOINING)
+    assert _missing(tmp_path, 2, node) == "trainer processes 4 (machines 3 of 3)"
+    assert _missing(tmp_path, 2, None) == "trainer processes 0, 1"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import time
 from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster
-from slurm.submitting import Submitted, written
+from slurm.submitting import GRPOCLI, MULTIRUN, STAND_IN, Submitted, written
 
 pytestmark = pytest.mark.slurm
 MULTINODE = ["hardware=multinode", "hardware.train_nodes=2", "hardware.device=cpu", "hardware.devices_per_node=1"]
@@ -152,3 +155,26 @@ def test_a_dead_node_is_named_without_requeueing(cluster: Cluster, tmp_path: Pat
     assert "node3" in job.log.partition("\n")[2]
     job.until(lambda: cluster.idle() == 3, "idle nodes")
     assert [cluster.processes(node) for node in cluster.nodes] == [[], [], []]
+
+
+def test_a_job_submitted_from_an_array_task_requeues_itself(cluster: Cluster, tmp_path: Path) -> None:
+    """With the memory per CPU of the enclosing job `srun` would refuse, too."""
+    sweep = tmp_path / "inner"
+    python = f"hydra.launcher.python={STAND_IN}"
+    inner = [*GRPOCLI, *MULTIRUN, "hydra.launcher.wait=false", python, f"hydra.sweep.dir={sweep}"]
+    options = ["--parsable", "--array=0", "--mem-per-cpu=10", f"--output={tmp_path}/outer.log"]
+    outer = cluster.run("sbatch", *options, f"--wrap=exec {shlex.join(inner)}")
+    assert outer.returncode == 0, outer.stderr
+    log = tmp_path / "outer.log"
+    for _ in range(600):
+        if log.exists() and "submitted job" in log.read_text():
+            break
+        time.sleep(0.1)
+    found = re.search(r"submitted job (\d+)", log.read_text())
+    assert found, log.read_text()
+    job = Submitted(cluster, found[1], sweep / "0")
+    job.until_step(3)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    job.until_over("COMPLETED")
+    assert job.shown("Restarts") == "1"
+    assert Submitted(cluster, outer.stdout.strip(), sweep).shown("Restarts") == "0"
