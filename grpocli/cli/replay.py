@@ -84,10 +84,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _folder(words: Sequence[str]) -> tuple[Path, list[str]]:
     """The run's folder and the overrides among the command's words."""
-    folders = [word for word in words if "=" not in word]
+    folders = [word for word in words if "=" not in word or Path(word).is_dir()]
     if len(folders) != 1:
         raise ConfigError("give the folder of one run (grpocli replay --help)", key="RUN")
-    overrides = [word for word in words if "=" in word]
+    overrides = [word for word in words if word not in folders]
     if refused := [word for word in overrides if word.startswith(("resume=", "hydra."))]:
         raise ConfigError("RUN names the run", key=refused[0], hint="leave it out")
     return Path(folders[0]), overrides

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
@@ -53,7 +54,11 @@ def compose(overrides: list[str], config_name: str = "train", *, with_hydra: boo
         initialize_config_dir(conf_dir(), version_base="1.3"),
     ):
         try:
-            config = cast("DictConfig", hydra_compose(config_name, overrides, return_hydra_config=with_hydra))
+            config = cast("DictConfig", hydra_compose(config_name, overrides, return_hydra_config=True))
+            resolve_hydra(config)
+            if not with_hydra:
+                with open_dict(config):
+                    del config["hydra"]
         except (TypeError, ValueError) as error:  # Hydra raises these for a choice that is null or a list in a list
             if str(error).startswith("Invalid defaults list"):
                 raise
@@ -61,6 +66,31 @@ def compose(overrides: list[str], config_name: str = "train", *, with_hydra: boo
             raise ConfigError("cannot be read", key=choices_in(overrides), hint=hint) from error
     _refuse_equal_packages(overrides, config)
     return config
+
+
+def resolve_hydra(config: DictConfig) -> None:
+    """Put the values of `${hydra:...}` into a config with Hydra's keys; otherwise only jobs of Hydra know them."""
+    found = [leaf for key in config if key != "hydra" for leaf in _of_hydra(config, key)]
+    if not found:
+        return
+    known = HydraConfig.instance()
+    before = known.cfg  # the caller may be a Hydra app itself
+    known.set_config(config)
+    try:
+        for node, key in found:
+            node[key] = node[key]
+    finally:
+        known.cfg = before
+
+
+def _of_hydra(node: Any, key: Any) -> Iterator[tuple[Any, Any]]:
+    """The places below a key whose interpolation reads Hydra's config."""
+    leaf = node._get_node(key)
+    if OmegaConf.is_config(leaf) and not (leaf._is_none() or leaf._is_interpolation() or leaf._is_missing()):
+        inner = leaf.keys() if isinstance(leaf, DictConfig) else range(len(leaf))
+        yield from (place for name in inner for place in _of_hydra(leaf, name))
+    elif "${hydra:" in str(leaf._value()):
+        yield node, key
 
 
 def _refuse_equal_packages(overrides: list[str], config: DictConfig) -> None:

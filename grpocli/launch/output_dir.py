@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.files import write_atomic
@@ -41,8 +41,6 @@ def sweep_folder(overrides: list[str]) -> Path | None:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         config = hydra.compose_config("train", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
-        with open_dict(config):
-            config.hydra.job.num, config.hydra.job.id = 0, "0"
         return Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
     return None
 

@@ -36,11 +36,16 @@ def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]
     _refuse_empty(overrides)
     _refuse_foreign(overrides, config_name)
     overrides = [INFINITE.sub(r"\1inf", override) for override in expand_task_lists(overrides)]
+    if any(CHDIR.fullmatch(override) for override in overrides):
+        overrides = [_changed(o, _absolute_path) if PATH.fullmatch(_key(o)) else o for o in overrides]
     overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in overrides]
     _refuse_duplicate_rewards(overrides)
     return _hf_for_path(overrides, config_name)
 
 
+CHDIR = re.compile(r"hydra\.job\.chdir\s*=\s*true", re.IGNORECASE)
+"""Hydra then changes to the run's folder, in which relative paths mean something else."""
+PATH = re.compile(r"(?!hydra\.).*[._](path|file|folder)")
 LORA = re.compile(r"^(\+*model\.lora)=([\d, ]+)$")
 """`model.lora=16`, short for `model.lora.rank=16`."""
 
@@ -129,6 +134,11 @@ def _absolute_model(value: Any) -> Any:
     folder = Path(text).expanduser()
     is_path = text.startswith((".", "~")) or ("/" in text and folder.is_dir())
     return _with_text(value, str(folder.resolve())) if is_path else value
+
+
+def _absolute_path(value: Any) -> Any:
+    path = Path(unquoted(value)).expanduser()
+    return _with_text(value, str(path.resolve())) if path.exists() else value
 
 
 def _with_text(value: Any, new: str) -> Any:

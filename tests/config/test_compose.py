@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from tables import table
 
@@ -170,3 +171,18 @@ def test_a_user_may_add_a_reward_and_a_recipe(tmp_path: Path) -> None:
     assert run.train.steps == 7
     assert list(run.reward) == ["mine"]
     assert run.algorithm.aggregate.informative_only
+
+
+def test_interpolations_of_hydra_have_values_outside_of_its_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [
+        "task=jsonl",
+        "task.path=${hydra:runtime.cwd}/d.jsonl",
+        "rollout.stop=['${hydra:job.name}${hydra:job.num}']",
+    ]
+    run = build_run(compose(given))
+    assert run.task.path == f"{tmp_path}/d.jsonl"
+    assert run.rollout.stop == ["train0"]
+    assert not HydraConfig.initialized()

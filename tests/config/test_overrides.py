@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 from tables import table
 
+from grpocli.cli.hydra_app import search_path
 from grpocli.config.escapes import literal_escapes, unescape
 from grpocli.config.parts import ESCAPED, is_marked
 from grpocli.errors import ConfigError
@@ -205,3 +206,52 @@ def test_a_sweep_may_mix_models_by_name_and_by_path(grpocli: Run, tmp_path: Path
 def test_an_empty_choice_or_folder_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{override.partition('=')[0]}=: has no value; give one, or leave"):
         rewritten(["train.steps=2", override])
+
+
+FOLDERS = ["josé", "中文", "a=b", "a,b", "it's", "a[1]", "a{b}", "a&b", "a#b", "a b", "a~b", "lr=0.1,seed=1"]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_paths_below_a_folder_with_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that become absolute, and those that are typed: their folder exists, or Hydra has only to be told quotes."""
+    here = tmp_path / name
+    (here / "mod").mkdir(parents=True)
+    (here / "mine.py").write_text("def f(completions): return [1.0 for _ in completions]")
+    (here / "recipe").mkdir()
+    (here / "recipe" / "own.yaml").write_text("# @package _global_\nseed: 7\n")
+    monkeypatch.chdir(here)
+    code = f"{here}/mine.py:f"
+    given = [
+        "model=./mod",
+        "reward=[math,mine.py:f]",
+        "callbacks=[mine.py:f]",
+        f"task.path={here}/d.jsonl",
+        "task=jsonl",
+    ]
+    given += ["recipe=own", f"hydra.run.dir={here}/run", "+reward@reward.other=mine.py:f"]
+    once = from_command_line(given)
+    assert rewritten(once) == once
+    config = compose([*search_path(str(here)), *once], with_hydra=True)
+    assert config.model.path == f"{here}/mod"
+    assert (config.reward.f.function, config.reward.other.function, list(config.callbacks)) == (code, code, [code])
+    assert (config.task.path, config.hydra.run.dir, config.seed) == (f"{here}/d.jsonl", f"{here}/run", 7)
+
+
+def test_texts_that_hydra_has_no_letters_for_need_no_quotes() -> None:
+    given = ["task.path=/home/josé/d.jsonl", "rollout.stop=[</s>,a b;]", "reward.format.pattern=^x"]
+    assert from_command_line(given) == [
+        "task.path='/home/josé/d.jsonl'",
+        "rollout.stop=['</s>','a b;']",
+        "reward.format.pattern='^x'",
+    ]
+    assert from_command_line(["reward.format.pattern=^[0-9]"]) == ["reward.format.pattern=^[0-9]"]  # of which part?
+
+
+def test_relative_paths_stay_those_of_the_start_when_hydra_changes_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("d.jsonl").write_text("")
+    given = ["task.path=d.jsonl", "task.split=d.jsonl", "hydra.job.chdir=true"]
+    assert from_command_line(given) == [f"task.path={tmp_path}/d.jsonl", *given[1:]]
+    assert from_command_line(given[:2]) == given[:2]

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, open_dict
 
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
-from grpocli.launch.compose import build_run, mode_of, save
+from grpocli.launch.compose import build_run, mode_of, resolve_hydra, save
 from grpocli.launch.output_dir import write_record
 from grpocli.tracking.run_dir import RunDir
 
@@ -57,6 +57,7 @@ def _composed(context: HydraContext, config: DictConfig, given: list[str], numbe
     composed = context.config_loader.load_sweep_config(config, given)
     with open_dict(composed):
         composed.hydra.job.id = composed.hydra.job.num = number
+    resolve_hydra(composed)
     folder = Path(str(composed.hydra.sweep.dir), str(composed.hydra.sweep.subdir)).resolve()
     task = copy.deepcopy(composed)
     with open_dict(task):
