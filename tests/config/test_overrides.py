@@ -213,7 +213,7 @@ FOLDERS = ["josé", "中文", "a=b", "a,b", "it's", "a[1]", "a{b}", "a&b", "a#b"
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_paths_below_a_folder_with_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that become absolute, and those that are typed: their folder exists, or Hydra has only to be told quotes."""
+    """Those that become absolute, and those that are typed."""
     here = tmp_path / name
     (here / "mod").mkdir(parents=True)
     (here / "mine.py").write_text("def f(completions): return [1.0 for _ in completions]")
