@@ -39,7 +39,6 @@ FORMS = [
         r"\\[hv]space\s*\{[^{}]*\}": " ",
         r"\bwhere\b": ",",
         r"\(\s*([a-z]\s*\\in\s*\\mathbb[^()]*)\)": r", \1",
-        r"(?<=\d)( ?[a-z]+\.?) (?=\d+(?:\.\d+)? ?[a-z])": r"\1, ",
         rf"(?<![\\A-Za-z])({FUNCTIONS}|sqrt|pi|infty)(?![A-Za-z])": r"\\\1 ",
         r"(?<![\\A-Za-z])(?:infinity|oo)(?![A-Za-z])": r"\\infty ",
         r"\\surd(?![A-Za-z])": r"\\sqrt ",
@@ -54,6 +53,7 @@ FORMS = [
         r"\.\.\.": r"\\ldots ",
         r"(?<=\d)\s*x\s*(?=10\s*\^)": r"\\times ",
         r"\\\{\s*\\\}": r"\\emptyset ",
+        r"(?<=\d)( ?[a-z]+\.?) (?=\d+(?:\.\d+)? ?[a-z])": r"\1, ",
     }.items()
 ]
 """Patterns that have another form here, in this order."""
@@ -102,7 +102,8 @@ UNIT = re.compile(
     rf"|\\frac\s*\{{[a-z ]+\}}\s*\{{[a-z ]+{SQUARED}\}})\s*$"
 )
 UNKNOWN = re.compile(rf"(?!\s*(?:{SHORT}|or|in|by|to|of|at|[ei])\s*$)\s*[A-Za-z]{{1,2}}\s*")
-NAME = re.compile(r"\\(?:triangle|angle|Delta)$")
+NAME = re.compile(r"(?:\\(?:triangle|angle|Delta)|[A-Za-z]\^\{?\d+\}?)$")
+"""What is followed by a letter of its own, not by a unit: r^2 h."""
 REMARK = re.compile(r"(?<=[\d}])\s*\(\s*([A-Za-z]{2,}[A-Za-z ,.'/-]*)\)\s*$")
 ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{?\s*)?(?:st|nd|rd|th)\s*\}?\s*()$")
 MULTIPLIER = re.compile(rf"(?<!\d)(\d+(?:\.\d+)?)\s*\b({'|'.join(MULTIPLIERS)})s?\b")
