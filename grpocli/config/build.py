@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config.environment import unresolved
-from grpocli.config.former_targets import FORMER
 from grpocli.config.parts import CLASSES, nearest
 from grpocli.config.user_parts import is_spec, user_class
 from grpocli.errors import ConfigError, GrpoError
@@ -35,18 +34,6 @@ def build(config: DictConfig) -> Any:
     except OmegaConfBaseException as error:
         raise ConfigError(unresolved(error)) from error
     return _built(plain, key)
-
-
-def with_names(config: Any) -> Any:
-    """A plain config whose module paths of earlier versions are replaced by choices."""
-    if isinstance(config, list):
-        return [with_names(value) for value in config]
-    if not isinstance(config, dict):
-        return config
-    renamed = {key: with_names(value) for key, value in config.items()}
-    if TARGET in renamed:
-        renamed[TARGET] = FORMER.get(str(renamed[TARGET]), renamed[TARGET])
-    return renamed
 
 
 def flat_keys(node: Any, prefix: str = "") -> list[str]:
@@ -79,7 +66,6 @@ def _built(value: Any, key: str) -> Any:
 
 def _construct(target: str, values: dict[str, Any], key: str) -> Any:
     """An object of the class named `target`, whose arguments are `values`. key: its key in the config."""
-    target = FORMER.get(target, target)
     cls = CLASSES.get(target)
     if cls is None:
         cls = user_class(target, key) if is_spec(target) else _imported(target, key)

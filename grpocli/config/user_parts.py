@@ -47,12 +47,6 @@ REQUIRED_MEMBERS: Mapping[str, Mapping[str, str | None]] = {
     "tracker": {"check": "", "start": "name folder config"},
 }
 """{group: {member: a method's arguments, or ATTRIBUTE}} that every part of the group must have."""
-RENAMED = {
-    "vanishes": "zero_at_zero_advantage",
-    "has_processes": "scores_independently",
-    "verifiable": "checks_answers",
-}
-"""Former names of attributes, which would be ignored silently."""
 
 
 def is_spec(choice: str) -> bool:
@@ -153,9 +147,6 @@ def _check(cls: type[Any], group: str, spec: str) -> None:
         raise ConfigError(f"must derive from {base.__module__}.{base.__qualname__}", key=group, value=spec)
     required = REQUIRED_MEMBERS.get(group, {})
     members = {f.name for f in dataclasses.fields(cls)}.union(*map(vars, cls.__mro__))
-    for former, name in RENAMED.items():
-        if former in members:
-            raise ConfigError(f"rename its attribute {former} to {name}", key=group, value=spec)
     missing = [name for name in required if name not in members]
     if missing:
         raise ConfigError(f"must define {' and '.join(missing)}, as every choice of {group}=", key=group, value=spec)

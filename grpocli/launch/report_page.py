@@ -69,12 +69,11 @@ def own_parts(saved: dict[str, Any]) -> dict[str, Any]:
 
 def foreign_target(node: Any) -> str:
     """The first `_target_` below a plain config that is not a registered part; "" if there is none."""
-    from grpocli.config.former_targets import FORMER
     from grpocli.config.parts import CLASSES
 
     if not isinstance(node, dict):
         return ""
     target = str(node.get("_target_", ""))
-    if target and FORMER.get(target, target) not in CLASSES:
+    if target and target not in CLASSES:
         return target
     return next((found for child in node.values() if (found := foreign_target(child))), "")

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpocli.config import yaml_text
-from grpocli.config.build import TARGET, flat_keys, with_names
+from grpocli.config.build import TARGET, flat_keys
 from grpocli.config.environment import raw_value, unresolved
 from grpocli.config.overrides import in_quotes, texts_of
 from grpocli.config.user_parts import is_spec, name_of
@@ -234,6 +234,6 @@ def _load(path: Path) -> Any:
     try:
         text = regular(path).read_text()
         yaml_text.check(text)
-        return OmegaConf.create(with_names(OmegaConf.to_container(OmegaConf.create(text))))
+        return OmegaConf.create(text)
     except (*yaml_text.BROKEN, OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key="resume", value=path) from error

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.config.build import with_names
 from grpocli.config.environment import without_environment
 from grpocli.config.user_parts import choice_of
 from grpocli.environments.environment import environment_of
@@ -214,7 +213,7 @@ def _record_session(
     from grpocli.training.checkpoint import load_state
 
     before = OmegaConf.load(run_dir.config) if resuming else config
-    saved = [with_names(without_environment(one)) for one in (before, config)]  # type: ignore[arg-type]
+    saved = [without_environment(one) for one in (before, config)]  # type: ignore[arg-type]
     changed = changes(*saved)
     was, now = (saved_choices(run_dir.path, one).get("algorithm") for one in saved)
     if was != now:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.config import yaml_text
-from grpocli.config.former_targets import FORMER
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.files import regular
 from grpocli.tracking.metrics import number, read_metrics, read_summary
@@ -211,7 +210,7 @@ def saved_choices(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
         }
         return choices | _resumed_choices(config, choices)
     targets = {g: config[g].get("_target_") for g in GROUPS if isinstance(config.get(g), Mapping)}
-    return {g: str(FORMER.get(str(target), target)).removeprefix(f"{g}/") for g, target in targets.items() if target}
+    return {g: str(target).removeprefix(f"{g}/") for g, target in targets.items() if target}
 
 
 def _hydra_choices(file: Path) -> Mapping[str, Any]:

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from grpocli.config.build import build, with_names
-from grpocli.config.former_targets import FORMER
+from grpocli.config.build import build
 from grpocli.config.parts import CLASSES
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose, register_parts, save
+from grpocli.launch.compose import build_run, compose, save
 from grpocli.launch.resume import Resume
 from grpocli.rewards.python import PythonReward
 from grpocli.types import Sampling
@@ -39,22 +38,6 @@ def test_a_run_resumes_after_a_class_has_moved(tmp_path: Path, monkeypatch: pyte
     run = resumed(folder, "train.steps=70")
     assert type(run.reward["math"]) is moved
     assert (run.seed, run.train.steps) == (3, 70)
-
-
-def test_a_run_with_module_paths_resumes(tmp_path: Path) -> None:
-    """A version before choices had names saved the config."""
-    text = save(compose(["algorithm=dgpo", "reward=[math]", "model.lora.rank=4"]))
-    for path, name in FORMER.items():
-        text = text.replace(f"_target_: {name}\n", f"_target_: {path}\n")
-    assert "_target_: grpocli.rewards.pooled.Math" in text
-    run = resumed(run_folder(tmp_path, text), "optim.lr=0.1")
-    assert (run.model.lora.rank, run.optim.lr) == (4, 0.1)
-    assert "grpocli." not in save(OmegaConf.create(with_names(OmegaConf.to_container(OmegaConf.create(text)))))
-
-
-def test_every_former_path_has_a_class() -> None:
-    register_parts()
-    assert [name for name in FORMER.values() if name not in CLASSES and name != "serve"] == []
 
 
 def test_an_unknown_choice_in_a_saved_config_gives_a_one_sentence_error() -> None:

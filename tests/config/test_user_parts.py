@@ -107,13 +107,6 @@ class Short:
         return mask_BT
 
 
-class Former(BaseReward):
-    verifiable = True
-
-    def __call__(self, samples):
-        return [0.0 for _ in samples]
-
-
 class Alone(BaseReward):
     def __call__(self, prompts, completions):
         return []
@@ -239,7 +232,6 @@ def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyP
         ("algorithm/advantage=mine.py:Nothing", "must define __call__, as every choice of algorithm/advantage="),
         ("optim=mine.py:Nothing", "must define make and rate, as every choice of optim="),
         ("reward=[mine.py:Nothing]", "must derive from grpocli.rewards.reward.BaseReward"),
-        ("reward=[mine.py:Former]", "rename its attribute verifiable to checks_answers"),
         ("engine=mine.py:Nothing", "must derive from grpocli.rollout.engine.EnginePart"),
         (
             "algorithm/aggregate=mine.py:Short",
