@@ -231,6 +231,8 @@ def _example(view: DataView, split: SplitView, number: int, whole: bool) -> Iter
     from rich.padding import Padding
     from rich.text import Text
 
+    from grpocli.rewards.reward import accepted, answer_text
+
     prompt, where = view.prompt(split, number)
     limit = view.run.rollout.max_prompt_tokens
     tokens = len(prompt.token_ids)
@@ -243,7 +245,8 @@ def _example(view: DataView, split: SplitView, number: int, whole: bool) -> Iter
         return
     answer = prompt.columns.get("answer")
     if answer is not None:
-        yield Text.assemble(("answer ", "bold"), _shortened(str(answer), whole))
+        known = " or ".join(map(answer_text, accepted(answer)))
+        yield Text.assemble(("answer ", "bold"), _shortened(known, whole))
 
 
 def _decoded(view: DataView, token_ids: list[int], whole: bool) -> Text:

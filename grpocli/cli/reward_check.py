@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from grpocli.cli.hydra_app import composed, parser_of, warn_of_rewards
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 The rewards score three answers to each example: its reference answer, which has to be right (a score of 1 or
 more), an empty answer and another example's answer, which have to be wrong. Some answers are also scored in other
-forms: in a box or an answer tag, after ####, in a sentence, as a decimal or fraction.
-Exit code 1: a reward's agreement is below --threshold.
+forms: in a box or an answer tag, after ####, in a sentence, as a decimal or fraction. The reward that measures accuracy
+is judged by this; of others the mean scores are shown.
+Exit code 1: the agreement of a reward that measures accuracy is below --threshold.
 
 examples
   grpocli reward-check task=gsm8k 'reward=[math]'
@@ -34,7 +37,8 @@ examples
 """
 LEGEND = """\
 own: the reference answer, which has to be right; empty and other: an empty answer and another example's answer, which
-have to be wrong; errors: answers that were not scored; ms: time for each answer
+have to be wrong; errors: answers that were not scored; ms: time for each answer. Without agreement: mean scores of a
+reward that does not measure accuracy
 """
 
 
@@ -52,12 +56,15 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.launch.compose import build_run
     from grpocli.launch.ready import check_data
     from grpocli.launch.trainer_process import quiet_libraries
+    from grpocli.tasks.prompt_source import doubtful_choices
     from grpocli.tracking.live_view import status_view
 
     quiet_libraries()
     run = build_run(composed(args.overrides, args.config_dir))
     check_data(run)
     warn_of_rewards(run.reward.values())
+    for doubt in doubtful_choices(run).values():
+        print(f"warning: {doubt}", file=sys.stderr)
     view = status_view()
     try:
         found = list(_agreements(run, args.split, args.examples, args.answer, view))
@@ -67,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         view.stop()
         for reward in run.reward.values():
             reward.close()
-    return 0 if all(one.share >= args.threshold for one, _ in found) else 1
+    return 0 if all(one.share >= args.threshold for one, _ in found if one.decides) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,6 +93,7 @@ def _agreements(
     run: Run, split: str, limit: int, template: str, view: View
 ) -> Iterator[tuple[Agreement, Sequence[Example]]]:
     """The agreement of each reward on each split, with the examples, which know their rows."""
+    from grpocli.rewards.reward import Correctness
     from grpocli.rewards.reward_validation import agreement
     from grpocli.tasks.mixture import errors_below, key_of, tasks_of
     from grpocli.tasks.prompt_source import rewards_for
@@ -94,6 +102,8 @@ def _agreements(
     checked = 0
     for name, task in tasks_of(run.task).items():
         names = [reward for reward in rewards_for(task, run.reward) if _is_checked(run.reward[reward])]
+        deciding = [one for one in names if isinstance(run.reward[one], Correctness)]
+        accuracy = run.eval.reward if run.eval.reward in names else next(iter([*deciding, *names]), "")
         checked += len(names)
         for one in _splits(task, split) if names else ():
             with errors_below(key_of(run.task, name)):
@@ -103,7 +113,8 @@ def _agreements(
                     run.reward[reward].check(columns_of(examples[0]))
             for reward in names:
                 view.stage(f"{reward} scores {name} {one}, {len(examples):,} examples")
-                yield agreement(name, reward, run.reward[reward], examples, template, one), source
+                found = agreement(name, reward, run.reward[reward], examples, template, one)
+                yield replace(found, decides=reward == accuracy), source
     if not checked:
         problem = "none of them decides whether an answer is right"
         raise ConfigError(problem, key="reward", value=f"[{', '.join(run.reward)}]", hint="choose one that does")
@@ -139,15 +150,19 @@ def _show(
         kinds = [one.of(kind) for kind in ("own", "empty", "other")]
         errors = sum(answer.score is None for answer in one.answers)
         cells = [f"{sum(v.agrees for v in answers)}/{len(answers)}" for answers in kinds]
-        each = 1000 * one.seconds / max(len(one.answers), 1)
-        table.add_row(one.task, one.split, one.reward, *cells, str(errors), f"{one.share:.2%}", f"{each:.2f}")
+        if not one.decides:
+            scores = [[v.score for v in answers if v.score is not None] for answers in kinds]
+            cells = [f"{fmean(of_kind):.3g}" if of_kind else "" for of_kind in scores]
+        each, share = 1000 * one.seconds / max(len(one.answers), 1), f"{one.share:.2%}" if one.decides else ""
+        table.add_row(one.task, one.split, one.reward, *cells, str(errors), share, f"{each:.2f}")
     console = CleanConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     console.print(LEGEND)
     if any(one.forms for one in found):
         console.print(_forms(found))
     for one, source in checked:
-        failures, wrong = one.failures, [answer for answer in one.disagreements if answer.score is not None]
+        failures = one.failures
+        wrong = [answer for answer in one.disagreements if answer.score is not None and one.decides]
         lines = chain(
             (_failure_line(one, answers, source) for answers in failures),
             (_line(one, answer, rewards[one.reward], source) for answer in wrong),

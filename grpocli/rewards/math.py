@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from grpocli.config.parts import part, require
 from grpocli.rewards.final_answer import answer_expression
 from grpocli.rewards.math_text import plain_equal, plain_number
-from grpocli.rewards.reward import Correctness, Failure, Forfeit, Sample, Score, answer_of
+from grpocli.rewards.reward import Correctness, Failure, Forfeit, Sample, Score, answer_text, answers_of, best_of
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
 
 
@@ -40,20 +40,20 @@ class Math(Correctness):
         self._pool().start()
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        answers = [answer_of(sample, self.answer_column) for sample in samples]
-        known = [i for i, answer in enumerate(answers) if isinstance(answer, str)]
-        scores: list[Score] = [a if isinstance(a, Failure) else None for a in answers]
-        items = [["equal", answers[i], samples[i].text, self.require_evaluated] for i in known]
-        references = [["equal", answers[i], None] for i in known]
-        for i, score in zip(known, score_items(self._pool(), items, references), strict=True):
+        answers = [answers_of(sample, self.answer_column) for sample in samples]
+        pairs = [(i, answer_text(one)) for i, known in enumerate(answers) if isinstance(known, list) for one in known]
+        items = [["equal", answer, samples[i].text, self.require_evaluated] for i, answer in pairs]
+        references = [["equal", answer, None] for _, answer in pairs]
+        scores: list[list[Score]] = [[one] if isinstance(one, Failure) else [] for one in answers]
+        for (i, _), score in zip(pairs, score_items(self._pool(), items, references), strict=True):
             match score:
                 case Failure():
-                    scores[i] = score
+                    scores[i].append(score)
                 case Forfeit():
-                    scores[i] = Forfeit(self.wrong, score.reason)
+                    scores[i].append(Forfeit(self.wrong, score.reason))
                 case _:
-                    scores[i] = self.value(score == 1)
-        return scores
+                    scores[i].append(self.value(score == 1))
+        return [best_of(one) for one in scores]
 
     def vote(self, sample: Sample) -> str:
         return answer_expression(sample.text)

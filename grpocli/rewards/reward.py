@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, ClassVar, Self
 
 from grpocli.config.field_docs import summary
@@ -203,13 +204,24 @@ class Correctness(BaseReward):
     wrong: float = 0.0
     """Score of a wrong answer, below 1."""
     answer_column: str = "answer"
-    """Column of the example with the reference answer."""
+    """Column of the example with the reference answer; of a list, any member is right."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         reason = "evaluations count a score of 1 or more as right"
         require(self, "right", 1 <= self.right < math.inf, f"must be a finite number of 1 or more: {reason}")
         require(self, "wrong", -math.inf < self.wrong < 1, f"must be a finite number below 1: {reason}")
+
+    def score_sample(self, sample: Sample) -> Score:
+        """The score by the accepted answer that fits best: a list in `answer_column` holds several."""
+        answers = answers_of(sample, self.answer_column)
+        if isinstance(answers, Failure):
+            return answers
+        return best_of([self.score_answer(sample, answer) for answer in answers])
+
+    def score_answer(self, sample: Sample, answer: Any) -> Score:
+        """The score by one accepted answer, in a reward that overrides neither `score_sample` nor `__call__`."""
+        raise NotImplementedError
 
     def formula(self) -> Formula:
         return Formula((summary(type(self)),), {"right": "right", "wrong": "wrong"})
@@ -225,12 +237,40 @@ def answer_columns(rewards: Iterable[BaseReward]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(name for names in named for name in names if name), "answer"]))
 
 
-def answer_of(sample: Sample, column: str) -> str | Failure:
-    """The reference answer as text."""
-    if sample.columns.get(column) is None:
-        return Failure(f"the example has no value in the column {column!r}")
-    answer = str(sample.columns[column])
-    return answer if answer.strip() else Failure(f"the example has an empty text in the column {column!r}")
+def accepted(value: Any) -> list[Any]:
+    """The accepted answers in a column's value: the members of a list, or the value; without empty ones."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy
+    if isinstance(value, list | tuple):
+        return [answer for one in value for answer in accepted(one)]
+    return [value] if value == value and answer_text(value).strip() else []
+
+
+def answer_text(value: Any) -> str:
+    """An answer as text: a number without a needless ".0", a truth value in lower case; empty for None."""
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        return f"{int(value)}" if value == int(value) else f"{Decimal(f'{value:.15g}'):f}"
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def with_one_answer(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The columns with the first of several accepted answers as `answer`, for texts that have it in them."""
+    answer = columns.get("answer")
+    return {**columns, "answer": answer_text(accepted(answer)[0])} if accepted(answer) else columns
+
+
+def answers_of(sample: Sample, column: str) -> list[Any] | Failure:
+    """The accepted answers, at least one: each a text, a number or a truth value."""
+    answers = accepted(sample.columns.get(column))
+    if objects := [one for one in answers if isinstance(one, dict)]:
+        hint = f"task.answer_column=COLUMN.FIELD takes one of {', '.join(objects[0])}"
+        return Failure(f"the answer in the column {column!r} is an object; {hint}")
+    return answers or Failure(f"the example has no value in the column {column!r}")
+
+
+def best_of(scores: Sequence[Score]) -> Score:
+    """The highest score of a completion by its accepted answers, at least one; a Failure if there is none."""
+    known = [score for score in scores if score is not None and not isinstance(score, Failure)]
+    return max(known) if known else scores[0]
 
 
 def as_score(value: Any) -> Score:

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpocli.rewards.final_answer import final_answer
 from grpocli.rewards.math_text import plain_number
-from grpocli.rewards.reward import BaseReward, Failure, Sample
+from grpocli.rewards.reward import BaseReward, Failure, Sample, accepted, answer_text
 from grpocli.rewards.scorer import call
 from grpocli.types import Text
 
@@ -69,7 +69,8 @@ class Agreement:
 
     answers: the examples' answers, empty ones and other examples' answers. seconds: time to score these, without
     imports and the start of workers. column: column of the examples' own answers. forms: the examples' answers in other
-    forms, which do not count in `share`.
+    forms, which do not count in `share`. decides: whether the reward measures the task's accuracy, so that it has to
+    agree.
     """
 
     task: str
@@ -79,6 +80,7 @@ class Agreement:
     column: str
     split: str = ""
     forms: list[ScoredAnswer] = field(default_factory=list)
+    decides: bool = True
 
     @property
     def share(self) -> float:
@@ -110,16 +112,16 @@ def agreement(
     Of the examples whose own answer is right, FORM_EXAMPLES are also answered in the other forms that the reward reads.
     """
     column = reward.solution_column or getattr(reward, "answer_column", "answer")
-    texts = [str(example.get(column, "")) for example in examples]
-    finals = [final_answer(text) for text in texts]
+    texts = [list(map(answer_text, accepted(example.get(column)))) or [""] for example in examples]
+    finals = [[final_answer(text) for text in of_example] for of_example in texts]
     cases = list(chain.from_iterable(_cases(i, texts, finals, template) for i in range(len(texts))))
     _scored(task, reward, examples, cases[:1])  # imports libraries and starts workers
     start = time.perf_counter()
     answers = _scored(task, reward, examples, cases)
     seconds = time.perf_counter() - start
-    right = [one.number for one in answers if one.kind == "own" and one.agrees]
+    right = list(dict.fromkeys(one.number for one in answers if one.kind == "own" and one.agrees))
     some = right[:: max(1, -(-len(right) // FORM_EXAMPLES))]
-    in_forms = ((kind, i, FORMS[kind](finals[i])) for i in some for kind in reward.answer_forms)
+    in_forms = ((kind, i, FORMS[kind](finals[i][0])) for i in some for kind in reward.answer_forms)
     forms = _scored(task, reward, examples, [(kind, i, text) for kind, i, text in in_forms if text is not None])
     return Agreement(task, name, answers, seconds, column, split, forms)
 
@@ -139,14 +141,18 @@ def _scored(
     return answers
 
 
-def _cases(i: int, texts: Sequence[str], finals: Sequence[str], template: str) -> Iterator[tuple[str, int, str]]:
-    """Answers to the i-th example, as (kind, i, text)."""
-    yield "own", i, template.replace("{answer}", texts[i])
+def _cases(
+    i: int, texts: Sequence[Sequence[str]], finals: Sequence[Sequence[str]], template: str
+) -> Iterator[tuple[str, int, str]]:
+    """Answers to the i-th example, as (kind, i, text). texts, finals: the accepted answers of each example."""
+    for text in texts[i]:
+        yield "own", i, template.replace("{answer}", text)
     yield "empty", i, ""
     others = ((i + k) % len(texts) for k in range(1, len(texts)))
-    other = next((j for j in others if finals[j].strip() != finals[i].strip()), None)
+    own = {final.strip() for final in finals[i]}
+    other = next((j for j in others if finals[j][0].strip() not in own), None)
     if other is not None:
-        yield "other", i, template.replace("{answer}", texts[other])
+        yield "other", i, template.replace("{answer}", texts[other][0])
 
 
 def _sample(example: Mapping[str, Any], text: str) -> Sample:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 from grpocli.config.parts import check_regex, part, require
 from grpocli.rewards.final_answer import final_answer
-from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Score, answer_of
+from grpocli.rewards.math_text import plain_number, rounded_equal
+from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Score, answer_text
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
 
 DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
@@ -35,15 +38,20 @@ LARGEST_BITS = 10_000
 
 @part("reward", "exact_match", package="reward.exact_match")
 class ExactMatch(Correctness):
-    """`right` (1) if the final answer, without surrounding space, is the text of the reference, else `wrong` (0)."""
+    """`right` (1) if the final answer, without surrounding space, is the text of the reference, else `wrong` (0).
+
+    A reference that is a number in the data compares as a number, `true` and `false` in upper or lower case.
+    """
 
     answer_forms = ("boxed", "tag", "####")
 
-    def score_sample(self, sample: Sample) -> Score:
-        answer = answer_of(sample, self.answer_column)
-        if isinstance(answer, Failure):
-            return answer
-        return self.value(final_answer(sample.text) in (answer.strip(), final_answer(answer)))
+    def score_answer(self, sample: Sample, answer: Any) -> Score:
+        given, text = final_answer(sample.text), answer_text(answer)
+        if isinstance(answer, bool):
+            return self.value(given.lower() == text)
+        if isinstance(answer, int | float | Decimal) and (number := plain_number(given)) is not None:
+            return self.value(rounded_equal(number, Fraction(text)))
+        return self.value(given in (text.strip(), final_answer(text)))
 
 
 @part("reward", "number", package="reward.number")
@@ -55,11 +63,8 @@ class Number(Correctness):
 
     answer_forms = ("boxed", "tag", "####", "sentence", "decimal", "fraction")
 
-    def score_sample(self, sample: Sample) -> Score:
-        answer = answer_of(sample, self.answer_column)
-        if isinstance(answer, Failure):
-            return answer
-        reference = last_number(final_answer(answer))
+    def score_answer(self, sample: Sample, answer: Any) -> Score:
+        reference = last_number(final_answer(answer_text(answer)))
         if reference is None:
             return Failure(f"there is no number in the answer {answer!r}")
         return self.value(last_number(final_answer(sample.text)) == reference)

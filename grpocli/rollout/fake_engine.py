@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import Escaped, UserCode, part, require
 from grpocli.errors import RunError
 from grpocli.models.chat_template import end_of_turn
+from grpocli.rewards.reward import with_one_answer
 from grpocli.rollout.engine import Engine, EnginePart, Listener, ignore_group
 from grpocli.types import Completion, Prompt, Request, Sampling
 
@@ -69,7 +70,11 @@ class Fake(EnginePart):
 
 
 def filled(text: str, columns: Mapping[str, Any]) -> str:
-    """The text with {NAME} replaced by the column NAME; without such a column it stays."""
+    """The text with {NAME} replaced by the column NAME; without such a column it stays.
+
+    {answer} is the first accepted one.
+    """
+    columns = with_one_answer(columns)
     return COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), text)
 
 

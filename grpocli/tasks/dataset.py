@@ -12,6 +12,7 @@ from grpocli.config.parts import ByColumn, nearest, template_fields
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
+from grpocli.rewards.reward import with_one_answer
 from grpocli.tasks.json_rows import Row, dotted, short
 from grpocli.tasks.loading import Table, missing_value, need_columns
 from grpocli.tasks.prompts import messages_in, settle_last_turn, text_hash, text_of, with_text
@@ -162,7 +163,7 @@ class Shot:
                 columns = [name for name, value in example.items() if value is not None]
                 problem = f"{where} has nothing in the column {column!r}; it has {', '.join(columns)}"
                 raise ConfigError(problem + nearest(column, columns), key="task.shot_template", value=repr(template))
-        values: dict[str, Any] = {column: example[column] for column in fields}
+        values = with_one_answer(example)
         try:
             return cls(text_of(example, where), ByColumn().format(template, **values))
         except ValueError as error:

@@ -13,6 +13,7 @@ import numpy as np
 from grpocli.environments.environment import loaded_environment_of
 from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
+from grpocli.rewards.reward import Correctness
 from grpocli.rewards.score_stats import excerpt
 from grpocli.tasks.curriculum import Curriculum, OrderKeys, ProblemOrder
 from grpocli.tasks.jsonl import Jsonl
@@ -274,6 +275,20 @@ def accuracy_rewards_of(run: Run) -> dict[str, str]:
     if not run.reward:
         return {}
     return {name: accuracy_reward_of(task, run.reward, run.eval.reward) for name, task in tasks_of(run.task).items()}
+
+
+def doubtful_choices(run: Run) -> dict[str, str]:
+    """A warning where the first reward measures accuracy, but only a later one decides whether answers are right."""
+    found = {}
+    for name, first in accuracy_rewards_of(run).items():
+        names = rewards_for(tasks_of(run.task)[name], run.reward)
+        deciding = [one for one in names if isinstance(run.reward[one], Correctness)]
+        if deciding and first not in [*deciding, run.eval.reward]:
+            found[first] = (
+                f"accuracy is the share of completions that reward.{first}, the first, scores 1 or more; "
+                f"eval.reward={deciding[0]} measures how many answers are right"
+            )
+    return found
 
 
 def _refuse_overlap(tasks: Sequence[TaskPrompts], chosen: Mapping[str, Task]) -> None:

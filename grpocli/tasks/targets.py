@@ -12,6 +12,7 @@ from grpocli.config.parts import ByColumn, nearest, template_fields
 from grpocli.environments.environment import loaded_environment_of
 from grpocli.environments.tools import read_arguments, tools_of
 from grpocli.errors import ConfigError
+from grpocli.rewards.reward import with_one_answer
 from grpocli.tasks.json_rows import encodable, short
 from grpocli.tasks.prompts import QUIET, rendered, settle_last_turn, text_of, tokenize
 from grpocli.types import Message, Text, begun
@@ -84,7 +85,7 @@ class Targets:
                 columns = [name for name, value in example.items() if value is not None and name != "prompt"]
                 problem = f"{where} has nothing in the column {column!r}; it has {', '.join(columns) or 'no other'}"
                 raise ConfigError(problem + nearest(column, columns), key=KEY, value=repr(template))
-        values: dict[str, Any] = {column: example[column] for column in fields}
+        values = with_one_answer(example)
         try:
             return self._checked(ByColumn().format(template, **values), where)
         except ValueError as error:

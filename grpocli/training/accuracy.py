@@ -9,20 +9,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from grpocli.progress import UNWATCHED, Watch
 from grpocli.rewards.reward import BaseReward, Correctness, Sample
 from grpocli.rollout.sampling import derive_seed
-from grpocli.tasks.mixture import tasks_of
-from grpocli.tasks.prompt_source import rewards_for
 from grpocli.training.collector import Sampler
 from grpocli.types import Group, Prompt, Rollout, Sampling
-
-if TYPE_CHECKING:
-    from grpocli.config.schema import Run
 
 AGREEING = 2
 """Pseudo-questions of `interval`: two keep its coverage above 90 % for ten questions and sixteen samples."""
@@ -148,20 +143,6 @@ class AccuracyRewards:
         known: list[Rollout] = [rollout for rollout in group.rollouts if not math.isnan(rollout.rewards[name])]
         votes = self.rewards[name].votes([Sample.of(rollout, max_tokens) for rollout in known])
         return majority(votes, [rollout.rewards[name] >= 1 for rollout in known])
-
-
-def doubtful_choices(run: Run) -> dict[str, str]:
-    """A warning where the first reward measures accuracy, but only a later one decides whether answers are right."""
-    found = {}
-    for task in tasks_of(run.task).values():
-        names = rewards_for(task, run.reward)
-        deciding = [name for name in names if isinstance(run.reward[name], Correctness)]
-        if deciding and run.eval.reward not in names and names[0] not in deciding:
-            found[names[0]] = (
-                f"accuracy is the share of completions that reward.{names[0]}, the first, scores 1 or more; "
-                f"eval.reward={deciding[0]} measures how many answers are right"
-            )
-    return found
 
 
 def task_result(

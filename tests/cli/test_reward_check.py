@@ -54,6 +54,33 @@ def test_a_reward_that_sees_the_group_is_not_checked(grpocli, tmp_path: Path) ->
     assert (code, out.count("100.00%"), "spread" in out) == (0, 1, False)
 
 
+@pytest.mark.parametrize(
+    ("first", "options", "code"),
+    [("number,FILE:short", [], 0), ("FILE:short,number", [], 0), ("number,FILE:short", ["eval.reward=short"], 1)],
+)
+def test_only_the_reward_that_measures_accuracy_is_judged(
+    grpocli, tmp_path: Path, first: str, options: list[str], code: int
+) -> None:
+    (tmp_path / "d.jsonl").write_text(LINES % "7")
+    (tmp_path / "mine.py").write_text(
+        "def short(completions):\n    return [0.5 - len(str(c)) / 8 for c in completions]\n"
+    )
+    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"reward=[{first.replace('FILE', f'{tmp_path}/mine.py')}]"]
+    found, out, _ = grpocli("reward-check", *task, *options, "--split", "train")
+    row = next(line.split()[3:] for line in out.splitlines() if line.split()[:3] == ["jsonl", "train", "short"])
+    assert (found, len(row), "train short:" in out) == (code, 6 if code else 5, code == 1)
+
+
+def test_every_accepted_answer_is_checked(grpocli, tmp_path: Path) -> None:
+    rows = ['{"prompt": "?", "answer": ["1", "one 1"]}', '{"prompt": "??", "answer": ["one 1", "2"]}']
+    (tmp_path / "d.jsonl").write_text("\n".join([*rows, '{"prompt": "???", "answer": ["3.0", "III 3"]}']))
+    (tmp_path / "e.jsonl").write_text('{"prompt": "????", "answer": 4.0}\n')
+    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl"]
+    code, out, _ = grpocli("reward-check", *task, "reward=[exact_match]")
+    rows = [line.split()[3:6] for line in out.splitlines() if "100.00%" in line]
+    assert (code, rows) == (0, [["6/6", "3/3", "3/3"], ["1/1", "1/1", "0/0"]])
+
+
 def test_answers_come_from_the_rewards_column(grpocli, tmp_path: Path) -> None:
     rows = "".join(f'{{"prompt": "{n}?", "answer": "{n}, since 2 + 2", "final": "{n}"}}\n' for n in range(5, 9))
     (tmp_path / "d.jsonl").write_text(rows)

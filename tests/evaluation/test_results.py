@@ -11,7 +11,8 @@ from grpocli.launch.compose import build_run, compose
 from grpocli.rewards.math import Math
 from grpocli.rewards.reward import BaseReward, Sample
 from grpocli.rewards.text_match import Format, Number
-from grpocli.training.accuracy import AccuracyRewards, doubtful_choices, task_result
+from grpocli.tasks.prompt_source import doubtful_choices
+from grpocli.training.accuracy import AccuracyRewards, task_result
 from grpocli.types import Completion, Group, Prompt, Rollout
 
 NAN = math.nan

@@ -3,17 +3,59 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.rewards.reward import Failure
+from grpocli.rewards.math import Math
+from grpocli.rewards.reward import Correctness, Failure
 from grpocli.rewards.text_match import ExactMatch, Number
 
 
 def test_exact_match_ignores_only_surrounding_space(sample) -> None:
     given = [sample(" 42\n", answer="42"), sample("42", answer=42), sample("4 2", answer="42")]
     assert ExactMatch()(given) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (["5", "6"], ["5", "6", "\\boxed{6}"], ["7", "56"]),
+        ([5, 6.0], ["5", "6"], ["56"]),
+        ([["5"], None, ""], ["5"], ["None", ""]),
+        (np.array([5, 6]), ["5", "6"], ["56"]),
+        (4.0, ["4", "4.0", "4.00"], ["40", "4.1"]),
+        (4, ["4", "4.0"], ["5"]),
+        (0.1 + 0.2, ["0.3", "3/10"], ["0.31"]),
+        (Decimal("2.50"), ["2.5", "2.50"], ["25"]),
+    ],
+)
+@pytest.mark.parametrize("reward", [ExactMatch(), Number(), Math(workers=1, timeout=20)], ids=lambda r: r.label)
+def test_any_accepted_answer_is_right_and_numbers_are_numbers(
+    sample, reward: Correctness, answer: object, right: list[str], wrong: list[str]
+) -> None:
+    texts = [*right, *wrong]
+    assert reward([sample(text, answer=answer) for text in texts]) == [1] * len(right) + [0] * len(wrong)
+
+
+def test_exact_match_reads_truth_values_and_leaves_texts_as_they_are(sample) -> None:
+    given = [("true", True), ("True", True), ("false", True), ("FALSE", False), ("yes", True), ("True", "true")]
+    given += [("7", "007"), ("4", "4.0"), ("Paris", ["paris", "Paris"])]
+    scores = [1, 1, 0, 1, 0, 0, 0, 0, 1]
+    assert ExactMatch()([sample(text, answer=answer) for text, answer in given]) == scores
+
+
+@pytest.mark.parametrize("answer", [[], [None, ""], math.nan, {"text": ["5"]}, [{"text": "5"}]])
+def test_an_answer_without_a_value_is_a_failure(sample, answer: object) -> None:
+    for reward in (ExactMatch(), Number()):
+        (score,) = reward([sample("5", answer=answer)])
+        assert isinstance(score, Failure)
+
+
+def test_a_member_without_a_number_is_passed_over(sample) -> None:
+    assert Number()([sample(text, answer=["five", "5"]) for text in ("5", "6")]) == [1, 0]
 
 
 def test_a_number_that_is_too_large_does_not_vote(sample) -> None:
