@@ -169,9 +169,14 @@ def incomparable_since(sessions: Sequence[Session], rewards: Collection[str] | N
     rewards: the names of those that measure it; None: what the rewards of training measure.
     """
     changed: Changes = {}
+    inputs: dict[str, str] = {}
     since = -1
     for session in sessions:
-        decisive = {key: pair for key, pair in session.changes.items() if _decides(key, rewards)}
+        # of data the problems themselves are compared
+        files = {k: (inputs.get(k, new), new) for k, new in session.inputs.items() if not k.startswith("task")}
+        edited = {key: pair for key, pair in files.items() if pair[0] != pair[1]}
+        inputs |= session.inputs
+        decisive = {key: pair for key, pair in (edited | dict(session.changes)).items() if _decides(key, rewards)}
         changed, since = _merged(changed, decisive), session.step if decisive else since
     changes = [f"{key} {format_value(old)} -> {format_value(new)}" for key, (old, new) in changed.items()]
     return (since, ", ".join(changes)) if changes else (-1, "")

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.sessions import Session, add_session, format_value, read_sessions, run_id, steps_by_session
+from grpocli.tracking.sessions import (
+    Session,
+    add_session,
+    format_value,
+    incomparable_since,
+    read_sessions,
+    run_id,
+    steps_by_session,
+)
 
 LR = {"optim.lr": (1e-3, 5e-4)}
 BACK = {"optim.lr": (5e-4, 1e-3)}
@@ -34,6 +42,15 @@ def test_each_session_has_its_steps(kind: str, tmp_path: Path) -> None:
         add_session(run, Session.now(step, changes))
     found = steps_by_session(read_sessions(run), 60)
     assert [(one.first, one.last, one.session.changes if one.session else {}) for one in found] == trained
+
+
+@pytest.mark.parametrize(
+    ("key", "since"), [("reward.python.function", 20), ("reward.other.function", -1), ("task.path", -1), ("model", -1)]
+)
+def test_an_edited_reward_changes_what_is_measured(key: str, since: int) -> None:
+    sessions = [Session(step, "day", {}, inputs={key: digest}) for step, digest in ((0, "a"), (10, "a"), (20, "b"))]
+    found, why = incomparable_since(sessions, {"python"})
+    assert (found, why) == (since, f"{key} a -> b" if since >= 0 else "")
 
 
 def test_broken_lines_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
