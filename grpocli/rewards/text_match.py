@@ -165,6 +165,12 @@ class Format(BaseReward):
         items = [[self.pattern, sample.text] for sample in samples]
         return score_items(self._pool(), items, [[self.pattern, ""] for _ in samples])
 
+    @property
+    def wants_opened_thought(self) -> bool:
+        """Whether a completion must write the first <think> itself."""
+        thought = "a</think>\n<answer>a</answer>"
+        return bool(match(self.pattern, f"<think>{thought}") and not match(self.pattern, thought))
+
     def close(self) -> None:
         self._pool().close()
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from grpocli.environments.tools import Schema
     from grpocli.tasks.task import Example
 
+SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""Names of roles in the layout of ShareGPT, whose messages have `from` and `value`."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
 WRITTEN_LIST = re.compile(
     r"""\s*(?:array\()?\[\s*\{(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)""", re.DOTALL
@@ -66,7 +68,9 @@ def _is_message(message: object) -> bool:
 
 
 def with_text(message: Message) -> Message:
-    """The message with `content` as text, if it is a list of parts that are all text."""
+    """The message with `role`, and with `content` as text if it is a list of parts that are all text."""
+    if "role" not in message and {"from", "value"} <= message.keys():
+        message = {"role": SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
     parts = message.get("content")
     if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
         return message

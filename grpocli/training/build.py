@@ -48,7 +48,7 @@ from grpocli.training.teachers import Teachers, load_teachers, loaded_teachers
 from grpocli.training.trainer import Trainer
 from grpocli.training.update import Updater
 from grpocli.training.update_checks import UpdateChecks
-from grpocli.types import Row, Sampling
+from grpocli.types import PREFIX, Row, Sampling
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -149,9 +149,15 @@ def _hints(run: Run, data: PromptSource) -> Iterator[str]:
         yield f"algorithm.objective.high={clip.high:g} clips nothing: {hint}"
     marks = data.tokenizer.all_special_tokens
     for task, part in zip(data.tasks, tasks_of(run.task).values(), strict=True):
-        if not (data.tokenizer.chat_template and hasattr(run.model, "path") and hasattr(part, "format")):
+        if not (data.tokenizer.chat_template and isinstance(task.train, EpochPrompts)):
             continue
-        text = task.train.draw(0, "").text if isinstance(task.train, EpochPrompts) else []
+        prompt = task.train.draw(0, "")
+        continued = isinstance(prompt.text, list) and PREFIX in prompt.text[-1]  # rewards then get that turn, too
+        if data.tokenizer.decode(prompt.token_ids).rstrip().endswith("<think>") and not continued:
+            for name in task.rewards:
+                if getattr(run.reward[name], "wants_opened_thought", False):
+                    yield f"the chat template opens <think>, so completions do not: shorten reward.{name}.pattern"
+        text = prompt.text if hasattr(run.model, "path") and hasattr(part, "format") else []
         if isinstance(text, str) and not any(mark in text for mark in marks):
             yield f"prompts are plain text: an instruct model, which has a chat template, needs {task.key}.format=chat"
 

@@ -21,6 +21,7 @@ TYPED = {
     "rlo": "rloo",
     "drgpo": "drgrpo",
 }
+THOUGHT = ["model=thinks", "task=jsonl", "task.path=rows.jsonl", "task.format=chat"]
 FAKE = ["train", *SMALL[1:], "engine=fake", "train.steps=1", "eval.problems=0"]
 
 
@@ -57,6 +58,9 @@ def test_a_command_that_does_not_exist_names_the_one_that_does(
         (["model=chat", "task=jsonl", "task.path=rows.jsonl"], {"needs task.format=chat"}),
         (["model=chat", "task=jsonl", "task.path=rows.jsonl", "task.format=chat"], set()),
         (["model=chat", "task=jsonl", "task.path=rows.jsonl", "task.prompt_column=ready"], set()),
+        ([*THOUGHT, "reward=[exact_match,format]"], {"the chat template opens <think>"}),
+        ([*THOUGHT, "reward=[exact_match,format]", "reward.format.pattern='.*</think>.*'"], set()),
+        (["model=chat", *THOUGHT[1:], "reward=[exact_match,format]"], set()),
     ],
     ids=" ".join,
 )
@@ -72,9 +76,18 @@ def test_a_run_says_once_what_is_often_not_meant(
     Path("rows.jsonl").write_text("".join(json.dumps(row | {"prompt": f"{i}+1="}) + "\n" for i in range(40)))
     make_model(0).save_pretrained("chat")
     make_tokenizer().save_pretrained("chat")
-    small = [] if "model=chat" in overrides else ["model.warm_start_steps=20"]
-    chosen = [one.replace("model=chat", "model=./chat") for one in overrides]
+    thinks = make_tokenizer()
+    thinks.chat_template = str(thinks.chat_template) + "<think>\n"
+    make_model(0).save_pretrained("thinks")
+    thinks.save_pretrained("thinks")
+    small = [] if {"model=chat", "model=thinks"} & {*overrides} else ["model.warm_start_steps=20"]
+    chosen = [one.replace("model=", "model=./") for one in overrides]
     assert run_here(*FAKE, *small, *chosen) == 0
     out = capsys.readouterr()
-    known = {"clips nothing", "no completion scored anything", "needs task.format=chat"}
+    known = {
+        "clips nothing",
+        "no completion scored anything",
+        "needs task.format=chat",
+        "the chat template opens <think>",
+    }
     assert {hint for hint in known if hint in out.out + out.err} == hints

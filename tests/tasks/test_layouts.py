@@ -112,3 +112,11 @@ def test_one_that_cannot_be_read_is_refused(tmp_path: Path, written: str) -> Non
 @pytest.mark.parametrize("written", ["[{1, 2}]", '[{"name": "x", "content": "y"}]', "[1, 2", '{"role": "user"}'])
 def test_other_texts_stay_texts(tmp_path: Path, written: str) -> None:
     assert csv_of(tmp_path, written).examples("train")[0]["prompt"] == written
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["list", "text"])
+def test_conversations_of_sharegpt(tmp_path: Path, written: bool) -> None:
+    turns = [{"from": "system", "value": "Add."}, {"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
+    row = {"conversations": json.dumps(turns) if written else turns}
+    task = task_of(tmp_path, [row] * 2, prompt_column="conversations", answer_column=None)
+    assert text_of(task.examples("train")[0], "row 1") == [*CHAT, {"role": "assistant", "content": "2"}]
