@@ -57,6 +57,9 @@ def main(argv: list[str]) -> int:
     run = _check([*searched, *args.overrides], args.multirun, resume)
     if resume and run and (message := _finished(RunDir(resume.folder), run)):
         print(clean(message))
+        from grpocli.launch.run_pushes import complete_push
+
+        complete_push(run.hub, RunDir(resume.folder))
         return 0
     if run:
         check_ready(run)
@@ -89,7 +92,8 @@ def _check(overrides: list[str], multirun: bool, resume: Resume | None) -> Run |
 def _finished(run_dir: RunDir, run: Run) -> str | None:
     """The message for a finished run; None for any other."""
     done = finished_steps(run_dir.summary)
-    if done is None or not run_dir.model.is_dir():
+    saved = [int(path.name[5:]) for path in run_dir.checkpoints.glob("step_*") if path.name[5:].isdigit()]
+    if done is None or not run_dir.model.is_dir() or max(saved, default=done) < done:  # the newest one was removed
         return None
     if done < run.train.steps:
         stop_at = run.eval.stop_at

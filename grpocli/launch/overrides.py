@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,16 @@ def _absolute(override: str) -> str:
 def _absolute_code(value: Any) -> Any:
     text = unquoted(value)
     return _with_text(value, absolute(text)) if is_spec(text) else value
+
+
+def in_files(override: str, files: Mapping[str, str]) -> str:
+    """The override with user code in other files, {old: new}."""
+
+    def moved(value: Any) -> Any:
+        place, _, name = unquoted(value).rpartition(":")
+        return _with_text(value, f"{files[place]}:{name}") if place in files else value
+
+    return _changed(override, moved) if any(place in override for place in files) else override
 
 
 def _absolute_model(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from grpocli.config.overrides import in_quotes, texts_of
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
 from grpocli.files import regular
+from grpocli.launch.foreign_code import leaves
 from grpocli.launch.hydra_errors import known_keys
-from grpocli.launch.overrides import expand_task_lists
+from grpocli.launch.overrides import expand_task_lists, in_files
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import check_run
 
@@ -67,13 +67,13 @@ class Resume:
 
     def _saved(self) -> list[str]:
         """The saved overrides, without the keys of parts that are replaced now."""
-        saved = _overrides(self.folder)
-        before = dict(o.split("=", 1) for o in saved if "=" in o)
-        now = dict(o.split("=", 1) for o in self.given if "=" in o)
+        saved = _overrides(self._config())
+        before, now = (dict(o.split("=", 1) for o in some if "=" in o) for some in (saved, self.given))
         replaced = [part for key, choice in now.items() for part in _replaced(key, before.get(key, choice), choice)]
         dropped = ("resume=", *(f"{part}." for part in replaced), *(f"{part}@" for part in replaced))
-        additions = {o for o in self.given if o.startswith("+") and "@" in o}  # Hydra accepts each only once
-        kept = [o for o in saved if not o.lstrip("+~").startswith(dropped) and o not in additions]
+        # Hydra accepts each addition only once
+        additions = {o.partition("=")[0] for o in self.given if o.startswith("+") and "@" in o}
+        kept = [o for o in saved if not o.lstrip("+~").startswith(dropped) and o.partition("=")[0] not in additions]
         return self._with_sections(kept) if any("." not in key for key in now) else kept
 
     def _with_sections(self, saved: list[str]) -> list[str]:
@@ -93,11 +93,16 @@ class Resume:
         from omegaconf.errors import OmegaConfBaseException
 
         try:
-            return self._merged(composed, _load(RunDir(self.folder).config_before))
+            return self._merged(composed, self._config())
         except OmegaConfBaseException as error:
             raise ConfigError(
                 f"its config does not fit: {unresolved(error)}", key="resume", value=self.folder
             ) from error
+
+    def _config(self) -> Any:
+        """The saved config. User code whose file is gone is in the file in which it is named again."""
+        saved = _load(RunDir(self.folder).config_before)
+        return OmegaConf.create(_with_files(saved, moved_files(saved, list(map(texts_of, self.given)))))
 
     def _merged(self, composed: DictConfig, saved: DictConfig) -> DictConfig:
         keys = [o.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for o in self.given]
@@ -113,11 +118,34 @@ class Resume:
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{key: (old value, new value)} of two saved configs; for a replaced part its choices."""
     found: dict[str, tuple[Any, Any]] = {}
+    before = _with_files(before, moved_files(before, after))
     for key in [*before, *(key for key in after if key not in before)]:
         if key not in SESSION_KEYS:
             found |= _changed(str(key), before.get(key), after.get(key))
     was, now = (list(one.get("reward") or ()) for one in (before, after))
     return found | ({"reward": (was, now)} if was[:1] != now[:1] else {})  # the first measures accuracy
+
+
+def moved_files(saved: Any, again: Any) -> dict[str, str]:
+    """{old file: new file} of user code in a saved config whose file is gone, and of which `again` has a name."""
+    now = {name: place for place, name in _user_code(again)}
+    return {place: now[name] for place, name in _user_code(saved) if name in now and not Path(place).is_file()}
+
+
+def _user_code(node: Any) -> list[tuple[str, str]]:
+    """(file, name) of each FILE.py:NAME among the values of a plain config."""
+    found = [str(value).rpartition(":") for key, value in leaves(node) if key != "overrides"]
+    return [(place, name) for place, _, name in found if place.endswith(".py")]
+
+
+def _with_files(node: Any, files: Mapping[str, str]) -> Any:
+    """A plain config with user code in other files; its overrides, too."""
+    if isinstance(node, Mapping):
+        return {key: _with_files(value, files) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_with_files(value, files) for value in node]
+    place, _, name = str(node).rpartition(":")
+    return f"{files[place]}:{name}" if place in files else in_files(node, files) if isinstance(node, str) else node
 
 
 def _changed(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
@@ -184,9 +212,10 @@ def _keep_choices(composed: DictConfig, saved: DictConfig) -> None:
 def _replaced(key: str, before: str, now: str) -> list[str]:
     """The keys of replaced choices: `engine`, or `reward.format` if `reward=[math,format]` becomes `[math]`."""
     group = key.replace("/", ".")
-    if not before.startswith("["):
-        return [group] if before != now else []
     old, new = (set(texts_of(f"{key}={choice}")) for choice in (before, now))
+    if not before.startswith("["):
+        moved = group == "model" and "/" in before and "/" in now  # another folder, but no other choice
+        return [group] if old != new and not moved else []
     return [f"{group}.{name_of(one)}" for one in sorted(old - new)]
 
 
@@ -206,17 +235,12 @@ def _refuse_changes(saved: Any, composed: DictConfig, given: list[str]) -> None:
             raise ConfigError(f"the run so far has {old}", key=key, value=new, hint="keep that, or start a new run")
 
 
-def _overrides(folder: Path) -> list[str]:
-    """The saved command line of a run. It determines types and choices; the saved config has the values.
+def _overrides(saved: Any) -> list[str]:
+    """The saved command line of a run; empty without one. It determines types and choices, the config has the values.
 
     Keys of Hydra belong to a session, so a run saves none of them. In a config of somebody else they could name code.
-
-    Earlier versions saved it in Hydra's own file. Without a readable file it is empty, and the config suffices.
     """
-    kept = _load(RunDir(folder).config_before).get("overrides")
-    if kept is None:
-        with suppress(ConfigError):
-            kept = _load(folder / ".hydra" / "overrides.yaml")
+    kept = saved.get("overrides")
     texts = map(str, raw_value(kept, slice(None))) if OmegaConf.is_list(kept) else ()
     return [text for text in texts if not of_hydra(text)]
 
@@ -228,12 +252,12 @@ def of_hydra(override: str) -> bool:
 
 
 def _load(path: Path) -> Any:
-    """A saved YAML. Raises ConfigError if it is damaged."""
+    """A saved YAML, plain. Raises ConfigError if it is damaged."""
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         text = regular(path).read_text()
         yaml_text.check(text)
-        return OmegaConf.create(text)
+        return OmegaConf.to_container(OmegaConf.create(text))
     except (*yaml_text.BROKEN, OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key="resume", value=path) from error

@@ -156,7 +156,7 @@ def _run_locked(
         view.start(run.name or run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         if resuming:
             _report_checkpoint(point, view)
-            _report_steps(run, point, view)
+            _report_steps(run, point, view, changed)
         for sentence in other:
             view.warn(sentence)
         for key, (old, new) in changed.items():
@@ -193,11 +193,20 @@ def _report_checkpoint(point: ResumePoint, view: View) -> None:
         view.note(f"{point.path.name} is from an earlier version, without checksums: damage would not be noticed")
 
 
-def _report_steps(run: Run, point: ResumePoint, view: View) -> None:
-    """Warn about a resume that has no step to train."""
-    from grpocli.training.checkpoint import load_state
+def _report_steps(run: Run, point: ResumePoint, view: View, changed: Changes) -> None:
+    """Warn about a resume that has no step to train, and say what other steps make of the schedule."""
+    from grpocli.training.checkpoint import State, load_state
 
-    done = load_state(point.path).step if point.path else 0
+    state = load_state(point.path) if point.path else State()
+    done, optim = state.step, run.optim
+    steps = [steps for steps in changed.get("train.steps", ()) if isinstance(steps, int) and state.updates]
+    last = [optim.rate(state.updates - 1, steps * run.train.updates_per_step) for steps in steps]
+    if len(set(last)) > 1 and done < run.train.steps:
+        rate = optim.rate(state.updates, run.train.steps * run.train.updates_per_step)
+        view.note(
+            f"the schedule of the learning rate ({getattr(optim, 'schedule', 'your own')}) is now that of {steps[1]} "
+            f"steps, not of {steps[0]}: {rate:.3g} in step {done + 1}, after {last[0]:.3g}"
+        )
     if done >= run.train.steps:
         view.warn(f"train.steps={run.train.steps}: {done} steps are done, so none is left; raise it to train on")
 

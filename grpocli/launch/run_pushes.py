@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError
+from grpocli.files import QuietFileHandler
 from grpocli.launch.push import Pusher
 from grpocli.tracking.run_dir import RunDir
 
@@ -125,11 +126,27 @@ def push_finished(hub: Hub, run_dir: RunDir, view: View) -> None:
     pushing.start()
     pushing.join(hub.timeout)
     if address:
+        run_dir.push_due.unlink(missing_ok=True)
         logger.info("pushed to %s", address[0])
         view.note(f"pushed to {address[0]}")
         return
     why = reason(error[0]) if error else f"no end after hub.timeout={hub.timeout:g} seconds"
     view.warn(f"not pushed: {why}; the run is whole, push it with: {push_command(run_dir, hub)}")
+
+
+def complete_push(hub: Hub, run_dir: RunDir) -> None:
+    """Push a finished run whose push was interrupted or has failed."""
+    from grpocli.tracking.live_view import make_view
+
+    if hub.push is None or not run_dir.push_due.exists():
+        return
+    logging.basicConfig(level=logging.INFO, handlers=[QuietFileHandler(run_dir.log, delay=True)])
+    view = make_view()
+    try:
+        with run_dir.locked():
+            push_finished(hub, run_dir, view)
+    finally:
+        view.stop()
 
 
 def push_command(run_dir: RunDir, hub: Hub) -> str:

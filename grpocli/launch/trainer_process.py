@@ -148,6 +148,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     from grpocli.tracking.callbacks import Callbacks, make_callbacks
     from grpocli.tracking.metrics import MetricsLog, reserve_space
     from grpocli.tracking.recorder import Recorder
+    from grpocli.tracking.trackers import Accelerate
     from grpocli.training.checkpoint import load_state
 
     if not world.is_main:
@@ -157,7 +158,8 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     done = load_state(job.checkpoint).step if job.checkpoint else 0
     view.resumed(done)
     config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
-    tracker = run.tracker.start(run.name or run_dir.path.name, run_dir.path, config)
+    chosen = run.tracker.after(done) if isinstance(run.tracker, Accelerate) else run.tracker
+    tracker = chosen.start(run.name or run_dir.path.name, run_dir.path, config)
     recorder = Recorder(
         run_dir,
         view,
@@ -219,6 +221,8 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
     progress = recorder.progress_of("model")
     save_model(recorder.run_dir.model, trainer.policy, trainer.tokenizer, dtype, card, trainer.world, progress)
     if main:
+        if trainer.run.hub.push:
+            recorder.run_dir.push_due.touch()
         write_summary(recorder.run_dir.summary, summary)  # written last: it marks the run as finished
         recorder.view.note(f"the final model is in {recorder.run_dir.model}")
     trainer.world.barrier()

@@ -108,6 +108,11 @@ class RunDir:
         """The final model, a Hugging Face folder."""
         return self.path / "model"
 
+    @property
+    def push_due(self) -> Path:
+        """A file that exists from the end of a training until its push to the hub is complete."""
+        return self.path / ".push"
+
     def rollouts(self, step: int) -> Path:
         """The completions that were sampled for a step."""
         return self.path / "rollouts" / f"step_{step:06d}.parquet"

@@ -82,6 +82,11 @@ class Accelerate:
         if find_spec(arguments.module) is None:
             raise ConfigError(f"it is not installed: pip install {arguments.pip}", key="tracker", value=self.kind)
 
+    def after(self, step: int) -> Accelerate:
+        """The same tracker, in whose view a resume after `step` replaces the later steps of the run so far."""
+        purge = {"purge_step": step and step + 1} if self.kind == "tensorboard" else {}
+        return dataclasses.replace(self, options=purge | self.options)
+
     def start(self, name: str, folder: Path, config: Any) -> LiveTracker | None:
         """Start the tracker. Raises ConfigError if it fails (not installed, no account, wrong options ...)."""
         self.check()

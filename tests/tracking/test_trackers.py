@@ -63,6 +63,22 @@ def test_tensorboard_writes_an_event_file(tmp_path: Path) -> None:
     assert "loss" not in events.Tags()["scalars"]
 
 
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.parametrize(("done", "kept"), [(2, [(1, 1.0), (2, 1.0), (3, 2.0)]), (0, [(1, 2.0), (2, 2.0), (3, 2.0)])])
+def test_tensorboard_shows_a_step_once_after_a_resume(done: int, kept: list[tuple[int, float]], tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for session, (before, steps) in enumerate([(0, [0, 1, 2, 3, 4]), (done, range(done + 1, 4))], start=1):
+        live = Accelerate(kind="tensorboard").after(before).start("run", tmp_path, {})
+        assert live is not None
+        for step in steps:
+            live.log({"reward": session}, step)
+        live.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward")
+    assert [(e.step, e.value) for e in events if e.step] == kept
+    assert len(events) == len(kept) + (done > 0)
+
+
 class Recorded:
     """A fake of accelerate's class that records its calls and fails on request."""
 
