@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,13 +142,11 @@ def _write_recipe(port: Port, file: Path, out: Path) -> None:
     from grpocli.porting.overrides import recipe
 
     _write("--out", out, recipe(port, file.name))
-    print(f"# grpocli train --config-dir {out.parent.parent} recipe={out.stem}")
+    print(f"# {shlex.join(['grpocli', 'train', '--config-dir', str(out.parent.parent), f'recipe={out.stem}'])}")
 
 
 def shell_script(port: Port) -> str:
     """The command as a script for bash: an override and a comment a line, then what to check."""
-    import shlex
-
     from grpocli.tracking.text import one_line
 
     rows = [(shlex.quote(line.override), one_line(line.comment)) for line in port.lines]
@@ -161,8 +160,6 @@ def shell_script(port: Port) -> str:
 
 def _trial(port: Port) -> list[str]:
     """A comment with a command that tries the data and the rewards, without the model and without sampling."""
-    import shlex
-
     from grpocli.porting.overrides import MISSING
 
     own = [line.override for line in port.lines if line.key.split(".")[0] in ("task", "reward")]

@@ -52,7 +52,7 @@ from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 from grpocli.tasks.task import columns_of
 from grpocli.tracking.callbacks import check_callback
 from grpocli.tracking.metrics import read_metrics
-from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.run_dir import RunDir, resume_word
 from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Changes, Session, add_session, format_value, last_inputs, run_id
 
@@ -111,7 +111,8 @@ def run_errors(run_dir: RunDir, new: bool) -> Iterator[None]:
             with suppress(OSError):
                 run_dir.remove_unstarted()
         if isinstance(error, KeyboardInterrupt) and run_dir.config.exists():
-            raise KeyboardInterrupt(f"interrupted; resume={run_dir.path} continues from the last checkpoint") from error
+            how = f"{resume_word(run_dir.path)} continues from the last checkpoint"
+            raise KeyboardInterrupt(f"interrupted; {how}") from error
         raise
     except Stopped:
         try:
@@ -398,7 +399,7 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
             if node:
                 new_engine_folder(run_dir.path)
                 replace(job, ready=False).save(run_dir.path)
-            running.enter_context(_launched(run, job.engine, view))
+            running.enter_context(_launched(run, job.engine, view, data.check if data else lambda: None))
         if data:
             return TrainerProcess(run, job, run_dir, stop, view, load_data=data.result).train()
         from grpocli.launch.trainer_launcher import train_in_processes
@@ -409,13 +410,17 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
 
 
 @contextmanager
-def _launched(run: Run, job: EngineJob, view: View) -> Iterator[None]:
-    """Launch the engine, shown as a stage with progress, and print a line if the start took long."""
+def _launched(run: Run, job: EngineJob, view: View, check: Callable[[], None]) -> Iterator[None]:
+    """Launch the engine, shown as a stage with progress, and print a line if the start took long.
+
+    check: called during the start; its error ends it.
+    """
     began, name, starting = time.monotonic(), choice_of("engine", run.engine.resolved()), True
     view.stage(f"starting engine={name}")
 
     def progress(done: float, total: float, unit: str, detail: str = "") -> None:
         if starting:  # not for a server that is restarted during training
+            check()
             view.progress(done, total, unit, detail)
 
     with run.engine.launch(replace(job, progress=progress)):

@@ -20,6 +20,7 @@ from grpocli.processes.guard import alive, guarded
 from grpocli.processes.heartbeat import DONE, JOINING, Heartbeat, heartbeats
 from grpocli.processes.signals import handle_stops
 from grpocli.tracking.metrics import read_metrics, summary_of, write_summary
+from grpocli.tracking.run_dir import resume_command
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -57,7 +58,7 @@ def train_in_processes(
         error = _root_cause(run, run_dir.path)  # while hanging processes are still alive
         if trainers.returncode in KILLED and not exit_reports(run_dir.path):
             error = RunError(
-                f"the trainer processes were killed from outside; resume with: grpocli train resume={run_dir.path}"
+                f"the trainer processes were killed from outside; resume with: {resume_command(run_dir.path)}"
             )
     if error is None and trainers.returncode:
         error = RunError(

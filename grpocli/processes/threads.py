@@ -41,6 +41,11 @@ class BackgroundTask(Generic[T]):
         """Wait for the function's result; raises the function's error."""
         return self._future.result()
 
+    def check(self) -> None:
+        """Raise the function's error if it has failed."""
+        if self._future.done():
+            self._future.result()
+
     def __enter__(self) -> Self:
         self._thread.start()
         return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from grpocli.report.rollout_sample import BUDGET, Prompts, RolloutSample
 from grpocli.report.several import differences, labels, natural, results
 from grpocli.report.token_texts import TokenTexts
 from grpocli.tracking.metrics import ended_by_callback, ended_early, read_summary
-from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.run_dir import RunDir, resume_command
 from grpocli.tracking.runs import RunRow, find_runs, flatten, load_yaml
 from grpocli.tracking.text import one_line
 from grpocli.version import __version__
@@ -133,7 +132,7 @@ class Builder:
             sessions=sessions(row.path),
             starts=session_starts(row.path),
             notice=_notice(row.path, state, curves.steps[-1] if curves.steps else 0, steps, summary, early),
-            resume="" if state in ("running", "done") else f"grpocli train {shlex.quote(f'resume={row.path}')}",
+            resume="" if state in ("running", "done") else resume_command(row.path),
             warnings=found,
             steps=curves.steps,
             metrics=curves.metrics,

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import shlex
 import shutil
 import tempfile
 import time
@@ -49,6 +50,16 @@ STARTUP_FILES = {
     "summary.json",
 }
 """The files of a run that has not begun its first step."""
+
+
+def resume_word(path: Path) -> str:
+    """`resume=RUN`, quoted for a shell."""
+    return shlex.quote(f"resume={path}")
+
+
+def resume_command(path: Path) -> str:
+    """The command that resumes a run."""
+    return f"grpocli train {resume_word(path)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +162,7 @@ class RunDir:
         """Raise ConfigError if a new run would overwrite a run or other files. Writes nothing."""
         if self.metrics.exists() or self.config.exists():
             raise ConfigError(
-                f"holds a run already; continue it with resume={self.path}, or choose another folder",
+                f"holds a run already; continue it with {resume_word(self.path)}, or choose another folder",
                 key=KEY,
                 value=self.path,
             )
@@ -257,15 +268,15 @@ class RunDir:
     def run_error(self, error: OSError) -> GrpoError:
         """The error for an OSError during a run, with the remedy."""
         where = error.filename or self.path
-        reason = error.strerror or str(error)
+        reason, resume = error.strerror or str(error), resume_word(self.path)
         if error.errno in FULL:
-            return RunError(f"no space left on the disk while writing {where}; free some, then resume={self.path}")
+            return RunError(f"no space left on the disk while writing {where}; free some, then {resume}")
         if error.errno in FORBIDDEN and self.path in (Path(where), *Path(where).parents):
-            return RunError(f"{self.key}={self.path}: {reason} ({where}); make it writable, then resume={self.path}")
+            return RunError(f"{self.key}={self.path}: {reason} ({where}); make it writable, then {resume}")
         if not self.config.exists():
             problem = "the folder was removed or emptied while the run was writing in it; start again in another one"
             return RunError(f"{self.key}={self.path}: {problem}")
-        return RunError(f"{where}: {reason}; fix that, then resume={self.path}")
+        return RunError(f"{where}: {reason}; fix that, then {resume}")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from grpocli.errors import ConfigError, RewardError, ServiceGone, Stopped
 from grpocli.hardware.devices import peak_memory_gib
 from grpocli.progress import Cancelled
 from grpocli.rollout.sampling import derive_seed
+from grpocli.tracking.run_dir import resume_command
 from grpocli.training.accuracy import Evaluator
 from grpocli.training.checkpoint import State
 from grpocli.training.checkpointer import Checkpointer
@@ -91,7 +92,7 @@ class Trainer:
             if not self.state.step or (self.world.size > 1 and isinstance(failed, ConfigError)):
                 raise
             self.save_whole_step()
-            resume = f"grpocli train resume={self.recorder.run_dir.path}"
+            resume = resume_command(self.recorder.run_dir.path)
             note = f"step {self.state.step} is saved; when this is mended, resume with: {resume}"
             if isinstance(failed, ConfigError):
                 raise failed.with_note(note) from failed
@@ -263,7 +264,7 @@ class Trainer:
         reason = f"{self.stop.received or 'asked to stop'} after step {step}; resume with"
         if gone:
             reason = f"{gone}; stopped after step {step}, which is saved; when the service is back, resume with"
-        raise Stopped(f"{reason}: grpocli train resume={self.recorder.run_dir.path}") from gone
+        raise Stopped(f"{reason}: {resume_command(self.recorder.run_dir.path)}") from gone
 
     def save_whole_step(self) -> None:
         """Save a checkpoint of the last whole step, with the rollouts prefetched since its own. Collective."""

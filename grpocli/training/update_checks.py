@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpocli.errors import RunError
+from grpocli.tracking.run_dir import resume_word
 from grpocli.training.resume_point import latest
 
 if TYPE_CHECKING:
@@ -77,4 +78,4 @@ class UpdateChecks:
             return f"{change}, and begin again: there is no checkpoint yet"
         if last == self.run_dir.checkpoint(step - 1) and not began_finite:
             return f"{change}, and remove {last}: it holds the weights that this step began with"
-        return f"{change}, and go on from the last checkpoint with resume={self.run_dir.path}"
+        return f"{change}, and go on from the last checkpoint with {resume_word(self.run_dir.path)}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from grpocli.errors import ConfigError
 from grpocli.launch import run as launching
 from grpocli.launch.trainer_job import TrainerJob
 from grpocli.rollout.engine import EngineJob, EnginePart
@@ -61,7 +62,7 @@ def test_the_start_of_an_engine_prints_two_lines_and_its_phases(
     view, engine = RecordingView(), Engine()
     run: Any = SimpleNamespace(engine=engine)
     job = EngineJob("/m", "float32", 8, tmp_path, seed=0)
-    with launching._launched(run, job, view):
+    with launching._launched(run, job, view, lambda: None):
         began, *then = view.recorded
         assert began.startswith("starting engine=")
         assert then[0] == "vLLM is loading weights"
@@ -69,6 +70,17 @@ def test_the_start_of_an_engine_prints_two_lines_and_its_phases(
         assert seconds or str(tmp_path / "logs" / "vllm_0.log") in then[1]
         engine.later(0, 0, "a server that is started again")
         assert view.recorded[1:] == then
+
+
+def test_a_broken_data_file_is_told_while_the_engine_starts(tmp_path: Path) -> None:
+    def check() -> None:
+        raise ConfigError("line 3 is not JSON", key="task.path")
+
+    run: Any = SimpleNamespace(engine=Engine())
+    job = EngineJob("/m", "float32", 8, tmp_path, seed=0)
+    with pytest.raises(ConfigError) as told, launching._launched(run, job, RecordingView(), check):
+        pytest.fail("the engine must not have started")
+    assert told.value.key == "task.path"
 
 
 def test_a_saved_job_has_no_progress_function(tmp_path: Path) -> None:

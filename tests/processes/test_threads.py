@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from grpocli.errors import ConfigError
 from grpocli.processes import threads
 from grpocli.processes.threads import BackgroundTask
 
@@ -55,3 +56,19 @@ def test_leaving_waits_for_the_thread_up_to_a_limit(monkeypatch: pytest.MonkeyPa
     with BackgroundTask(short):
         pass
     assert ended.is_set()
+
+
+def test_an_error_in_the_background_is_seen_while_it_is_not_waited_for() -> None:
+    go_on = threading.Event()
+
+    def broken() -> None:
+        go_on.wait(30)
+        raise ConfigError("line 3 is not JSON", key="task.path")
+
+    with BackgroundTask(broken) as task:
+        task.check()
+        go_on.set()
+        task._thread.join()
+        with pytest.raises(ConfigError) as told:
+            task.check()
+    assert told.value.key == "task.path"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +58,7 @@ def launch(
         return [_with_result(done, None) for done in returns]
     results = JobMonitor(number, runs, options.wait_at_most).results()
     if len(runs) > 1:
-        print(f"`grpocli compare {sweep}` compares them", flush=True)
+        print(f"`grpocli compare {shlex.quote(str(sweep))}` compares them", flush=True)
     return [_with_result(done, result) for done, result in zip(returns, results, strict=True)]
 
 

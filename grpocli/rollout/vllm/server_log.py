@@ -20,6 +20,7 @@ PYDANTIC_WORDS = re.compile(
 )
 NOT_THE_CAUSE = re.compile(r"Engine core initialization failed|EngineDeadError|CancelledError|KeyboardInterrupt")
 PREFIX = re.compile(r"^(?:\(\S+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[\S+\] )?")  # of vLLM's log lines
+NEWS = re.compile(r"(?:^|\) )INFO \d|\d%\|")  # lines that tell of progress; warnings stay in the log
 PYDANTIC_LINES = 8  # lines after "validation error for" with the details
 OPTIONS = {
     "data_parallel_size": "engine.data_parallel",
@@ -107,7 +108,8 @@ class StartupLog:
         whole = added.rfind(b"\n") + 1
         self.at += whole
         for line in added[:whole].decode(errors="replace").splitlines():
-            if text := PREFIX.sub("", line).strip():
+            text = PREFIX.sub("", line).strip()
+            if text and NEWS.search(line):
                 self.last = text
             self.phase = next((phase for pattern, phase in PHASES if re.search(pattern, text)), self.phase)
 
