@@ -78,6 +78,9 @@ def build_trainer(
     loaded = _load(run, job, world, data, recorder, checkpoint_path)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state
     keep_stop_token_ids(policy.model, data.tokenizer)
+    room, longest = getattr(policy.model.config, "max_position_embeddings", None), run.rollout.max_completion_tokens
+    if room and longest >= room:
+        recorder.view.note(f"rollout.max_completion_tokens={longest}: with its prompt, the model is made for {room}")
     if world.is_main:
         checkpoint.check_savable(policy.model, data.tokenizer, recorder.run_dir.path)
 

@@ -58,6 +58,7 @@ def test_a_command_that_does_not_exist_names_the_one_that_does(
         (["model=chat", "task=jsonl", "task.path=rows.jsonl"], {"needs task.format=chat"}),
         (["model=chat", "task=jsonl", "task.path=rows.jsonl", "task.format=chat"], set()),
         (["model=chat", "task=jsonl", "task.path=rows.jsonl", "task.prompt_column=ready"], set()),
+        ([*THOUGHT, "rollout.max_completion_tokens=600"], {"the model is made for 512"}),
         ([*THOUGHT, "reward=[exact_match,format]"], {"the chat template opens <think>"}),
         ([*THOUGHT, "reward=[exact_match,format]", "reward.format.pattern='.*</think>.*'"], set()),
         (["model=chat", *THOUGHT[1:], "reward=[exact_match,format]"], set()),
@@ -88,6 +89,7 @@ def test_a_run_says_once_what_is_often_not_meant(
         "clips nothing",
         "no completion scored anything",
         "needs task.format=chat",
+        "the model is made for 512",
         "the chat template opens <think>",
     }
     assert {hint for hint in known if hint in out.out + out.err} == hints
