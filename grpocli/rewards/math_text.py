@@ -109,7 +109,7 @@ ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{?\s*)?(?:st|nd|rd|th)\s*\}?\s*()$")
 MULTIPLIER = re.compile(rf"(?<!\d)(\d+(?:\.\d+)?)\s*\b({'|'.join(MULTIPLIERS)})s?\b")
 BASE = re.compile(r"^\(?\s*([0-9A-Za-z]+)\s*\)?\s*_\s*\{?\s*(\d+)\s*\}?$")
 HEXADECIMAL = re.compile(r"[A-F]+\d[\dA-F]*")
-PLAIN = re.compile(r"^([-+]?)(\d+(?:\.\d*)?|\.\d+)$")
+PLAIN = re.compile(r"^[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)$")
 PLAIN_FRACTION = re.compile(r"^([-+]?)(?:(\d+)\s*/\s*(\d+)|\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\})$")
 
 UNITS = {
@@ -216,11 +216,11 @@ def plain_equal(one: str, other: str) -> bool | None:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """The value of digits with a decimal point, or of a fraction of two whole numbers; None for anything else."""
+    """The value of digits with commas or a decimal point, or of a fraction of whole numbers; None for anything else."""
     if len(text) > 400:
         return None
-    if found := PLAIN.match(text):
-        return Fraction(found[1] + found[2])
+    if PLAIN.match(text):
+        return Fraction(text.replace(",", ""))
     if found := PLAIN_FRACTION.match(text):
         above, below = found[2] or found[4], found[3] or found[5]
         return Fraction(int(found[1] + above), int(below)) if int(below) else None
