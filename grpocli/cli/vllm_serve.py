@@ -28,13 +28,11 @@ def _task(config: DictConfig) -> int:
     from grpocli.launch.shared_server import build_server_config, serve
     from grpocli.models.loading import choose_dtype
     from grpocli.rollout.vllm.server import check_port
-    from grpocli.rollout.vllm.validate import check_arguments
     from grpocli.tracking.live_view import status_view
 
     settings = build_server_config(config)
     if settings.port:
         check_port(settings.host, settings.port, "port")
-    check_arguments(settings.options().vllm_args)  # before the model is fetched
     view = status_view()
     try:
         view.stage("looking for the model")

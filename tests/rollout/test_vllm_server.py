@@ -144,7 +144,7 @@ def test_vllms_own_head_dtype_is_refused(part: type, value: Any, message: str) -
     ("name", "instead"),
     [
         *((name, "grpocli sets this itself") for name in ("middleware", "api-key", "logprobs_mode", "host", "uds")),
-        *((name, "grpocli sets this itself") for name in ("enable_scale_out", "enable-lora", "config", "grpc")),
+        *((name, "grpocli sets this itself") for name in ("enable_scale_out", "no-enable-lora", "config", "grpc")),
         ("max_model_len", r"set engine\.max_model_len"),
         ("data-parallel-size", r"set engine\.data_parallel"),
         ("tensor_parallel_size", r"set engine\.tensor_parallel"),
@@ -392,8 +392,8 @@ def test_the_cause_of_a_failure_is_its_first_error(tmp_path: Path) -> None:
         file.write("(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above.\n")
     advice = "vLLM's attention has no kernel for this model's head size: take engine=transformers, which supports any"
     assert failure_cause(log, since) == f": {advice}: RuntimeError: Unsupported head_dim=16 (see {log})"
-    log.write_text("usage: x\napi_server.py: error: unrecognized arguments: --foo\n")
-    assert failure_cause(log) == f": api_server.py: error: unrecognized arguments: --foo (see {log})"
+    log.write_text("usage: x\napi_server.py: error: something else\n")
+    assert failure_cause(log) == f": api_server.py: error: something else (see {log})"
     assert failure_cause(tmp_path / "missing") == ""
 
 
@@ -434,6 +434,7 @@ def test_the_cause_of_a_failure_is_its_first_error(tmp_path: Path) -> None:
             "own context",
         ),
         ("api_server.py: error: argument --max-num-seqs: invalid int value: 'a'", "engine.vllm_args.max_num_seqs: "),
+        ("api_server.py: error: unrecognized arguments: --max-num-seq=8", "engine.vllm_args.max_num_seq: "),
         ("api_server.py: error: argument --quantization/-q: invalid choice: 'a'", "engine.quantization: "),
     ],
 )

@@ -8,9 +8,11 @@ servers that users start, which may outlive their shell.
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import signal
+from functools import partialmethod
 from multiprocessing import process, shared_memory
 from pathlib import Path
 
@@ -45,5 +47,8 @@ if __name__ in ("__main__", "__mp_main__"):
     os.register_at_fork(after_in_child=tie)
     name_shared_memory()
     if __name__ == "__main__":
+        # a shortened name would be another option than the one that grpocli checked
+        whole_names = partialmethod(argparse.ArgumentParser.__init__, allow_abbrev=False)
+        argparse.ArgumentParser.__init__ = whole_names  # type: ignore[method-assign, assignment]
         # not with alter_sys: spawned processes would import vLLM's module instead of this one
         runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -181,7 +181,7 @@ class VllmOptions(CommonOptions):
     def _check_vllm_args(self) -> None:
         for name in self.vllm_args:
             self._check_hf_overrides(name)
-            key, option = f"{key_of(self, 'vllm_args')}.{name}", name.replace("-", "_")
+            key, option = f"{key_of(self, 'vllm_args')}.{name}", name.replace("-", "_").removeprefix("no_")
             own = f"engine.{option}" if option in self._fields() else RENAMED.get(option)
             if own:
                 raise ConfigError(f"{key}: set {own} instead")

