@@ -88,11 +88,11 @@ release-check: build ## install the wheel in an empty environment and run it (TA
 	  [ -z "$(TAG)" ] || [ "$$version" = "grpocli $(TAG:v%=%)" ] || { echo "which is not $(TAG)" >&2; exit 1; }
 
 conf: setup ## write a commented YAML for every choice into conf/, from the dataclasses
-	$(BIN)/python -m grpocli.launch.conf_files
+	$(BIN)/python scripts/conf_files.py
 
 docs: setup ## write docs/algorithms.md, docs/from-trl.md, docs/peers.md and the table of docs/models.md
-	$(BIN)/python -m grpocli.cli.algorithms_page docs/algorithms.md
-	$(BIN)/python -m grpocli.cli.from_trl_page docs
+	$(BIN)/python scripts/algorithms_page.py docs/algorithms.md
+	$(BIN)/python scripts/from_trl_page.py docs
 	PYTHONPATH=tests $(BIN)/python -m parity.peer_page docs/peers.md
 	PYTHONPATH=tests $(BIN)/python -m models.architectures docs/models.md
 

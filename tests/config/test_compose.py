@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conf_files import WRITTEN_FROM
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from tables import table
@@ -15,7 +16,6 @@ from grpocli.config.parts import CLASSES
 from grpocli.hardware.devices import Devices
 from grpocli.launch import part_modules
 from grpocli.launch.compose import build_run, compose
-from grpocli.launch.conf_files import WRITTEN_FROM
 from grpocli.launch.hydra_sources import conf_dir
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.rollout.engine import EngineJob

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conf_files import RUN, WRITTEN_FROM, files, write
 
-from grpocli.launch.conf_files import RUN, WRITTEN_FROM, files, write
 from grpocli.launch.hydra_sources import conf_dir
 
 FILES = files()

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from grpocli.cli.algorithms_page import main
+from algorithms_page import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 

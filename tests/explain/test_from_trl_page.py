@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from from_trl_page import from_trl_page
 
-from grpocli.cli.from_trl_page import from_trl_page
 from grpocli.config.foreign_names import GRPO_CONFIG, NEMO_RL
 from grpocli.explain.keys import ReferenceIndex
 from grpocli.launch.compose import register_parts

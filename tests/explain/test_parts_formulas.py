@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from algorithms_page import VARIANTS
 
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.kl import K3
 from grpocli.algorithm.objective import Clip
-from grpocli.cli.algorithms_page import VARIANTS
 from grpocli.config.formula import Formula, formula_of
 from grpocli.config.parts import registered
 from grpocli.config.user_parts import choice_of

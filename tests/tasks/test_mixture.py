@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conf_files import WRITTEN_FROM
 
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
-from grpocli.launch.conf_files import WRITTEN_FROM
 from grpocli.launch.hydra_sources import conf_dir
 from grpocli.launch.overrides import expand_task_lists
 from grpocli.rewards.score_stats import ErrorLimit

@@ -1,6 +1,6 @@
 """`make conf`: commented YAML files of all choices, and of the keys outside of config groups, from the dataclasses.
 
-    python -m grpocli.launch.conf_files
+    python scripts/conf_files.py
 
 The dataclass stays the only source of defaults and types; a test compares the files with it.
 """

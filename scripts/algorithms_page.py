@@ -1,4 +1,4 @@
-"""Write docs/algorithms.md from the code of the parts: `python -m grpocli.cli.algorithms_page FILE`."""
+"""Write docs/algorithms.md from the code of the parts: `python scripts/algorithms_page.py FILE`."""
 
 from __future__ import annotations
 

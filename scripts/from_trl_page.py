@@ -1,4 +1,4 @@
-"""Write docs/from-trl.md: `python -m grpocli.cli.from_trl_page DOCS`."""
+"""Write docs/from-trl.md: `python scripts/from_trl_page.py DOCS`."""
 
 from __future__ import annotations
 
