@@ -34,6 +34,11 @@ def texts_of(override: str) -> list[str]:
     return texts if all(isinstance(one, str) for one in texts) else [override.partition("=")[2]]
 
 
+def text_of(override: str) -> str:
+    """The only text of an override, or the first of its list; `[]` for an empty one."""
+    return next(iter(texts_of(override)), "[]")
+
+
 def in_quotes(text: str) -> str:
     """A text with the quotes of Hydra's syntax."""
     quoted: str = QuotedString(text, Quote.single).with_quotes()

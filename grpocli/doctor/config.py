@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.kl import BUILT_IN, has_teacher
-from grpocli.config.overrides import texts_of
+from grpocli.config.overrides import text_of
 from grpocli.doctor.checkup import Finding, MachineCheck, ok, problem, warning
 from grpocli.doctor.devices import TORCH_SECONDS, torch_report
 from grpocli.doctor.needs import Module, Needs
@@ -219,7 +219,7 @@ def _on_hub(run: Run, machine: Machine) -> Iterator[str]:
 
 def runs_in(words: Sequence[str], folder: Path) -> Path | None:
     """The folder of `hydra.run.dir=` among overrides, without what changes from run to run; None if it is not given."""
-    given = [texts_of(word)[0] for word in words if word.startswith("hydra.run.dir=")]
+    given = [text_of(word) for word in words if word.startswith("hydra.run.dir=")]
     return folder / Path(given[-1].partition("${")[0]).expanduser() if given else None
 
 

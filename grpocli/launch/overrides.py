@@ -45,7 +45,7 @@ def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]
 
 CHDIR = re.compile(r"hydra\.job\.chdir\s*=\s*true", re.IGNORECASE)
 """Hydra then changes to the run's folder, in which relative paths mean something else."""
-PATH = re.compile(r"(?!hydra\.).*[._](path|file|folder)")
+PATH = re.compile(r"(?!hydra\.).*[._](path|file|folder|chat_template|response_template|kl\.model)")
 LORA = re.compile(r"^(\+*model\.lora)=([\d, ]+)$")
 """`model.lora=16`, short for `model.lora.rank=16`."""
 
@@ -65,13 +65,16 @@ TEXT = re.compile(r"[^\s,\[\]{}()'\"]([^,\[\]{}()'\"]*[^\s,\[\]{}()'\"])?")
 
 
 def _quoted(override: str) -> str:
-    """The override with quotes around texts such as /home/josé; the same string if Hydra reads it, or reads neither.
+    """The override with quotes around texts such as /home/josé; unchanged if Hydra reads it without them.
 
-    A value whose folder exists is one path, whatever Hydra would read in its commas and brackets.
+    A value whose folder exists is one path, whatever Hydra would read in its commas and brackets; a comma after the
+    folder (`./a,tiny`) is a sweep's, unless the value exists.
     """
     key, _, value = override.partition("=")
-    if "/" in value and texts_of(override) == [value] and os.path.isdir(os.path.dirname(value)):  # noqa: PTH112, PTH120 - of any length
-        return f"{key}={written(value)}"
+    if "/" in value and texts_of(override) == [value]:
+        folder, name = os.path.split(value)  # pathlib fails at long texts
+        if os.path.exists(value if "," in name and parsed(override) else folder):  # noqa: PTH110
+            return f"{key}={written(value)}"
     if not ODD.search(value) or parsed(override):
         return override
     new = f"{key}={TEXT.sub(lambda text: written(text[0]) if ODD.search(text[0]) else text[0], value)}"

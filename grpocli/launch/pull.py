@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config import yaml_text
 from grpocli.config.environment import OVERRIDES, raw_value, unresolved
-from grpocli.config.overrides import in_quotes, texts_of
+from grpocli.config.overrides import in_quotes, text_of
 from grpocli.errors import ConfigError
 from grpocli.files import remove
 from grpocli.hub import MODEL_FILES, HubPath, hub_api, hub_errors, hub_path
@@ -46,12 +46,12 @@ def fetched(overrides: Sequence[str], searched: Sequence[str] = ()) -> list[str]
     The folder is that of hydra.run.dir=, or runs/OWNER/NAME. Raises ConfigError if there is no such run, if the folder
     is taken, or if the run needs something that is not given here.
     """
-    named = [texts_of(text)[0] for text in overrides if text.startswith(f"{KEY}=")][-1]
+    named = [text_of(text) for text in overrides if text.startswith(f"{KEY}=")][-1]
     place = hub_path(named, KEY)
     assert place is not None
     if place.folder:
         raise ConfigError("expected hub:OWNER/NAME, hub:OWNER/NAME@REVISION", key=KEY, value=named)
-    folders = [texts_of(text)[0] for text in overrides if text.startswith("hydra.run.dir=")]
+    folders = [text_of(text) for text in overrides if text.startswith("hydra.run.dir=")]
     folder = Path(folders[-1]) if folders else Path("runs") / place.repo
     rest = [text for text in overrides if not text.startswith((f"{KEY}=", "hydra.run.dir="))]
     fetch(place, named, folder, rest, searched)

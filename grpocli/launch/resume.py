@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from grpocli.config import yaml_text
 from grpocli.config.build import TARGET, flat_keys
 from grpocli.config.environment import raw_value, unresolved
-from grpocli.config.overrides import in_quotes, texts_of
+from grpocli.config.overrides import in_quotes, text_of, texts_of
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
 from grpocli.files import regular
@@ -42,10 +42,10 @@ class Resume:
         named = [o for o in overrides if o.startswith("resume=")]
         if not named or named[-1] in ("resume=", "resume=null"):
             return None
-        name = texts_of(named[-1])[0]
+        name = text_of(named[-1])
         check_run(Path(name), f"resume={name}")
         folder = Path(name).resolve()
-        for other in (texts_of(o)[0] for o in overrides if o.startswith("hydra.run.dir=")):
+        for other in (text_of(o) for o in overrides if o.startswith("hydra.run.dir=")):
             if Path(other).resolve() != folder:
                 problem = "a resume continues in the run's own folder"
                 hint = "leave it out, or resume a copy of the folder"

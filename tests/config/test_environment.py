@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from grpocli.algorithm.kl import NoKL
 from grpocli.config.environment import without_environment
 from grpocli.errors import ConfigError
 from grpocli.files import QuietFileHandler
@@ -128,8 +129,10 @@ def test_a_tracker_gets_names_instead_of_values(tmp_path: Path) -> None:
     given: list[dict[str, Any]] = []
     tracker = SimpleNamespace(start=lambda name, folder, config: given.append(config))
     rollout = SimpleNamespace(sampling=SimpleNamespace(structure=None))
-    plain = {"callbacks": [], "callbacks_strict": False, "callbacks_timeout": 1.0}
-    run = SimpleNamespace(tracker=tracker, rollout=rollout, reward={}, hub=SimpleNamespace(push=None), **plain)
+    algorithm = SimpleNamespace(kl=NoKL())
+    plain = {"name": "", "callbacks": [], "callbacks_strict": False, "callbacks_timeout": 1.0}
+    parts = {"tracker": tracker, "rollout": rollout, "algorithm": algorithm, "reward": {}}
+    run = SimpleNamespace(**parts, hub=SimpleNamespace(push=None), **plain)
     job = SimpleNamespace(checkpoint=None, engine=SimpleNamespace(dtype="float32"))
     make_recorder(run, RunDir(tmp_path), SimpleNamespace(is_main=True), job, silent_view())  # type: ignore[arg-type]
     assert given[0]["rollout"]["stop"] == ["${oc.env:MY_SECRET}"]

@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MARKS = ("<!-- written by make docs: architectures -->\n", "<!-- end -->\n")
 """What the table stands between."""
 
-VOCABULARY = 102
+VOCABULARY = 103
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
