@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from grpocli.sandbox.sandbox import Limits, Submission
 
 KEY = "reward.code"
-FENCED = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
+BLOCK = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[^\w\n`~]*(?P<language>\w*)[^\n`]*\n"
+    r"(?P<code>.*?)(?:^[ \t]*(?P=fence)[`~]*[ \t]*(?P<closed>$)|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+PYTHON = ("python", "python3", "py", "py3")
+DEFINED = re.compile(r"^(?:(?:async +)?def +|class +|(?=\w+ *=))(\w+)", re.MULTILINE)
 ROOT = re.compile(r"\W")
 """What ends the name in `Solution().method`, which tests take from the program."""
 
@@ -171,7 +177,30 @@ def _answer(text: str) -> str:
     if not TAG.search(rest):
         return rest
     tagged = END_TAG.split(TAG.split(rest)[-1], maxsplit=1)[0].strip("\n")
-    return tagged if FENCED.search(tagged) or not FENCED.search(rest) else rest
+    return tagged if BLOCK.search(tagged) or not BLOCK.search(rest) else rest
+
+
+def code_block(text: str, names: set[str]) -> str | None:
+    """The last code block of Python that defines one of the names, else the last of Python, of no language, of any.
+
+    None without a block. A block that is not closed counts if it is the only one.
+    """
+    blocks = list(BLOCK.finditer(text))
+    if len(blocks) > 1 and blocks[-1]["closed"] is None:
+        blocks.pop()
+
+    def fitness(block: re.Match[str]) -> int:
+        language = block["language"].lower()
+        if language in ("", *PYTHON) and names.intersection(DEFINED.findall(_code(block))):
+            return 3
+        return 2 if language in PYTHON else 1 if not language else 0
+
+    return _code(max(reversed(blocks), key=fitness)) if blocks else None
+
+
+def _code(block: re.Match[str]) -> str:
+    """The lines of a block without its indent."""
+    return re.sub(rf"^[ \t]{{,{len(block['indent'])}}}", "", block["code"], flags=re.MULTILINE)
 
 
 def run_submission(
@@ -186,8 +215,10 @@ def run_submission(
 
     tests = problem_tests(submission["tests"])
     setup = "\n".join([*tests.imports, submission.get("setup", "")])
-    submission |= {"tests": tuple(tests.cases), "setup": setup, "names": tuple(sorted(tests.names))}
+    submission |= {"tests": tuple(tests.cases), "setup": setup}
     submission["entry_point"] = ROOT.split(submission.get("entry_point", ""))[0]
+    if (block := code_block(submission["text"], tests.names | {submission["entry_point"]})) is not None:
+        submission |= {"text": "\n" + block, "whole": True}
     given = Submission(**submission)
     result = run(given, Limits(**limits), backend_named(backend, python), all_tests)
     if all(result.passed) or (all_tests and any(result.passed)):

@@ -22,7 +22,7 @@ assert _found == _wanted or [_found] == _wanted, f"{{_found!r}}, expected {{_wan
 """A test of a function; data sets write the value that it returns with or without a list around it."""
 CASE = """\
 import unittest
-_ran = unittest.TestSuite([{case}({method!r})]).run(unittest.TestResult())
+_ran = unittest.defaultTestLoader.loadTestsFromTestCase({case}).run(unittest.TestResult())
 assert _ran.wasSuccessful(), (_ran.failures + _ran.errors)[0][1].strip().split("\\n")[-1]
 """
 
@@ -76,7 +76,7 @@ class ProblemTests:
     def _add_code(self, code: str) -> None:
         """Add code, with a call of each test function and class that it only defines."""
         try:
-            tree = _Checks().visit(ast.parse(code))
+            tree = ast.fix_missing_locations(_Checks().visit(ast.parse(code)))
         except SyntaxError:  # the sandbox reports it
             self.cases.append(code)
             return
@@ -88,55 +88,34 @@ class ProblemTests:
         self.names |= used
 
     def _calls_of(self, one: ast.stmt, used: set[str]) -> list[str]:
-        if isinstance(one, ast.FunctionDef) and one.name not in used:
-            needed = [argument.arg for argument in one.args.args][: len(one.args.args) - len(one.args.defaults)]
-            is_check = one.name == "check" or needed == ["candidate"]
-            if is_check and not self.entry_point:
+        if isinstance(one, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in one.bases):
+            return [CASE.format(case=one.name)]
+        if not isinstance(one, ast.FunctionDef) or one.name in used:
+            return []
+        needed = [argument.arg for argument in one.args.args][: len(one.args.args) - len(one.args.defaults)]
+        if one.name == "check" or needed == ["candidate"]:
+            if not self.entry_point:
                 raise ValueError(f"{one.name} needs the column entry_point, the name of the function that it tests")
-            if is_check or (one.name.startswith("test") and not needed):
-                return [f"{one.name}({self.entry_point if is_check else ''})"]
-            if one.name.startswith("test"):
-                raise ValueError(f"{one.name} takes arguments, which only pytest gives it")
-        if isinstance(one, ast.ClassDef):
-            is_case = any(ast.unparse(base).endswith("TestCase") for base in one.bases)
-            call = CASE if is_case else "{case}().{method}()" if one.name.startswith("Test") else ""
-            methods = [f.name for f in one.body if isinstance(f, ast.FunctionDef) and f.name.startswith("test")]
-            return [call.format(case=one.name, method=method) for method in methods if call]
-        return []
+            return [f"{one.name}({self.entry_point})"]
+        if one.name.startswith("test") and needed:
+            raise ValueError(f"{one.name} takes arguments, which only pytest gives it")
+        return [f"{one.name}()"] if one.name.startswith("test") else []
 
 
 class _Checks(ast.NodeTransformer):
     """Makes statements test something without a runner.
 
-    A comparison that stands alone is asserted, the guard of a script is passed, a runner is not called, and what is
-    imported from the program is already there.
+    A comparison that stands alone is asserted, a runner is not called, and what is imported from the program is
+    already there.
     """
-
-    def visit_Module(self, node: ast.Module) -> ast.Module:
-        if len(node.body) == 1 and isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Call):
-            node.body = [ast.Assert(ast.Compare(node.body[0].value, [ast.IsNot()], [ast.Constant(False)]))]
-        self.generic_visit(node)
-        return ast.fix_missing_locations(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
         if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in ("unittest.main", "pytest.main"):
             return ast.Pass()
-        return ast.Assert(node.value) if _is_condition(node.value) else node
+        return ast.Assert(node.value) if isinstance(node.value, ast.Compare | ast.BoolOp | ast.UnaryOp) else node
 
-    def visit_If(self, node: ast.If) -> Any:
-        self.generic_visit(node)
-        return node.body if ast.unparse(node.test).startswith("__name__ ==") else node
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
-        renamed = [one for one in node.names if one.asname]
-        names = [ast.Assign([ast.Name(one.asname or "", ast.Store())], ast.Name(one.name)) for one in renamed]
-        return node if node.module not in OF_PROGRAM else names or ast.Pass()
-
-
-def _is_condition(node: ast.expr) -> bool:
-    if isinstance(node, ast.BoolOp):
-        return all(map(_is_condition, node.values))
-    return isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
+        return ast.Pass() if node.module in OF_PROGRAM else node
 
 
 @lru_cache(maxsize=64)

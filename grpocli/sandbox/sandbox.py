@@ -64,11 +64,11 @@ class Limits:
 class Submission:
     """A program to test.
 
-    text: a completion with the program. before: code before the program. setup: code before the tests.
+    text: the program, or a text that begins with it if it is not `whole`. before: code before the program.
+    setup: code before the tests.
     tests: each is code, which passes unless it raises, or a standard input and the output that the program has to
     print. reference: a right program. entry_point: the name of the function that the question asks for. These two
-    decide which of the names in the tests are the program's: see `inside.tests.Example`. names: those that the program
-    may have to define, which tell its code block from others.
+    decide which of the names in the tests are the program's: see `inside.tests.Example`.
     """
 
     text: str
@@ -77,7 +77,7 @@ class Submission:
     setup: str = ""
     reference: str = ""
     entry_point: str = ""
-    names: Sequence[str] = ()
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _run_once(submission: Submission, limits: Limits, backend: Backend) -> tuple
     ours, theirs = socket.socketpair()
     with ours, theirs, contextlib.ExitStack() as stack:
         enter = stack.enter_context(group(limits.memory_mb + limits.disk_mb + TESTS_MB))
-        task = {"text": submission.text, "before": submission.before, "names": list(submission.names)}
+        task = {"text": submission.text, "before": submission.before, "whole": submission.whole}
         scripts = any(not isinstance(test, str) for test in submission.tests)  # each runs in a process of its own
         most = replace(limits, processes=limits.processes + scripts)
         program = stack.enter_context(_process(backend, most, theirs, task, enter))

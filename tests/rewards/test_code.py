@@ -17,7 +17,8 @@ from grpocli.sandbox.backends import no_isolation
 
 pytestmark = pytest.mark.processes
 
-ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+PLAIN = "def add(a, b):\n    return a + b\n"
+ADD = f"```python\n{PLAIN}```"
 TESTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
 
 
@@ -78,17 +79,12 @@ def test_five():
         pytest.param(ADD, json.dumps(TESTS), {}, id="JSON text of asserts"),
         pytest.param(ADD, repr(TESTS), {}, id="Python text of asserts"),
         pytest.param(ADD, PYTEST, {}, id="pytest functions"),
-        pytest.param(
-            ADD, "class TestAdd:\n    def test_five(self):\n        assert add(5, 2) == 7", {}, id="pytest class"
-        ),
         pytest.param(ADD, CASE, {}, id="unittest"),
         pytest.param(ADD, f"{CASE}\nunittest.main()", {}, id="unittest with its runner"),
         pytest.param(ADD, CHECK, {"entry_point": "add"}, id="HumanEval"),
         pytest.param(METHOD, CHECK, {"entry_point": "Solution().add", "answer": METHOD[10:-3]}, id="LeetCode"),
         pytest.param(ADD, "add(5, 2) == 7", {}, id="bare comparison"),
-        pytest.param(
-            ADD, ["add(5, 2) == 7 and not add(5, 2) == 3", "(7).__eq__(add(5, 2))"], {}, id="bare expressions"
-        ),
+        pytest.param(ADD, ["add(5, 2) == 7 and not add(5, 2) == 3"], {}, id="bare expressions"),
         pytest.param(ADD, f"if __name__ == '__main__':\n    {TESTS[0]}", {}, id="script"),
         pytest.param(SCRIPT, CONTEST, {}, id="contest"),
         pytest.param(SCRIPT, json.dumps(CONTEST), {}, id="contest as text"),
@@ -159,6 +155,30 @@ def test_tests_that_test_nothing_do_not_count_in_a_share():
 )
 def test_the_program_may_stand_in_an_answer_tag(reward, text):
     assert reward([sample(text)]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [
+        (f"```python\n{PLAIN}```", ""),
+        (f"Wrong:\n```\ndef add(a, b):\n    return 0\n```\nRight:\n```python\n{PLAIN}```\nThat is it.", ""),
+        (f"I think\n```python\n{PLAIN}", ""),  # truncated before the code block ended
+        ("    return a + b\n\nThis adds them.", "def add(a, b):\n"),
+        (f"```python\n{PLAIN}```", 'def add(a, b):\n    """Add."""\n'),
+        (f"```python\n{PLAIN}```\n```bash\npython add.py\n```", ""),
+        (f"```python\n{PLAIN}```\nOutput:\n```\n3\n```", ""),
+        (f"```python\n{PLAIN}```\nUsage:\n```python\nprint(add(1, 2))\n```", ""),
+        (f"```python\n{PLAIN}```\n```py\ndef main():\n    add(1, 2)\n```", ""),
+        ("```\nadd = lambda a, b: a + b\n```\n```python\nx = add(1, 2)\n```", ""),
+        (f"```\n{PLAIN}```\n```json\n[]\n```", ""),
+        (f"~~~python\n{PLAIN}~~~", ""),
+        (f"````{{.python}}\n{PLAIN}````", ""),
+        ("- Code:\n  ```python\n  def add(a, b):\n      return a + b\n  ```\n- Done", ""),
+        (f"```cpp\n{PLAIN}```", ""),  # the only block
+    ],
+)
+def test_the_program_is_found_in_a_completion(reward, text, before):
+    assert reward([sample(text, before=before)]) == [1]
 
 
 def test_partial_scores_count_passed_tests():

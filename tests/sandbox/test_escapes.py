@@ -302,7 +302,7 @@ for module in list(sys.modules.values()):
     assert sandbox(program, "assert answer == 0 and abs(-1) == 1").passed == [True]
 
 
-@pytest.mark.parametrize("program", ["", "x = 1", "```python\ndel answer\n```", "answer: int"])
+@pytest.mark.parametrize("program", ["", "x = 1", "del answer", "answer: int"])
 def test_the_reference_is_not_tested_in_place_of_the_program(sandbox, program):
     before = 'def answer():\n    """42."""\n'
     given = {"before": before, "reference": "    return 42\n", "entry_point": "answer"}

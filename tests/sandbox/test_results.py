@@ -25,30 +25,6 @@ def test_each_test_has_a_result(sandbox):
 
 
 @pytest.mark.parametrize(
-    ("text", "before"),
-    [
-        (f"```python\n{ADD}```", ""),
-        (f"Wrong:\n```\ndef add(a, b):\n    return 0\n```\nRight:\n```python\n{ADD}```\nThat is it.", ""),
-        (f"I think\n```python\n{ADD}", ""),  # truncated before the code block ended
-        ("    return a + b\n\nThis adds them.", "def add(a, b):\n"),
-        (f"```python\n{ADD}```", 'def add(a, b):\n    """Add."""\n'),
-        (f"```python\n{ADD}```\n```bash\npython add.py\n```", ""),
-        (f"```python\n{ADD}```\nOutput:\n```\n3\n```", ""),
-        (f"```python\n{ADD}```\nUsage:\n```python\nprint(add(1, 2))\n```", ""),
-        (f"```python\n{ADD}```\n```py\ndef main():\n    add(1, 2)\n```", ""),
-        ("```\nadd = lambda a, b: a + b\n```\n```python\nx = add(1, 2)\n```", ""),
-        (f"```\n{ADD}```\n```json\n[]\n```", ""),
-        (f"~~~python\n{ADD}~~~", ""),
-        (f"````{{.python}}\n{ADD}````", ""),
-        ("- Code:\n  ```python\n  def add(a, b):\n      return a + b\n  ```\n- Done", ""),
-        (f"```cpp\n{ADD}```", ""),  # the only block
-    ],
-)
-def test_the_program_is_found_in_a_completion(sandbox, text, before):
-    assert sandbox(text, "assert add(1, 2) == 3", before=before, names=("add", "int")).passed == [True]
-
-
-@pytest.mark.parametrize(
     "value",
     [
         "None", "True", "-7", "10**5000", "1.5", "float('inf')", "'a\\ud800é'", "b'ab'", "2 + 3j", "[1, [2, (3,)]]",

@@ -9,11 +9,9 @@ from .protocol import Closed, Connection, decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import Any
 
-FENCES = ("```", "~~~")
-PYTHON = ("python", "python3", "py", "py3")
 SCRIPT = """\
 __import__("builtins").exit = __import__("builtins").quit = __import__("sys").exit
 exec(compile(__import__("sys").argv.pop(), "<program>", "exec"))
@@ -38,13 +36,13 @@ class ObjectTable:
         return number, type(one).__name__
 
 
-def serve(connection: Connection, text: str, before: str, names: Sequence[str]) -> None:
+def serve(connection: Connection, text: str, before: str, whole: bool) -> None:
     """Answer requests until the connection closes: for what the program of a completion defines, prints and does."""
     space: dict[str, Any] = {"__name__": "solution"}
     table = ObjectTable()
     operations = OPERATIONS | {
-        "names": lambda: _execute(source(text, before, names), space),
-        "printed": lambda given: _printed(source(text, before, names), given),
+        "names": lambda: _execute(source(text, before, whole), space),
+        "printed": lambda given: _printed(source(text, before, whole), given),
     }
     while True:
         try:
@@ -54,63 +52,17 @@ def serve(connection: Connection, text: str, before: str, names: Sequence[str]) 
         connection.send(_answer(table, _perform, message, table, operations))
 
 
-def source(text: str, before: str, names: Sequence[str]) -> str:
-    """The code block with the program, else the longest beginning of the text, in lines, that is Python.
-
-    before: code before it: imports, or the beginning of a function that the text continues. names: see `_block`.
-    """
-    block = _block(text, names)
-    if block is not None:
-        return f"{before}\n{block}"
+def source(text: str, before: str, whole: bool) -> str:
+    """The text if it is `whole`, else its longest beginning, in lines, that is Python; with the code before it."""
     lines = text.split("\n")
-    for n in range(len(lines), 0, -1):
-        whole = before + "\n".join(lines[:n])
+    for n in range(0 if whole else len(lines), 0, -1):
+        beginning = before + "\n".join(lines[:n])
         try:
-            compile(whole, "<program>", "exec", dont_inherit=True)
+            compile(beginning, "<program>", "exec", dont_inherit=True)
         except (SyntaxError, ValueError):
             continue
-        return whole
+        return beginning
     return before + text
-
-
-def _block(text: str, names: Sequence[str]) -> str | None:
-    """The last code block of Python that defines one of the names, else the last of Python, of no language, of any."""
-    blocks = _blocks(text)
-    tagged = [code for language, code in blocks if language in PYTHON]
-    plain = [code for language, code in blocks if not language]
-    defining = [code for language, code in blocks if language in ("", *PYTHON) and _defines(code, names)]
-    best = defining or tagged or plain or [code for _, code in blocks]
-    return "\n".join(best[-1]) if best else None
-
-
-def _blocks(text: str) -> list[tuple[str, list[str]]]:
-    """The language and the lines of each closed code block, or of an open one if there is no other."""
-    blocks: list[tuple[str, list[str]]] = []
-    fence, indent = "", 0
-    for line in text.split("\n"):
-        bare = line.strip()
-        if fence and bare.startswith(fence) and not bare.strip(fence[0]):
-            fence = ""
-        elif fence:
-            blocks[-1][1].append(line[indent:] if not line[:indent].strip() else line)
-        elif bare.startswith(FENCES):
-            language = bare.lstrip(bare[0])
-            fence, indent = bare[: len(bare) - len(language)], len(line) - len(line.lstrip())
-            words = "".join(c if c.isalnum() else " " for c in language.lower()).split()
-            blocks.append((words[0] if words else "", []))
-    if fence and len(blocks) > 1:
-        blocks.pop()
-    return blocks
-
-
-def _defines(code: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether a function, a class or an assignment at the margin has one of the names."""
-    for line in code:
-        words = line.replace("(", " ").replace(":", " ").removeprefix("async ").split(maxsplit=2)
-        is_definition = len(words) > 1 and line[:1].strip() and (words[0] in ("def", "class") or words[1] == "=")
-        if is_definition and words[words[1] != "="] in names:
-            return True
-    return False
 
 
 def _printed(code: str, given: str) -> str:

@@ -103,7 +103,7 @@ class Example:
 
     def __init__(self, reference: str, entry_point: str, setup: str, tests: Sequence[Test]) -> None:
         self._entry_point = entry_point
-        self._own: dict[str, Any] = {"__name__": "tests"}
+        self._own: dict[str, Any] = {"__name__": "reference"}
         self._reserved = {*dir(builtins), *sys.stdlib_module_names}
         if entry_point:
             exec(_compiled(reference, "<reference>"), self._own)
@@ -112,6 +112,7 @@ class Example:
             defined, imports = _definitions(reference)
             self._reserved -= defined
             exec(imports, self._own)
+        self._own["__name__"] = "__main__"  # as a script, whose guard may hold the tests
         self._setup = _compiled(setup, "<setup>")
         try:
             exec(self._setup, dict(self._own))
