@@ -100,7 +100,7 @@ LETTER = re.compile(r"(?<![\w'\\^.+*/=-])" + A_LETTER)
 ANOTHER = re.compile(r"[).]?\s*(?:,|/|or\b|and\b)\s*\(?[A-J](?![\w'])")
 NO_CHOICE = re.compile(r"[=+^/<>\\]|\b(?:not|no|never|wrong|incorrect|except|neither)\b|n't\b", re.I)
 LISTED = re.compile(
-    r"(?:^|\b(?:is|are|has|have|either) |: )((?:(?:[a-z] = )?[^\sA-Za-z]+(?: [a-z]+)?(?:,| and| or) ?)+)$"
+    r"(?:^|\b(?:is|are|has|have|either) |: )((?:(?:[a-z] = )?[^\s,A-Za-z]+(?: [a-z]+)?(?:,? and|,? or|,) ?)+)$"
 )
 """The earlier members of a list in a sentence: the numbers are 1, 2 and."""
 MARKUP = "*_`\"'"

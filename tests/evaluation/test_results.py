@@ -47,7 +47,6 @@ def test_results_without_a_score_are_null_in_json() -> None:
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["scores"]["greedy"]["value"] is None
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("reward", "scores", "doubted"),
     [
@@ -82,6 +81,7 @@ def test_a_first_reward_that_does_not_decide_is_doubted(overrides: list[str], do
     assert list(doubtful_choices(build_run(compose(overrides)))) == doubted
 
 
+@pytest.mark.processes
 def test_a_majority_is_of_values_and_not_of_texts() -> None:
     """A half in three forms, two of them right by the reward's score, outvotes two equal wrong texts."""
     reward = Math(workers=1, timeout=20)

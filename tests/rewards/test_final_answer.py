@@ -53,6 +53,9 @@ def test_the_last_box_then_the_answer_tag_then_the_hashes_then_the_text(text: st
         ("**Answer:** 42", "42"),
         ("2x+1", "2x+1"),
         ("5 million people, that is 5 million", "5 million"),
+        ("The roots are 1,2,3, 4 and 5.", "1,2,3, 4 and 5"),
+        ("The roots are 1,000 apples, b = 2, and 3", "1,000 apples, b = 2, and 3"),
+        (f"The roots are {'1,' * 60}1x, 5", "5"),  # not a list, and known within linear time
         ("no idea at all", ""),
     ],
 )
