@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from grpocli.porting.source import Data, DatasetStep, RewardCall, ScriptSource, Unread
 from grpocli.porting.syntax import Function, parsed
@@ -50,7 +48,7 @@ def functions_file(source: ScriptSource) -> Functions:
     steps = carried_steps(source.data)
     if not local and not steps:
         return Functions()
-    mover = Mover(parsed(source.file), source.file.read_text(encoding="utf-8-sig"), source.namespaces)
+    mover = Mover(parsed(source.file), source.file.read_text(encoding="utf-8-sig"))
     tail = [f"{one.name} = {one.code}" for one in local if one.code]
     for one in local:
         mover.need(names_of(one.code) if one.code else {one.name}, one.line)
@@ -59,7 +57,7 @@ def functions_file(source: ScriptSource) -> Functions:
     if steps:
         tail.append(processor(steps))
     head = f'"""The reward and dataset functions of {source.file.name}, moved by grpocli from-trl."""'
-    return Functions("\n\n\n".join([head, *mover.texts(tail), *tail]) + "\n", mover.left)
+    return Functions("\n\n\n".join([head, *mover.texts(), *tail]) + "\n", mover.left)
 
 
 def carried_steps(data: Data | Unread | None) -> list[DatasetStep]:
@@ -119,9 +117,8 @@ def free_names(node: ast.AST) -> set[str]:
 class Mover:
     """Finds the statements that names need."""
 
-    def __init__(self, tree: ast.Module, text: str, namespaces: Mapping[str, Mapping[str, Any]]) -> None:
-        self.namespaces, self.held = namespaces, set[str]()
-        self.lines = text.splitlines()
+    def __init__(self, tree: ast.Module, text: str) -> None:
+        self.source = text
         self.units = list(_units(tree.body, ()))
         self.functions = [(unit.statement, unit.chain) for unit in self.units if isinstance(unit.statement, Function)]
         self.chosen: dict[int, Unit] = {}
@@ -141,9 +138,6 @@ class Mover:
             self._need(name, chain)
 
     def _need(self, name: str, chain: Chain) -> None:
-        if name in self.namespaces:
-            self.held.add(name)
-            return
         for depth in range(len(chain), -1, -1):
             found = [unit for unit in self.units if name in unit.names and unit.chain == chain[:depth]]
             if found:
@@ -174,11 +168,11 @@ class Mover:
         if text not in self.left:
             self.left.append(text)
 
-    def texts(self, tail: Iterable[str]) -> Iterator[str]:
-        """The chosen statements in the script's order, imports first. tail: the code that follows them."""
+    def texts(self) -> Iterator[str]:
+        """The chosen statements in the script's order, imports first."""
         units = sorted(self.chosen.values(), key=lambda unit: unit.statement.lineno)
         imports = [unit for unit in units if isinstance(unit.statement, ast.Import | ast.ImportFrom)]
-        block = [*self.future, *(self._text(unit.statement) for unit in imports), *self._arguments(tail)]
+        block = [*self.future, *(self._text(unit.statement) for unit in imports)]
         for unit in [one for one in units if one not in imports]:
             text = self._text(unit.statement)
             if not isinstance(unit.statement, Function | ast.ClassDef):
@@ -191,33 +185,12 @@ class Mover:
         if block:
             yield "\n".join(block)
 
-    def _arguments(self, tail: Iterable[str]) -> Iterator[str]:
-        """The objects with the arguments of the script's command line that the moved code reads."""
-        code = [*(unit.statement for unit in self.chosen.values()), *map(ast.parse, tail)]
-        read = [one for tree in code for one in ast.walk(tree) if isinstance(one, ast.Attribute)]
-        if self.held:
-            yield "from types import SimpleNamespace"
-        for name in sorted(self.held):
-            known: dict[str, Any] = {}
-            for attribute in [one.attr for one in read if isinstance(one.value, ast.Name) and one.value.id == name]:
-                value = self.namespaces[name].get(attribute, Unread("", 0))
-                if isinstance(value, Unread):
-                    self._leave(f"{name}.{attribute} is not known; set it there")
-                else:
-                    known[attribute] = value
-            yield f"{name} = SimpleNamespace({', '.join(f'{key}={one!r}' for key, one in known.items())})"
-
     def _text(self, statement: ast.stmt) -> str:
-        """The script's own text, dedented where that changes nothing but the place."""
-        decorators = getattr(statement, "decorator_list", [])
-        first = min([statement.lineno, *(one.lineno for one in decorators)])
-        text = textwrap.dedent("\n".join(self.lines[first - 1 : statement.end_lineno]))
-        try:
-            again = ast.parse(text).body
-        except (SyntaxError, ValueError):
-            again = []
-        same = len(again) == 1 and ast.dump(again[0]) == ast.dump(statement)
-        return text if same else ast.unparse(statement)
+        """The script's own text; a statement within others without its comments."""
+        if statement.col_offset:
+            return ast.unparse(statement)
+        parts = [f"@{ast.get_source_segment(self.source, one)}" for one in getattr(statement, "decorator_list", [])]
+        return "\n".join([*parts, ast.get_source_segment(self.source, statement) or ""])
 
 
 def _units(body: list[ast.stmt], chain: Chain) -> Iterator[Unit]:

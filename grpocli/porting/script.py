@@ -46,7 +46,7 @@ class Reader(DataReader):
 
     def source(self) -> ScriptSource:
         """Everything that the script sets."""
-        source = ScriptSource(self.source_file, is_script=True, starts_training=self._starts_training())
+        source = ScriptSource(self.source_file, is_script=True)
         trainers = self._calls_of("GRPOTrainer")
         configs = self._calls_of("GRPOConfig")
         if not trainers and not configs:
@@ -61,7 +61,6 @@ class Reader(DataReader):
         self._read_tokenizer(source, arguments.get("processing_class") or arguments.get("tokenizer"), scope)
         source.loose = list(self._loose_steps(source))
         source.notes += self.conditions
-        self._read_namespaces(source)
         if not source.settings and not configs:
             source.notes.append(FROM_COMMAND_LINE)
         return source
@@ -76,9 +75,9 @@ class Reader(DataReader):
     ) -> None:
         """Read the GRPOConfig that the trainer gets, else the last one."""
         args = arguments.pop("args", None)
-        made = self._definition(args, scope) if args is not None else None
+        made = self._made(args, scope)[0] if args is not None else None
         for name, value in self.command_line.base.items():
-            source.settings[name] = self.fold(value, self.module, 10**9)
+            source.settings[name] = self.fold(value, self.module)
         chosen = next(((call, place) for call, place in configs if call is made), configs[-1] if configs else None)
         if chosen is not None:
             if len(configs) > 1 and chosen[0] is not made:
@@ -136,19 +135,6 @@ class Reader(DataReader):
                     f"the tokenizer is that of {path}; save it and the model to a folder: model.path=FOLDER"
                 )
 
-    def _read_namespaces(self, source: ScriptSource) -> None:
-        """The arguments that the script reads, by the name of the object that holds them."""
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
-                continue
-            name, defined = node.value.id, self.command_line.defined.get(node.attr)
-            if name not in self.argument_names or not self.command_line.has(node.attr):
-                continue
-            source.namespaces.setdefault(name, {})[node.attr] = self.fold(node, Scope())
-            note = f"the script's --{node.attr} has no default: give it after `--`"
-            if defined and defined.required and node.attr not in self.command_line.given and note not in source.notes:
-                source.notes.append(note)
-
     def _read_model(self, source: ScriptSource, node: ast.expr, scope: Scope, depth: int = 0) -> None:
         value = self.fold(node, scope)
         if isinstance(value, str) or depth > 8:
@@ -162,9 +148,9 @@ class Reader(DataReader):
             return
         callee = self._callee(made, place)
         if isinstance(made.func, ast.Name) and (found := place.function(callee)):
-            reader, result, within = self._returned(made, *found, place, depth)
+            result, within = self._returned(made, found[0], place)
             result = result.elts[0] if isinstance(result, ast.Tuple) else result  # model, tokenizer
-            reader._read_model(source, result, within, depth + 1)
+            self._read_model(source, result, within, depth + 1)
         if callee == "get_peft_model":
             inner = self._arguments(made, place, ("model", "peft_config"))
             self._read_model(source, inner.pop("model", made.func), place, depth + 1)
@@ -226,10 +212,9 @@ class Reader(DataReader):
         if module.startswith("trl"):
             return RewardCall(there, module, values)
         maker = scope.function(name)
-        made = made_function(maker)
-        chosen = made if made and not scope.function(made) else f"{name}_{call.lineno}"
         left = unpassed(maker[0]) if maker else ()
-        return RewardCall(chosen, arguments=values, code=ast.unparse(call), line=call.lineno, unpassed=left)
+        own_name = f"{name}_{call.lineno}"
+        return RewardCall(own_name, arguments=values, code=ast.unparse(call), line=call.lineno, unpassed=left)
 
 
 def unpassed(function: Function) -> tuple[str, ...]:
@@ -238,12 +223,3 @@ def unpassed(function: Function) -> tuple[str, ...]:
     names = [one.arg for one in inner if isinstance(one, ast.arg)]
     names += [one.value for one in inner if isinstance(one, ast.Constant) and isinstance(one.value, str)]
     return tuple(one for one in UNPASSED if one in names)
-
-
-def made_function(found: tuple[Function, Scope] | None) -> str:
-    """The name of the inner function that a local function returns; "" without one."""
-    if found is None:
-        return ""
-    inner = {one.name for one in ast.walk(found[0]) if isinstance(one, Function) and one is not found[0]}
-    returns = [one.value for one in ast.walk(found[0]) if isinstance(one, ast.Return)]
-    return next((one.id for one in returns if isinstance(one, ast.Name) and one.id in inner), "")

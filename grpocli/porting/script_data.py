@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from grpocli.porting.fold import Folder
 from grpocli.porting.source import Data, DatasetStep, ScriptSource, Unread
@@ -26,61 +26,52 @@ class DataReader(Folder):
         super().__init__(*given)
         self.datasets: set[str] = set()
         """Names that hold the datasets that were read."""
-        self.parameters: dict[str, Data] = {}
-        """The datasets that a local function gets."""
 
-    def data(self, node: ast.expr, scope: Scope, line: int | None = None, depth: int = 0) -> Data | Unread | None:
+    def data(self, node: ast.expr, scope: Scope, depth: int = 0) -> Data | Unread | None:
         """The dataset of an expression: `load_dataset(...)`, methods on it, names and local functions."""
-        line = node.lineno if line is None else line
         if depth > 60:
             return self._unread(node)
         match node:
             case ast.Constant(value=None):
                 return None
-            case ast.IfExp():
-                test = self.fold(node.test, scope, line)
-                branch = node.orelse if not test else node.body  # unread: as if it were true
-                return self.data(branch, scope, line, depth + 1)
+            case ast.IfExp(orelse=ast.Constant(value=None)):  # `test if strategy != "no" else None`
+                return self.data(node.body, scope, depth + 1)
             case ast.Name():
-                return self._named_data(node, scope, line, depth)
+                return self._named_data(node, scope, depth)
             case ast.Subscript():
-                inner = self.data(node.value, scope, line, depth + 1)
-                part = self.fold(node.slice, scope, line)
+                inner = self.data(node.value, scope, depth + 1)
+                part = self.fold(node.slice, scope)
                 if isinstance(inner, Data) and isinstance(part, str) and not inner.split:
                     inner.split = part
                 return inner
             case ast.Call(func=ast.Attribute() as method) if method.attr not in ("load_dataset", "from_pretrained"):
-                inner = self.data(method.value, scope, line, depth + 1)
+                inner = self.data(method.value, scope, depth + 1)
                 if isinstance(inner, Data):
                     inner.steps.append(self._step(node, method.attr, scope))
                     return inner
                 return self._unread(node)
             case ast.Call() if self._callee(node, scope) == "load_dataset":
-                return self._loaded(node, scope, line)
+                return self._loaded(node, scope)
             case ast.Call(func=ast.Name() as name) if found := scope.function(name.id):
-                reader, result, within = self._returned(node, *found, scope, depth)
-                return reader.data(result, within, None, depth + 1)
+                return self.data(*self._returned(node, found[0], scope), depth + 1)
         return self._unread(node)
 
-    def _named_data(self, node: ast.Name, scope: Scope, line: int, depth: int) -> Data | Unread | None:
-        found = scope.bound(node.id, line)
+    def _named_data(self, node: ast.Name, scope: Scope, depth: int) -> Data | Unread | None:
+        found = scope.bound(node.id, node.lineno)
         self.datasets.add(node.id)
-        if node.id in self.parameters and (found is None or found[1] is not scope):
-            given = self.parameters[node.id]
-            return replace(given, steps=[*given.steps])
         if found is None:
             return self._unread(node)
         binding, owner = found
         self._note_condition(node.id, binding)
-        data = self.data(binding.value, owner, binding.line, depth + 1)
+        data = self.data(binding.value, owner, depth + 1)
         if binding.index is not None and isinstance(data, Data):
             splits = (data.split or "").split("\n")  # load_dataset(split=[A, B])
             data.split = splits[binding.index] if len(splits) > binding.index else None
         return data
 
-    def _loaded(self, node: ast.Call, scope: Scope, line: int) -> Data | Unread:
+    def _loaded(self, node: ast.Call, scope: Scope) -> Data | Unread:
         given = self._arguments(node, scope, ("path", "name", "data_dir", "data_files", "split"))
-        values = {name: self.fold(one, scope, line) for name, one in given.items()}
+        values = {name: self.fold(one, scope) for name, one in given.items()}
         path, name, split = values.get("path"), values.get("name"), values.get("split")
         if isinstance(split, list) and all(isinstance(one, str) for one in split):
             split = "\n".join(split)
@@ -98,27 +89,15 @@ class DataReader(Folder):
             others=others,
         )
 
-    def _returned(
-        self, call: ast.Call, function: Function, owner: Scope, scope: Scope, depth: int
-    ) -> tuple[Self, ast.expr, Scope]:
-        """What a local function returns, with its scope and reader; it has the call's literals and datasets."""
-        inner = Scope(owner)
-        self._parameters(function, inner)
-        names, parameters = tuple(one.arg for one in function.args.args), dict[str, Data]()
-        for name, value in self._arguments(call, scope, names).items():
-            folded = self.fold(value, scope)
-            if isinstance(folded, str | int | float | bool):
-                inner.bindings[name] = [Binding(ast.copy_location(ast.Constant(folded), call), 0)]
-            elif isinstance(data := self.data(value, scope, None, depth + 1), Data):
-                parameters[name] = data
-        reader = type(self).__new__(type(self))
-        reader.parameters, reader.datasets, reader.conditions = parameters, self.datasets, self.conditions
-        reader.source_file, reader.tree, reader.module = self.source_file, self.tree, inner
-        reader.calls, reader.changes = [], []
-        reader.command_line, reader.argument_names = self.command_line, self.argument_names
-        reader._visit(function.body, inner, certain=True)
-        returns = [one for one in ast.walk(function) if isinstance(one, ast.Return) and one.value is not None]
-        return reader, returns[-1].value if returns and returns[-1].value else ast.Constant(...), inner
+    def _returned(self, call: ast.Call, function: Function, scope: Scope) -> tuple[ast.expr, Scope]:
+        """What a local function returns, and its scope, in which the parameters are the call's arguments."""
+        inner = self.scopes[function]
+        bindings = {name: [*assigned] for name, assigned in inner.bindings.items()}
+        for name, value in self._arguments(call, scope, tuple(one.arg for one in function.args.args)).items():
+            bindings.setdefault(name, []).append(Binding(value, 0, scope=scope))
+            bindings[name].sort(key=lambda one: one.line)
+        returns = [one.value for one in ast.walk(function) if isinstance(one, ast.Return) and one.value]
+        return returns[-1] if returns else ast.copy_location(ast.Constant(...), call), replace(inner, bindings=bindings)
 
     def _loose_steps(self, source: ScriptSource) -> Iterator[DatasetStep]:
         """Steps beside the chain of calls that was read, such as `data["train"] = data["train"].filter(f)` in a loop;

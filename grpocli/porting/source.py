@@ -81,9 +81,8 @@ class Data:
 class ScriptSource:
     """What a file sets. settings: {field: value or Unread}, of GRPOConfig and what `trl grpo` reads beside it.
 
-    lora: arguments of LoraConfig; None without one. starts_training: whether importing the file would train.
+    lora: arguments of LoraConfig; None without one.
     ignored: arguments of GRPOTrainer and others that are not settings. own: arguments that the script defines itself.
-    namespaces: {name: {attribute: value}} of the objects that hold the script's arguments.
     loose: steps on datasets that `data` does not have. notes: what a reader must know.
     """
 
@@ -96,10 +95,8 @@ class ScriptSource:
     lora: dict[str, Any] | None = None
     ignored: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
-    namespaces: dict[str, dict[str, Any]] = field(default_factory=dict)
     loose: list[DatasetStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    starts_training: bool = False
     is_script: bool = False
 
 

@@ -16,12 +16,16 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """An assignment to a name. index: its place in an unpacked tuple; None if the value is its own."""
+    """An assignment to a name. index: its place in an unpacked tuple; None if the value is its own.
+
+    certain: whether it is the value under every condition. scope: where the value is read; None for that of the name.
+    """
 
     value: ast.expr
     line: int
     index: int | None = None
     certain: bool = True
+    scope: Scope | None = None
 
 
 @dataclass(slots=True)
@@ -35,10 +39,10 @@ class Scope:
     """{name: (module, name there)}."""
 
     def bound(self, name: str, line: int) -> tuple[Binding, Scope] | None:
-        """The last assignment before a line, and its scope. Outer scopes count as a whole."""
+        """The last assignment before a line, and the scope of its value. Outer scopes count as a whole."""
         own = [one for one in self.bindings.get(name, ()) if one.line < line]
         if own:
-            return own[-1], self
+            return own[-1], own[-1].scope or self
         return self.outer.bound(name, 10**9) if self.outer else None
 
     def function(self, name: str) -> tuple[Function, Scope] | None:
@@ -68,6 +72,7 @@ class Syntax:
     def __init__(self, file: Path, tree: ast.Module) -> None:
         self.source_file, self.tree = file, tree
         self.module = Scope()
+        self.scopes: dict[Function, Scope] = {}
         self.calls: list[tuple[ast.Call, Scope]] = []
         self.changes: list[tuple[ast.Attribute, ast.expr, Scope]] = []
         self.conditions: list[str] = []
@@ -81,7 +86,7 @@ class Syntax:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 scope.functions[statement.name] = statement
-                inner = Scope(scope)
+                inner = self.scopes[statement] = Scope(scope)
                 self._parameters(statement, inner)
                 self._visit(statement.body, inner, certain=True)
             case ast.ClassDef():
@@ -96,9 +101,7 @@ class Syntax:
                 self._expression(statement.value, scope)
                 self._bind(statement.target, statement.value, scope, certain)
             case ast.AugAssign():
-                self._bind(
-                    statement.target, ast.BinOp(_load(statement.target), statement.op, statement.value), scope, False
-                )
+                self._bind(statement.target, statement.value, scope, certain=False)
             case _:
                 for child in ast.iter_child_nodes(statement):
                     if isinstance(child, ast.expr):
@@ -114,7 +117,7 @@ class Syntax:
         given = list(zip(named[len(named) - len(function.args.defaults) :], function.args.defaults, strict=True))
         more = [(a, d) for a, d in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if d]
         for parameter, value in [*given, *more]:
-            scope.bindings.setdefault(parameter.arg, []).append(Binding(value, function.lineno))
+            scope.bindings.setdefault(parameter.arg, []).append(Binding(value, 0))
 
     def _import(self, statement: ast.ImportFrom | ast.Import, scope: Scope) -> None:
         for alias in statement.names:
@@ -139,9 +142,8 @@ class Syntax:
             self.changes.append((target, value, scope))
         elif isinstance(target, ast.Subscript) and isinstance(name := target.value, ast.Name):
             found = scope.bound(name.id, name.lineno)
-            if found and is_dictionary(found[0].value):  # settings["beta"] = 0.1 is settings | {"beta": 0.1}
-                merged = ast.BinOp(name, ast.BitOr(), ast.Dict([target.slice], [value]))
-                scope.bindings.setdefault(name.id, []).append(Binding(merged, line, None, certain))
+            if found and is_dictionary(found[0].value):  # from here on the dictionary is not read
+                scope.bindings.setdefault(name.id, []).append(Binding(found[0].value, line, certain=False))
 
     def _calls_of(self, name: str) -> list[tuple[ast.Call, Scope]]:
         return [(call, scope) for call, scope in self.calls if self._callee(call, scope) == name]
@@ -154,14 +156,6 @@ class Syntax:
             imported = scope.imported(call.func.id)
             return imported[1] if imported else call.func.id
         return ""
-
-    def _starts_training(self) -> bool:
-        """Whether statements at the top level, which an import would run, load data or train."""
-        outside = [s for s in self.tree.body if not (isinstance(s, ast.If) and "__name__" in ast.unparse(s.test))]
-        loose = [s for s in outside if not isinstance(s, Function | ast.ClassDef)]
-        words = ("GRPOTrainer", "load_dataset", "train", "from_pretrained")
-        calls = [node for s in loose for node in ast.walk(s) if isinstance(node, ast.Call)]
-        return any(self._callee(call, self.module) in words for call in calls)
 
     def _made(self, node: ast.expr, scope: Scope) -> tuple[ast.expr, Scope]:
         """The expression behind a name, also of the first name of an unpacked tuple, and its scope."""
@@ -181,13 +175,8 @@ class Syntax:
 
 
 def is_dictionary(node: ast.expr) -> bool:
-    """Whether an expression is a dictionary that is written out: `{...}`, `dict(...)`, or one joined with another."""
-    match node:
-        case ast.Dict() | ast.Call(func=ast.Name(id="dict")):
-            return True
-        case ast.BinOp(left=ast.Name(), op=ast.BitOr(), right=ast.Dict()):
-            return True
-    return False
+    """Whether an expression is `{...}` or `dict(...)`."""
+    return isinstance(node, ast.Dict) or (isinstance(node, ast.Call) and ast.unparse(node.func) == "dict")
 
 
 def _bodies(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
@@ -196,8 +185,3 @@ def _bodies(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
             yield inner
     for handler in getattr(statement, "handlers", ()):
         yield handler.body
-
-
-def _load(target: ast.expr) -> ast.expr:
-    """A target of an assignment as a value."""
-    return target
