@@ -54,6 +54,8 @@ class Folder(Syntax):
                     return operation(*pair) if all(isinstance(one, int | float) for one in pair) else self._unread(node)
                 except ArithmeticError:
                     return self._unread(node)
+            case ast.BoolOp(op=ast.Or(), values=[first, second]):  # script_args.dataset_config or "main"
+                return self.fold(first, scope) or self.fold(second, scope)
             case ast.JoinedStr():
                 texts = self._whole(node, [self.fold(one, scope) for one in node.values])
                 return "".join(map(str, texts)) if isinstance(texts, list) else texts
@@ -84,9 +86,8 @@ class Folder(Syntax):
         """An argument of the script's command line."""
         found = scope.bound(holder.id, holder.lineno)
         value = self.command_line.value(node.attr) if found and is_parsing(found[0].value) else UNSTATED
-        if isinstance(value, ast.expr):
-            return self.fold(value, self.module)
-        return self._unread(node) if value is UNSTATED else value
+        value = self.fold(value, self.module) if isinstance(value, ast.expr) else value
+        return self._unread(node) if value is UNSTATED or isinstance(value, Unread) else value
 
     def _arguments(self, call: ast.Call, scope: Scope, names: tuple[str, ...] = ()) -> dict[str, ast.expr]:
         """{name: expression} of a call; `**settings` of a known dictionary are its entries."""

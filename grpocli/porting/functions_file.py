@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -118,7 +119,7 @@ class Mover:
     """Finds the statements that names need."""
 
     def __init__(self, tree: ast.Module, text: str) -> None:
-        self.source = text
+        self.lines = text.splitlines()
         self.units = list(_units(tree.body, ()))
         self.functions = [(unit.statement, unit.chain) for unit in self.units if isinstance(unit.statement, Function)]
         self.chosen: dict[int, Unit] = {}
@@ -186,11 +187,14 @@ class Mover:
             yield "\n".join(block)
 
     def _text(self, statement: ast.stmt) -> str:
-        """The script's own text; a statement within others without its comments."""
-        if statement.col_offset:
-            return ast.unparse(statement)
-        parts = [f"@{ast.get_source_segment(self.source, one)}" for one in getattr(statement, "decorator_list", [])]
-        return "\n".join([*parts, ast.get_source_segment(self.source, statement) or ""])
+        """The script's own text, dedented where that changes nothing but the place."""
+        first = min([statement.lineno, *(one.lineno for one in getattr(statement, "decorator_list", []))])
+        text = textwrap.dedent("\n".join(self.lines[first - 1 : statement.end_lineno]))
+        try:
+            same = [ast.dump(one) for one in ast.parse(text).body] == [ast.dump(statement)]
+        except SyntaxError:
+            same = False
+        return text if same else ast.unparse(statement)
 
 
 def _units(body: list[ast.stmt], chain: Chain) -> Iterator[Unit]:

@@ -101,7 +101,8 @@ class Syntax:
                 self._expression(statement.value, scope)
                 self._bind(statement.target, statement.value, scope, certain)
             case ast.AugAssign():
-                self._bind(statement.target, statement.value, scope, certain=False)
+                value = ast.copy_location(ast.BinOp(statement.target, statement.op, statement.value), statement)
+                self._bind(statement.target, value, scope, certain=False)
             case _:
                 for child in ast.iter_child_nodes(statement):
                     if isinstance(child, ast.expr):
