@@ -27,7 +27,8 @@ setting is an override, or is named with the reason. Importing a script would st
 
     grpocli from-trl gspo.py --rewards rewards.py --processes 8 -- --model_name_or_path Qwen/Qwen3-0.6B --beta 0.0
 
-A config that the script gets with `--config`, as TrlParser reads it, and that of `accelerate launch` are read, too:
+A config that the script gets with `--config`, as TrlParser reads it, and that of `accelerate launch` are read, too.
+Defaults of argparse are not: what a script takes from `args` is named, unless it is given after `--`.
 
     grpocli from-trl dapo.py --rewards rewards.py --accelerate zero3.yaml -- --config dapo.yaml
 

@@ -108,6 +108,8 @@ SCRIPTS: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     # steps
     "epochs": ("steps = {}", {"train.steps=???"}, ("num_train_epochs=3",)),
     "steps that are not read": ("steps = {'max_steps': made()}", {"train.steps=???"}, ("max_steps=made()",)),
+    "steps that are changed": ("N = 9\nN += 1\nsteps = {'max_steps': N}", {"train.steps=???"}, ("max_steps=N",)),
+    "a sum, or": ("N = None\nsteps = {'max_steps': (N or 8) + 1}", {"train.steps=9"}, ()),
     # rewards
     "format first": (f"{FORMAT}rewards = [format_reward, correct]", {"eval.reward=correct"}, ()),
     "length first": (f"{LENGTH}rewards = [reward_len, correct]", {"eval.reward=correct"}, ()),
