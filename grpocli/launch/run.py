@@ -184,14 +184,12 @@ def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Resu
 
 
 def _report_checkpoint(point: ResumePoint, view: View) -> None:
-    """Report damaged checkpoints, a missing checkpoint, or one without checksums."""
+    """Report damaged checkpoints, or a missing one."""
     for sentence in point.fallback:
         logger.warning("%s; continuing from %s", sentence, point.path)
         view.warn(f"{sentence}; continuing from {point.path}")
     if point.path is None:
         view.note("the run ended before its first checkpoint and starts again")
-    elif not point.has_checksums:
-        view.note(f"{point.path.name} is from an earlier version, without checksums: damage would not be noticed")
 
 
 def _report_steps(run: Run, point: ResumePoint, view: View, changed: Changes) -> None:

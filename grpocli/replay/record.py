@@ -151,10 +151,6 @@ class RecordedStep:
                     problem = f"the column {column} has the token {largest}, and the model has {vocabulary}"
                     raise ConfigError(f"{self.path}: step {self.step}, row {number}: {problem}; {REMEDY}")
 
-    def reward_names(self) -> list[str]:
-        names = [name for row in self.rows[:1] for name in row if name.startswith("reward/")]
-        return [name.removeprefix("reward/") for name in names]
-
 
 REMEDY = "the file is damaged: name other steps"
 

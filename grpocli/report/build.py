@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,14 +34,6 @@ KINDS = ("done", "stopped", "failed")
 """The values of `exit_kind` in a summary."""
 LONGEST_CAUSE = 2_000
 """Characters shown of the error that ended a run."""
-
-STOPPED = re.compile(
-    r"KeyboardInterrupt"
-    r"|(SIG\w+|asked to stop) after step \d+; resume with: .*"
-    r"|.*; stopped after step \d+, which is saved; when the service is back, resume with: .*",
-    re.DOTALL,
-)
-"""The `exit`, in a summary without `exit_kind`, of a run that was asked to stop or lost a service."""
 
 FORMULA_KEYS = ("algorithm", "reward", "rollout", "train", "optim")
 """The sections of a config that the formula of its objective shows."""
@@ -248,7 +239,7 @@ def state_of(run: Path, summary: Mapping[str, Any], steps: int, early: str = "")
         return "unfinished"  # killed: the first time, or after a resume that asked for more steps
     if kind in KINDS:
         return str(kind)
-    return "done" if cause == "done" else "stopped" if STOPPED.fullmatch(str(cause)) else "failed"
+    return "done" if cause == "done" else "failed"
 
 
 def _notice(run: Path, state: str, done: int, asked: int, summary: Mapping[str, Any], early: str = "") -> str:

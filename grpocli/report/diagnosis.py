@@ -25,9 +25,6 @@ BLOCKS - 1 degrees of freedom, the fewest that Welch's test can have."""
 WINDOW = 10
 """Steps that a warning's numbers are averaged over, because single steps are noisy."""
 
-TURNED = {"good": "bad", "bad": "good", "unclear": "unclear"}
-"""The level of a change where lower is better."""
-
 EARLY = 3
 """Steps in the mean of an unmistakable warning, which more steps would not change."""
 FULL = 0.95
@@ -336,12 +333,16 @@ def _by_teacher(curves: Curves) -> tuple[str, str, str] | None:
         return None
     if len(values) < FEW_STEPS:
         return "unclear", "unclear", f"{len(values)} steps are too few to judge the KL to the teacher."
-    level, numbers = _change(values)
-    word = {"good": "KL rose", "bad": "KL fell", "unclear": "unclear"}[level]
-    text = {"good": "The KL to the teacher rose", "bad": "The KL to the teacher fell"}.get(
-        level, "No clear change: the KL to the teacher went"
-    )
-    return TURNED[level], word, f"{text} {numbers}."
+    return _moved("KL to the teacher", *_change(values), lower_is_better=True)
+
+
+def _moved(what: str, level: str, numbers: str, lower_is_better: bool = False) -> tuple[str, str, str]:
+    """The level, word and text of a verdict for `_change` of what its first word names."""
+    if level == "unclear":
+        return level, "unclear", f"No clear change: the {what} went {numbers}."
+    verb = "rose" if level == "good" else "fell"
+    good = (level == "good") != lower_is_better
+    return "good" if good else "bad", f"{what.split()[0]} {verb}", f"The {what} {verb} {numbers}."
 
 
 def _by_answers(curves: Curves) -> tuple[str, str, str] | None:
@@ -352,18 +353,11 @@ def _by_answers(curves: Curves) -> tuple[str, str, str] | None:
     if len(held_out) > 1 and (paired := curves.paired("eval/loss", held_out[0][0], held_out[-1][0])):
         (first, before), (last, after) = held_out[0], held_out[-1]
         level = "unclear" if not paired.clear else "good" if paired.change > 0 else "bad"
-        what, numbers = (
-            "on held-out answers",
-            f"from {before:.3f} at step {first} to {after:.3f} at step {last}, {paired}",
-        )
-    elif len(own) < FEW_STEPS:
+        numbers = f"from {before:.3f} at step {first} to {after:.3f} at step {last}, {paired}"
+        return _moved("loss on held-out answers", level, numbers, lower_is_better=True)
+    if len(own) < FEW_STEPS:
         return "unclear", "unclear", f"{len(own)} steps are too few to judge the loss."
-    else:
-        what, (level, numbers) = "on the answers it learns", _change(own)
-    verb = {"good": "rose", "bad": "fell", "unclear": ""}[level]
-    if not verb:
-        return "unclear", "unclear", f"No clear change: the loss {what} went {numbers}."
-    return TURNED[level], f"loss {verb}", f"The loss {what} {verb} {numbers}."
+    return _moved("loss on the answers it learns", *_change(own), lower_is_better=True)
 
 
 def _by_reward(curves: Curves) -> tuple[str, str, str]:
@@ -375,11 +369,7 @@ def _by_reward(curves: Curves) -> tuple[str, str, str]:
         since = f" since a resume changed {why}" if why else ""
         return "unclear", "unclear", f"{len(rewards)} steps{since} are too few to judge the reward."
     level, numbers = change
-    if level == "unclear":
-        return level, "unclear", f"No clear change: the reward went {numbers}."
-    if level == "good":
-        return level, "reward rose", f"The reward rose {numbers}; there are no held-out accuracies to compare."
-    return level, "reward fell", f"The reward fell {numbers}."
+    return _moved("reward", level, numbers + "; there are no held-out accuracies to compare" * (level == "good"))
 
 
 def _reward_change(curves: Curves) -> tuple[str, str] | None:

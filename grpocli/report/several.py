@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.report.page_data import PageTable, RunView
-from grpocli.tracking.compare import differing_settings, short_names
+from grpocli.tracking.compare import differing_settings, seed_mean, short_names
 from grpocli.tracking.runs import GROUPS, LAST_STEPS, RunRow
 from grpocli.tracking.sessions import format_value
-from grpocli.tracking.significance import MEANS, mean_text
+from grpocli.tracking.significance import MEANS
 
 LONGEST_LABEL = 80
 """Characters of settings in a label; beyond them a run is called by its folder."""
@@ -84,7 +84,7 @@ def results(rows: Sequence[RunRow], runs: Sequence[RunView]) -> PageTable:
     for group, members in groups.items():
         done = [row for row in members if row.done]
         if len(members) > 1:
-            body.append([f"{group} (mean)", len(done), *[_mean(done, name) for name in RESULTS], ""])
+            body.append([f"{group} (mean)", len(done), *[seed_mean(done, name) for name in RESULTS], ""])
     body += [
         [run.label, 1, *[row.results[name] for name in RESULTS], run.state] for row, run in zip(rows, runs, strict=True)
     ]
@@ -93,13 +93,6 @@ def results(rows: Sequence[RunRow], runs: Sequence[RunView]) -> PageTable:
         f"means: over the finished runs of a group, {MEANS}",
     ]
     return PageTable(["run", "runs", *RESULTS, "state"], body, notes)
-
-
-def _mean(rows: Sequence[RunRow], name: str) -> Any:
-    values = [row.results[name] for row in rows if row.results[name] is not None]
-    if len(values) < 2:
-        return values[0] if values else None
-    return mean_text(values, 1 if name == "seconds" else 3)
 
 
 def differences(rows: Sequence[RunRow], runs: Sequence[RunView]) -> PageTable:

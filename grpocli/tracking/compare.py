@@ -126,13 +126,14 @@ def _seed_means(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, st
     """Means over the finished runs, with 95 % t intervals."""
     groups = _group_by([row for row in rows if row.done], keys).values()
     body = [
-        [*[group[0].settings.get(k) for k in keys], len(group), *[_mean(group, result) for result in AVERAGED]]
+        [*[group[0].settings.get(k) for k in keys], len(group), *[seed_mean(group, result) for result in AVERAGED]]
         for group in groups
     ]
     return RunTable(f"means over seeds ({MEANS})", [*(names[k] for k in keys), "runs", *AVERAGED], body)
 
 
-def _mean(rows: Sequence[RunRow], result: str) -> Any:
+def seed_mean(rows: Sequence[RunRow], result: str) -> Any:
+    """The mean of a result with its interval, the only value, or None."""
     numbers = [row.results[result] for row in rows if row.results[result] is not None]
     if len(numbers) < 2:
         return numbers[0] if numbers else None

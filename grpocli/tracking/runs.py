@@ -233,11 +233,9 @@ def _resumed_choices(config: Mapping[str, Any], choices: Mapping[str, str]) -> d
 
 def overridden_keys(run: Path) -> list[str]:
     """The keys given on the command line of a run, in order; config groups as `algorithm/kl`."""
-    config, saved = run / "config.yaml", run / ".hydra" / "overrides.yaml"
+    config = run / "config.yaml"
     given = (load_yaml(config) or {}).get("overrides") if config.is_file() else None
-    if given is None:
-        given = (load_yaml(saved) or []) if saved.is_file() else []
-    return [str(text).lstrip("+~").partition("=")[0].partition("@")[0] for text in given]
+    return [str(text).lstrip("+~").partition("=")[0].partition("@")[0] for text in given or ()]
 
 
 def _group(name: str) -> str:

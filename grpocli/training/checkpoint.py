@@ -49,7 +49,7 @@ WEIGHTS = "model"
 OPTIMIZER = "optimizer"
 OPTIMIZER_INDEX = f"{OPTIMIZER}.safetensors.index.json"
 CHECKSUMS = "checksums"
-"""The key of STATE that names the file of checksums. Earlier versions wrote none."""
+"""The key of STATE that names the file of checksums."""
 
 
 @dataclass(frozen=True, slots=True)

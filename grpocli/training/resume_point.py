@@ -16,7 +16,7 @@ from grpocli.progress import Progress, unreported
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import run_id
 from grpocli.training import checksums
-from grpocli.training.checkpoint import CHECKSUMS, NAME, STATE, load_state, read_state
+from grpocli.training.checkpoint import NAME, STATE, load_state
 
 UNREADABLE = (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 """The errors of reading a file with unexpected content."""
@@ -76,13 +76,11 @@ def restoring(path: Path | None) -> Iterator[None]:
 class ResumePoint:
     """The checkpoint that a resume starts from.
 
-    path: None if the run has none yet. damaged: newer checkpoints, with what is wrong with each. has_checksums: False
-    for a checkpoint of an old version, whose damage goes unnoticed.
+    path: None if the run has none yet. damaged: newer checkpoints, with what is wrong with each.
     """
 
     path: Path | None = None
     damaged: dict[Path, str] = field(default_factory=dict)
-    has_checksums: bool = True
 
     @property
     def fallback(self) -> list[str]:
@@ -105,7 +103,8 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
     point, run = None, run_id(RunDir(run_dir))
     for path in reversed(_numbered(run_dir / "checkpoints")):
         try:
-            point = ResumePoint(path, damaged, _check(path, run, progress))
+            _check(path, run, progress)
+            point = ResumePoint(path, damaged)
             break
         except (OSError, *UNREADABLE) as error:
             if isinstance(error, OSError) and error.errno not in LOST:
@@ -122,18 +121,15 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
     return point or ResumePoint()
 
 
-def _check(path: Path, run: str, progress: Progress) -> bool:
-    """Whether a checkpoint has checksums. Raises OSError or one of UNREADABLE if it is damaged.
+def _check(path: Path, run: str, progress: Progress) -> None:
+    """Raise OSError or one of UNREADABLE if a checkpoint is damaged.
 
     run: the id of the run that it must belong to; empty if unknown.
     """
     state = load_state(path)
     if run and state.run and state.run != run:
         raise ValueError("it is of another run")
-    promised = CHECKSUMS in read_state(path)
-    if promised or (path / checksums.INDEX).exists():
-        checksums.check(path, progress)
-    return promised
+    checksums.check(path, progress)
 
 
 def _aside(path: Path) -> Path:

@@ -90,33 +90,11 @@ def test_a_mixture_and_an_environment(tmp_path: Path, shared_cache: Path, monkey
     assert found.notes == []
 
 
-@pytest.mark.parametrize(
-    ("cause", "state"),
-    [
-        ("done", "done"),
-        ("SIGINT after step 7; resume with: grpocli train resume=runs/a", "stopped"),
-        ("asked to stop after step 0; resume with: grpocli train resume=runs/a", "stopped"),
-        (
-            "judge: refused\n; stopped after step 3, which is saved; when the service is back, resume with: grpocli x",
-            "stopped",
-        ),
-        ("KeyboardInterrupt", "stopped"),
-        ("RuntimeError: a stop word is missing, interrupt the run", "failed"),
-        ("ValueError: the stopwatch stopped after step 2", "failed"),
-        ("the trainer processes were killed from outside; resume with: grpocli train resume=runs/a", "failed"),
-        (None, "unfinished"),
-    ],
-)
-def test_the_state_of_a_summary_without_a_kind_follows_from_exact_words(
-    tmp_path: Path, cause: str | None, state: str
-) -> None:
-    assert state_of(tmp_path, {"steps": 7} | ({} if cause is None else {"exit": cause}), 7) == state
-
-
 @pytest.mark.parametrize("kind", ["done", "stopped", "failed"])
 def test_the_state_is_the_kind_of_the_summary(tmp_path: Path, kind: str) -> None:
     assert state_of(tmp_path, {"steps": 7, "exit": "SIGNAL 3 came", "exit_kind": kind}, 7) == kind
     assert state_of(tmp_path, {"steps": 7, "exit": "SIGNAL 3 came", "exit_kind": "?"}, 7) == "failed"
+    assert state_of(tmp_path, {"steps": 7}, 7) == "unfinished"
 
 
 NOTICES = [
@@ -137,7 +115,8 @@ def test_a_run_that_ended_early_says_so_with_the_command_that_continues_it(
     (run / "config.yaml").write_text(f"seed: 0\ntrain:\n  steps: {asked}\n")
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "reward": 0.5}) + "\n" for step in (1, 2, 3)))
     if cause:
-        (run / "summary.json").write_text(json.dumps({"steps": 3, "exit": cause}))
+        kind = "done" if cause == "done" else "stopped" if cause.startswith("SIGINT") else "failed"
+        (run / "summary.json").write_text(json.dumps({"steps": 3, "exit": cause, "exit_kind": kind}))
     found = view(run)
     assert found.notice.startswith(notice)
     assert bool(found.notice) == bool(notice)

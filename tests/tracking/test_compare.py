@@ -146,11 +146,10 @@ def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path, monkeypatc
 
 
 def typed(folder: Path, overrides: list[str], choices: dict[str, str], config: dict[str, Any]) -> None:
-    """A run with Hydra's files, which contain its command line."""
+    """A run with Hydra's choices and its command line."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
-    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
-    (folder / "config.yaml").write_text(json.dumps({"seed": 0} | config))
+    (folder / "config.yaml").write_text(json.dumps({"seed": 0, "overrides": overrides} | config))
     (folder / "summary.json").write_text('{"exit": "done", "eval/accuracy": 0.5}')
 
 
