@@ -174,11 +174,6 @@ def cores(machine: Machine, needs: Needs) -> Iterator[Finding]:
     yield ok("cores", detail)
 
 
-def usable_cores(machine: Machine) -> float:
-    """The cores that this process may use; 0 if unknown."""
-    return min(_affinity(machine), cpu_limit(machine))
-
-
 def _affinity(machine: Machine) -> int:
     found = re.search(r"^Cpus_allowed_list:\s*(\S+)", machine.text("proc/self/status"), re.MULTILINE)
     ranges = [part.partition("-") for part in found[1].split(",")] if found else []

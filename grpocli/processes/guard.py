@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -141,11 +140,3 @@ def alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
-
-
-def wait_gone(pids: Sequence[int], timeout: float) -> list[int]:
-    """Wait up to `timeout` seconds for processes to end. Returns those that still run."""
-    deadline = time.monotonic() + timeout
-    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left

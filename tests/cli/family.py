@@ -7,11 +7,12 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from cli.running import finish
 
-from grpocli.processes.guard import alive, wait_gone
+from grpocli.processes.guard import alive
 from grpocli.processes.reaper import TRACKER, descendants
 
 
@@ -72,3 +73,11 @@ def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> Non
         assert process.poll() is None, finish(process)
         assert time.monotonic() < deadline, f"no {count} steps within 240 s"
         time.sleep(0.01)
+
+
+def wait_gone(pids: Sequence[int], timeout: float) -> list[int]:
+    """Wait up to `timeout` seconds for processes to end. Returns those that still run."""
+    deadline = time.monotonic() + timeout
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli.family import wait_gone
 from cli.running import EVEN, SMALL, finish, metrics, run_here, start, wait_for
 
 from grpocli.launch.trainer_launcher import _missing
-from grpocli.processes.guard import wait_gone
 from grpocli.processes.heartbeat import JOINING, HeartbeatWriter, heartbeats
 from grpocli.processes.node import Node
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.family import Family, wait_for_steps
+from cli.family import Family, wait_for_steps, wait_gone
 from cli.running import SMALL, finish, metrics, start
 
-from grpocli.processes.guard import wait_gone
 from grpocli.rollout.vllm.server_files import sweep
 
 pytestmark = [pytest.mark.vllm, pytest.mark.survival]

@@ -248,7 +248,7 @@ def test_cores_are_the_affinitys_and_the_control_groups(tmp_path: Path) -> None:
     here = machine(tmp_path, files=files)
     (found,) = resources.cores(here, DEFAULT)
     assert (found.status, found.advice) == ("warning", "export OMP_NUM_THREADS=2")
-    assert resources.usable_cores(here) == 2.5
+    assert resources.cpu_limit(here) == 2.5
 
 
 def test_limits_of_a_process(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from cli.family import wait_gone
 
-from grpocli.processes.guard import alive, guarded, wait_gone
+from grpocli.processes.guard import alive, guarded
 
 pytestmark = pytest.mark.processes
 

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from cli.family import wait_gone
 from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, build_model, expected_logprobs
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.models.lora import Lora, adapter_tensors, attach, switched_off
-from grpocli.processes.guard import wait_gone
 from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.sync_config import SyncConfig

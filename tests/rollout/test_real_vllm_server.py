@@ -18,13 +18,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from cli.family import wait_gone
 from composed import built
 from rollout.letters import cut, letters
 from rollout.vllm_tiny import VOCABULARY, Alone, TinyPolicy, build_model, expected_logprobs
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.models.tiny import make_tokenizer
-from grpocli.processes.guard import wait_gone
 from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.transformers_engine import Transformers

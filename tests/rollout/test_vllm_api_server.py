@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from cli.family import wait_gone
 
-from grpocli.processes.guard import wait_gone
 from grpocli.processes.reaper import TRACKER, descendants
 from grpocli.rollout.vllm import server_files as folders
 from grpocli.rollout.vllm.api_server import PRIVATE_FOLDER_VARIABLE
