@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import field
 from datetime import date
 from pathlib import Path
@@ -69,7 +68,7 @@ class HuggingFace(ModelPart):
         super().check_ready()
         folder = Path(self.path).expanduser()
         if (adapter := folder / lora.CONFIG).is_file() and not (folder / "config.json").is_file():
-            base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+            base = lora.read_config(adapter, "model.path").get("base_model_name_or_path")
             problem, hint = f"is an adapter of {base}", f"give model={base} model.lora.path={self.path}"
             raise ConfigError(f"{problem}, not a model", key="model.path", value=self.path, hint=hint)
         check_folder("model.path", self.path, self.revision)

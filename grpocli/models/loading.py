@@ -124,8 +124,9 @@ def _load(part: Any, path: str, **loading: Any) -> PreTrainedModel:
         )
     _refuse(path, "no weights", sorted(found["missing_keys"]))
     _refuse(path, "weights of another shape", sorted(name for name, *_ in found["mismatched_keys"]))
-    whole = (named for named in model.named_parameters() if named[1].numel() and named[1].is_floating_point())
-    values = ((name, weight) for name, weight in whole if not weight.is_meta)  # on other ranks of FSDP2
+    numbers = (named for named in model.named_parameters() if named[1].numel() and named[1].is_floating_point())
+    # weights are on the meta device on other ranks of FSDP2, and torch finds no extremes of FP8
+    values = ((name, weight) for name, weight in numbers if not weight.is_meta and weight.element_size() > 1)
     broken = [name for name, weight in values if not all(end.isfinite() for end in weight.aminmax())]
     _refuse(path, "weights that are NaN or infinite", broken, "; fetch the model again, or repair it")
     if part.attention in (None, FLEX) and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
@@ -252,13 +253,13 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(part: Any, path: str) -> None:
-    """Raise ConfigError if the tokenizer has a token without a row in the embedding of the model at `path`."""
-    # the small models of Gemma 3 have no row for images
+    """Raise ConfigError if a token has no row in the embedding of the model at `path`.
+
+    Tokens for padding and images need none, unless they are the end token: no prompt and no completion has them.
+    """
     tokenizer, rows = load_tokenizer(part, path), load_config(part, path).get_text_config().vocab_size
-    ids = {
-        number for token, number in tokenizer.get_vocab().items() if token != getattr(tokenizer, "image_token", None)
-    }
-    if (tokens := max(ids) + 1) > rows:
+    unused = {tokenizer.pad_token, getattr(tokenizer, "image_token", None)} - {tokenizer.eos_token}
+    if (tokens := max(number for token, number in tokenizer.get_vocab().items() if token not in unused) + 1) > rows:
         problem = f"its tokenizer has {tokens:,} tokens, and its embedding {rows:,} rows"
         hint = "save the model after model.resize_token_embeddings, or give the model's own tokenizer"
         raise ConfigError(problem, key="model.path", value=path, hint=hint)

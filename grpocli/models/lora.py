@@ -67,13 +67,23 @@ class Lora:
     def _take_adapter(self, file: Path) -> None:
         """Take the rank, alpha and target modules of an adapter. Raises ConfigError for one that LoRA here is not."""
         require(self, "path", file.is_file(), f"has no {CONFIG}; give the folder of an adapter")
-        saved = json.loads(file.read_text())
+        saved = read_config(file, "model.lora.path")
+        kind = saved.get("peft_type")
+        require(self, "path", kind == "LORA", f"the adapter is of the kind {kind}, and grpocli trains LoRA")
         other = [name for name in OTHER_LORA if saved.get(name)] + ["bias"] * (saved.get("bias", "none") != "none")
         require(self, "path", not other, f"the adapter has {' and '.join(other)}, and grpocli trains plain LoRA")
         for name, key in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
             unset = getattr(self, name) in (getattr(Lora, name), saved[key])
             require(self, name, unset, f"the adapter of model.lora.path has {saved[key]}; leave it out")
             object.__setattr__(self, name, saved[key])
+
+
+def read_config(file: Path, key: str) -> dict[str, Any]:
+    """The config of an adapter. Raises ConfigError, naming `key`, if it is no JSON object."""
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{CONFIG} cannot be read: {error}", key=key, value=file.parent) from error
 
 
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:

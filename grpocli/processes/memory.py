@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import resource
 
 from grpocli.errors import RunError
+from grpocli.user_frames import where
 
 SAYS = re.compile(
     r"out of memory|can(?:no|')t allocate|failed to map segment|malloc of size|bad_alloc|start (?:new|watchdog) thread",
@@ -22,10 +24,11 @@ def check_limit() -> None:
 
 
 def too_little(error: BaseException | None) -> RunError | None:
-    """The RunError for an error that has too little memory among its causes; None for any other."""
-    while error is not None:
+    """The RunError for an error that has too little memory among its causes; None for user code's and any other."""
+    while error is not None and not where(error):
         name, text = type(error).__name__, " ".join(str(error).split())[:300]
-        if isinstance(error, MemoryError) or SAYS.search(text):
+        told = isinstance(error, ImportError | RuntimeError) and SAYS.search(text)  # torch's errors are RuntimeErrors
+        if told or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             gpu = "lower train.micro_batch_tokens, and see `grpocli plan`" if "OutOfMemory" in name else ""
             return RunError(f"too little memory: {name}: {text}".rstrip(": .") + f"; {gpu or _advice()}")
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

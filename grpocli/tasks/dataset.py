@@ -247,8 +247,12 @@ class RowConverter:
     shots: tuple[Shot, ...] = ()
 
     @classmethod
-    def of(cls, task: TableTask, columns: Sequence[str], path: str) -> RowConverter:
-        """The converter of a task. Raises ConfigError if a column that the task names is missing."""
+    def of(cls, task: TableTask, columns: Sequence[str], head: Iterable[Row], path: str) -> RowConverter:
+        """The converter of a task. head: the first rows, whose objects have columns, too.
+
+        Raises ConfigError if a column that the task names is missing.
+        """
+        columns = list(dict.fromkeys([*columns, *(name for row in head for name in dotted(row))]))
         if task.processor:
             load(task.processor, PROCESSOR)
         else:

@@ -40,7 +40,7 @@ def dotted(row: Row, prefix: str = "") -> Row:
     for name, value in row.items():
         if isinstance(value, dict):
             found |= dotted(value, f"{prefix}{name}.")
-        elif prefix and value is not None:
+        elif prefix:
             found[f"{prefix}{name}"] = value
     return found
 

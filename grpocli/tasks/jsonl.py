@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,17 +208,15 @@ def _bare(task: Jsonl, split: str) -> Examples:
 
 def _all(task: Jsonl, path: str, split: str) -> Examples:
     from grpocli.tasks.dataset import Examples, RowConverter
-    from grpocli.tasks.json_rows import dotted
     from grpocli.tasks.loading import load_table
-    from grpocli.tasks.streaming import load_streamed
+    from grpocli.tasks.streaming import HEAD, load_streamed
 
     ours = path == task.path
     far = task.streaming and not is_remote(path) and not Path(path).expanduser().exists()
     load = load_streamed if far else load_table
     key = "task.path" if ours else "task.eval_path"
     table = load(path, task.name if ours else None, split, key, task.storage_options)
-    columns = [*table.columns, *dotted(table.rows[0])]
-    return Examples(RowConverter.of(task, columns, path), table, range(len(table.rows)))
+    return Examples(RowConverter.of(task, table.columns, islice(table.rows, HEAD), path), table, range(len(table.rows)))
 
 
 def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from grpocli.errors import ConfigError
 from grpocli.tasks.curriculum import TRIES
 from grpocli.tasks.dataset import RowConverter, choose, with_shots
-from grpocli.tasks.json_rows import Row, dotted, json_row, unreadable
+from grpocli.tasks.json_rows import Row, json_row, unreadable
 from grpocli.tasks.loading import (
     EMPTY,
     DataFile,
@@ -197,7 +197,7 @@ class ExampleStream:
         columns = columns_of(head, task.path, "task.path")
         if not columns:
             raise ConfigError(EMPTY, key="task.path", value=task.path)
-        made = cls(RowConverter.of(task, [*columns, *dotted(head[0])], task.path), rows, columns)
+        made = cls(RowConverter.of(task, columns, head, task.path), rows, columns)
         if task.source("eval") is None:
             made._hold_out(task.eval_size)
         if task.shots:

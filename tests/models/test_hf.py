@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoConfig, OPTConfig, OPTForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
@@ -16,6 +17,7 @@ from grpocli.launch.compose import compose
 from grpocli.models import loading
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import check_vocabulary, language_model_class, load_model, load_tokenizer, without_dropout
+from grpocli.models.lora import Lora
 from grpocli.models.tiny import make_model, make_tokenizer
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm.validate import hf_overrides
@@ -188,11 +190,33 @@ def test_a_token_without_a_row_is_refused_with_both_numbers(folder: Path) -> Non
     part, tokenizer = HuggingFace(path=str(folder)), make_tokenizer()
     check_vocabulary(part, str(folder))
     rows = len(tokenizer)
-    tokenizer.add_tokens(["<think>"])
+    tokenizer.add_special_tokens({"pad_token": "<padding>"})
+    tokenizer.save_pretrained(folder)
+    check_vocabulary(part, str(folder))  # nothing draws it
+    tokenizer.add_special_tokens({"eos_token": "<padding>"})
     tokenizer.save_pretrained(folder)
     with pytest.raises(ConfigError, match=rf"{rows + 1} tokens.* {rows} rows") as refused:
         check_vocabulary(part, str(folder))
     assert refused.value.key == "model.path"
+
+
+def test_weights_of_8_bits_are_loaded_without_a_look_for_nan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(seed=0)
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
+        model.model.layers[0].mlp.up_proj.weight.to(torch.float8_e4m3fn), requires_grad=False
+    )
+    found = {"missing_keys": [], "mismatched_keys": []}
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(return_value=(model, found)))
+    assert load_model(HuggingFace(path=str(folder)), str(folder)) is model
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_the_broken_config_of_an_adapter_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    for make, key in ((HuggingFace(path=str(tmp_path)).check_ready, "model.path"), (Lora, "model.lora.path")):
+        with pytest.raises(ConfigError) as refused:
+            make(path=str(tmp_path)) if make is Lora else make()
+        assert refused.value.key == key
 
 
 def test_the_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:

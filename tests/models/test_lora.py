@@ -256,6 +256,7 @@ def test_a_second_stage_goes_on_with_an_adapter(little_model, folder: Path, tmp_
         ("path", {"use_rslora": True}, {}),
         ("path", {"alpha_pattern": {"q_proj": 2}}, {}),
         ("path", {"bias": "all"}, {}),
+        ("path", {"peft_type": "IA3"}, {}),
         ("rank", {}, {"rank": 8}),
         ("alpha", {}, {"alpha": 16.0}),
         ("target_modules", {}, {"target_modules": ["k_proj"]}),

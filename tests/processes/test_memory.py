@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import resource
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from transformers import AutoTokenizer
 
 from grpocli.errors import RunError
 from grpocli.launch.trainer_process import as_grpo_error
-from grpocli.models.loading import _explained
+from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import load_tokenizer
 from grpocli.processes import memory
 from grpocli.tracking.run_dir import RunDir
 
@@ -34,10 +37,13 @@ class OutOfMemoryError(RuntimeError):
         (RuntimeError("std::bad_alloc"), "bad_alloc"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), r"train\.micro_batch_tokens"),
         (ImportError("no module named x"), ""),
+        (ValueError("the model ran out of memory"), ""),
         (OSError(errno.ENOSPC, "No space left on device"), ""),
     ],
 )
-def test_errors_that_mean_too_little_memory(error: Exception, said: str, tmp_path: Path) -> None:
+def test_errors_that_mean_too_little_memory(
+    error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrapped = RuntimeError("importing failed")
     wrapped.__cause__ = error
     if not said:
@@ -47,8 +53,15 @@ def test_errors_that_mean_too_little_memory(error: Exception, said: str, tmp_pat
         told = str(as_grpo_error(one, RunDir(tmp_path)))
         assert told.startswith("too little memory: ")
         assert "a bug" not in told
-    with pytest.raises(RunError, match=said), _explained(str(tmp_path), "model"):
-        raise wrapped
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", Mock(side_effect=wrapped))
+    with pytest.raises(RunError, match=said):
+        load_tokenizer(HuggingFace(path=str(tmp_path)), str(tmp_path))
+
+
+def test_an_error_of_user_code_is_told_with_its_line() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        raise RuntimeError("the calculator is out of memory")
+    assert memory.too_little(raised.value) is None
 
 
 def test_a_limit_below_the_libraries_is_refused_before_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

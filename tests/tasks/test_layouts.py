@@ -53,6 +53,23 @@ def test_values_within_objects_fill_templates_and_are_columns_of_rewards(tmp_pat
     assert (example["prompt"], example["reward_model.ground_truth"]) == ("7: add", "2")
 
 
+@pytest.mark.parametrize("first", [{**VERL, "reward_model": None}, {**VERL, "reward_model": {"ground_truth": None}}])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_first_row_may_lack_a_value_within_an_object(tmp_path: Path, first: Any, streaming: bool) -> None:
+    other = {**VERL, "prompt": [*CHAT, {"role": "user", "content": "2+2="}]}
+    task = task_of(
+        tmp_path,
+        [first, *[other] * 3],
+        prompt_template="{reward_model.ground_truth}",
+        answer_column=None,
+        eval_size=1,
+        streaming=streaming,
+    )
+    with pytest.raises(ConfigError, match="row 1 ") as refused:
+        [list(task.examples(split)) for split in ("train", "eval")]
+    assert refused.value.key == "task"
+
+
 def test_a_name_within_an_object_that_is_missing_is_refused(tmp_path: Path) -> None:
     task = task_of(tmp_path, [VERL] * 4, answer_column="reward_model.ground_trth")
     with pytest.raises(ConfigError, match="did you mean") as refused:

@@ -37,6 +37,13 @@ def test_values_that_are_no_shares_are_rounded_to_a_fine_grid() -> None:
     assert sign_flip_p(differences) == pytest.approx(enumerated(differences), abs=0.01)
 
 
+def test_the_sum_of_many_values_is_taken_for_normal(monkeypatch: pytest.MonkeyPatch) -> None:
+    differences = np.random.default_rng(0).gamma(1.0, 1.0, 400) - 0.92
+    normal = sign_flip_p(differences.tolist())
+    monkeypatch.setattr("grpocli.tracking.significance.MANY", 400)
+    assert normal == pytest.approx(sign_flip_p(differences.tolist()), abs=0.002)
+
+
 def found(shift: float, runs: int) -> float:
     """The share of pairs of evaluations of 32 problems x 4 that differ clearly, where the accuracy rises by a shift."""
     random = np.random.default_rng(1)
