@@ -52,6 +52,7 @@ THINK, THOUGHT = re.compile("<think>", re.I), re.compile("</think>", re.I)
 TAG, END_TAG = re.compile("<answer>", re.I), re.compile("</answer>", re.I)
 HASHES = "####"
 BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\s*(?P<open>\{)?(?P<bare>[A-Za-z0-9.]+)?|\\.|[{}]", re.DOTALL)
+OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 GAP = re.compile(
     r"(?:[\s$,;&]|\\[()\[\],;!]|\\q?quad|\\text\{[^{}]*\b(?:and|or)\b[^{}]*\}|and|or|[A-Za-z]_?\{?\d?\}?\s*=)*"
 )
@@ -128,14 +129,9 @@ def boxed(text: str) -> str | None:
             found.clear()
         found.append(content)
         before = end
-    if found and (not found[-1] or _cut_off(text, before)):
+    if found and (not found[-1] or OPEN_BOX.search(text, before)):
         return ""
     return ", ".join(dict.fromkeys(found)) if found else None
-
-
-def _cut_off(text: str, begin: int) -> bool:
-    """Whether a box opens after `begin` and never closes."""
-    return re.compile(r"\\(?:boxed|fbox)\s*\{").search(text, begin) is not None
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:

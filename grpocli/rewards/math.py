@@ -64,23 +64,19 @@ class Math(Correctness):
         distinct = list(dict.fromkeys(texts))
         others = [text for text in distinct if plain_number(text) is None]
         parsed = self._pool().map([["equal", text, None] for text in others])
-        readable = set(distinct) - {t for t, score in zip(others, parsed, strict=True) if isinstance(score, Failure)}
+        alone = {text for text, score in zip(others, parsed, strict=True) if isinstance(score, Failure)}
         votes: dict[str, str] = {}
-        for text in distinct:
-            if text not in readable:  # empty, or not read in time: equal only to itself
-                votes[text] = text
-                continue
-            known = [one for one in dict.fromkeys(votes.values()) if one in readable]
+        for text in distinct:  # one that is empty, or not read in time, is equal only to itself
+            known = [one for one in dict.fromkeys(votes.values()) if not alone & {one, text}]
             votes[text] = next((one for one, same in zip(known, self._same(text, known), strict=True) if same), text)
         return [votes[text] for text in texts]
 
     def _same(self, text: str, others: Sequence[str]) -> list[bool]:
         """Whether each of `others` is the same answer as `text`. Plain numbers need no worker process."""
         plain = [plain_equal(text, other) for other in others]
-        asked = [i for i, equal in enumerate(plain) if equal is None]
-        results = self._pool().map([["same", others[i], text] for i in asked])
-        computed = dict(zip(asked, results, strict=True))
-        return [bool(equal) if equal is not None else computed[i] == 1 for i, equal in enumerate(plain)]
+        asked = [other for other, equal in zip(others, plain, strict=True) if equal is None]
+        computed = iter(self._pool().map([["same", other, text] for other in asked]))
+        return [next(computed) == 1 if equal is None else equal for equal in plain]
 
     def close(self) -> None:
         self._pool().close()

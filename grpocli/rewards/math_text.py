@@ -36,7 +36,6 @@ FORMS = [
         r"\\!\s*": "",
         r"(?<!\\)\\[,;:> ]|~": " ",
         r"\\%": "%",
-        r"\\[hv]space\s*\{[^{}]*\}": " ",
         r"\bwhere\b": ",",
         r"\(\s*([a-z]\s*\\in\s*\\mathbb[^()]*)\)": r", \1",
         rf"(?<![\\A-Za-z])({FUNCTIONS}|sqrt|pi|infty)(?![A-Za-z])": r"\\\1 ",
@@ -80,7 +79,6 @@ LEAD = re.compile(
     re.I,
 )
 """Words before an answer that are no part of it."""
-NEGATED = re.compile(r"not\b|\b(?:no|never|neither|nor)\b|n't", re.I)
 SPLIT = re.compile(r"\\begin|\\end|[([{)\]},;:]|(?<![<>!:])=|\\approx(?![a-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
 THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\s\d{3})+(?![\d,])")
@@ -170,8 +168,7 @@ def bare(text: str) -> str:
             text = text[1:-1]
         for pattern, form in PHRASES:
             text = pattern.sub(form, text)
-        if (found := LEAD.match(text)) and not NEGATED.search(found[0]):
-            text = text[found.end() :]
+        text = LEAD.sub("", text)
     return text
 
 
@@ -190,8 +187,6 @@ def quantity(text: str) -> Quantity:
             text, noun = rest, found[1].strip()
             break
     unit = _unit(noun)
-    if not percent:
-        text, percent = _without(PERCENT, text)
     rest, degrees = _without(DEGREES, text)
     if degrees and not re.search(FUNCTIONS, rest):
         text, unit = rest, _unit(degrees[1] or "degree")

@@ -51,9 +51,7 @@ def _right(reference: Value, answer: str, times: bool, strict: bool) -> bool:
         return False
     try:
         value = read(answer, times)
-        if (
-            reference.conditions and value.conditions
-        ):  # the integer in n\\pi, n\\in\\mathbb{Z} gets the reference's letter
+        if reference.conditions and value.conditions:  # n in n\\pi, n\\in\\mathbb{Z} becomes the reference's letter
             letter = re.compile(rf"(?<![A-Za-z\\]){value.conditions[0]}(?![A-Za-z])")
             value = read(letter.sub(reference.conditions[0], answer), times)
         return _equal(reference, value, strict)
@@ -94,9 +92,8 @@ def _equal(a: Value, b: Value, strict: bool) -> bool:
     if a.sides and b.sides:
         return _chains_equal(a, b, strict)
     if a.sides or b.sides:
-        return (not a.sides or _names(a)) and any(
-            _equal(one, other, strict) for one in a.answers for other in b.answers
-        )
+        named = not a.sides or _names(a)
+        return named and any(_equal(one, other, strict) for one in a.answers for other in b.answers)
     if (_is_set(a) or _is_set(b)) and (ours := _set(a)) is not None and (theirs := _set(b)) is not None:
         return bool(sympy_expr_eq(ours, theirs, 6, 15))
     if a.members or b.members:
@@ -164,11 +161,8 @@ def _set(value: Value) -> Any:
     sets = [_set(one) for one in value.members]
     if value.brackets or None in sets or len({one for end in ends for one in getattr(end, "free_symbols", ())}) > 1:
         return None
-    relations = all(is_relation(one.expression) for one in value.members) and not re.search(
-        r"\bor\b", value.source.text
-    )
-    both = sympy.Intersection(*sets) if relations else None
-    return both if both else sympy.Union(*sets)
+    either = re.search(r"\bor\b", value.source.text) or not all(is_relation(one.expression) for one in value.members)
+    return (not either and sympy.Intersection(*sets)) or sympy.Union(*sets)
 
 
 def _members_equal(a: Value, b: Value, strict: bool) -> bool:
@@ -192,9 +186,8 @@ def _members_equal(a: Value, b: Value, strict: bool) -> bool:
 
     if kinds - {"{}"}:
         return len(ours) == len(theirs) and all(map(agree, _by_name(ours), _by_name(theirs)))
-    return all(any(agree(one, other) for other in theirs) for one in ours) and all(
-        any(agree(one, other) for one in ours) for other in theirs
-    )
+    pairs = [[agree(one, other) for other in theirs] for one in ours]
+    return all(map(any, pairs)) and all(map(any, zip(*pairs, strict=True)))
 
 
 def _by_name(elements: list[Value]) -> list[Value]:
@@ -219,8 +212,6 @@ def _expressions_equal(a: Value, b: Value, strict: bool) -> bool:
         if _numbers_equal(ours, theirs, decimal) or x.percent == y.percent:
             return _numbers_equal(ours, theirs, decimal)
         return _numbers_equal(ours / (100 if x.percent else 1), theirs / (100 if y.percent else 1), decimal)
-    if a.is_number and isinstance(b.expression, Expr) and not isinstance(b.expression, Symbol):
-        return False  # the answer has unknowns
     return bool(sympy_expr_eq(a.expression, b.expression, 6, 15))
 
 
@@ -233,8 +224,6 @@ def _numbers_equal(a: Any, b: Any, decimal: bool) -> bool:
     x, y = number(a), number(b)
     if x == y:
         return True
-    if not (x.is_comparable and y.is_comparable):
-        return bool(sympy_expr_eq(a, b, 6, 15))
     if x in (oo, -oo) or y in (oo, -oo):
         return False
     if decimal:
