@@ -36,7 +36,8 @@ FORMS = [
         r"\\!\s*": "",
         r"(?<!\\)\\[,;:> ]|~": " ",
         r"\\%": "%",
-        r"\bwhere\b": ",",
+        r"\bfor (?:any |all |every |some )?(positive )?integers? ([a-z])\b": r", \2 is \1integer",
+        r"\bwhere\b|\bfor\b(?= [a-z] ?(?:\\in ?\\mathbb|(?:is )?(?:an? )?(?:positive )?integer))": ",",
         r"\(\s*([a-z]\s*\\in\s*\\mathbb[^()]*)\)": r", \1",
         rf"(?<![\\A-Za-z])({FUNCTIONS}|sqrt|pi|infty)(?![A-Za-z])": r"\\\1 ",
         r"(?<![\\A-Za-z])(?:infinity|oo)(?![A-Za-z])": r"\\infty ",
@@ -136,6 +137,7 @@ class Quantity:
 
     percent: whether a percent sign was removed. base: base of a numeral such as 110_2. noun: the words after it.
     unit: size and powers of the kinds of a known unit, as 1/3600 and (length, 1), (time, -1); else None.
+    is_sum: whether it is a sum of quantities, as 2 hours and 30 minutes.
     """
 
     text: str
@@ -143,6 +145,7 @@ class Quantity:
     base: int | None = None
     noun: str = ""
     unit: tuple[Fraction, tuple[tuple[str, int], ...]] | None = None
+    is_sum: bool = False
 
 
 def canonical(text: str) -> str:

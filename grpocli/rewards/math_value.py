@@ -55,8 +55,10 @@ HUGE = re.compile(
 ORDER = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-z])")
 CHOICES = re.compile(r"(?!.*([A-J]).*\1)[A-J](?:(?:\s*,\s*|\s+and\s+|\s*)[A-J])+|[①-⑳](?:[\s,]*[①-⑳])+")
 """Several choices, as AC or A, C."""
-CONDITION = re.compile(r"^(?:for )?[a-z] ?(?:\\in ?\\mathbb ?\{?[ZNQ]\b|(?:is )?(?:an? )?(?:positive )?integer)")
-"""The values that a letter takes."""
+CONDITION = re.compile(
+    r"^([a-z]) ?(?:\\in ?\\mathbb ?\{?([ZNQ])\b(\}? ?[\^_].*)?|(?:is )?(?:an? )?(positive )?integer)"
+)
+"""The values that a letter takes: k is an integer."""
 SET = re.compile(
     r"^[A-Za-z]\s*\\in(?![a-z])|^\\\{\s*([a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:]\s*(?=[^=]*\1)([^=]*)\\\}$"
 )
@@ -85,7 +87,7 @@ class Value:
     key: the text without spaces; what cannot be read equals the same key. expression: None for what cannot be read,
     lists and chains. decimal: whether it contains a decimal fraction, so it may be rounded. brackets: around the
     members, as "[)"; "column", "row" and "rows" for a matrix. rounded: whether the sides are approximations.
-    conditions: the values of a letter, as k\\in\\mathbb{Z}.
+    conditions: letters, each with the set of its values, as (k, Z) for k\\in\\mathbb{Z}.
     """
 
     key: str
@@ -96,7 +98,7 @@ class Value:
     brackets: str = ""
     sides: tuple[Value, ...] = ()
     rounded: bool = False
-    conditions: str = ""
+    conditions: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_number(self) -> bool:
@@ -139,10 +141,11 @@ def _list(text: str, times: bool, brackets: str = "") -> Value:
     parts = [sign for part in parts if part for sign in plus_minus(part)]
     if len(parts) == 1 and not brackets:
         return _chain(bare(parts[0]), times)
-    conditions = ",".join(part for part in parts if CONDITION.match(part))
+    found = [one for part in parts if (one := CONDITION.match(part))]
+    conditions = tuple((one[1], "N" if one[2] != "Q" and (one[3] or one[4]) else one[2] or "Z") for one in found)
     members = tuple(_list(part, times) for part in parts if not CONDITION.match(part))
     if len(members) == 1 and not brackets:
-        return replace(members[0], conditions=_key(conditions))
+        return replace(members[0], conditions=conditions)
     key = _key(brackets[:1] + text + brackets[1:])
     return _compound(members) or Value(key, Quantity(text), members=members, brackets=brackets)
 
@@ -155,7 +158,7 @@ def _compound(members: Sequence[Value]) -> Value | None:
         return None
     total = sum(one.expression * Rational(size) for one, size in zip(members, sizes, strict=True))
     unit = Fraction(1), units[0][1]
-    return Value("", Quantity("", unit=unit, noun="compound"), total, any(one.decimal for one in members))
+    return Value("", Quantity("", unit=unit, is_sum=True), total, any(one.decimal for one in members))
 
 
 def _chain(text: str, times: bool) -> Value:

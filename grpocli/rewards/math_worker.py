@@ -28,6 +28,7 @@ POINT = re.compile(r"(?<!\d)0*(\d*)\.(\d+)")
 MIXED = re.compile(r"\d\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 SIDE_BY_SIDE = re.compile(r"[\d.)\]}]\s*[(\[]|[)\]]\s*\d|\d\s+\d|(?<![A-Za-z}\]^_])\{[\d.]+\}\s*\{")
 """Factors of a number without a sign between them: (51)(3), which the parser reads as 51 + 3."""
+LETTER = re.compile(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])")
 PRODUCT = re.compile(r"(?:\\times|\\cdot|\*)(?!\s*10\s*\^)")
 
 
@@ -51,9 +52,10 @@ def _right(reference: Value, answer: str, times: bool, strict: bool) -> bool:
         return False
     try:
         value = read(answer, times)
-        if reference.conditions and value.conditions:  # n in n\\pi, n\\in\\mathbb{Z} becomes the reference's letter
-            letter = re.compile(rf"(?<![A-Za-z\\]){value.conditions[0]}(?![A-Za-z])")
-            value = read(letter.sub(reference.conditions[0], answer), times)
+        # the integer in n\pi, n\in\mathbb{Z} gets the reference's letter
+        letters = {own: other for (own, _), (other, _) in zip(value.conditions, reference.conditions, strict=False)}
+        if letters:
+            value = read(LETTER.sub(lambda found: letters.get(found[0], found[0]), answer), times)
         return _equal(reference, value, strict)
     except Exception:  # noqa: BLE001 - empty, or too large: a wrong answer
         return False
@@ -203,7 +205,7 @@ def _expressions_equal(a: Value, b: Value, strict: bool) -> bool:
         return False
     if strict and _evaluated(a) and not _evaluated(b, a):
         return False
-    if (x.unit and y.unit and x.unit[1] != y.unit[1]) or ("compound" in (x.noun, y.noun) and not (x.unit and y.unit)):
+    if (x.unit and y.unit and x.unit[1] != y.unit[1]) or ((x.is_sum or y.is_sum) and not (x.unit and y.unit)):
         return False
     if a.is_number and b.is_number:
         ours, theirs, decimal = a.expression, b.expression, a.decimal or b.decimal
