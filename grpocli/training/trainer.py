@@ -79,6 +79,7 @@ class Trainer:
         Raises Stopped, after a checkpoint, on a signal and when the engine or a scoring service is lost; the error of a
         reward or of the data, after a checkpoint too.
         """
+        began = self.state.step
         try:
             self.evaluate_at_start()
             self.raise_if_stopped()
@@ -89,7 +90,7 @@ class Trainer:
         except ServiceGone as gone:
             self.checkpoint_and_stop(gone)
         except (RewardError, ConfigError) as failed:  # the second, of a row of the data, perhaps in one process only
-            if not self.state.step or (self.world.size > 1 and isinstance(failed, ConfigError)):
+            if self.state.step == began or (self.world.size > 1 and isinstance(failed, ConfigError)):
                 raise
             self.save_whole_step()
             resume = resume_command(self.recorder.run_dir.path)

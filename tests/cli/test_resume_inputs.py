@@ -26,7 +26,7 @@ def edited(model: Path, copy: Path, file: str, old: str, new: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
     """A folder with models, data, code, and a run of two steps with `model`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPOCLI_CACHE", str(shared_cache))
@@ -36,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
         for name, steps in (("model", 20), ("other", 21)):
             shutil.copytree(Tiny(warm_start_steps=steps).prepare(), folder / name)
         edited(folder / "model", folder / "deeper", "config.json", '"num_hidden_layers": 2', '"num_hidden_layers": 3')
-        edited(folder / "model", folder / "renamed", "tokenizer.json", '"<unk>"', '"<unknown>"')
+        edited(folder / "model", folder / "renamed", "tokenizer.json", '"?": ', '"seven": ')
         (folder / "mine.py").write_text(CODE)
         (folder / "bad.py").write_text("def f(completions, **columns):\n    raise ValueError('bad')\n")
         rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 40)]
@@ -49,10 +49,18 @@ def made(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
 
 
 @pytest.fixture
-def run(made: Path, tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the run that a test may resume, in a folder with a copy of its data and code."""
+def made(built: Path, tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the folder that a test may change; its run is with the copies."""
     monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
-    return shutil.copytree(made / "run", tmp_path / "run")
+    made = shutil.copytree(built, tmp_path / "made")
+    config = made / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(built), str(made)))
+    return made
+
+
+@pytest.fixture
+def run(made: Path) -> Path:
+    return made / "run"
 
 
 def state_of(run: Path) -> dict[str, bytes]:
@@ -63,13 +71,13 @@ def state_of(run: Path) -> dict[str, bytes]:
 
 
 REFUSED = {
-    "other weights": (["model=FOLDER/other"], "model: its weights or its tokenizer are not those"),
-    "another shape": (["model=FOLDER/deeper"], "its num_hidden_layers is 3, and that of the run's checkpoints 2"),
-    "other tokens": (["model.path=FOLDER/renamed"], "its tokenizer is not the policy's: token 1 "),
-    "a shape that is allowed": (["model=FOLDER/deeper", "resume_other_weights=true"], "its num_hidden_layers is 3"),
-    "another optimizer": (["optim=sgd", "optim.lr=1e-3"], "optim=sgd: the checkpoint has another optimizer's state"),
-    "a reward that raises": (["reward=[FOLDER/bad.py:f]", "optim.lr=1"], "it raised ValueError: bad"),
-    "in two processes": (["reward=[FOLDER/bad.py:f]", "hardware.processes=2"], "it raised ValueError: bad"),
+    "other weights": (["model=FOLDER/other"], "model: "),
+    "another shape": (["model=FOLDER/deeper"], "model.path="),
+    "other tokens": (["model.path=FOLDER/renamed"], "model.path="),
+    "a shape that is allowed": (["model=FOLDER/deeper", "resume_other_weights=true"], "model.path="),
+    "another optimizer": (["optim=sgd", "optim.lr=1e-3"], "optim=sgd: "),
+    "a reward that raises": (["reward=[FOLDER/bad.py:f]", "optim.lr=1"], "reward.f "),
+    "in two processes": (["reward=[FOLDER/bad.py:f]", "hardware.processes=2"], "reward.f "),
 }
 
 
@@ -77,11 +85,11 @@ REFUSED = {
 def test_a_resume_that_fails_leaves_the_run_as_it_was(case: str, made: Path, run: Path, grpocli) -> None:
     shutil.rmtree(run / "checkpoints" / "step_000002")  # the records of step 2 are later than the checkpoint
     before = state_of(run)
-    given, said = REFUSED[case]
+    given, key = REFUSED[case]
     words = [word.replace("FOLDER", str(made)) for word in given]
     code, _, err = grpocli("train", f"resume={run}", "train.steps=3", *words)
     assert code != 0
-    assert said in err
+    assert f"error: {key}" in err
     assert state_of(run) == before
 
 
