@@ -14,11 +14,13 @@ from typing import Any
 
 import xxhash
 
+from grpocli.config.build import TARGET
+from grpocli.config.parts import USER_CODE, is_marked
 from grpocli.config.user_parts import is_spec
 from grpocli.errors import ConfigError
 from grpocli.files import regular
 from grpocli.launch.foreign_code import leaves
-from grpocli.launch.resume import SESSION_KEYS
+from grpocli.launch.overrides import PATH
 from grpocli.tasks.loading import READERS
 from grpocli.tracking.sessions import Changes
 
@@ -29,6 +31,8 @@ MEANING = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer.mo
 """Files beside the weights that decide what they compute."""
 RENDERING = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """Files of a model that decide how prompts are written and where completions end."""
+OUTPUTS = ("sync.", "tracker.")
+"""Parts whose folders the run itself writes."""
 BLOCK, BLOCKS = 1 << 16, 1 << 10
 SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -36,30 +40,34 @@ SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hi
 def inputs_of(config: Mapping[str, Any], model_path: str, commit: str | None) -> dict[str, str]:
     """{config key: kind and digest} of all inputs that are files here; kind: `weights`, `code` or `content`.
 
-    config: plain. model_path: the start model; commit: its commit, for a name on the hub. Other names on the hub,
-    addresses and installed packages have no digest.
+    config: plain; keys of paths and of user code name inputs. model_path: the start model; commit: its commit, for a
+    name on the hub, which a resume only tells: an edited page is another commit, too. Other names on the hub, addresses
+    and installed packages have no digest.
     """
     kinds, found = {}, defaultdict[str, list[Path]](list)
-    named = [(key, value) for key, value in leaves(dict(config)) if key not in (*SESSION_KEYS, "model.path")]
-    for key, value in [*named, (MODEL, f"{model_path}/")]:
-        if isinstance(value, str) and not key.startswith("sync."):
-            with suppress(OSError):  # a text that is no path, or a file that the run itself reports
-                name = key.removesuffix("._target_")
-                kinds[name], files = _files_of(key, value)
+    for key, value in [*leaves(dict(config)), (MODEL, model_path)]:
+        name, is_code = key.removesuffix(f".{TARGET}"), key.endswith(f".{TARGET}") or is_marked(key, USER_CODE)
+        is_path = key == MODEL or (PATH.fullmatch(key) and key != "model.path" and not key.startswith(OUTPUTS))
+        if isinstance(value, str) and (is_code or is_path):
+            with suppress(OSError, RuntimeError):  # a text that is no path, or a file that the run itself reports
+                kinds[name], files = ("code", _code(value)) if is_code else _files_of(Path(value).expanduser())
                 found[name] += files
     found["model.chat_template"] += _named(Path(model_path), RENDERING)
     inputs = {key: f"{kinds.get(key, 'content')} {digest(files)}" for key, files in found.items() if files}
-    return inputs if MODEL in inputs or not commit else inputs | {MODEL: f"weights {commit}"}
+    return inputs if MODEL in inputs or not commit else inputs | {MODEL: f"commit {commit}"}
 
 
-def _files_of(key: str, value: str) -> tuple[str, list[Path]]:
-    """The kind of the input that a value names, and its files; none if it names no file here."""
-    place, path = value.rpartition(":")[0], Path(value).expanduser()
-    if is_spec(value):
-        file = Path(place if place.endswith(".py") else f"{place.replace('.', '/')}.py").expanduser()
-        return "code", _with_imports(file) if file.is_file() else []
-    if not (key.endswith("path") or "/" in value or path.suffix) or not path.is_dir():  # a word may be one by chance
-        return "content", [path] if path.suffix and path.is_file() else []
+def _code(value: str) -> list[Path]:
+    """The file of the user code that a value names, with its imports; none if it names no file here."""
+    place = value.rpartition(":")[0] if is_spec(value) else ""
+    file = Path(place if place.endswith(".py") else f"{place.replace('.', '/')}.py").expanduser()
+    return _with_imports(file) if file.is_file() else []
+
+
+def _files_of(path: Path) -> tuple[str, list[Path]]:
+    """The kind of the input at a path, and its files; none if nothing is there."""
+    if not path.is_dir():
+        return "content", [path] if path.is_file() else []
     here = sorted(file for file in path.iterdir() if file.is_file())
     if weights := [file for file in here if file.suffix in WEIGHTS]:
         return "weights", [*weights, *_named(path, MEANING)]
@@ -104,7 +112,7 @@ def changed_inputs(before: Mapping[str, str], now: Mapping[str, str], changed: C
         if not given and before.get(key, value) != value:
             kind = value.partition(" ")[0]
             if kind == "weights" and not allowed:
-                problem = "its weights or its tokenizer are not those that the run began with"
+                problem = "its weights or its tokenizer differ from those of the last session"
                 hint = "give those, or resume_other_weights=true to go on with these"
                 raise ConfigError(problem, key=key, hint=hint)
             sentences.append(

@@ -45,7 +45,9 @@ def config(tmp_path: Path) -> dict[str, object]:
         "reward": {"f": {"_target_": "reward/python", "function": f"{code}:f"}},
         "algorithm": {"advantage": {"_target_": f"{code}:Adv"}, "kl": {"model": str(tmp_path / "teacher")}},
         "callbacks": ["installed.package:Callback"],
-        "rollout": {"stop": ["x" * 5000, "\n\0"]},
+        "name": code,
+        "rollout": {"stop": ["~~~", code, f"{code}:f", "x" * 5000, "\n\0"]},
+        "tracker": {"folder": str(tmp_path / "folder")},
     }
 
 
@@ -87,7 +89,7 @@ def test_a_moved_input_is_the_same(tmp_path: Path) -> None:
     before.rename(after)
     found.append(inputs_of({"task": {"path": str(after)}}, "me/model", "commit1"))
     assert found[0] == found[1]
-    assert found[0]["model"] == "weights commit1"
+    assert found[0]["model"] == "commit commit1"
 
 
 def test_a_digest_of_large_files_is_quick(tmp_path: Path) -> None:
