@@ -45,7 +45,7 @@ def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]
 
 CHDIR = re.compile(r"hydra\.job\.chdir\s*=\s*true", re.IGNORECASE)
 """Hydra then changes to the run's folder, in which relative paths mean something else."""
-PATH = re.compile(r"(?!hydra\.).*[._](path|file|folder|chat_template|response_template|kl\.model)")
+PATH = re.compile(r"(?!hydra\.).*[._](path|file|folder|chat_template|response_template|kl\.model(\.\w+)?)")
 LORA = re.compile(r"^(\+*model\.lora)=([\d, ]+)$")
 """`model.lora=16`, short for `model.lora.rank=16`."""
 
@@ -120,6 +120,8 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
 def _absolute(override: str) -> str:
     """The override with absolute paths of user code and model folders, because a resume may start in another folder."""
     key = _key(override)
+    if key == "model.lora.path":
+        return _changed(override, _absolute_path)
     if not GROUP.fullmatch(key) and not is_marked(key, USER_CODE):
         return override
     return _changed(override, _absolute_model if key == "model" else _absolute_code)

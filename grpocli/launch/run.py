@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -148,6 +148,8 @@ def _run_locked(
         for spec in run.callbacks:
             check_callback(spec)
         run = _with_steps(config, run, run_dir if resuming else None)
+        if run.model.lora.path:  # the folder may be gone when the run is resumed or evaluated
+            OmegaConf.update(config, "model.lora", asdict(run.model.lora))
         check_schedule(run)
         job = prepare(run, run_dir, view, devices, node)
         point = _resume_point(run, run_dir, view, resuming)

@@ -170,6 +170,8 @@ def load_policy(
     model = load_quantized(part, base, dtype, device) if part.quantization else load_model(part, base)
     model = lora.attach(without_dropout(model), part.lora, seed)
     if start := part.lora.path if path == base else path:
+        is_there = start == path or (Path(start).expanduser() / lora.WEIGHTS).is_file()
+        require(part.lora, "path", is_there, f"has no {lora.WEIGHTS}; give the folder of an adapter")
         lora.load_adapter(model, part.lora, Path(start).expanduser())
     return model
 

@@ -49,8 +49,9 @@ class Lora:
     of module names such as [q_proj,v_proj], or a regular expression that whole names match."""
 
     def __post_init__(self) -> None:
-        if self.path is not None:
-            self._take_adapter(Path(self.path).expanduser() / CONFIG)
+        file = Path(self.path or "").expanduser() / CONFIG
+        if self.path is not None and (file.is_file() or not self.rank):  # a saved config has the adapter's rank
+            self._take_adapter(file)
         require(self, "rank", self.rank >= 0, "must be 0 (train all weights) or more")
         require(self, "alpha", 0 < self.alpha < math.inf, "must be a finite number above 0")
         names = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -274,3 +276,10 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         Lora(path=str(tmp_path))
     assert refused.value.key == "model.lora.path"
+
+
+def test_a_saved_config_needs_the_folder_of_its_adapter_only_to_load_it(little_model, tmp_path: Path) -> None:
+    path = saved_adapter(little_model, tmp_path / "first")
+    saved = asdict(Lora(path=path))
+    shutil.rmtree(path)
+    assert asdict(Lora(**saved)) == saved
