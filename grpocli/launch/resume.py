@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,12 @@ from grpocli.launch.hydra_errors import known_keys
 from grpocli.launch.overrides import expand_task_lists, in_files
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import check_run
+from grpocli.tracking.sessions import accuracy_rewards
 
 SESSION_KEYS = ("resume", "resume_other_weights", "overrides")
 """Keys of the start of a session, which do not change the run."""
-FIXED = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules", "model.quantization")
-"""Keys that determine the tensors of a checkpoint, so a resume cannot change them."""
+FIXED = (*(f"model.lora.{key}" for key in ("rank", "alpha", "target_modules", "path")), "model.quantization")
+"""Keys that determine the tensors of a checkpoint or its reference, so a resume cannot change them."""
 
 
 @dataclass(slots=True)
@@ -123,13 +126,20 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tu
         if key not in SESSION_KEYS:
             found |= _changed(str(key), before.get(key), after.get(key))
     was, now = (list(one.get("reward") or ()) for one in (before, after))
-    return found | ({"reward": (was, now)} if was[:1] != now[:1] else {})  # the first measures accuracy
+    measured = [accuracy_rewards(one) for one in (before, after)]
+    return found | ({"reward": (was, now)} if measured[0] != measured[1] and was != now else {})
 
 
 def moved_files(saved: Any, again: Any) -> dict[str, str]:
     """{old file: new file} of user code in a saved config whose file is gone, and of which `again` has a name."""
-    now = {name: place for place, name in _user_code(again)}
-    return {place: now[name] for place, name in _user_code(saved) if name in now and not Path(place).is_file()}
+    known = set(_user_code(saved))
+    gone, new = {one for one in known if not Path(one[0]).is_file()}, set(_user_code(again)) - known
+    count = Counter(name for _, name in [*gone, *new])
+    return {
+        old: place
+        for (old, name), (place, same) in product(gone, new)
+        if name == same and (count[name] == 2 or Path(old).name == Path(place).name)  # one of several of that name
+    }
 
 
 def _user_code(node: Any) -> list[tuple[str, str]]:

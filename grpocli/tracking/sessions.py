@@ -159,8 +159,8 @@ def accuracy_rewards(config: Mapping[str, Any]) -> set[str]:
     """The names of the rewards that measure accuracy, by a saved config, damaged or not."""
     task, rewards, evaluation = (one if isinstance(one := config.get(key), Mapping) else {} for key in MEASURING)
     tasks = [task, *(part for part in task.values() if isinstance(part, Mapping))]
-    named = [list(rewards), *(one.get("rewards") for one in tasks), [evaluation.get("reward")]]
-    return {str(names[0]) for names in named if isinstance(names, list) and names}
+    named, preferred = [list(rewards), *(one.get("rewards") for one in tasks)], evaluation.get("reward")
+    return {str(preferred if preferred in n else n[0]) for n in named if isinstance(n, list) and n}
 
 
 def incomparable_since(sessions: Sequence[Session], rewards: Collection[str] | None) -> tuple[int, str]:

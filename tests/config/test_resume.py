@@ -13,7 +13,7 @@ from grpocli.algorithm.keep import All
 from grpocli.config.schema import Run
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose, save
-from grpocli.launch.resume import Resume, changes
+from grpocli.launch.resume import Resume, changes, moved_files
 
 
 def resumed(folder: Path, began_with: list[str], now: list[str], *overrides: str) -> Run:
@@ -125,6 +125,29 @@ def test_changes_lists_only_differences(tmp_path: Path) -> None:
         "reward.format": (None, "format"),
         "rollout.stop": ([], ["a"]),
     }
+
+
+@pytest.mark.parametrize(
+    ("measures", "after", "changed"),
+    [(None, ["format", "math"], True), ("math", ["format", "math"], False), (None, ["math", "format"], False)],
+)
+def test_another_first_reward_counts_if_it_measures(measures: str | None, after: list[str], changed: bool) -> None:
+    configs = [{"reward": {name: {} for name in names}, "eval": {"reward": measures}} for names in (["math"], after)]
+    assert ("reward" in changes(*configs)) == changed
+
+
+@pytest.mark.parametrize(
+    ("again", "found"),
+    [
+        (["/new/a.py", "/new/b.py"], {"/gone/a.py": "/new/a.py", "/gone/b.py": "/new/b.py"}),
+        (["/new/b.py", "/new/a.py"], {"/gone/a.py": "/new/a.py", "/gone/b.py": "/new/b.py"}),
+        (["/new/a.py"], {"/gone/a.py": "/new/a.py"}),
+        (["/new/c.py", "/new/d.py"], {}),
+    ],
+)
+def test_functions_of_one_name_are_told_apart_by_their_files(again: list[str], found: dict[str, str]) -> None:
+    saved = {"callbacks": ["/gone/a.py:f", "/gone/b.py:f"]}
+    assert moved_files(saved, [f"{place}:f" for place in again]) == found
 
 
 @pytest.mark.parametrize(
