@@ -31,8 +31,6 @@ MEANING = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer.mo
 """Files beside the weights that decide what they compute."""
 RENDERING = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """Files of a model that decide how prompts are written and where completions end."""
-OUTPUTS = ("sync.", "tracker.")
-"""Parts whose folders the run itself writes."""
 BLOCK, BLOCKS = 1 << 16, 1 << 10
 SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -45,9 +43,10 @@ def inputs_of(config: Mapping[str, Any], model_path: str, commit: str | None) ->
     and installed packages have no digest.
     """
     kinds, found = {}, defaultdict[str, list[Path]](list)
+    written = ("sync.", "tracker.")  # folders that the run itself fills
     for key, value in [*leaves(dict(config)), (MODEL, model_path)]:
         name, is_code = key.removesuffix(f".{TARGET}"), key.endswith(f".{TARGET}") or is_marked(key, USER_CODE)
-        is_path = key == MODEL or (PATH.fullmatch(key) and key != "model.path" and not key.startswith(OUTPUTS))
+        is_path = key == MODEL or (PATH.fullmatch(key) and key != "model.path" and not key.startswith(written))
         if isinstance(value, str) and (is_code or is_path):
             with suppress(OSError, RuntimeError):  # a text that is no path, or a file that the run itself reports
                 kinds[name], files = ("code", _code(value)) if is_code else _files_of(Path(value).expanduser())

@@ -59,14 +59,8 @@ class Resume:
         """The overrides that compose the run again in its own folder. given: the whole command line."""
         folder = in_quotes(str(self.folder))
         hydra = [o for o in given if o.startswith("hydra.") and not o.startswith("hydra.run.dir=")]
-        return [
-            *self._saved(),
-            *self.given,
-            *hydra,
-            f"resume={folder}",
-            f"hydra.run.dir={folder}",
-            "hydra.output_subdir=null",
-        ]
+        start = [f"resume={folder}", f"hydra.run.dir={folder}", "hydra.output_subdir=null"]
+        return [*self._saved(), *self.given, *hydra, *start]
 
     def _saved(self) -> list[str]:
         """The saved overrides, without the keys of parts that are replaced now."""
@@ -98,9 +92,8 @@ class Resume:
         try:
             return self._merged(composed, self._config())
         except OmegaConfBaseException as error:
-            raise ConfigError(
-                f"its config does not fit: {unresolved(error)}", key="resume", value=self.folder
-            ) from error
+            problem = f"its config does not fit: {unresolved(error)}"
+            raise ConfigError(problem, key="resume", value=self.folder) from error
 
     def _config(self) -> Any:
         """The saved config. User code whose file is gone is in the file in which it is named again."""

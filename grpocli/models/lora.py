@@ -61,9 +61,8 @@ class Lora:
             try:
                 re.compile(self.target_modules)
             except re.error as error:
-                raise ConfigError(
-                    f"is not a regular expression: {error}", key="model.lora.target_modules", value=self.target_modules
-                ) from error
+                problem = f"is not a regular expression: {error}"
+                raise ConfigError(problem, key="model.lora.target_modules", value=self.target_modules) from error
 
     def _take_adapter(self, file: Path) -> None:
         """Take the rank, alpha and target modules of an adapter. Raises ConfigError for one that LoRA here is not."""
@@ -151,12 +150,8 @@ def _refuse_tied(model: PreTrainedModel, lora: Lora) -> None:
         names.setdefault(tensor.data_ptr(), []).append(name.replace(".base_layer.", "."))
     for name, layer in lora_layers(model):
         shared = names[layer.base_layer.weight.data_ptr()]
-        if len(shared) > 1:
-            raise ConfigError(
-                f"{name} shares its weight ({' and '.join(shared)}) and cannot have a separate update; leave it out",
-                key="model.lora.target_modules",
-                value=lora.target_modules,
-            )
+        problem = f"{name} shares its weight ({' and '.join(shared)}) and cannot have a separate update; leave it out"
+        require(lora, "target_modules", len(shared) == 1, problem)
 
 
 def lora_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -254,13 +249,9 @@ def load_adapter(model: PreTrainedModel, lora: Lora, folder: Path) -> None:
 
     own = _adapter(model)
     saved = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
-    if own.keys() != saved.keys():
-        name = min(own.keys() ^ saved.keys())
-        raise ConfigError(
-            f"does not fit the checkpoint {folder}: {name} is in only one of them; keep the value of the run",
-            key="model.lora.target_modules",
-            value=lora.target_modules,
-        )
+    other = min(own.keys() ^ saved.keys(), default="")
+    problem = f"does not fit the checkpoint {folder}: {other} is in only one of them; keep the value of the run"
+    require(lora, "target_modules", not other, problem)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(saved[name])
@@ -270,16 +261,8 @@ def check_same(lora: Lora, folder: Path) -> None:
     """Raise ConfigError unless the checkpoint in `folder` has this rank and alpha (rank 0: no adapter)."""
     path = folder / CONFIG
     saved = json.loads(path.read_text()) if path.is_file() else {"r": 0, "lora_alpha": lora.alpha}
-    if saved["r"] != lora.rank:
-        raise ConfigError(
-            f"the run so far has {saved['r']} ({folder}); keep that", key="model.lora.rank", value=lora.rank
-        )
-    if lora.rank and saved["lora_alpha"] != lora.alpha:
-        raise ConfigError(
-            f"the run so far has {saved['lora_alpha']} ({folder}); keep that",
-            key="model.lora.alpha",
-            value=lora.alpha,
-        )
+    for name, key in (("rank", "r"), ("alpha", "lora_alpha")):
+        require(lora, name, getattr(lora, name) == saved[key], f"the run so far has {saved[key]} ({folder}); keep that")
 
 
 def _adapter(model: PreTrainedModel) -> dict[str, Tensor]:
