@@ -92,7 +92,7 @@ def _check(overrides: list[str], multirun: bool, resume: Resume | None) -> Run |
 def _finished(run_dir: RunDir, run: Run) -> str | None:
     """The message for a finished run; None for any other."""
     done = finished_steps(run_dir.summary)
-    saved = [int(path.name[5:]) for path in run_dir.checkpoints.glob("step_*") if path.name[5:].isdigit()]
+    saved = run_dir.saved_steps()
     if done is None or not run_dir.model.is_dir() or max(saved, default=done) < done:  # the newest one was removed
         return None
     if done < run.train.steps:

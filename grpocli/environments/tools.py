@@ -11,7 +11,6 @@ import inspect
 import json
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -47,10 +46,16 @@ def tools_of(environment: EnvironmentConfig | None) -> list[Schema]:
     """The schemas of a task's tools; empty if it has none. Raises ConfigError for a function that cannot be a tool."""
     if environment is None:
         return []
-    if environment.name != TOOLS:
-        given: list[Schema] = environment.arguments.get(TOOL_SCHEMAS) or []
-        return given
-    found: list[Schema] = json.loads(_schemas(tuple(environment.arguments["tools"]), tuple(environment.env)))
+    given: list[Schema] | None = environment.arguments.get(TOOL_SCHEMAS)
+    if environment.name == TOOLS:
+        given = json.loads(_schemas(tuple(environment.arguments["tools"]), tuple(environment.env)))
+    found = given or []
+    names = [name_of(one) for one in found]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise ConfigError(
+            f"two tools have the name {twice}: rename one of them",
+            key=TOOLS_KEY if environment.name == TOOLS else "task",
+        )
     return found
 
 
@@ -121,9 +126,6 @@ def answer_to(call: Mapping[str, Any], names: Collection[str], content: Any, fai
 def schemas(specs: Sequence[str]) -> list[Schema]:
     """The schemas of tools. Raises ValueError if a function cannot be a tool. Runs in a worker process."""
     found = [_schema(spec) for spec in specs]
-    twice = [name for name, times in Counter(map(name_of, found)).items() if times > 1]
-    if twice:
-        raise ValueError(f"two tools have the name {twice[0]}: rename one of the functions")
     if READY["python"] in map(_spec, specs):
         from grpocli.environments.ready_tools import sandbox
         from grpocli.sandbox.sandbox import SandboxError

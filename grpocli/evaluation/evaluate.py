@@ -192,9 +192,9 @@ class Evaluation:
 def checkpoints_of(run: Path, wanted: str) -> list[tuple[str, str]]:
     """(name, path) of a run's checkpoints. wanted: `all`, or steps such as `10,20`. Raises ConfigError."""
     from grpocli.errors import ConfigError
-    from grpocli.training.resume_point import checkpoints
+    from grpocli.training.resume_point import checkpoints, step_of
 
-    found = {int(path.name.removeprefix("step_")): path for path in checkpoints(run / "checkpoints")}
+    found = {step_of(path): path for path in checkpoints(run / "checkpoints")}
     steps = sorted(found)
     if wanted != "all":
         try:

@@ -112,7 +112,8 @@ class _CommandLine:
         joined = f"{key}={value}"
         if not (key and equals and value) or any(value.count(a) != value.count(b) for a, b in ("[]", "{}", "()")):
             form = self._as_text(whole) if equals else ""
-            hint = SYNTAX if equals else f"{SYNTAX}; a run is resume={whole}, or for eval --run {whole}"
+            run = shlex.quote(whole)
+            hint = SYNTAX if equals else f"{SYNTAX}; to resume a run: resume={run}; to evaluate one: --run {run}"
             return _needs_quotes(override, form) if form else ConfigError("cannot be read", key=override, hint=hint)
         form = shlex.quote(joined) if parsed(joined) else self._as_text(joined) or quoted(key, value)
         if spaced:

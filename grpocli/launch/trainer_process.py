@@ -148,7 +148,6 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     from grpocli.tracking.callbacks import Callbacks, make_callbacks
     from grpocli.tracking.metrics import MetricsLog, reserve_space
     from grpocli.tracking.recorder import Recorder
-    from grpocli.tracking.trackers import Accelerate
     from grpocli.training.checkpoint import load_state
 
     if not world.is_main:
@@ -158,8 +157,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     done = load_state(job.checkpoint).step if job.checkpoint else 0
     view.resumed(done)
     config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
-    chosen = run.tracker.after(done) if isinstance(run.tracker, Accelerate) else run.tracker
-    tracker = chosen.start(run.name or run_dir.path.name, run_dir.path, config)
+    tracker = run.tracker.start(run.name or run_dir.path.name, run_dir.path, config, done)
     recorder = Recorder(
         run_dir,
         view,

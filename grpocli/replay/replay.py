@@ -12,9 +12,10 @@ from grpocli.replay.checks import Check
 from grpocli.replay.record import RecordedStep
 from grpocli.replay.source import ReplaySession, Sources, sources_of
 from grpocli.replay.step_replay import StepReplay, checkpoint_check
-from grpocli.replay.weights import Weights, checkpoint_before, checkpoint_of, oldest_age, step_of
+from grpocli.replay.weights import Weights, checkpoint_before, checkpoint_of, oldest_age
 from grpocli.tracking.metrics import read_metrics
 from grpocli.tracking.run_dir import RunDir
+from grpocli.training.resume_point import step_of
 
 if TYPE_CHECKING:
     from grpocli.distributed.world import World

@@ -18,7 +18,7 @@ from grpocli.training import checkpoint
 from grpocli.training.build import choose_layout, load_reference, load_updater
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing_check import find_head, pack
-from grpocli.training.resume_point import UNREADABLE, checkpoints
+from grpocli.training.resume_point import UNREADABLE, checkpoints, step_of
 from grpocli.training.teachers import loaded_teachers
 
 if TYPE_CHECKING:
@@ -230,7 +230,3 @@ def checkpoint_before(run: Path, step: int) -> Path | None:
 def checkpoint_of(run: Path, step: int) -> Path | None:
     """The checkpoint after a step; None if there is none."""
     return next((path for path in checkpoints(run / "checkpoints") if step_of(path) == step), None)
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))

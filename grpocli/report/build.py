@@ -251,8 +251,8 @@ def _notice(run: Path, state: str, done: int, asked: int, summary: Mapping[str, 
     if state == "done":
         return f"The run has {done:,} steps, more than train.steps={asked}."
     steps = f"after step {done:,}" + (f" of {asked:,}" if asked >= done else "")
-    saved = [int(name[5:]) for path in RunDir(run).checkpoints.glob("step_*") if (name := path.name)[5:].isdecimal()]
-    newest = f"The newest checkpoint is of step {max(saved):,}." if saved else "Without a checkpoint it starts again."
+    saved = RunDir(run).saved_steps()
+    newest = f"The newest checkpoint is of step {saved[-1]:,}." if saved else "Without a checkpoint it starts again."
     if state == "unfinished":
         return f"The run was killed {steps}: it has written no summary. {newest}"
     why = one_line(str(summary.get("exit"))[:LONGEST_CAUSE])

@@ -294,8 +294,9 @@ def verdict(curves: Curves, state: str, found: Sequence[RunWarning]) -> Verdict:
         return Verdict("unclear", "unclear", "The run has no step yet.")
     level, word, text = _by_accuracy(curves) or _by_teacher(curves) or _by_answers(curves) or _by_reward(curves)
     points, why = curves.comparable("eval/accuracy")
-    if why and why not in text and len(points) < 2 <= len(curves.series("eval/accuracy")):
-        text += f" Accuracies before and after a resume cannot be compared, which changed {why}."
+    told = "" if _reward_change(curves) else curves.comparable("reward")[1]
+    if why and why != told and len(points) < 2 <= len(curves.series("eval/accuracy")):
+        text += f" A resume changed {why}, so accuracies before and after it cannot be compared."
     if state == "failed" and level == "good":
         level, word = "unclear", "unclear"
     return Verdict(level, word, text, look)

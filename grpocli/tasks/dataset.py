@@ -15,7 +15,7 @@ from grpocli.processes.deadline import within
 from grpocli.rewards.reward import with_one_answer
 from grpocli.tasks.json_rows import Row, dotted, short
 from grpocli.tasks.loading import Table, missing_value, need_columns
-from grpocli.tasks.prompts import messages_in, settle_last_turn, text_hash, text_of, with_text
+from grpocli.tasks.prompts import in_messages, settle_last_turn, text_hash, text_of
 from grpocli.types import Message, Text
 from grpocli.user_frames import where as at
 
@@ -80,8 +80,7 @@ class PromptBuilder:
                 problem = f"{where} has {missing} in the column {column!r}"
                 raise ConfigError(problem, key="task", hint="fill it in or remove the row")
         prompt = self._fill(row, where) if self.prompt_template is not None else row[self.prompt_column]
-        if isinstance(prompt, str):
-            prompt = messages_in(prompt, where) or prompt
+        prompt = in_messages(prompt, where)
         if isinstance(prompt, str) and prompt.strip():
             return self._from_text(prompt)
         if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
@@ -108,9 +107,6 @@ class PromptBuilder:
         return [*self._system(), {"role": "user", "content": text}]
 
     def _from_messages(self, messages: list[dict[str, Any]], where: str) -> Text:
-        # a table gives every message the keys of all messages, and chat templates would print a None
-        messages = [with_text({k: v for k, v in message.items() if v is not None}) for message in messages]
-        messages = [{"content": "", **message} if message.get("tool_calls") else message for message in messages]
         if self.format == "plain" and all(isinstance(message.get("content", ""), str) for message in messages):
             messages = settle_last_turn(messages, self.last_turn, where)
             return self.prefix + "\n".join(str(message.get("content", "")) for message in messages)

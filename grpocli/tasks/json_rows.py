@@ -66,13 +66,15 @@ def _value(text: str, file: object, key: str, line: int = 0) -> Any:
         value = json.loads(text)
         if not SURROGATE.search(text) or encodable(json.dumps(value, ensure_ascii=False)):
             return value
-        where, problem = line, "it has a lone surrogate, half of a character"
+        where, problem = line, "has a lone surrogate, half of a character"
     except json.JSONDecodeError as error:
-        where, problem = line or error.lineno, error.msg
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; lists nested too deep
-        where, problem = line, str(error)
+        where, problem = line or error.lineno, f"is not JSON ({error.msg})"
+    except ValueError:
+        where, problem = line, "has an integer of thousands of digits"
+    except RecursionError:
+        where, problem = line, "is nested too deep"
     place = f"line {where}" if where else "it"
-    raise ConfigError(f"cannot be read: {place} is not JSON ({problem}); repair or remove it", key=key, value=file)
+    raise ConfigError(f"cannot be read: {place} {problem}; repair or remove it", key=key, value=file)
 
 
 def encodable(text: str) -> bool:

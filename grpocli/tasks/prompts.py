@@ -41,11 +41,7 @@ def text_of(example: Example, where: str) -> Text:
     if not isinstance(multiplier, int | float) or not 0 <= multiplier < math.inf:
         problem = f"{where} has the loss_multiplier {multiplier!r}"
         raise ConfigError(problem, key="task", hint="it must be a number of 0 or more")
-    prompt = example["prompt"]
-    if isinstance(prompt, str):
-        prompt = messages_in(prompt, where) or prompt
-    if isinstance(prompt, list):
-        prompt = [with_text(message) if isinstance(message, dict) else message for message in prompt]
+    prompt = in_messages(example["prompt"], where)
     if not encodable(json.dumps(prompt, ensure_ascii=False, default=str)):
         raise ConfigError(f"{where} has a lone surrogate, half of a character, in its prompt", key="task")
     if isinstance(prompt, str) and prompt:
@@ -67,8 +63,21 @@ def _is_message(message: object) -> bool:
     return message.get("role") in ROLES and isinstance(message.get("content"), str)
 
 
-def with_text(message: Message) -> Message:
+def in_messages(prompt: Any, where: str) -> Any:
+    """The prompt; messages, also those written as text, in the form that chat templates take."""
+    if isinstance(prompt, str):
+        prompt = _written_messages(prompt, where) or prompt
+    if isinstance(prompt, list):
+        return [_message(message) if isinstance(message, dict) else message for message in prompt]
+    return prompt
+
+
+def _message(message: Message) -> Message:
     """The message with `role`, and with `content` as text if it is a list of parts that are all text."""
+    # a table gives every message the keys of all messages, and chat templates would print a None
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.get("tool_calls"):
+        message = {"content": "", **message}
     if "role" not in message and {"from", "value"} <= message.keys():
         message = {"role": SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
     parts = message.get("content")
@@ -77,7 +86,7 @@ def with_text(message: Message) -> Message:
     return {**message, "content": "".join(part["text"] for part in parts)}
 
 
-def messages_in(text: str, where: str) -> list[Message]:
+def _written_messages(text: str, where: str) -> list[Message]:
     """The messages of a list that is written as text, as a .csv has it; empty for another text.
 
     Raises ConfigError, naming `where`, for one that is neither JSON nor Python.

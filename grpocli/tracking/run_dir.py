@@ -110,6 +110,11 @@ class RunDir:
         """The folder of the checkpoints `step_000010/` and so on."""
         return self.path / "checkpoints"
 
+    def saved_steps(self) -> list[int]:
+        """The steps of its checkpoints, damaged ones included."""
+        steps = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
+        return sorted(int(step) for step in steps if step.isdecimal())
+
     def checkpoint(self, step: int) -> Path:
         """The checkpoint after a step."""
         return self.checkpoints / f"step_{step:06d}"

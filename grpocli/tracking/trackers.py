@@ -58,7 +58,7 @@ class NoTracker:
     def check(self) -> None:
         """Do nothing: there is nothing to check."""
 
-    def start(self, name: str, folder: Path, config: Any) -> LiveTracker | None:
+    def start(self, name: str, folder: Path, config: Any, done: int = 0) -> LiveTracker | None:
         return None
 
 
@@ -82,16 +82,14 @@ class Accelerate:
         if find_spec(arguments.module) is None:
             raise ConfigError(f"it is not installed: pip install {arguments.pip}", key="tracker", value=self.kind)
 
-    def after(self, step: int) -> Accelerate:
-        """The same tracker, in whose view a resume after `step` replaces the later steps of the run so far."""
-        purge = {"purge_step": step and step + 1} if self.kind == "tensorboard" else {}
-        return dataclasses.replace(self, options=purge | self.options)
+    def start(self, name: str, folder: Path, config: Any, done: int = 0) -> LiveTracker | None:
+        """Start the tracker. Raises ConfigError if it fails (not installed, no account, wrong options ...).
 
-    def start(self, name: str, folder: Path, config: Any) -> LiveTracker | None:
-        """Start the tracker. Raises ConfigError if it fails (not installed, no account, wrong options ...)."""
+        done: steps of the run so far; a resume replaces the later ones.
+        """
         self.check()
         try:
-            tracker = self._make(name, folder)
+            tracker = self._make(name, folder, done)
             tracker.start()
             tracker.store_init_configuration(flat(config))
         except Exception as error:
@@ -99,7 +97,7 @@ class Accelerate:
             raise ConfigError(f"{type(error).__name__}: {reason}", key="tracker", value=self.kind) from error
         return AccelerateTracker(tracker, self.kind)
 
-    def _make(self, name: str, folder: Path) -> Any:
+    def _make(self, name: str, folder: Path, done: int) -> Any:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         arguments = TRACKERS[self.kind]
@@ -107,7 +105,7 @@ class Accelerate:
         options = {key: value for key, value in known.items() if key is not None} | self.options
         make = LOGGER_TYPE_TO_CLASS[self.kind]
         if self.kind == "tensorboard":  # it names runs by folder
-            return make("tensorboard", logging_dir=str(folder), **options)
+            return make("tensorboard", logging_dir=str(folder), **{"purge_step": done and done + 1} | options)
         if self.kind == "aim":  # one repository for all runs, in its default folder, so that they can be compared
             return make(name, **{"logging_dir": ".", "experiment": self.project} | options)
         return make(self.project, **options)

@@ -131,10 +131,10 @@ class AccuracyRewards:
                 continue
             low, high, kinds = min(scores), max(scores), len(set(scores))
             if kinds == 1 < len(scores) or (kinds > 2 and (low < 0 or high > 1)):
-                scored = f"{low:g}" if kinds == 1 else f"from {low:g} to {high:g}"
+                scored = f"the score {low:g}" if kinds == 1 else f"scores from {low:g} to {high:g}"
                 found[name] = (
-                    f"reward.{name} scored all {len(scores)} completions of the evaluation {scored}, which measures no "
-                    "accuracy (the share of scores of 1 or more); eval.reward=NAME chooses the reward that does"
+                    f"reward.{name} gave all {len(scores)} completions of the evaluation {scored}, so it does not "
+                    "measure accuracy (the share of scores of 1 or more); eval.reward=NAME chooses the reward that does"
                 )
         return found
 

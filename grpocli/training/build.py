@@ -78,9 +78,8 @@ def build_trainer(
     loaded = _load(run, job, world, data, recorder, checkpoint_path)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state
     keep_stop_token_ids(policy.model, data.tokenizer)
-    room, longest = getattr(policy.model.config, "max_position_embeddings", None), run.rollout.max_completion_tokens
-    if room and longest >= room:
-        recorder.view.note(f"rollout.max_completion_tokens={longest}: with its prompt, the model is made for {room}")
+    for hint in _hints(run, data, policy.model.config.get_text_config()):
+        recorder.view.note(hint)
     if world.is_main:
         checkpoint.check_savable(policy.model, data.tokenizer, recorder.run_dir.path)
 
@@ -139,12 +138,15 @@ def _check_rewards(run: Run, data: PromptSource, recorder: Recorder) -> None:
         if warning := getattr(part, "warning", ""):
             recorder.view.warn(warning)
     recorder.warn_once(doubtful_choices(run))
-    for report in [*data.reports, *_hints(run, data)]:
+    for report in data.reports:
         recorder.view.note(report)
 
 
-def _hints(run: Run, data: PromptSource) -> Iterator[str]:
-    """What runs and is often not meant."""
+def _hints(run: Run, data: PromptSource, config: Any) -> Iterator[str]:
+    """What runs and is often not meant. config: of the language model."""
+    room, longest = getattr(config, "max_position_embeddings", None), run.rollout.max_completion_tokens
+    if room and longest >= room:
+        yield f"rollout.max_completion_tokens={longest}: with its prompt, the model is made for {room}"
     clip, one_update = run.algorithm.objective, run.train.updates_per_step == 1 and not run.rollout.max_staleness
     off_policy = run.algorithm.takes_sampler_as_old or getattr(run.algorithm.keep, "surplus", "") == "carry"
     if one_update and not off_policy and isinstance(clip, Clip) and clip.high > clip.low:

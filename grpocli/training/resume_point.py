@@ -32,9 +32,12 @@ def checkpoints(folder: Path) -> list[Path]:
 def _numbered(folder: Path) -> list[Path]:
     """Folders of checkpoints, damaged ones included, oldest first."""
     folders = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(
-        (path for path in folders if any(path.iterdir())), key=lambda path: int(path.name.removeprefix("step_"))
-    )
+    return sorted((path for path in folders if any(path.iterdir())), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(path.name.removeprefix("step_"))
 
 
 def latest(folder: Path) -> Path | None:
@@ -55,7 +58,7 @@ def prune(folder: Path, keep: int) -> None:
 def set_aside_after(folder: Path, step: int) -> None:
     """Rename checkpoints of later steps, which are damaged, so that a later resume and `prune` ignore them."""
     for path in _numbered(folder):
-        if int(path.name.removeprefix("step_")) > step:
+        if step_of(path) > step:
             shutil.rmtree(_aside(path), ignore_errors=True)
             path.rename(_aside(path))
 
@@ -66,8 +69,8 @@ def restoring(path: Path | None) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        if path is None or (isinstance(error, ConfigError) and error.key != "model.path"):
-            raise  # another key is at fault
+        if path is None or (isinstance(error, ConfigError) and error.value != str(path)):
+            raise  # something else is at fault
         problem = f"the checkpoint {path} cannot be read ({_cause(error)})"
         raise ConfigError(problem, key="resume", hint="remove that folder to go on from the one before") from error
 

@@ -184,7 +184,7 @@ def test_a_signal_ends_processes_that_wait_for_another_machine(tmp_path: Path) -
     alone = machine(0, *SMALL, *several, f"hydra.run.dir={tmp_path}/run")
     wait_for(tmp_path / "run" / "accelerate_0.json")
     alone.send_signal(signal.SIGTERM)
-    code, out = finish(alone, timeout=60)
+    code, out = finish(alone, timeout=30)
     assert code == 1
     assert "interrupted" in out.splitlines()[-1]
 

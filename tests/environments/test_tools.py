@@ -366,8 +366,14 @@ def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text(TOOLS.read_text())
     both = Arithmetic(tools=[f"{TOOLS}:multiply", f"{other}:multiply"])
-    with pytest.raises(ConfigError, match=r"^task\.tools=\[.*two tools have the name multiply"):
+    with pytest.raises(ConfigError, match="two tools have the name multiply") as refused:
         tools_of(environment_of(both))
+    assert refused.value.key == "task.tools"
+    schema = {"type": "function", "function": {"name": "search", "parameters": {"properties": {}}}}
+    library = EnvironmentConfig("library:Search", arguments={"tool_schemas": [schema, schema]})
+    with pytest.raises(ConfigError) as refused:
+        tools_of(library)
+    assert refused.value.key == "task"
 
 
 @pytest.mark.parametrize(

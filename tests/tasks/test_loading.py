@@ -91,10 +91,10 @@ def test_utf16_is_read(tmp_path: Path, name: str) -> None:
 
 DEEP = "[" * 200_000 + "]" * 200_000
 HOSTILE = [
-    (f'{{"a": {DEEP}}}', "maximum recursion depth exceeded"),
-    (f'{{"a": {"9" * 5000}}}', "Exceeds the limit"),
-    (r'{"a": ["x", "\ud800"]}', "it has a lone surrogate, half of a character"),
-    (r'{"\udfff": 1}', "it has a lone surrogate, half of a character"),
+    (f'{{"a": {DEEP}}}', "is nested too deep"),
+    (f'{{"a": {"9" * 5000}}}', "has an integer of thousands of digits"),
+    (r'{"a": ["x", "\ud800"]}', "has a lone surrogate, half of a character"),
+    (r'{"\udfff": 1}', "has a lone surrogate, half of a character"),
 ]
 
 
@@ -103,7 +103,7 @@ HOSTILE = [
 def test_json_that_cannot_be_used_is_refused(load: Any, row: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(f'{{"a": 1}}\n\n{row}\n')
-    with pytest.raises(ConfigError, match=f"line 3 is not JSON .{problem}") as caught:
+    with pytest.raises(ConfigError, match=f"line 3 {problem}") as caught:
         load(str(file), None, "train", "task.path")
     assert (caught.value.key, caught.value.value) == ("task.path", file)
 
@@ -112,7 +112,7 @@ def test_json_that_cannot_be_used_is_refused(load: Any, row: str, problem: str, 
 def test_a_list_that_cannot_be_used_is_refused(row: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(f'[\n{{"a": 1}},\n{row}]')
-    with pytest.raises(ConfigError, match=f"is not JSON .{problem}"):
+    with pytest.raises(ConfigError, match=f" {problem}"):
         load_table(str(file), None, "train")
 
 

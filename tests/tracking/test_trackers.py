@@ -69,7 +69,7 @@ def test_tensorboard_shows_a_step_once_after_a_resume(done: int, kept: list[tupl
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for session, (before, steps) in enumerate([(0, [0, 1, 2, 3, 4]), (done, range(done + 1, 4))], start=1):
-        live = Accelerate(kind="tensorboard").after(before).start("run", tmp_path, {})
+        live = Accelerate(kind="tensorboard").start("run", tmp_path, {}, before)
         assert live is not None
         for step in steps:
             live.log({"reward": session}, step)
@@ -134,7 +134,8 @@ def test_the_arguments_of_a_tracker_are_passed_on(
     live = part.start("run", tmp_path, {"a": {"b": 1}})
     assert live is not None
     assert made[0].args == args
-    assert made[0].kwargs == {k: v.replace("FOLDER", str(tmp_path)) for k, v in kwargs.items()} | {"extra": 1}
+    wanted = {k: v.replace("FOLDER", str(tmp_path)) for k, v in kwargs.items()} | {"extra": 1}
+    assert made[0].kwargs == wanted | ({"purge_step": 0} if kind == "tensorboard" else {})
     assert made[0].config == {"a.b": 1}
 
 
