@@ -120,10 +120,8 @@ def inject(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
             _leave_out_experts(config, lora)
             inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
-        cause = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"does not fit the model: {cause}", key="model.lora.target_modules", value=lora.target_modules
-        ) from error
+        problem = f"does not fit the model: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(problem, key="model.lora.target_modules", value=lora.target_modules) from error
     return model
 
 

@@ -228,11 +228,11 @@ def test_paths_below_a_folder_with_any_name(name: str, tmp_path: Path, monkeypat
         f"task.path={here}/d.jsonl",
         "task=jsonl",
     ]
-    given += ["recipe=own", f"hydra.run.dir={here}/run", "+reward@reward.other=mine.py:f"]
+    given += ["model.lora.path=mod", "recipe=own", f"hydra.run.dir={here}/run", "+reward@reward.other=mine.py:f"]
     once = from_command_line(given)
     assert rewritten(once) == once
     config = compose([*search_path(str(here)), *once], with_hydra=True)
-    assert config.model.path == f"{here}/mod"
+    assert config.model.path == config.model.lora.path == f"{here}/mod"
     assert (config.reward.f.function, config.reward.other.function, list(config.callbacks)) == (code, code, [code])
     assert (config.task.path, config.hydra.run.dir, config.seed) == (f"{here}/d.jsonl", f"{here}/run", 7)
 
