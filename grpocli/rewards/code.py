@@ -54,7 +54,7 @@ class CodeReward(Correctness):
     program run with a new program."""
     timeout: float = 5.0
     """Seconds for a program and its tests: of wall-clock time without the wait for a core, and of processor time for
-    all processes together."""
+    all processes together. Each input of a script has as many, and all inputs together ten times as many."""
     memory_mb: int = 512
     """Memory in MiB, at least 64: for all processes of a program together where there are control groups, else for
     each."""
@@ -133,9 +133,10 @@ class CodeReward(Correctness):
 
     def _pool(self) -> WorkerPool:
         from grpocli.sandbox.clock import MAX_SLOWDOWN
+        from grpocli.sandbox.sandbox import MOST_TIMEOUTS
 
-        # the sandbox enforces the time limit; the pool's timeout is for a sandbox that hangs
-        longest = self.timeout * MAX_SLOWDOWN * (2 if self.partial else 1)
+        # the sandbox enforces the time limit, also without a program; the pool's timeout is for a sandbox that hangs
+        longest = 2 * self.timeout * MAX_SLOWDOWN * (MOST_TIMEOUTS + 2 * self.partial)
         return shared_pool("grpocli.rewards.code:run_submission", self.workers, longest + 30)
 
 

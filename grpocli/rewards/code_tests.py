@@ -90,6 +90,8 @@ class ProblemTests:
     def _calls_of(self, one: ast.stmt, used: set[str]) -> list[str]:
         if isinstance(one, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in one.bases):
             return [CASE.format(case=one.name)]
+        if isinstance(one, ast.ClassDef) and one.name.startswith("Test") and one.name not in used:
+            raise ValueError(f"{one.name} is a class of pytest; its tests have to be functions, or a unittest.TestCase")
         if not isinstance(one, ast.FunctionDef) or one.name in used:
             return []
         needed = [argument.arg for argument in one.args.args][: len(one.args.args) - len(one.args.defaults)]

@@ -28,7 +28,6 @@ POINT = re.compile(r"(?<!\d)0*(\d*)\.(\d+)")
 MIXED = re.compile(r"\d\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 SIDE_BY_SIDE = re.compile(r"[\d.)\]}]\s*[(\[]|[)\]]\s*\d|\d\s+\d|(?<![A-Za-z}\]^_])\{[\d.]+\}\s*\{")
 """Factors of a number without a sign between them: (51)(3), which the parser reads as 51 + 3."""
-LETTER = re.compile(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])")
 PRODUCT = re.compile(r"(?:\\times|\\cdot|\*)(?!\s*10\s*\^)")
 
 
@@ -52,10 +51,10 @@ def _right(reference: Value, answer: str, times: bool, strict: bool) -> bool:
         return False
     try:
         value = read(answer, times)
-        # the integer in n\pi, n\in\mathbb{Z} gets the reference's letter
         letters = {own: other for (own, _), (other, _) in zip(value.conditions, reference.conditions, strict=False)}
-        if letters:
-            value = read(LETTER.sub(lambda found: letters.get(found[0], found[0]), answer), times)
+        if letters:  # n in n\pi, n\in\mathbb{Z} becomes the reference's letter
+            letter = r"(?<![A-Za-z\\])[a-z](?![A-Za-z])"
+            value = read(re.sub(letter, lambda found: letters.get(found[0], found[0]), answer), times)
         return _equal(reference, value, strict)
     except Exception:  # noqa: BLE001 - empty, or too large: a wrong answer
         return False

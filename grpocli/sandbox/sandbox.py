@@ -41,6 +41,8 @@ START_TIMEOUT = 10.0
 """Seconds to start and isolate a process on a busy machine. The program's time limit begins after that."""
 ISOLATED = "isolated"
 """The status that `inside.main` reports."""
+MOST_TIMEOUTS = 10
+"""The time limits that all inputs of a script may take together."""
 GONE = "Closed: "
 """Beginning of the error of a test whose program has ended."""
 
@@ -49,9 +51,9 @@ GONE = "Closed: "
 class Limits:
     """The limits of a program and its tests.
 
-    timeout: seconds for the program and all tests. processes: number that the program may start. memory_mb: of each
-    process, and with control groups of all processes together. disk_mb: of the folder /tmp, which is in memory, and of
-    the program's output.
+    timeout: seconds for the program and all tests; for each input of a script, of which all have `MOST_TIMEOUTS` times
+    as long. processes: number that the program may start. memory_mb: of each process, and with control groups of all
+    processes together. disk_mb: of the folder /tmp, which is in memory, and of the program's output.
     """
 
     timeout: float = 5.0
@@ -101,17 +103,13 @@ class SandboxError(Exception):
 def run(submission: Submission, limits: Limits, backend: Backend, all_tests: bool = False) -> SubmissionResult:
     """Run a program and its tests.
 
-    all_tests: tests after one that hangs or ends the program run too, in a new process, up to twice the timeout. Raises
-    SandboxError if a process could not be isolated, or for any other cause outside the program.
+    all_tests: tests after one that hangs or ends the program run in a new process, too, until one timeout more is over.
+    Raises SandboxError if a process could not be isolated, or for any other cause outside the program.
     """
     result, used = _run_once(submission, limits, backend)
     passed, done = list(result.passed), result.completed
-    while all_tests and done < len(submission.tests) and (left := 2 * limits.timeout - used) > SHORTEST_WAIT:
-        rest = replace(submission, tests=submission.tests[done:])
-        try:
-            more, seconds = _run_once(rest, replace(limits, timeout=min(left, limits.timeout)), backend)
-        except SandboxError:  # not enough time was left; the results of the first tests stand
-            break
+    while all_tests and done < len(submission.tests) and used < limits.timeout * (1 + _timeouts(submission)):
+        more, seconds = _run_once(replace(submission, tests=submission.tests[done:]), limits, backend)
         passed[done:] = more.passed
         done, used = done + more.completed, used + seconds
     return replace(result, passed=passed)
@@ -123,8 +121,8 @@ def _run_once(submission: Submission, limits: Limits, backend: Backend) -> tuple
     with ours, theirs, contextlib.ExitStack() as stack:
         enter = stack.enter_context(group(limits.memory_mb + limits.disk_mb + TESTS_MB))
         task = {"text": submission.text, "before": submission.before, "whole": submission.whole}
-        scripts = any(not isinstance(test, str) for test in submission.tests)  # each runs in a process of its own
-        most = replace(limits, processes=limits.processes + scripts)
+        timeouts = _timeouts(submission)
+        most = replace(limits, processes=limits.processes + (timeouts > 1))  # a script runs in a process of its own
         program = stack.enter_context(_process(backend, most, theirs, task, enter))
         tests = stack.enter_context(_process(backend, limits, ours, _tests_of(submission), enter))
         ours.close()
@@ -132,12 +130,17 @@ def _run_once(submission: Submission, limits: Limits, backend: Backend) -> tuple
         program.wait_isolated()
         tests.wait_isolated()
         clock = Clock([program.process.pid, tests.process.pid])
-        in_time = tests.ended_within(limits.timeout, clock)
+        in_time = tests.ended_within(limits.timeout, timeouts * limits.timeout, clock)
         used = clock.spent()
         tests.kill()  # before the program, whose end it would report as a failed test
         program.kill()
         lines = tests.results().split("\n")[:-1]
         return _result(submission, lines, program.printed(), in_time, limits), used
+
+
+def _timeouts(submission: Submission) -> int:
+    """The time limits that the tests may take together."""
+    return 1 if all(isinstance(test, str) for test in submission.tests) else MOST_TIMEOUTS
 
 
 def _result(submission: Submission, lines: list[str], printed: str, in_time: bool, limits: Limits) -> SubmissionResult:
@@ -158,14 +161,9 @@ def _result(submission: Submission, lines: list[str], printed: str, in_time: boo
 
 def _tests_of(submission: Submission) -> dict[str, Any]:
     """The task of the tests' process."""
-    reference = submission.before + submission.reference if submission.reference else ""
-    entry_point = submission.entry_point if reference else ""
-    return {
-        "tests": list(submission.tests),
-        "setup": submission.setup,
-        "reference": reference,
-        "entry_point": entry_point,
-    }
+    known = {"reference": submission.before + submission.reference, "entry_point": submission.entry_point}
+    known = known if submission.reference else dict.fromkeys(known, "")
+    return {"tests": list(submission.tests), "setup": submission.setup, **known}
 
 
 class _IsolatedProcess:
@@ -186,15 +184,19 @@ class _IsolatedProcess:
             self.kill()
             raise SandboxError(status or self.printed().strip()[-300:] or "it ended at once")
 
-    def ended_within(self, seconds: float, clock: Clock) -> bool:
+    def ended_within(self, seconds: float, most: float, clock: Clock) -> bool:
+        """Whether the process ends. seconds: between two results. most: in all."""
         try:
             ended = os.pidfd_open(self.process.pid)  # Popen.wait with a timeout polls every 50 ms
         except OSError as error:
             raise SandboxError(f"cannot wait for a process: {error.strerror}; Linux 5.3 or later is needed") from error
+        began, written = 0.0, 0
         try:
-            while (left := seconds - clock.spent()) > 0:
+            while (left := min(began + seconds, most) - clock.spent()) > 0:
                 if select.select([ended], [], [], max(SHORTEST_WAIT, min(left, seconds / 4)))[0]:
                     return True
+                if written != (written := os.fstat(self._results).st_size):
+                    began = clock.spent()
             return False
         finally:
             os.close(ended)

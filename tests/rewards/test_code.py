@@ -112,6 +112,7 @@ def test_published_forms_of_tests_tell_right_programs_from_wrong_and_empty_ones(
         ("try:\n    assert add(5, 2) == 7\nexcept Exception:\n    pass", "cannot fail"),
         (CHECK, "needs the column entry_point"),
         (FUNCTIONAL, "needs? the column entry_point|give the example the column entry_point"),
+        (f"{PYTEST}\nclass TestAdd:\n    def test_add(self, pair):\n        assert add(*pair)", "class of pytest"),
         ("def test_add(pair):\n    assert add(*pair) == 7", "test_add takes arguments"),
         ([{"stdin": "1 2"}], "no input and output"),
         ("import package_that_is_not_there\nassert add(5, 2) == 7", "ModuleNotFoundError"),

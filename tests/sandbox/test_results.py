@@ -227,6 +227,14 @@ def test_the_parent_control_group_is_found(monkeypatch, tmp_path):
     assert list((tmp_path / "user").iterdir()) == []
 
 
+def test_each_input_of_a_script_has_the_time_limit(sandbox):
+    sandbox.limits = replace(sandbox.limits, timeout=1)
+    program = "import time\nwanted = input()\ntime.sleep(float(wanted))\nprint(wanted)"
+    assert sandbox(program, *[("0.4", "0.4")] * 4).passed == [True] * 4
+    result = sandbox(program, ("0.4", "0.4"), ("60", "60"), ("0", "0"))
+    assert (result.passed, result.error) == ([True, False, False], "it took longer than 1 s")
+
+
 def test_tests_after_one_that_hangs_or_ends_the_program_count(sandbox):
     program = """
 import os
