@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,15 +37,11 @@ def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]
     _refuse_empty(overrides)
     _refuse_foreign(overrides, config_name)
     overrides = [INFINITE.sub(r"\1inf", override) for override in expand_task_lists(overrides)]
-    if any(CHDIR.fullmatch(override) for override in overrides):
-        overrides = [_changed(o, _absolute_path) if PATH.fullmatch(_key(o)) else o for o in overrides]
     overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in overrides]
     _refuse_duplicate_rewards(overrides)
     return _hf_for_path(overrides, config_name)
 
 
-CHDIR = re.compile(r"hydra\.job\.chdir\s*=\s*true", re.IGNORECASE)
-"""Hydra then changes to the run's folder, in which relative paths mean something else."""
 PATH = re.compile(r"(?!hydra\.).*[._](path|file|folder|chat_template|response_template|kl\.model(\.\w+)?)")
 LORA = re.compile(r"^(\+*model\.lora)=([\d, ]+)$")
 """`model.lora=16`, short for `model.lora.rank=16`."""
@@ -118,9 +115,9 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _absolute(override: str) -> str:
-    """The override with absolute paths of user code and model folders, because a resume may start in another folder."""
+    """The override with absolute paths of user code, models and data, because a resume may start in another folder."""
     key = _key(override)
-    if key == "model.lora.path":
+    if PATH.fullmatch(key):
         return _changed(override, _absolute_path)
     if not GROUP.fullmatch(key) and not is_marked(key, USER_CODE):
         return override
@@ -164,20 +161,16 @@ def _with_text(value: Any, new: str) -> Any:
 def _refuse_duplicate_rewards(overrides: Sequence[str]) -> None:
     """Raise ConfigError if two rewards of a list would have the same keys."""
     for override in overrides:
-        found = REWARD_LIST.fullmatch(override)
-        chosen = texts_of(override) if found else []
+        chosen = texts_of(override) if override.startswith("reward=[") else []
         first: dict[str, str] = {}
         for one in chosen:
             name = name_of(one)
             if name in first and (is_spec(one) or is_spec(first[name])):
                 problem = f"{first[name]} and {one} are both called {name}"
-                hint = f"leave one out of the list and give it a name: +reward@reward.NAME={one}"
+                named = shlex.quote(f"+reward@reward.NAME={written(one)}")
+                hint = f"leave one out of the list and give it a name: {named}"
                 raise ConfigError(problem, key="reward", hint=hint)
             first.setdefault(name, one)
-
-
-REWARD_LIST = re.compile(r"reward=\[([^\[\]]*)\]\s*")
-"""A single list, not a sweep over lists."""
 
 
 def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:

@@ -16,11 +16,11 @@ BUILT_IN = {"accuracy_reward": "math", "think_format_reward": "format", "get_sof
 """TRL's reward functions."""
 SHAPE = re.compile(
     "format|structure|xml|tags?_|think|reasoning_step|length|brevity|concise|short|overlong|repetition|language|style|penalty"
-    "|punish|cosine|(^|_)(len|int|digit|soft|strict|count)(_|$)",
+    "|punish|cosine|(^|_)(fmt|tags?|len|int|digit|soft|strict|count)(_|$)",
     re.IGNORECASE,
 )
 """Names of rewards that score a completion's shape rather than its answer."""
-ANSWER = re.compile("accura|correct|answer|exact|solution|verif|equation|math|judge", re.IGNORECASE)
+ANSWER = re.compile("accura|(^|_)acc(_|$)|correct|answer|exact|solution|verif|equation|math|judge", re.IGNORECASE)
 ADVICE = {
     "filter": f"return loss_multiplier=0 for the others in {PROCESSOR}, or write the kept rows into a JSONL and set "
     "task=jsonl task.path=FILE",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import math
 import re
@@ -29,6 +30,8 @@ BLOCK = re.compile(
 )
 PYTHON = ("python", "python3", "py", "py3")
 DEFINED = re.compile(r"^(?:(?:async +)?def +|class +|(?=\w+ *=))(\w+)", re.MULTILINE)
+WRONG = "def {name}(*_, **__): return 0.7316854019"
+"""A function whose result no test expects."""
 ROOT = re.compile(r"\W")
 """What ends the name in `Solution().method`, which tests take from the program."""
 
@@ -223,18 +226,18 @@ def run_submission(
     given = Submission(**submission)
     result = run(given, Limits(**limits), backend_named(backend, python), all_tests)
     if all(result.passed) or (all_tests and any(result.passed)):
-        can_fail = _failed_without_program(replace(given, text=""), Limits(**limits), backend, python)
+        wrong = "\n".join(WRONG.format(name=name) for name in sorted(tests.names - {*dir(builtins)}))
+        stand_in = replace(given, text=wrong, whole=True)
+        can_fail = _failed(stand_in, Limits(**limits), backend, python)
         if not any(can_fail):
-            raise ValueError("its tests cannot fail: they pass without a program")
+            raise ValueError("its tests cannot fail: functions that return another number pass them")
         result = replace(result, passed=[one for one, counts in zip(result.passed, can_fail, strict=True) if counts])
     return asdict(result)
 
 
 @lru_cache(maxsize=64)
-def _failed_without_program(
-    submission: Submission, limits: Limits, backend: str, python: str | None
-) -> tuple[bool, ...]:
-    """Whether each test fails without a program; one that does not tests nothing."""
+def _failed(submission: Submission, limits: Limits, backend: str, python: str | None) -> tuple[bool, ...]:
+    """Whether each test fails; one that a wrong program passes tests nothing."""
     from grpocli.sandbox.sandbox import run
     from grpocli.sandbox.select_backend import backend_named
 

@@ -113,6 +113,7 @@ SCRIPTS: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     # rewards
     "format first": (f"{FORMAT}rewards = [format_reward, correct]", {"eval.reward=correct"}, ()),
     "length first": (f"{LENGTH}rewards = [reward_len, correct]", {"eval.reward=correct"}, ()),
+    "short names": ("def fmt(**kw): ...\ndef acc(**kw): ...\nrewards = [fmt, acc]", {"eval.reward=acc"}, ()),
     "format alone": (f"{FORMAT}rewards = format_reward", set(), ("eval.reward=format_reward",)),
     "no name says": ("def a(**kw): ...\ndef b(**kw): ...\nrewards = [a, b]", {"eval.reward=a"}, ("eval.reward=a",)),
     "state": (
