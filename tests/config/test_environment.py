@@ -127,7 +127,7 @@ def test_a_tracker_gets_names_instead_of_values(tmp_path: Path) -> None:
 
     begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
     given: list[dict[str, Any]] = []
-    tracker = SimpleNamespace(start=lambda name, folder, config: given.append(config))
+    tracker = SimpleNamespace(start=lambda name, folder, config, done: given.append(config))
     rollout = SimpleNamespace(sampling=SimpleNamespace(structure=None))
     algorithm = SimpleNamespace(kl=NoKL())
     plain = {"name": "", "callbacks": [], "callbacks_strict": False, "callbacks_timeout": 1.0}

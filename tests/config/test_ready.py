@@ -37,7 +37,7 @@ CASES = {
     "task=jsonl task.path=rows.jsonl task.eval_path=./held": "task.eval_path=./held: there is no such file or folder",
     "task=[arithmetic,jsonl] task.jsonl.path=nothing.jsonl": "task.jsonl.path=nothing.jsonl: there is no such file",
     "model=hf model.path=./nowhere": "model.path=./nowhere: there is no such folder",
-    "model=hf model.path=./empty": "model.path=./empty: the folder has no config.json",
+    "model=hf model.path=./empty": "/empty: the folder has no config.json",
     "reward=[model] reward.model.path=./nowhere": "reward.model.path=./nowhere: there is no such folder",
     "engine=vllm": "engine=vllm: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]'",
     "engine=vllm_colocate": "engine=vllm_colocate: vLLM is not installed",
