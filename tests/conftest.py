@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,6 +21,10 @@ import pytest
 import torch
 from isolation import isolated
 from little import ENDS, SHAPE
+
+# `make test &` and nohup start it with these ignored, which runs then go on to ignore
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_configure(config: pytest.Config) -> None:
