@@ -69,7 +69,7 @@ def test_an_empty_dataset_is_reported(grpocli, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").touch()
     code, said = failed(grpocli, *SMALL_RUN, "task=jsonl", "task.path=d.jsonl")
     assert code == 2
-    assert "task.path=d.jsonl" in said
+    assert f"task.path={tmp_path}/d.jsonl" in said
     assert "empty" in said
 
 
