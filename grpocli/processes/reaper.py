@@ -22,6 +22,7 @@ LEFTOVER_GRACE = 2.0  # seconds for processes that a command leaves behind
 TRACKER = b"multiprocessing.resource_tracker"  # in the command line of Python's resource trackers
 TIDY = 3.0  # seconds for Python's resource trackers to unlink the shared memory of processes that were killed
 KILL_WAIT = 10.0  # seconds within which the kernel ends a process after SIGKILL
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Guard:
@@ -37,7 +38,7 @@ class Guard:
         self.terminated = False
         self.wake, poke = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(poke, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in ENDING:
             signal.signal(number, self.on_term)
         signal.signal(PARENT_DIED, self.on_parent_died)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only wakes the select
@@ -128,12 +129,18 @@ def die_with_parent() -> None:
 
 def spawn(command: list[str], pipe: int) -> int:
     """Start the command in a new process group, which dies with the guard. Returns its pid."""
+    # a signal between fork and exec would reach the guard's handlers and be lost
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):  # parent and child both do it, to avoid a race
             os.setpgid(pid, pid)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
     try:
+        for number in ENDING:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(pipe)
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)

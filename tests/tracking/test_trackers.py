@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,9 +67,14 @@ def test_tensorboard_writes_an_event_file(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @pytest.mark.parametrize(("done", "kept"), [(2, [(1, 1.0), (2, 1.0), (3, 2.0)]), (0, [(1, 2.0), (2, 2.0), (3, 2.0)])])
-def test_tensorboard_shows_a_step_once_after_a_resume(done: int, kept: list[tuple[int, float]], tmp_path: Path) -> None:
+def test_tensorboard_shows_a_step_once_after_a_resume(
+    done: int, kept: list[tuple[int, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    number = itertools.count(1)  # of a file within a second; files are read in the order of their names
+    monkeypatch.setattr(event_file_writer, "_global_uid", SimpleNamespace(get=lambda: next(number)))
     for session, (before, steps) in enumerate([(0, [0, 1, 2, 3, 4]), (done, range(done + 1, 4))], start=1):
         live = Accelerate(kind="tensorboard").start("run", tmp_path, {}, before)
         assert live is not None
