@@ -41,7 +41,7 @@ RUNS: list[Trial] = [  # whole runs
 ]
 SHORT: list[Trial] = [
     Keyless(STAND_IN, seed=1),
-    BadRow("a key twice", 7),
+    BadRow("a NUL byte", 7),
     Attack("namespaces", "sees a file", EXISTS, "assert attack('/etc/passwd')", probe=True),
     Attack("namespaces", "lies", LIES["by what is collected"], "assert answer() == 42"),
 ]
