@@ -36,9 +36,9 @@ examples
   grpocli reward-check task=countdown 'reward=[countdown]' --answer '<answer>{answer}</answer>'
 """
 LEGEND = """\
-own: the reference answer, which has to be right; empty and other: an empty answer and another example's answer, which
-have to be wrong; errors: answers that were not scored; ms: time for each answer. Without agreement: mean scores of a
-reward that does not measure accuracy
+own: the reference answer, which has to be right, as is each of several; empty and other: an empty answer and another
+example's answer, which have to be wrong; errors: answers that were not scored; ms: time for each answer. Without
+agreement: mean scores of a reward that does not measure accuracy
 """
 
 
@@ -149,7 +149,7 @@ def _show(
     for one in found:
         kinds = [one.of(kind) for kind in ("own", "empty", "other")]
         errors = sum(answer.score is None for answer in one.answers)
-        cells = [f"{sum(v.agrees for v in answers)}/{len(answers)}" for answers in kinds]
+        cells = [_agreeing(answers) for answers in kinds]
         if not one.decides:
             scores = [[v.score for v in answers if v.score is not None] for answers in kinds]
             cells = [f"{fmean(of_kind):.3g}" if of_kind else "" for of_kind in scores]
@@ -171,6 +171,12 @@ def _show(
             console.print(one_line(line), soft_wrap=True)
         if (total := len(failures) + len(wrong)) > limit:
             console.print(f"{one.task} {one.split} {one.reward}: {total - limit} more; --list {total} shows all")
+
+
+def _agreeing(answers: Sequence[ScoredAnswer]) -> str:
+    """The examples all of whose answers agree, of all examples."""
+    rows, wrong = {one.number for one in answers}, {one.number for one in answers if not one.agrees}
+    return f"{len(rows) - len(wrong)}/{len(rows)}"
 
 
 def _forms(found: Sequence[Agreement]) -> Table:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from grpocli.rewards.written import parsed
+
 OF_PROGRAM = ("solution", "main", "__main__")
 """Modules from which published tests import the program."""
 CALL = """\
@@ -42,7 +44,7 @@ class ProblemTests:
 
     def add(self, value: Any) -> None:
         """Add code, an object with inputs and outputs, or a list of these, also as JSON text. Raises ValueError."""
-        value = _parsed(value)
+        value = parsed(value)
         if isinstance(value, str):
             self._add_code(value)
         elif isinstance(value, dict):
@@ -131,18 +133,8 @@ def problem_tests(given: str) -> ProblemTests:
 
 def function_name(metadata: Any) -> str:
     """The function that the field `metadata` of a row or of a test names."""
-    found = _parsed(metadata)
+    found = parsed(metadata)
     return str(found.get("func_name") or "") if isinstance(found, dict) else ""
-
-
-def _parsed(value: Any) -> Any:
-    """The list or object that a text is in JSON or Python; anything else as it is."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        for parse in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError):
-                if isinstance(found := parse(value.strip()), list | dict):
-                    return found
-    return value
 
 
 def _json(value: Any) -> Any:

@@ -13,6 +13,7 @@ from grpocli.config.formula import Formula
 from grpocli.config.parts import base, nearest, require, section
 from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import final_answer
+from grpocli.rewards.written import parsed
 from grpocli.types import Episode, Rollout, Text, begun
 
 
@@ -238,8 +239,13 @@ def answer_columns(rewards: Iterable[BaseReward]) -> tuple[str, ...]:
 
 
 def accepted(value: Any) -> list[Any]:
-    """The accepted answers in a column's value: the members of a list, or the value; without empty ones."""
+    """The accepted answers in a column's value: the members of a list, or the value; without empty ones.
+
+    A text that is a list of texts, such as '["5", "6"]', is that list; [5, 6] is not, but an interval or a pair.
+    """
     value = value.tolist() if hasattr(value, "tolist") else value  # of numpy
+    if isinstance(written := parsed(value), list) and all(isinstance(one, str) for one in written):
+        value = written or value
     if isinstance(value, list | tuple):
         return [answer for one in value for answer in accepted(one)]
     return [value] if value == value and answer_text(value).strip() else []
@@ -253,9 +259,13 @@ def answer_text(value: Any) -> str:
 
 
 def with_one_answer(columns: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The columns with the first of several accepted answers as `answer`, for texts that have it in them."""
+    """The columns with the first of several accepted answers as `answer`, for texts that have it in them.
+
+    A text stays as it is: it may be the list that a task asks for.
+    """
     answer = columns.get("answer")
-    return {**columns, "answer": answer_text(accepted(answer)[0])} if accepted(answer) else columns
+    known = [answer] if isinstance(answer, str) else accepted(answer)
+    return {**columns, "answer": answer_text(known[0])} if known else columns
 
 
 def answers_of(sample: Sample, column: str) -> list[Any] | Failure:

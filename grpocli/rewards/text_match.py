@@ -45,6 +45,12 @@ class ExactMatch(Correctness):
 
     answer_forms = ("boxed", "tag", "####")
 
+    def score_sample(self, sample: Sample) -> Score:
+        score, whole = super().score_sample(sample), sample.columns.get(self.answer_column)
+        # the text of a list of accepted answers may be the list that a task asks for
+        is_whole = isinstance(whole, str) and final_answer(sample.text) == whole
+        return self.right if score == self.wrong and is_whole else score
+
     def score_answer(self, sample: Sample, answer: Any) -> Score:
         given, text = final_answer(sample.text), answer_text(answer)
         if isinstance(answer, bool):

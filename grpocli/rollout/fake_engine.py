@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import Escaped, UserCode, part, require
 from grpocli.errors import RunError
 from grpocli.models.chat_template import end_of_turn
-from grpocli.rewards.reward import with_one_answer
+from grpocli.rewards.reward import accepted, with_one_answer
 from grpocli.rollout.engine import Engine, EnginePart, Listener, ignore_group
 from grpocli.types import Completion, Prompt, Request, Sampling
 
@@ -74,7 +74,7 @@ def filled(text: str, columns: Mapping[str, Any]) -> str:
 
     {answer} is the first accepted one.
     """
-    columns = with_one_answer(columns)
+    columns = with_one_answer({**columns, "answer": accepted(columns.get("answer")) or "{answer}"})
     return COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), text)
 
 

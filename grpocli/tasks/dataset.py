@@ -15,7 +15,7 @@ from grpocli.processes.deadline import within
 from grpocli.rewards.reward import with_one_answer
 from grpocli.tasks.json_rows import Row, dotted, short
 from grpocli.tasks.loading import Table, missing_value, need_columns
-from grpocli.tasks.prompts import in_messages, settle_last_turn, text_hash, text_of
+from grpocli.tasks.prompts import TURN, in_messages, settle_last_turn, text_hash, text_of
 from grpocli.types import Message, Text
 from grpocli.user_frames import where as at
 
@@ -82,6 +82,10 @@ class PromptBuilder:
         prompt = self._fill(row, where) if self.prompt_template is not None else row[self.prompt_column]
         prompt = in_messages(prompt, where)
         if isinstance(prompt, str) and prompt.strip():
+            if self.format != "plain" and self.prompt_template is None and (turn := TURN.match(prompt)):
+                problem = f"{where} is already written by a chat template ({turn[1]})"
+                hint = "give its messages; or choose plain, and it stays as it is, for a model whose template wrote it"
+                raise ConfigError(problem, key="task.format", value=self.format, hint=hint)
             return self._from_text(prompt)
         if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
             return self._from_messages(prompt, where)

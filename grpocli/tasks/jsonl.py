@@ -92,8 +92,12 @@ class Jsonl(BaseTask):
         named = self.processor is None or ":" in self.processor or DOTTED.fullmatch(self.processor)
         require(self, "processor", bool(named), "must be FILE.py:NAME, module:NAME or a dotted path")
         require(self, "processor_timeout", 0 < self.processor_timeout < math.inf, "must be above 0 seconds")
-        for name, least in (("eval_size", 1), ("shuffle_buffer", 1), ("shots", 0)):
-            require(self, name, getattr(self, name) >= least, f"must be at least {least}")
+        for name, least, more in (
+            ("eval_size", 1, "; eval.problems=0 evaluates on none, and task.eval_path=FILE on other data"),
+            ("shuffle_buffer", 1, ""),
+            ("shots", 0, ""),
+        ):
+            require(self, name, getattr(self, name) >= least, f"must be at least {least}{more}")
         known = bool(self.split or self.eval_path or self.eval_split) or is_one_file(self.path)
         require(self, "split", known, "name a split to train on, or with task.eval_split one to evaluate on")
         require(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.environments.environment import TOOLS_KEY
 from grpocli.environments.tools import name_of
 from grpocli.errors import ConfigError
+from grpocli.rewards.written import parsed
 from grpocli.tasks.json_rows import encodable, short
 from grpocli.types import PREFIX, Message, Prompt, Text
 
@@ -25,10 +25,19 @@ if TYPE_CHECKING:
 SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Names of roles in the layout of ShareGPT, whose messages have `from` and `value`."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
-WRITTEN_LIST = re.compile(
-    r"""\s*(?:array\()?\[\s*\{(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)""", re.DOTALL
+CHATS = ("messages", "conversations", "conversation", "prompt")
+"""Keys of objects that hold a list of messages."""
+WRITTEN = re.compile(
+    r"""\s*(?:(?:array\()?\[\s*\{|\{(?=.*['"](?:user|human|system)['"]))"""
+    r"""(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)""",
+    re.DOTALL,
 )
-"""Begins a list of messages that is written as text, in JSON, Python or numpy."""
+"""Begins messages, or an object with them, that are written as text."""
+TURN = re.compile(
+    r"\s*(?:<[^<>\s]+>\s*|\[gMASK\])*?"
+    r"(<\|(?:im_start|start_header_id|user|system|start)\|>|<start_of_turn>|<｜User｜>|\[INST\])"
+)
+"""Begins text that a chat template wrote, maybe after the token that begins every text."""
 QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked below
 
 
@@ -48,25 +57,39 @@ def text_of(example: Example, where: str) -> Text:
         return prompt
     if isinstance(prompt, list) and prompt:
         for message in prompt:
-            if not _is_message(message):
-                raise ConfigError(
-                    f"message {short(message)} of {where} needs a `content` and a `role` of {', '.join(ROLES)}",
-                    key="task",
-                )
+            _check_message(message, where)
         return prompt
     raise ConfigError(f"{where} has the prompt {short(prompt)}", key="task", hint="it must be text or messages")
 
 
-def _is_message(message: object) -> bool:
-    if not isinstance(message, dict):
-        return False
-    return message.get("role") in ROLES and isinstance(message.get("content"), str)
+def _check_message(message: Any, where: str) -> None:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if role in ROLES and isinstance(content, str):
+        return
+    if role in ROLES and isinstance(content, list) and (other := [one for one in content if not _is_text(one)]):
+        problem = f"{where} has {short(other[0])} in a message, and prompts are text alone"
+        raise ConfigError(problem, key="task", hint="write it as text, or remove it or the row")
+    problem = f"message {short(message)} of {where} needs a `content` and a `role` of {', '.join(ROLES)}"
+    raise ConfigError(problem, key="task")
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 def in_messages(prompt: Any, where: str) -> Any:
-    """The prompt; messages, also those written as text, in the form that chat templates take."""
-    if isinstance(prompt, str):
-        prompt = _written_messages(prompt, where) or prompt
+    """The prompt; messages, also those written as text or within an object, in the form that chat templates take.
+
+    Raises ConfigError, naming `where`, for messages as text that cannot be read.
+    """
+    if isinstance(prompt, str) and WRITTEN.match(prompt):
+        prompt = parsed(prompt)
+        if isinstance(prompt, str):
+            hint = "write them as JSON, or keep the data in .jsonl or .parquet"
+            raise ConfigError(f"{where} has messages as text that cannot be read", key="task.prompt_column", hint=hint)
+    if isinstance(prompt, dict):
+        held = (prompt[name] for name in CHATS if isinstance(prompt.get(name), list))
+        prompt = [prompt] if {"role", "from"} & prompt.keys() else next(held, prompt)
     if isinstance(prompt, list):
         return [_message(message) if isinstance(message, dict) else message for message in prompt]
     return prompt
@@ -78,28 +101,15 @@ def _message(message: Message) -> Message:
     message = {key: value for key, value in message.items() if value is not None}
     if message.get("tool_calls"):
         message = {"content": "", **message}
-    if "role" not in message and {"from", "value"} <= message.keys():
-        message = {"role": SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
+    for ours, theirs in (("role", "from"), ("content", "value")):
+        if ours not in message and theirs in message:
+            message[ours] = message.pop(theirs)
+    if isinstance(role := message.get("role"), str):
+        message["role"] = SHAREGPT.get(role, role)
     parts = message.get("content")
-    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
-        return message
-    return {**message, "content": "".join(part["text"] for part in parts)}
-
-
-def _written_messages(text: str, where: str) -> list[Message]:
-    """The messages of a list that is written as text, as a .csv has it; empty for another text.
-
-    Raises ConfigError, naming `where`, for one that is neither JSON nor Python.
-    """
-    if not WRITTEN_LIST.match(text):
-        return []
-    for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return list(read(text.strip()))
-    problem = f"{where} has a list of messages as text that cannot be read"
-    raise ConfigError(
-        problem, key="task.prompt_column", hint="write it as JSON, or keep the data in .jsonl or .parquet"
-    )
+    if isinstance(parts, list) and all(map(_is_text, parts)):
+        message["content"] = "".join(part["text"] for part in parts)
+    return message
 
 
 def settle_last_turn(messages: list[Message], last_turn: str | None, where: str) -> list[Message]:

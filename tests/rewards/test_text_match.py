@@ -26,6 +26,12 @@ def test_exact_match_ignores_only_surrounding_space(sample) -> None:
         ([5, 6.0], ["5", "6"], ["56"]),
         ([["5"], None, ""], ["5"], ["None", ""]),
         (np.array([5, 6]), ["5", "6"], ["56"]),
+        ('["5", "6"]', ["5", "6", "\\boxed{6}"], ["7", "56"]),  # lists as a .csv has them
+        ("['5', '6']", ["5", "6"], ["56"]),
+        ("['5' '6']", ["5", "6"], ["56"]),
+        ("['5'\n '6']", ["5", "6"], ["56"]),
+        ("array(['5', '6'], dtype=object)", ["5", "6"], ["56"]),
+        ('["5"]', ["5"], ["6"]),
         (4.0, ["4", "4.0", "4.00"], ["40", "4.1"]),
         (4, ["4", "4.0"], ["5"]),
         (0.1 + 0.2, ["0.3", "3/10"], ["0.31"]),
@@ -38,6 +44,17 @@ def test_any_accepted_answer_is_right_and_numbers_are_numbers(
 ) -> None:
     texts = [*right, *wrong]
     assert reward([sample(text, answer=answer) for text in texts]) == [1] * len(right) + [0] * len(wrong)
+
+
+def test_a_list_as_text_may_itself_be_the_answer_and_one_of_numbers_is_no_list(sample) -> None:
+    texts = [
+        ("['a', 'b']", "['a', 'b']"),
+        ("[5, 6]", "[5, 6]"),
+        ("5", "[5, 6]"),
+        ("[]", "[]"),
+        ("it's", '["it\'s", 5]'),
+    ]
+    assert ExactMatch()([sample(text, answer=answer) for text, answer in texts]) == [1, 1, 0, 1, 0]
 
 
 def test_exact_match_reads_truth_values_and_leaves_texts_as_they_are(sample) -> None:

@@ -105,7 +105,23 @@ def csv_of(tmp_path: Path, prompt: str) -> Jsonl:
     return Jsonl(path=str(path))
 
 
-@pytest.mark.parametrize("written", [json.dumps(CHAT), json.dumps(CHAT, indent=1), repr(CHAT), f" {CHAT}\n"])
+NUMPY = str(CHAT).replace("}, {", "}\n {")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        json.dumps(CHAT),
+        json.dumps(CHAT, indent=1),
+        repr(CHAT),
+        f" {CHAT}\n",
+        NUMPY,
+        f"array({CHAT}, dtype=object)",
+        json.dumps({"messages": CHAT}),
+        repr({"id": 3, "conversations": CHAT}),
+        f"{{'prompt': array({NUMPY},\n      dtype=object)}}",
+    ],
+)
 def test_a_conversation_written_as_text_is_read(tmp_path: Path, written: str) -> None:
     assert csv_of(tmp_path, written).examples("train")[0]["prompt"] == CHAT
     assert text_of({"prompt": written}, "x") == CHAT
@@ -114,10 +130,10 @@ def test_a_conversation_written_as_text_is_read(tmp_path: Path, written: str) ->
 @pytest.mark.parametrize(
     "written",
     [
-        str(CHAT).replace("}, {", "}\n {"),  # as numpy writes an array
-        f"array({CHAT}, dtype=object)",
         json.dumps(CHAT)[:-5],
         f"{json.dumps(CHAT)} Go on.",
+        "\n".join(map(json.dumps, CHAT)),
+        str({"messages": CHAT})[:-1],
     ],
 )
 def test_one_that_cannot_be_read_is_refused(tmp_path: Path, written: str) -> None:
@@ -126,14 +142,54 @@ def test_one_that_cannot_be_read_is_refused(tmp_path: Path, written: str) -> Non
     assert refused.value.key == "task.prompt_column"
 
 
-@pytest.mark.parametrize("written", ["[{1, 2}]", '[{"name": "x", "content": "y"}]', "[1, 2", '{"role": "user"}'])
+@pytest.mark.parametrize("write", [lambda one: one, json.dumps, repr], ids=["object", "json", "python"])
+@pytest.mark.parametrize("held", [CHAT[1], {"messages": [CHAT[1]]}, {"from": "human", "value": "1+1="}])
+def test_messages_within_an_object_and_one_message(tmp_path: Path, held: Any, write: Any) -> None:
+    task = task_of(tmp_path, [{"prompt": write(held), "answer": "2"}] * 4)
+    assert task.examples("train")[0]["prompt"] == [CHAT[1]]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "<|im_start|>user\n1+1=<|im_end|>\n",
+        "<s>[INST] 1+1= [/INST]",
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n1+1=",
+        " <bos><start_of_turn>user\n1+1=",
+        "<｜begin▁of▁sentence｜><｜User｜>1+1=",
+        "<|user|>\n1+1=",
+    ],
+)
+def test_what_a_chat_template_wrote_is_a_prompt_only_where_plain_is_chosen(tmp_path: Path, written: str) -> None:
+    rows = [{"prompt": written, "answer": "2"}] * 4
+    for form in ("auto", "chat"):
+        with pytest.raises(ConfigError, match="row 1 ") as refused:
+            task_of(tmp_path, rows, format=form).examples("train")[0]
+        assert refused.value.key == "task.format"
+    assert task_of(tmp_path, rows, format="plain").examples("train")[0]["prompt"] == written
+    assert task_of(tmp_path, rows, prompt_template="{prompt}").examples("train")[0]["prompt"] == written
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "[{1, 2}]",
+        '[{"name": "x", "content": "y"}]',
+        "[1, 2",
+        '{"role": "user"}',
+        '{"role": "admin", "value": 1} as YAML',
+        "What is [INST]?",
+    ],
+)
 def test_other_texts_stay_texts(tmp_path: Path, written: str) -> None:
     assert csv_of(tmp_path, written).examples("train")[0]["prompt"] == written
 
 
+@pytest.mark.parametrize("names", [("from", "value"), ("role", "content"), ("role", "value")])
 @pytest.mark.parametrize("written", [False, True], ids=["list", "text"])
-def test_conversations_of_sharegpt(tmp_path: Path, written: bool) -> None:
-    turns = [{"from": "system", "value": "Add."}, {"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
+def test_conversations_of_sharegpt(tmp_path: Path, written: bool, names: tuple[str, str]) -> None:
+    said = [("system", "Add."), ("human", "1+1="), ("gpt", "2")]
+    turns = [dict(zip(names, one, strict=True)) for one in said]
     row = {"conversations": json.dumps(turns) if written else turns}
     task = task_of(tmp_path, [row] * 2, prompt_column="conversations", answer_column=None)
     assert text_of(task.examples("train")[0], "row 1") == [*CHAT, {"role": "assistant", "content": "2"}]
