@@ -11,7 +11,7 @@ from grpocli.masking import masked
 from grpocli.processes.cpu_tuning import shorten_spinning, use_large_pages
 from grpocli.processes.node import GROUP_VARIABLES
 from grpocli.processes.signals import StopSignal, handle_stops, restore
-from grpocli.processes.threads import limit_exit_time
+from grpocli.processes.threads import end_process
 from grpocli.user_frames import from_user_code, raised
 from grpocli.version import __version__
 
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         if argv is not None:
             restore(before)
     if argv is None:  # the process ends now
-        limit_exit_time(code)
+        end_process(code)
     sys.exit(code)
 
 

@@ -76,17 +76,18 @@ def train_in_processes(
 def _wait(run_dir: Path, trainers: Guarded, stop: StopSignal, processes: int, node: Node | None) -> None:
     """Wait until the processes have ended, or until SETTLE seconds after one has failed.
 
-    Raises KeyboardInterrupt for a signal while they wait for each other, which they do outside of Python: there is no
-    step to finish, and some may never come.
+    Raises Stopped for a signal before they have begun: there is no step to finish, and they may be waiting, outside of
+    Python, for one that never comes.
     """
     stop_requested, failed_at, joined, late = False, None, False, time.monotonic() + MISSING_AFTER
     while trainers.poll() is None:
         if stop.received and not stop_requested:
             stop_file(run_dir).touch()
             stop_requested = True
-        joined = joined or any(beat.here and beat.stage != JOINING for beat in heartbeats(run_dir))
-        if stop_requested and not joined:
-            raise KeyboardInterrupt
+        here = [beat for beat in heartbeats(run_dir) if beat.here]
+        if stop_requested and not any(beat.begun for beat in here):
+            raise Stopped(f"{stop.received} before the first step; resume with: {resume_command(run_dir)}")
+        joined = joined or any(beat.stage != JOINING for beat in here)
         if not joined and time.monotonic() > late:
             late = math.inf
             print(f"waiting for {_missing(run_dir, processes, node)}", file=sys.stderr, flush=True)

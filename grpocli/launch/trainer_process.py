@@ -17,7 +17,7 @@ from grpocli.files import FULL, QuietFileHandler
 from grpocli.launch.trainer_job import TrainerJob
 from grpocli.masking import masked
 from grpocli.processes.cpu_tuning import keep_freed_memory
-from grpocli.processes.heartbeat import JOINING
+from grpocli.processes.heartbeat import JOINING, START
 from grpocli.processes.memory import too_little
 from grpocli.tracking.callbacks import RunEnd
 from grpocli.tracking.run_dir import FORBIDDEN, RunDir
@@ -66,8 +66,8 @@ class TrainerProcess:
             self.view.stage("waiting for the other trainer processes")
             self.heartbeat.enter(JOINING)  # outside Python, so the launching process ends this one on a signal
         world = World(self.run.hardware, self.heartbeat)
-        if self.heartbeat:
-            self.heartbeat.enter("start")
+        world.barrier()  # connects the processes, which forming a group does not
+        world.enter(START)
         if world.device.type == "cpu":
             keep_freed_memory()
         recorder = make_recorder(self.run, self.run_dir, world, self.job, self.view)
@@ -278,7 +278,7 @@ def main() -> None:
     from grpocli.processes.heartbeat import DONE, HeartbeatWriter
     from grpocli.processes.reaper import die_with_parent
     from grpocli.processes.signals import StopSignal, enable_crash_tracebacks
-    from grpocli.processes.threads import limit_exit_time
+    from grpocli.processes.threads import end_process
     from grpocli.tracking.text import clean_warnings
 
     enable_crash_tracebacks()
@@ -297,11 +297,9 @@ def main() -> None:
     except Exception as error:
         logger.exception("process %d failed", rank)
         _report(run_dir, rank, error)
-        code = as_grpo_error(error, run_dir).exit_code
-        limit_exit_time(code)
-        sys.exit(code)
+        end_process(as_grpo_error(error, run_dir).exit_code)
     heartbeat.enter(DONE)
-    limit_exit_time(0)
+    end_process(0)
 
 
 def _train_rank(run_dir: RunDir, rank: int, stop: StopSignal, heartbeat: HeartbeatWriter) -> None:

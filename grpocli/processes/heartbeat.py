@@ -16,7 +16,9 @@ from grpocli.processes.node import file_prefix, session
 DONE = "done"
 """The stage of a process that ended normally."""
 JOINING = "joining"
-"""The stage of a process that waits for the others to form their group."""
+"""The stage of a process that waits for the others to form their group, and for their first collective call."""
+START = "start"
+"""The stage of a process that loads the model, or begins a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,11 @@ class Heartbeat:
     session: str = ""
 
     @property
+    def begun(self) -> bool:
+        """Whether the process has begun to sample, evaluate or train."""
+        return self.step > 0 or self.stage not in (JOINING, START)
+
+    @property
     def here(self) -> bool:
         """Whether the process is on this machine, so that its pid is valid here."""
         return self.host == socket.gethostname()
@@ -50,7 +57,7 @@ class HeartbeatWriter:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._path, self._rank, self.step = heartbeat_file(run_dir, rank), rank, 0
         self._path.parent.mkdir(exist_ok=True)
-        self._stages: dict[int, str] = {threading.main_thread().ident or 0: "start"}
+        self._stages: dict[int, str] = {threading.main_thread().ident or 0: START}
         self._writing = threading.Lock()
 
     def enter(self, stage: str) -> None:

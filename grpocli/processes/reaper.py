@@ -42,7 +42,8 @@ class Guard:
             signal.signal(number, self.on_term)
         signal.signal(PARENT_DIED, self.on_parent_died)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only wakes the select
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # LSF sends it to every process of a job
+        for number in (signal.SIGUSR2, signal.SIGXCPU):  # LSF and SGE send them to every process of a job
+            signal.signal(number, signal.SIG_IGN)
 
     def on_term(self, number: int, frame: FrameType | None) -> None:
         self.terminated = True

@@ -25,7 +25,7 @@ from typing import Any
 
 CHECK_SECONDS = 0.25
 """Seconds between checks for the stop file in `StopSignal.requested_cached`."""
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 
 
 def handle_stops(handler: Any) -> dict[signal.Signals, Any]:

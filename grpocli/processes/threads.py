@@ -1,7 +1,8 @@
-"""Threads: a task in the background, and a bound on the time that threads of user code delay the exit."""
+"""Threads: a task in the background, and the end of a process, which threads of user code may delay only so long."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import signal
 import sys
@@ -10,13 +11,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from os import _exit as leave  # bound before user code runs, during which `os._exit` is replaced
-from typing import Generic, Self, TypeVar
+from typing import Generic, NoReturn, Self, TypeVar
 
 from grpocli.processes.signals import handle_stops
 
 T = TypeVar("T")
 
-END_WITHIN = 10.0
+END_WITHIN = 2.0
 """Seconds that leaving a `BackgroundTask` waits for its thread."""
 GRACE = 5.0
 """Seconds that threads may continue after the main thread."""
@@ -51,17 +52,21 @@ class BackgroundTask(Generic[T]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._thread.join(END_WITHIN)  # a thread inside a library's code would abort the interpreter's exit
+        self._thread.join(END_WITHIN)  # the next run of a sweep should not begin beside it
 
 
-def limit_exit_time(code: int) -> None:
-    """End this process with `code` if threads or exit handlers keep it alive too long. Call it right before the exit.
+def end_process(code: int) -> NoReturn:
+    """Wait for the threads and the exit handlers of this process, and end it with `code`.
 
     Threads get GRACE seconds, exit handlers EXIT_GRACE more. Ctrl-C ends it at once, other signals no longer do.
+    Without Python's finalization, which takes seconds once torch is loaded, and aborts while a thread runs C++ code.
     """
     if signal.SIGINT in handle_stops(signal.SIG_IGN):
         signal.signal(signal.SIGINT, lambda *_: leave(code))
     threading.Thread(target=_exit_late, args=(code,), name="exit timer", daemon=True).start()
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python does: joins threads, ends those of executors
+    atexit._run_exitfuncs()
+    _leave(code)
 
 
 def _exit_late(code: int) -> None:
@@ -73,8 +78,12 @@ def _exit_late(code: int) -> None:
         time.sleep(EXIT_GRACE)
         problem = f"an exit handler did not end within {GRACE + EXIT_GRACE:g} s, and was left behind"
         remedy = "look for atexit.register in your code"
+    _leave(code, f"grpocli: {problem}; {remedy}\n")
+
+
+def _leave(code: int, last_words: str = "") -> NoReturn:
     with contextlib.suppress(AttributeError, OSError, ValueError):  # user code may have closed the streams
-        print(f"grpocli: {problem}; {remedy}", file=sys.stderr, flush=True)
+        print(last_words, end="", file=sys.stderr, flush=True)
         sys.stdout.flush()
     leave(code)
 

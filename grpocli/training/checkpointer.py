@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from os import _exit as exit_at_once  # imported early: while a user's code runs, os._exit refuses
 from typing import TYPE_CHECKING, Any
 
 from grpocli.training import checkpoint
@@ -70,7 +67,6 @@ class BackgroundWriter:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 logger.warning("the last checkpoint was not written: it took longer than %s s", timeout)
-                atexit.register(_exit_without_cleanup)
                 return
         try:
             self.wait()
@@ -149,10 +145,3 @@ class Checkpointer:
     def close(self, timeout: float | None = None) -> None:
         """See `BackgroundWriter.close`."""
         self.writer.close(timeout)
-
-
-def _exit_without_cleanup() -> None:
-    """Exit without Python's finalization, which aborts the process while a daemon thread runs C++ code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    exit_at_once(1)

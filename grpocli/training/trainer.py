@@ -16,6 +16,7 @@ import torch
 
 from grpocli.errors import ConfigError, RewardError, ServiceGone, Stopped
 from grpocli.hardware.devices import peak_memory_gib
+from grpocli.processes.heartbeat import START
 from grpocli.progress import Cancelled
 from grpocli.rollout.sampling import derive_seed
 from grpocli.tracking.run_dir import resume_command
@@ -125,7 +126,7 @@ class Trainer:
         """Call the callbacks; seed torch by the step's number, so that what a model draws repeats after a resume."""
         self.recorder.before_step(self.next_step)
         torch.manual_seed(derive_seed(self.run.seed, 2**32 - 2, self.state.step, self.world.rank))
-        self.world.enter("start", self.next_step)
+        self.world.enter(START, self.next_step)
 
     def sync(self) -> None:
         """Sync the engine unless it has the current weights. Step v samples with weight version v."""

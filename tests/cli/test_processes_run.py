@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from cli.family import wait_gone
 from cli.running import EVEN, SMALL, finish, metrics, run_here, start, wait_for
 
 from grpocli.launch.trainer_launcher import _missing
-from grpocli.processes.heartbeat import JOINING, HeartbeatWriter, heartbeats
+from grpocli.processes.heartbeat import JOINING, START, HeartbeatWriter, heartbeats
 from grpocli.processes.node import Node
 
 pytestmark = pytest.mark.processes
@@ -178,15 +179,32 @@ def test_variables_left_over_from_a_launcher_are_not_looked_at(tmp_path: Path, m
 
 
 @pytest.mark.survival
-def test_a_signal_ends_processes_that_wait_for_another_machine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_processes_that_wait_for_another_machine(number: signal.Signals, tmp_path: Path) -> None:
     """They wait outside of Python, and nobody comes."""
     several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
     alone = machine(0, *SMALL, *several, f"hydra.run.dir={tmp_path}/run")
     wait_for(tmp_path / "run" / "accelerate_0.json")
-    alone.send_signal(signal.SIGTERM)
+    alone.send_signal(number)
     code, out = finish(alone, timeout=30)
-    assert code == 1
-    assert "interrupted" in out.splitlines()[-1]
+    assert code == 3
+    assert f"{number.name} before the first step" in out.splitlines()[-1]
+
+
+@pytest.mark.survival
+@pytest.mark.parametrize("stage", [JOINING, START])
+def test_a_signal_ends_processes_whose_first_collective_call_hangs(stage: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    two = start("train", *SMALL, "hardware.processes=2", f"hydra.run.dir={run}")
+    wait_for(run / "logs" / "rank_1.json")
+    while not (found := [beat for beat in heartbeats(run) if beat.rank and beat.stage == stage]):
+        assert two.poll() is None
+        time.sleep(0.005)
+    os.kill(found[0].pid, signal.SIGSTOP)
+    two.send_signal(signal.SIGTERM)
+    code, out = finish(two, timeout=30)
+    assert code == 3
+    assert "SIGTERM before the first step" in out.splitlines()[-1]
 
 
 def test_those_who_are_missing_are_named_with_their_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ leaving.GRACE, leaving.EXIT_GRACE = 0.2, 0.2
     ],
 )
 def test_a_thread_that_does_not_end_is_abandoned(start: str, name: str) -> None:
-    code = f"{LEAVING}{start}\nleaving.limit_exit_time(4)\nsys.exit(4)"
+    code = f"{LEAVING}{start}\nleaving.end_process(4)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 4
     assert done.stderr.startswith(f"grpocli: a thread ({name}) that your code started in this process did not end")
@@ -228,17 +228,25 @@ def test_a_thread_that_does_not_end_is_abandoned(start: str, name: str) -> None:
 
 @pytest.mark.processes
 def test_an_exit_handler_that_does_not_end_is_abandoned() -> None:
-    code = f"{LEAVING}atexit.register(time.sleep, 600)\nleaving.limit_exit_time(4)\nsys.exit(4)"
+    code = f"{LEAVING}atexit.register(time.sleep, 600)\nleaving.end_process(4)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 4
     assert done.stderr.startswith("grpocli: an exit handler did not end within 0.4 s, and was left behind; look for")
 
 
 @pytest.mark.processes
+def test_objects_are_not_freed_one_by_one_at_the_end() -> None:
+    """Which takes seconds where torch is loaded."""
+    code = f"{LEAVING}class Model:\n    def __del__(self): print('freed')\nmodel = Model()\nleaving.end_process(4)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (4, "")
+
+
+@pytest.mark.processes
 def test_exit_handlers_run_to_their_end_if_all_threads_have_ended() -> None:
     code = (
         f"{LEAVING}leaving.EXIT_GRACE = 600\natexit.register(lambda: (time.sleep(0.6), print('handled')))\n"
-        "threading.Thread(target=time.sleep, args=(0.05,)).start()\nleaving.limit_exit_time(4)\nsys.exit(4)"
+        "threading.Thread(target=time.sleep, args=(0.05,)).start()\nleaving.end_process(4)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (4, "handled\n", "")

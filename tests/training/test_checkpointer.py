@@ -130,6 +130,7 @@ import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 import torch
+from grpocli.processes.threads import end_process
 from grpocli.training.checkpointer import BackgroundWriter
 one = BackgroundWriter(SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=True)))
 begun = threading.Event()
@@ -141,6 +142,7 @@ one.start(work)
 begun.wait()
 one.close(0.01)
 print("ended")
+end_process(1)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT)
     assert (done.returncode, done.stdout) == (1, "ended\n"), done.stderr
