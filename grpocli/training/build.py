@@ -237,13 +237,14 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
 
 
 def _checkpointer(run: Run, world: World, loaded: _Loaded, data: PromptSource, recorder: Recorder) -> Checkpointer:
+    kept = loaded.reference if run.algorithm.kl.sync_every or run.model.lora.path else None
     return Checkpointer(
         run_dir=recorder.run_dir,
         keep=run.checkpoint.keep,
         policy=loaded.policy,
         optimizer=loaded.updater.optimizer,
         tokenizer=data.tokenizer,
-        reference=loaded.reference if isinstance(loaded.reference, Reference) and run.algorithm.kl.sync_every else None,
+        reference=kept if isinstance(kept, Reference) else None,
         world=world,
         progress=recorder.progress_of("checkpoint"),
         writer=BackgroundWriter(world),
@@ -285,16 +286,16 @@ def load_reference(
         return None
     if has_teacher(run.algorithm.kl):
         return load_teachers(run, policy)
-    path, moves = job.model_path, run.algorithm.kl.sync_every
-    if run.model.lora.rank and not moves:
-        if not run.model.lora.path:
-            return BaseReference(policy)
-        return Reference(load_policy(run.model, path, path, run.seed, job.dtype), policy)
-    if run.model.lora.path:
+    moves = run.algorithm.kl.sync_every
+    if run.model.lora.rank and not moves and not run.model.lora.path:
+        return BaseReference(policy)
+    if run.model.lora.path and moves:
         problem = "a reference that moves does not start from an adapter: set it to null, or merge the adapter"
         raise ConfigError(problem, key="algorithm.kl.sync_every", value=moves)
-    if checkpoint_path and (checkpoint_path / checkpoint.REFERENCE).is_dir():
-        path = str(checkpoint_path / checkpoint.REFERENCE)
+    saved = checkpoint_path / checkpoint.REFERENCE if checkpoint_path else None
+    path = str(saved) if saved and saved.is_dir() else job.model_path
+    if run.model.lora.path:
+        return Reference(load_policy(run.model, job.model_path, path, run.seed, job.dtype), policy)
     return Reference(load_model(run.model, path), policy)
 
 

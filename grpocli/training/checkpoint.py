@@ -85,8 +85,8 @@ class State:
 class Contents:
     """The contents of a checkpoint beside `State`.
 
-    reference: None unless it changes in training. leftover: groups that the next step trains on first. prefetched:
-    batches of the next steps. problems: the scores of each task's problems.
+    reference: None unless it changes in training or has an adapter. leftover: groups that the next step trains on
+    first. prefetched: batches of the next steps. problems: the scores of each task's problems.
     """
 
     policy: Policy
@@ -101,20 +101,13 @@ class Contents:
 def save(path: Path, state: State, contents: Contents, world: World, progress: Progress = unreported) -> None:
     """Write the checkpoint `path`, which exists only when it is whole. Collective.
 
-    With LoRA it holds only the adapter. progress: called for each tensor of the model.
+    With LoRA it holds only adapters. progress: called for each tensor of the model.
     """
-    policy, reference = contents.policy, contents.reference
-    parallel = policy.parallel
+    policy = contents.policy
     with _folder(path, world) as folder:
-        if is_adapted(policy.model):
-            updates = dict(_gathered(policy, adapter_tensors(policy.model)))
-            if world.is_main:
-                save_adapter(policy.model, folder, updates)
-        else:
-            save_weights(policy.model, folder, _gathered(policy, parallel.parameters(policy.model), progress), world)
-        if reference is not None:
-            weights = _gathered(policy, parallel.parameters(reference.model))
-            save_weights(reference.model, folder / REFERENCE, weights, world)
+        _save_trained(policy.model, folder, policy, world, progress)
+        if contents.reference is not None:
+            _save_trained(contents.reference.model, folder / REFERENCE, policy, world)
         progress(0, 0, "the optimizer's state")
         _write_optimizer(folder, policy, contents.optimizer, world)
         if world.is_main:
@@ -125,6 +118,18 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
             (folder / STATE).write_text(json.dumps(asdict(state) | {CHECKSUMS: checksums.INDEX}, indent=2))
         progress(0, 0, "checksums")
         checksums.write(folder, world)
+
+
+def _save_trained(
+    model: PreTrainedModel, folder: Path, policy: Policy, world: World, progress: Progress = unreported
+) -> None:
+    """Write the weights of the policy or the reference; with an adapter, only that. Collective."""
+    if not is_adapted(model):
+        save_weights(model, folder, _gathered(policy, policy.parallel.parameters(model), progress), world)
+        return
+    updates = dict(_gathered(policy, adapter_tensors(model)))
+    if world.is_main:
+        save_adapter(model, folder, updates)
 
 
 def save_model(

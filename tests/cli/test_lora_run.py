@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,19 @@ def test_a_resume_equals_never_having_stopped(kind: str, undisturbed: dict[str, 
     run = killed_after(4, undisturbed[kind], tmp_path / "run")
     assert run_here("train", f"resume={run}") == 0
     assert_same_to_the_adapter(run, undisturbed[kind])
+
+
+def test_a_resume_of_a_second_stage_needs_no_first_one(undisturbed: dict[str, Path], tmp_path: Path) -> None:
+    """The reference has the adapter that the stage began with, and not the one that it trains."""
+    first, run = tmp_path / "first", tmp_path / "run"
+    shutil.copytree(undisturbed["still"] / "checkpoints" / "step_000002", first)
+    assert run_here(*LORA, f"model.lora.path={first}", f"hydra.run.dir={run}") == 0
+    shutil.rmtree(first)
+    again = killed_after(4, run, tmp_path / "again")
+    assert run_here("train", f"resume={again}") == 0
+    assert_same_to_the_adapter(again, run)
+    assert metrics(run)[0]["kl"] == 0
+    assert metrics(run)[4]["kl"] > 0
 
 
 @pytest.mark.survival
