@@ -10,10 +10,10 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString, Tran
 from hydra.errors import HydraException
 
 PLAIN = re.compile(r"[\w/.:+-]+", re.ASCII)
-"""Texts that Hydra reads without quotes."""
+"""Texts that Hydra reads without quotes, unless it reads something else than a text."""
 
 
-def parsed(override: str) -> Override | None:
+def parse(override: str) -> Override | None:
     """The override as Hydra reads it; None if it cannot."""
     try:
         return OverridesParser.create().parse_override(override)
@@ -21,16 +21,16 @@ def parsed(override: str) -> Override | None:
         return None
 
 
-def unquoted(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A text without its quotes; other values unchanged."""
     return value.text if isinstance(value, QuotedString) else value
 
 
 def texts_of(override: str) -> list[str]:
     """The texts of an override's list, or its only text, without quotes; as typed if Hydra reads something else."""
-    found = parsed(override)
+    found = parse(override)
     value = found._value if found else None
-    texts = [unquoted(one) for one in (value if isinstance(value, list) else [value])]
+    texts = [plain(one) for one in (value if isinstance(value, list) else [value])]
     return texts if all(isinstance(one, str) for one in texts) else [override.partition("=")[2]]
 
 
@@ -39,16 +39,17 @@ def text_of(override: str) -> str:
     return next(iter(texts_of(override)), "[]")
 
 
-def in_quotes(text: str) -> str:
+def in_quotes(text: str, quote: Quote = Quote.single) -> str:
     """A text with the quotes of Hydra's syntax."""
-    quoted: str = QuotedString(text, Quote.single).with_quotes()
+    quoted: str = QuotedString(text, quote).with_quotes()
     return quoted
 
 
-def written(value: Any) -> str:
+def to_text(value: Any) -> str:
     """A value in Hydra's syntax, with quotes around a text that needs them."""
     if isinstance(value, list):
-        return f"[{','.join(map(written, value))}]"
+        return f"[{','.join(map(to_text, value))}]"
     if isinstance(value, str):
-        return value if PLAIN.fullmatch(value) else in_quotes(value)
+        found = parse(f"+key={value}") if PLAIN.fullmatch(value) else None
+        return value if found and found._value == value else in_quotes(value)  # 5 and null are no texts
     return str(Transformer.str(value))

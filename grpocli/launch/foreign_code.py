@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 
 from grpocli.config.parts import CLASSES, USER_CODE, is_marked
 from grpocli.config.user_parts import GROUP, is_spec
@@ -44,16 +44,12 @@ def leaves(node: Any, prefix: str = "") -> Iterator[Leaf]:
         yield prefix, node
 
 
-def code_in(override: str) -> Leaf | None:
-    """The first value of an override that runs code outside grpocli: a choice that names code, or the value of a key.
-
-    Raises HydraException if it cannot be read.
-    """
-    parsed = OverridesParser.create().parse_override(override)
-    key = (parsed.package or parsed.key_or_group).replace("/", ".")
-    is_choice = "." not in parsed.key_or_group
-    for leaf, value in leaves(parsed.value(), key):
-        if runs_code(leaf, value) or (is_choice and _imports(parsed.key_or_group, value)):
+def code_in(override: Override) -> Leaf | None:
+    """The first value of an override that runs code of others: a choice that names code, or the value of a key."""
+    key = (override.package or override.key_or_group).replace("/", ".")
+    is_choice = "." not in override.key_or_group
+    for leaf, value in leaves(override.value(), key):
+        if runs_code(leaf, value) or (is_choice and _imports(override.key_or_group, value)):
             return leaf, value
     return None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import Quote
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpocli.config import yaml_text
 from grpocli.config.build import flat_keys
 from grpocli.config.foreign_names import choice_advice, key_advice
-from grpocli.config.overrides import parsed, texts_of
+from grpocli.config.overrides import in_quotes, parse, texts_of
 from grpocli.config.parts import nearest, stored
 from grpocli.config.user_code import names_in
 from grpocli.errors import ConfigError
@@ -115,7 +115,7 @@ class _CommandLine:
             run = shlex.quote(whole)
             hint = SYNTAX if equals else f"{SYNTAX}; to resume a run: resume={run}; to evaluate one: --run {run}"
             return _needs_quotes(override, form) if form else ConfigError("cannot be read", key=override, hint=hint)
-        form = shlex.quote(joined) if parsed(joined) else self._as_text(joined) or quoted(key, value)
+        form = shlex.quote(joined) if parse(joined) else self._as_text(joined) or quoted(key, value)
         if spaced:
             hint = f"write {form}, without a space before ="
             return ConfigError("cannot be read", key=whole, hint=hint)
@@ -321,8 +321,7 @@ def quoted_list(key: str, value: str) -> str:
 
 def _in_quotes(text: str) -> str:
     escaped = text.replace("\n", r"\n").replace("\t", r"\t")  # as users type them
-    quotes: str = QuotedString(escaped, Quote.double).with_quotes()
-    return quotes
+    return in_quotes(escaped, Quote.double)
 
 
 def _choices(group: str) -> list[str]:
@@ -338,5 +337,5 @@ def _same_last_word(key: str, keys: list[str]) -> str:
 
 
 def _is_group_choice(text: str) -> bool:
-    found = parsed(text)
+    found = parse(text)
     return found is not None and bool(found.key_or_group) and "." not in found.key_or_group

@@ -20,7 +20,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Quote, QuotedString
 
 from grpocli.config.escapes import unescape
 from grpocli.config.foreign_names import KEYS, key_advice
-from grpocli.config.overrides import parsed, texts_of, unquoted, written
+from grpocli.config.overrides import parse, plain, texts_of, to_text
 from grpocli.config.parts import ESCAPED, USER_CODE, is_marked
 from grpocli.config.schema import Run
 from grpocli.config.user_code import absolute
@@ -70,18 +70,18 @@ def _quoted(override: str) -> str:
     key, _, value = override.partition("=")
     if "/" in value and texts_of(override) == [value]:
         folder, name = os.path.split(value)  # pathlib fails at long texts
-        if os.path.exists(value if "," in name and parsed(override) else folder):  # noqa: PTH110
-            return f"{key}={written(value)}"
-    if not ODD.search(value) or parsed(override):
+        if os.path.exists(value if "," in name and parse(override) else folder):  # noqa: PTH110
+            return f"{key}={to_text(value)}"
+    if not ODD.search(value) or parse(override):
         return override
-    new = f"{key}={TEXT.sub(lambda text: written(text[0]) if ODD.search(text[0]) else text[0], value)}"
-    return new if parsed(new) else override
+    new = f"{key}={TEXT.sub(lambda text: to_text(text[0]) if ODD.search(text[0]) else text[0], value)}"
+    return new if parse(new) else override
 
 
 def _unescaped(override: str) -> str:
     def decoded(value: Any) -> Any:
-        new = unescape(unquoted(value))
-        return value if new == unquoted(value) else QuotedString(new, Quote.double)
+        new = unescape(plain(value))
+        return value if new == plain(value) else QuotedString(new, Quote.double)
 
     return _changed(override, decoded) if "\\" in override and is_marked(_key(override), ESCAPED) else override
 
@@ -93,7 +93,7 @@ def _key(override: str) -> str:
 
 def _changed(override: str, change: Callable[[Any], Any]) -> str:
     """The override with `change` applied to each text of its value; the same string if nothing changes."""
-    found = parsed(override)
+    found = parse(override)
     if found is None:
         return override  # Hydra reports the error
     before = found._value  # with its quotes, which value() drops
@@ -101,7 +101,7 @@ def _changed(override: str, change: Callable[[Any], Any]) -> str:
     if after == before:
         return override
     several = isinstance(after, ChoiceSweep)
-    value = ",".join(map(written, after.list)) if several else written(after)
+    value = ",".join(map(to_text, after.list)) if several else to_text(after)
     return f"{found.get_key_element()}={value}"
 
 
@@ -125,7 +125,7 @@ def _absolute(override: str) -> str:
 
 
 def _absolute_code(value: Any) -> Any:
-    text = unquoted(value)
+    text = plain(value)
     return _with_text(value, absolute(text)) if is_spec(text) else value
 
 
@@ -133,14 +133,14 @@ def in_files(override: str, files: Mapping[str, str]) -> str:
     """The override with user code in other files, {old: new}."""
 
     def moved(value: Any) -> Any:
-        place, _, name = unquoted(value).rpartition(":")
+        place, _, name = plain(value).rpartition(":")
         return _with_text(value, f"{files[place]}:{name}") if place in files else value
 
     return _changed(override, moved) if any(place in override for place in files) else override
 
 
 def _absolute_model(value: Any) -> Any:
-    text = unquoted(value)
+    text = plain(value)
     if is_spec(text):
         return _absolute_code(value)
     folder = Path(text).expanduser()
@@ -149,7 +149,7 @@ def _absolute_model(value: Any) -> Any:
 
 
 def _absolute_path(value: Any) -> Any:
-    path = Path(unquoted(value)).expanduser()
+    path = Path(plain(value)).expanduser()
     return _with_text(value, str(path.resolve())) if path.exists() else value
 
 
@@ -167,7 +167,7 @@ def _refuse_duplicate_rewards(overrides: Sequence[str]) -> None:
             name = name_of(one)
             if name in first and (is_spec(one) or is_spec(first[name])):
                 problem = f"{first[name]} and {one} are both called {name}"
-                named = shlex.quote(f"+reward@reward.NAME={written(one)}")
+                named = shlex.quote(f"+reward@reward.NAME={to_text(one)}")
                 hint = f"leave one out of the list and give it a name: {named}"
                 raise ConfigError(problem, key="reward", hint=hint)
             first.setdefault(name, one)
@@ -207,7 +207,7 @@ def _expand_task_list(override: str) -> list[str]:
         raise ConfigError(f"names {name_of(twice[0])} twice", key="task", value=f"[{found[1]}]", hint=hint)
     return [
         "task=mixture",
-        *(f"+task@task.{name}={written(choice)}" for name, choice in zip(names, choices, strict=True)),
+        *(f"+task@task.{name}={to_text(choice)}" for name, choice in zip(names, choices, strict=True)),
     ]
 
 

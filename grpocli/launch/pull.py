@@ -16,13 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config import yaml_text
 from grpocli.config.environment import OVERRIDES, raw_value, unresolved
-from grpocli.config.overrides import in_quotes, text_of
+from grpocli.config.overrides import in_quotes, parse, text_of
 from grpocli.errors import ConfigError
 from grpocli.files import remove
 from grpocli.hub import MODEL_FILES, HubPath, hub_api, hub_errors, hub_path
@@ -157,10 +156,9 @@ def _name(override: str) -> str:
 
 def _override_is_code(override: str, named: str, given: Sequence[str]) -> bool:
     """Whether a saved override names code outside grpocli. Raises ConfigError unless `given` replaces it."""
-    try:
-        code = code_in(override)
-    except HydraException as error:
-        raise ConfigError(f"its config.yaml is broken: {override}", key=KEY, value=named) from error
+    if (found := parse(override)) is None:
+        raise ConfigError(f"its config.yaml is broken: {override}", key=KEY, value=named)
+    code = code_in(found)
     if code and _name(override) not in map(_name, given):
         raise _untrusted(_name(override), code[1], named)
     return code is not None

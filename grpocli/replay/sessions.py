@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from grpocli.config.overrides import to_text
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.files import regular
 from grpocli.tracking.run_dir import RunDir
@@ -75,23 +76,10 @@ def _overrides(run_dir: RunDir, earlier: Mapping[str, Any]) -> list[str]:
     for key, value in earlier.items():
         if isinstance(value, Mapping) or isinstance(_at(now, key), Mapping):
             raise ConfigError("a resume replaced it, and the keys that it had are not recorded", key=key)
-    return [f"{key}={_word(value)}" for key, value in earlier.items()]
+    return [f"{key}={to_text(value)}" for key, value in earlier.items()]
 
 
 def _at(config: Any, key: str) -> Any:
     for name in key.split("."):
         config = config.get(name) if isinstance(config, Mapping) else None
     return config
-
-
-def _word(value: Any) -> str:
-    """A value in the grammar of overrides."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    if isinstance(value, list):
-        return f"[{','.join(map(_word, value))}]"
-    if isinstance(value, str):
-        return str(QuotedString(value, Quote.single).with_quotes())
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return repr(value)

@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,12 +138,10 @@ def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _texts_of_override(override: str) -> Iterator[tuple[str, str]]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+    from grpocli.config.overrides import parse  # which loads Hydra
 
-    with suppress(HydraException):
-        parsed = OverridesParser.create().parse_override(override)
-        yield from _texts(parsed.value(), (parsed.package or parsed.key_or_group).replace("/", "."))
+    if found := parse(override):
+        yield from _texts(found.value(), (found.package or found.key_or_group).replace("/", "."))
 
 
 def _paths(node: Any) -> Iterator[str]:
