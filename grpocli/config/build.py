@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +21,8 @@ from grpocli.errors import ConfigError, GrpoError
 from grpocli.user_frames import raised
 
 TARGET = "_target_"
+Leaf = tuple[str, Any]
+"""The key of a plain value of a config, and the value."""
 
 
 def build(config: DictConfig) -> Any:
@@ -45,6 +48,18 @@ def flat_keys(node: Any, prefix: str = "") -> list[str]:
         if name != TARGET:
             keys += [f"{prefix}{name}", *flat_keys(value, f"{prefix}{name}.")]
     return keys
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[Leaf]:
+    """The plain values of a config; those of a list have the key of the list."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from leaves(value, f"{prefix}.{name}".lstrip("."))
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from leaves(value, prefix)
+    else:
+        yield prefix, node
 
 
 def _refuse_missing(config: DictConfig) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer
 from hydra.errors import HydraException
+
+from grpocli.config.build import Leaf, leaves
 
 PLAIN = re.compile(r"[\w/.:+-]+", re.ASCII)
 """Texts that Hydra reads without quotes, unless it reads something else than a text."""
@@ -19,6 +22,11 @@ def parse(override: str) -> Override | None:
         return OverridesParser.create().parse_override(override)
     except HydraException:
         return None
+
+
+def leaves_of(override: Override) -> Iterator[Leaf]:
+    """The plain values that an override sets, with their keys."""
+    return leaves(override.value(), (override.package or override.key_or_group).replace("/", "."))
 
 
 def plain(value: Any) -> Any:

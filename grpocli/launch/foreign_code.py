@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 from hydra.core.override_parser.types import Override
 
+from grpocli.config.build import Leaf
+from grpocli.config.overrides import leaves_of
 from grpocli.config.parts import CLASSES, USER_CODE, is_marked
 from grpocli.config.user_parts import GROUP, is_spec
 from grpocli.environments.environment import EnvironmentConfig
@@ -19,8 +20,6 @@ from grpocli.environments.tools import READY
 from grpocli.http import is_loopback
 from grpocli.launch.report_page import foreign_target
 
-Leaf = tuple[str, Any]
-"""The key of a plain value of a config, and the value."""
 GROUPS = re.compile(rf"{GROUP.pattern}|algorithm|recipe|.*/.*")
 VLLM = ("engine.vllm_args.", "engine.speculative.")
 """Options that vLLM takes, some of which name a class or a file of Python."""
@@ -32,23 +31,10 @@ KERNEL = re.compile(r"(?!kernels-community/).*/.*")
 """Attention that transformers would download as code; its own organization's it trusts itself."""
 
 
-def leaves(node: Any, prefix: str = "") -> Iterator[Leaf]:
-    """The plain values of a config; those of a list have the key of the list."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from leaves(value, f"{prefix}.{name}".lstrip("."))
-    elif isinstance(node, list):
-        for value in node:
-            yield from leaves(value, prefix)
-    else:
-        yield prefix, node
-
-
 def code_in(override: Override) -> Leaf | None:
     """The first value of an override that runs code of others: a choice that names code, or the value of a key."""
-    key = (override.package or override.key_or_group).replace("/", ".")
     is_choice = "." not in override.key_or_group
-    for leaf, value in leaves(override.value(), key):
+    for leaf, value in leaves_of(override):
         if runs_code(leaf, value) or (is_choice and _imports(override.key_or_group, value)):
             return leaf, value
     return None

@@ -14,12 +14,11 @@ from typing import Any
 
 import xxhash
 
-from grpocli.config.build import TARGET
+from grpocli.config.build import TARGET, leaves
 from grpocli.config.parts import USER_CODE, is_marked
 from grpocli.config.user_parts import is_spec
 from grpocli.errors import ConfigError
 from grpocli.files import regular
-from grpocli.launch.foreign_code import leaves
 from grpocli.launch.overrides import PATH
 from grpocli.tasks.loading import READERS
 from grpocli.tracking.sessions import Changes

@@ -20,13 +20,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config import yaml_text
+from grpocli.config.build import leaves
 from grpocli.config.environment import OVERRIDES, raw_value, unresolved
 from grpocli.config.overrides import in_quotes, parse, text_of
 from grpocli.errors import ConfigError
 from grpocli.files import remove
 from grpocli.hub import MODEL_FILES, HubPath, hub_api, hub_errors, hub_path
 from grpocli.launch.compose import compose, register_parts
-from grpocli.launch.foreign_code import SENDS, code_in, leaves, runs_code
+from grpocli.launch.foreign_code import SENDS, code_in, runs_code
 from grpocli.launch.push import TEXTS
 from grpocli.launch.resume import Resume, of_hydra
 from grpocli.tracking.published import ELSEWHERE, HIDDEN

@@ -13,13 +13,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpocli.config import yaml_text
-from grpocli.config.build import TARGET, flat_keys
+from grpocli.config.build import TARGET, flat_keys, leaves
 from grpocli.config.environment import raw_value, unresolved
 from grpocli.config.overrides import in_quotes, text_of, texts_of
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
 from grpocli.files import regular
-from grpocli.launch.foreign_code import leaves
 from grpocli.launch.hydra_errors import known_keys
 from grpocli.launch.overrides import expand_task_lists, in_files
 from grpocli.tracking.run_dir import RunDir

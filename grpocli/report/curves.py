@@ -40,10 +40,12 @@ WATCHED = (
 class Curves:
     """The metrics of a run.
 
-    steps: in order. metrics: a number or None for each step. not_finite: for each metric that was recorded without a
-    finite number (null, NaN), the steps. notes: a sentence for each problem of the file. by_problem: of the metrics of
-    PAIRED, by step, the value of each problem. changed: {"eval" or "reward": `incomparable_since`}, the steps after
-    which values can be compared, and why earlier ones cannot.
+    steps: in order.
+    metrics: a number or None for each step.
+    not_finite: the steps at which a metric was recorded as null or NaN.
+    notes: a sentence for each problem of the file.
+    by_problem: {metric of PAIRED: {step: {problem: value}}}.
+    changed: {"eval" or "reward": the step after which values can be compared, and why earlier ones cannot}.
     """
 
     steps: list[int] = field(default_factory=list)

@@ -66,11 +66,13 @@ class Limits:
 class Submission:
     """A program to test.
 
-    text: the program, or a text that begins with it if it is not `whole`. before: code before the program.
+    text: the program; if not `whole`, a text that begins with it.
+    tests: code that passes unless it raises, or a standard input and the output that the program has to print.
+    before: code before the program.
     setup: code before the tests.
-    tests: each is code, which passes unless it raises, or a standard input and the output that the program has to
-    print. reference: a right program. entry_point: the name of the function that the question asks for. These two
-    decide which of the names in the tests are the program's: see `inside.tests.Example`.
+    reference: a right program.
+    entry_point: the name of the function that the question asks for. It and `reference` decide which names in the
+    tests are the program's, see `inside.tests.Example`.
     """
 
     text: str

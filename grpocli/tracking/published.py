@@ -9,11 +9,13 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from grpocli.config.build import leaves
 from grpocli.config.environment import OVERRIDES, SECRET
 from grpocli.config.parts import CLASSES
 from grpocli.files import regular
@@ -99,17 +101,15 @@ def _secret_values(config: Mapping[str, Any], former: Sequence[Changes]) -> Iter
 
     Not those that parts of grpocli declare, which are names of variables and files: `reward.judge.api_key`.
     """
+    from grpocli.config.overrides import leaves_of, parse  # which loads Hydra
+
     declared = set(_declared(config))
-    values = {name: node for name, node in config.items() if name != OVERRIDES}
-    overrides = config.get(OVERRIDES) or []
-    nodes = (values, *former)
-    for key, value in (
-        *(text for one in nodes for text in _texts(one)),
-        *(text for one in overrides for text in _texts_of_override(str(one))),
-    ):
+    nodes = ({name: node for name, node in config.items() if name != OVERRIDES}, *former)
+    overrides = filter(None, map(parse, map(str, config.get(OVERRIDES) or [])))
+    for key, value in (*chain(*map(leaves, nodes)), *chain(*map(leaves_of, overrides))):
         words = key.split(".")
         named = [".".join(words[: i + 1]) for i, word in enumerate(words) if SECRET.search(word)]
-        if value and not value.startswith("${") and value != "???" and set(named) - declared:
+        if isinstance(value, str) and value and not value.startswith("${") and value != "???" and set(named) - declared:
             yield words[-1], value
 
 
@@ -123,25 +123,6 @@ def _declared(node: Any, prefix: str = "") -> Iterator[str]:
             if name in names or (isinstance(value, Mapping) and "_target_" in value):
                 yield key
             yield from _declared(value, key)
-
-
-def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, text) of the texts in a config; those of a list have its key."""
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            yield from _texts(value, f"{key}.{name}".lstrip("."))
-    elif isinstance(node, list | tuple):
-        for value in node:
-            yield from _texts(value, key)
-    elif isinstance(node, str):
-        yield key, node
-
-
-def _texts_of_override(override: str) -> Iterator[tuple[str, str]]:
-    from grpocli.config.overrides import parse  # which loads Hydra
-
-    if found := parse(override):
-        yield from _texts(found.value(), (found.package or found.key_or_group).replace("/", "."))
 
 
 def _paths(node: Any) -> Iterator[str]:

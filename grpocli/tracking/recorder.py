@@ -57,12 +57,17 @@ class Pushes(Protocol):
 class Recorder:
     """Records the metrics, rollouts and stages of a run.
 
-    metrics, tracker: None in processes other than the main one. seconds_before: the time of earlier sessions. last: the
-    metrics of the last step. mismatch_expected: constrained decoding makes the sampler's log-probs differ. has_teacher:
-    it trains groups of equal rewards, too. without_signal: steps in a row without a training signal. dtype: the compute
-    dtype. answer_columns: the example columns that may hold the reference answer. callbacks: of the user; none in
-    processes other than the main one. pushes: those of checkpoints to the hub; None without. begin: called before a
-    step is recorded.
+    metrics, tracker: None in processes other than the main one.
+    seconds_before: the time of earlier sessions.
+    last: the metrics of the last step.
+    mismatch_expected: constrained decoding makes the sampler's log-probs differ.
+    has_teacher: a teacher trains groups of equal rewards, too.
+    without_signal: steps in a row without a training signal.
+    dtype: the compute dtype.
+    answer_columns: the example columns that may hold the reference answer.
+    callbacks: the user's; none in processes other than the main one.
+    pushes: pushes checkpoints to the hub; None if the run pushes none.
+    begin: called before a step is recorded.
     """
 
     run_dir: RunDir

@@ -51,7 +51,8 @@ class Targets:
     """Tokens [N] whose log-probs are wanted, and the distribution they are drawn from.
 
     predictor_N: the index of the hidden state that predicts each token; None: token n is predicted from hidden state n.
-    seen: the earlier tokens, for a repetition penalty. entropy_gradient: whether entropies have a gradient.
+    seen: the earlier tokens, for a repetition penalty.
+    entropy_gradient: whether entropies have a gradient.
     on_cpu: whether the pieces are those of a CPU; None: as the device.
     """
 
