@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    config = "a Python script, or a YAML or JSON of `trl grpo` or NeMo RL"
+    config = "a Python script or notebook, or a YAML or JSON of `trl grpo` or NeMo RL"
     parser.add_argument("file", type=Path, metavar="FILE", help=config)
     parser.add_argument("--processes", type=int, metavar="N", help="processes that TRL ran in (1)")
     parser.add_argument("--accelerate", type=Path, metavar="FILE", help="the config that `accelerate launch` gets")
@@ -89,7 +89,7 @@ def ported(
 
     launch = read_accelerate(accelerate) if accelerate is not None else None
     processes = processes or (launch.processes if launch else None)
-    if file.suffix != ".py":
+    if file.suffix not in (".py", ".ipynb"):
         values = read_mapping(file)
         if is_accelerate(values):
             hint = f"give the script, and --accelerate {file} beside it"

@@ -83,8 +83,11 @@ class Folder(Syntax):
         return value[binding.index] if isinstance(value, list) and binding.index < len(value) else self._unread(node)
 
     def _fold_argument(self, node: ast.Attribute, holder: ast.Name, scope: Scope) -> Any:
-        """An argument of the script's command line."""
+        """An argument of the script's command line, or of the call that makes an object."""
         found = scope.bound(holder.id, holder.lineno)
+        if found and isinstance(made := found[0].value, ast.Call) and not is_parsing(made):
+            given = (self.fold(one.value, found[1]) for one in made.keywords if one.arg == node.attr)
+            return next(given, self._unread(node))
         value = self.command_line.value(node.attr) if found and is_parsing(found[0].value) else UNSTATED
         value = self.fold(value, self.module) if isinstance(value, ast.expr) else value
         return self._unread(node) if value is UNSTATED or isinstance(value, Unread) else value

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import symtable
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from grpocli.porting.source import Data, DatasetStep, RewardCall, ScriptSource, Unread
-from grpocli.porting.syntax import Function, parsed
+from grpocli.porting.syntax import Function, parsed, script_text
 
 TRAINING = (
     *("GRPOTrainer", "GRPOConfig", "LoraConfig", "load_dataset", "from_pretrained", "get_peft_model", "train"),
@@ -49,7 +50,7 @@ def functions_file(source: ScriptSource) -> Functions:
     steps = carried_steps(source.data)
     if not local and not steps:
         return Functions()
-    mover = Mover(parsed(source.file), source.file.read_text(encoding="utf-8-sig"))
+    mover = Mover(parsed(source.file), script_text(source.file))
     tail = [f"{one.name} = {one.code}" for one in local if one.code]
     for one in local:
         mover.need(names_of(one.code) if one.code else {one.name}, one.line)
@@ -106,13 +107,16 @@ def names_of(code: str) -> set[str]:
 
 
 def free_names(node: ast.AST) -> set[str]:
-    """Names that code reads and does not bind itself."""
-    inner = list(ast.walk(node))
-    loaded = {one.id for one in inner if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
-    bound = {one.id for one in inner if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
-    bound |= {one.arg for one in inner if isinstance(one, ast.arg)}
-    shared = {name for one in inner if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
-    return loaded - (bound - shared) if isinstance(node, Function | ast.Expression) else loaded
+    """Names that code reads from outside, as the compiler sees them."""
+
+    def read(table: symtable.SymbolTable, outermost: bool = False) -> Iterator[str]:
+        yield from (
+            one.get_name() for one in table.get_symbols() if one.is_referenced() and (outermost or one.is_global())
+        )
+        for inner in table.get_children():
+            yield from read(inner)
+
+    return set(read(symtable.symtable(ast.unparse(node), "", "exec"), outermost=True))
 
 
 class Mover:
@@ -161,8 +165,6 @@ class Mover:
         self.chosen[id(statement)] = unit
         inner = (*unit.chain, statement) if isinstance(statement, Function) else unit.chain
         for one in sorted(free_names(statement)):
-            if isinstance(statement, Function) and one in _bound_in(statement):
-                continue
             self._need(one, inner[:-1] if isinstance(statement, Function) else inner)
 
     def _leave(self, text: str) -> None:

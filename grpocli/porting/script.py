@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpocli.config.foreign_names import TOKENIZER
 from grpocli.errors import ConfigError
-from grpocli.porting.command_line import given_arguments
+from grpocli.porting.command_line import given_arguments, last_name
 from grpocli.porting.script_data import DataReader
 from grpocli.porting.source import FROM_COMMAND_LINE, RewardCall, ScriptSource, Unread, add_arguments
 from grpocli.porting.syntax import TOO_DEEP, Function, Scope, parsed
@@ -22,8 +22,6 @@ TOKENIZER_METHODS = (
     *("get_chat_template", "setup_chat_format", "clone_chat_template"),
 )
 """Calls that change a tokenizer, or the model for it."""
-UNPASSED = ("trainer_state", "log_extra", "log_metric", "environments")
-"""Arguments that only TRL passes to a reward function."""
 
 
 def of_script(file: Path, words: Sequence[str] = ()) -> ScriptSource:
@@ -84,6 +82,10 @@ class Reader(DataReader):
                 source.notes.append(f"the script has {len(configs)} GRPOConfig calls, and this reads the last")
             for name, value in self._arguments(*chosen, ("output_dir",)).items():
                 source.settings[name] = self.fold(value, chosen[1])
+        for call, place in self._calls_of("ModelConfig"):
+            given = self._arguments(call, place, ("model_name_or_path",))
+            given.pop("model_name_or_path", None)  # the trainer gets it
+            source.settings |= {name: self.fold(one, place) for name, one in given.items()}
         for target, value, place in self.changes:  # training_args.learning_rate = 1e-6
             if isinstance(args, ast.Name) and isinstance(target.value, ast.Name) and target.value.id == args.id:
                 source.settings[target.attr] = self.fold(value, place)
@@ -189,8 +191,8 @@ class Reader(DataReader):
             for one in node.elts:
                 yield from self._rewards(one, scope)
             return
-        if isinstance(node, ast.Name) and (local := scope.function(node.id)):
-            yield RewardCall(node.id, line=node.lineno, unpassed=unpassed(local[0]))
+        if isinstance(node, ast.Name) and scope.function(node.id):
+            yield RewardCall(node.id, line=node.lineno, words=self._words(node.id))
         elif isinstance(node, ast.Name) and (imported := scope.imported(node.id)):
             yield RewardCall(imported[1], imported[0])
         elif isinstance(node, ast.Name) and (found := scope.bound(node.id, node.lineno)):
@@ -198,10 +200,13 @@ class Reader(DataReader):
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and scope.imported(node.value.id):
             module = ".".join(filter(None, scope.imported(node.value.id) or ()))
             yield RewardCall(node.attr, module)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            yield self._made_reward(node, node.func.id, scope)
         elif isinstance(value := self.fold(node, scope), str):
             yield RewardCall("model", path=value)
+        elif isinstance(node, ast.Lambda):
+            name = f"lambda_{node.lineno}_{node.col_offset}"
+            yield RewardCall(name, code=ast.unparse(node), line=node.lineno, words=words_of(node))
+        elif isinstance(node, ast.Call) and (name := last_name(node.func)):
+            yield self._made_reward(node, name, scope)
         else:
             yield self._unread(node)
 
@@ -211,15 +216,21 @@ class Reader(DataReader):
         values = {key: self.fold(one, scope) for key, one in self._arguments(call, scope).items()}
         if module.startswith("trl"):
             return RewardCall(there, module, values)
-        maker = scope.function(name)
-        left = unpassed(maker[0]) if maker else ()
-        own_name = f"{name}_{call.lineno}"
-        return RewardCall(own_name, arguments=values, code=ast.unparse(call), line=call.lineno, unpassed=left)
+        others = {one.col_offset for one, _ in self._calls_of(name) if one.lineno == call.lineno}
+        own_name = f"{name}_{call.lineno}" + (f"_{call.col_offset}" if len(others) > 1 else "")
+        named = [one.id for one in ast.walk(call) if isinstance(one, ast.Name)]  # partial(f): those of f
+        words = frozenset().union(*map(self._words, named))
+        return RewardCall(own_name, arguments=values, code=ast.unparse(call), line=call.lineno, words=words)
+
+    def _words(self, name: str) -> frozenset[str]:
+        """The words of a function or class of the script."""
+        defined = [one for one in ast.walk(self.tree) if isinstance(one, Function | ast.ClassDef) and one.name == name]
+        return words_of(*defined)
 
 
-def unpassed(function: Function) -> tuple[str, ...]:
-    """The arguments of a reward function that only TRL passes, named as parameters or read from `**kwargs`."""
-    inner = list(ast.walk(function))
-    names = [one.arg for one in inner if isinstance(one, ast.arg)]
-    names += [one.value for one in inner if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-    return tuple(one for one in UNPASSED if one in names)
+def words_of(*nodes: ast.AST) -> frozenset[str]:
+    """The parameters and texts in code: what a reward may read from its arguments."""
+    inner = [one for node in nodes for one in ast.walk(node)]
+    words = [one.arg for one in inner if isinstance(one, ast.arg)]
+    texts = [one.value for one in inner if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return frozenset([*words, *texts])

@@ -38,7 +38,7 @@ class RewardCall:
     """A reward: name of a function. module: where it is imported from; "" for a function of the script.
 
     arguments: those of a call that makes the function, and code: that call. path: a reward model instead of a function.
-    line: where it is used. unpassed: its arguments that only TRL passes.
+    line: where it is used. words: parameters and texts of a function or class of the script.
     """
 
     name: str
@@ -47,7 +47,7 @@ class RewardCall:
     path: str = ""
     code: str = ""
     line: int = 0
-    unpassed: tuple[str, ...] = ()
+    words: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpocli.errors import ConfigError
-from grpocli.porting.source import read_text
+from grpocli.porting.source import read_mapping, read_text
 
 TOO_DEEP = "an expression is nested too deep, or has too many terms, to be read"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+IPYTHON = re.compile(r"^([ \t]*)[!%](?:.*\\\n)*.*$", re.MULTILINE)
+FOREIGN_CELLS = ("%%bash", "%%sh", "%%writefile", "%%html", "%%javascript", "%%script")
+"""Beginnings of a notebook's cells that are not Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +59,26 @@ class Scope:
         return self.imports.get(name) or (self.outer.imported(name) if self.outer else None)
 
 
-def parsed(file: Path) -> ast.Module:
-    """The syntax of a script. Raises ConfigError, with the line of a syntax error."""
+def script_text(file: Path) -> str:
+    """The text of a script, or of the code cells of a notebook; lines for IPython (`!pip`, `%cd`) are `pass`."""
     text = read_text(file)
+    if file.suffix == ".ipynb":
+        cells = [one for one in read_mapping(file).get("cells", ()) if one.get("cell_type") == "code"]
+        sources = ["".join(one.get("source", ())) for one in cells]
+        text = "\n".join(one for one in sources if not one.lstrip().startswith(FOREIGN_CELLS))
+    with suppress(SyntaxError, RecursionError, MemoryError):
+        ast.parse(text)
+        return text
+    return IPYTHON.sub(lambda found: f"{found[1]}pass" + "\n" * found[0].count("\n"), text)
+
+
+def parsed(file: Path) -> ast.Module:
+    """The syntax of a script or notebook. Raises ConfigError, with the line of a syntax error."""
+    text = script_text(file)
     try:
         return ast.parse(text)
     except SyntaxError as error:
-        hint = "a notebook is exported as a script first" if file.suffix == ".ipynb" else ""
-        raise ConfigError(f"line {error.lineno}: {error.msg}", key=str(file), hint=hint) from error
+        raise ConfigError(f"line {error.lineno}: {error.msg}", key=str(file)) from error
     except (RecursionError, MemoryError) as error:
         raise ConfigError(TOO_DEEP, key=str(file)) from error
 
@@ -135,6 +152,9 @@ class Syntax:
         line = getattr(value, "end_lineno", None) or target.lineno  # a call over lines may read the old value
         if isinstance(target, ast.Name):
             scope.bindings.setdefault(target.id, []).append(Binding(value, line, None, certain))
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            for one, part in zip(target.elts, value.elts, strict=True):
+                self._bind(one, part, scope, certain)
         elif isinstance(target, ast.Tuple | ast.List):
             for index, one in enumerate(target.elts):
                 if isinstance(one, ast.Name):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.config.foreign_names import TRAINER
+from grpocli.config.user_parts import name_of
 from grpocli.porting.functions_file import PROCESSOR, carried_steps
 from grpocli.porting.overrides import MISSING, Port
 from grpocli.porting.source import Data, DatasetStep, RewardCall, ScriptSource, Unread
@@ -21,6 +22,10 @@ SHAPE = re.compile(
 )
 """Names of rewards that score a completion's shape rather than its answer."""
 ANSWER = re.compile("accura|(^|_)acc(_|$)|correct|answer|exact|solution|verif|equation|math|judge", re.IGNORECASE)
+REFERENCE = re.compile("answer|solution|truth|target|label|gold|expected|reference", re.IGNORECASE)
+"""Columns with what a completion should give; a reward that reads one of them may judge by it."""
+UNPASSED = frozenset(("trainer_state", "log_extra", "log_metric", "environments"))
+"""Arguments that only TRL passes to a reward function."""
 ADVICE = {
     "filter": f"return loss_multiplier=0 for the others in {PROCESSOR}, or write the kept rows into a JSONL and set "
     "task=jsonl task.path=FILE",
@@ -35,7 +40,11 @@ def set_data(port: Port, source: ScriptSource, functions: str) -> None:
     data = source.data
     if not isinstance(data, Data) or not data.path:
         port.set("task", MISSING, note="the dataset is not read")
-        port.check("train_dataset", data, "it is not read; set task=hub task.path=OWNER/NAME yourself")
+        port.check(
+            "train_dataset",
+            data,
+            "it is not read; set task=hub task.path=OWNER/NAME yourself, or task=jsonl task.path=FILE",
+        )
         _remark_all(port, source.loose)
         return
     port.set("task", "jsonl" if data.path in FILES else "hub", "train_dataset")
@@ -134,6 +143,7 @@ def set_rewards(port: Port, source: ScriptSource, functions: str, weights: Any) 
     """Set the rewards and their weights."""
     chosen: list[str] = []
     names: list[str] = []
+    reading: set[str] = set()
     for reward in source.rewards:
         if isinstance(reward, Unread):
             port.check("reward_funcs", reward, "it is not read; add it to reward=[...] yourself")
@@ -141,10 +151,12 @@ def set_rewards(port: Port, source: ScriptSource, functions: str, weights: Any) 
             continue
         known = BUILT_IN.get(reward.name) if reward.module.startswith("trl") else None
         chosen.append("model" if reward.path else known or f"{_place(source, reward, functions)}:{reward.name}")
-        names.append("model" if reward.path else known or reward.name)
+        names.append(name_of(chosen[-1]))
+        if any(word.isidentifier() and REFERENCE.search(word) for word in reward.words):
+            reading.add(names[-1])
         if reward.path:
             port.set("reward.model.path", reward.path, "reward_model_name_or_path")
-        for name in reward.unpassed:
+        for name in sorted(UNPASSED & reward.words):
             port.notes.append(f"{reward.name} gets no {name} here: it needs a default, which stands for it")
         for theirs, ours in (("max_completion_len", "max_tokens"), ("soft_punish_cache", "buffer_tokens")):
             if known == "overlong" and isinstance(reward.arguments.get(theirs), int):
@@ -155,20 +167,26 @@ def set_rewards(port: Port, source: ScriptSource, functions: str, weights: Any) 
             port.check("reward_funcs", "", "no reward is read; set reward=[FILE.py:NAME] yourself")
         return
     port.set("reward", chosen, "reward_funcs")
-    _set_accuracy(port, [name for name in names if name])
+    _set_accuracy(port, [name for name in names if name], reading)
     for name, weight in zip(names, weights if isinstance(weights, list) else [], strict=False):
         if name:
             port.set(f"reward.{name}.weight", weight, "reward_weights")
 
 
-def _set_accuracy(port: Port, names: list[str]) -> None:
-    """Say which reward measures accuracy; the first one does by default, and scripts often begin with the format."""
-    judging = [name for name in names if not SHAPE.search(name)]
-    chosen = next((name for name in judging if ANSWER.search(name)), (judging or names)[0])
+def _set_accuracy(port: Port, names: list[str], reading: set[str]) -> None:
+    """Say which reward measures accuracy; the first one does by default, and scripts often begin with the format.
+
+    reading: the rewards that read a reference answer. Some do and use only its length, as a zip does.
+    """
+    judging = [name for name in names if not SHAPE.search(name)] or [name for name in names if name in reading]
+    sure = [one for one in judging if ANSWER.search(one)] or [one for one in judging if one in reading]
+    chosen = next((one for one in sure if one in reading), (sure or judging or names)[0])
     if len(names) > 1:
         port.set("eval.reward", chosen, note="accuracy is the share of completions that this one scores 1 or more")
-    if not judging or (len(judging) > 1 and not ANSWER.search(chosen)):
-        advice = "accuracy is measured by it, judging by the rewards' names; set the one that scores right answers 1"
+    if not judging or (len(judging) > 1 and not ANSWER.search(chosen) and len(sure) != 1):
+        advice = (
+            "accuracy is measured by it, by the rewards' names and columns; set the one that scores right answers 1"
+        )
         port.check("eval.reward", chosen, advice)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -30,6 +31,26 @@ GRPOTrainer(model=model, reward_funcs=rewards, args=GRPOConfig("out", **steps), 
 LOAD = "AutoModelForCausalLM.from_pretrained(NAME, dtype='float32')"
 FORMAT = "def format_reward(completions, **kw): return [1.0]\n"
 LENGTH = "def reward_len(completions, **kw): return [1.0]\n"
+CLASSES = """
+class Base:
+    def __call__(self, completions, **kw): return [self.of(c) for c in completions]
+class Short(Base):
+    def of(self, c): return -len(c)
+class Judging(Base):
+    def __init__(self, key="answer"): self.key = key
+rewards = [Short(), Judging()]
+steps = {"max_steps": 9, "reward_weights": [1, 2]}
+"""
+FRAME = """
+import pandas as pd
+df = pd.read_csv("x.csv")
+df = df[df.level > 3]
+df = df[~df.x.isin([1])].sample(frac=1)
+df = df.query("y > 1").iloc[:10]
+df = df.drop_duplicates()
+print(df.head())
+ds = Dataset.from_pandas(df)
+"""
 # what the script does: its lines; overrides that are printed; beginnings of "# check:" lines
 SCRIPTS: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "nothing": ("", {"model.path=a/b", "task.path=c/d", "train.steps=9", "eval.problems=0"}, ()),
@@ -54,6 +75,11 @@ SCRIPTS: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     ),
     "unknown": ("model = load_my_model()", {"model=???"}, ("model=model",)),
     "an attribute": ("class C: name = 'a/b'\nmodel = C.name", {"model=???"}, ("model=model",)),
+    "of TRL's parser": (
+        "m = ModelConfig(model_name_or_path=NAME, use_peft=True, lora_r=8)\nmodel = m.model_name_or_path",
+        {"model.path=a/b", "model.lora.rank=8"},
+        (),
+    ),
     # tokenizers
     "template": ("tokenizer.chat_template = 'x'", {"model.path=a/b"}, ("chat_template=tokenizer.chat_template = 'x'",)),
     "eos": ("tokenizer.eos_token = '<|im_end|>'", set(), ("eos_token=",)),
@@ -105,6 +131,29 @@ SCRIPTS: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
         {"task.split=train"},
         ("train_dataset.train_test_split=",),
     ),
+    "two at once": (
+        "parts = ds.train_test_split(0.1)\nds, rest = parts['train'], parts['test']",
+        {"task.path=c/d", "task.split=train"},
+        ("train_dataset.train_test_split=",),
+    ),
+    "pandas": (
+        FRAME,
+        {"task=???"},
+        (
+            *(
+                "train_dataset=Dataset.from_pandas(df)",
+                "train_dataset.filter=df[df.level > 3]",
+                "train_dataset.sample=",
+            ),
+            *("train_dataset.filter=df[~", "train_dataset.filter=df.query('y > 1').iloc[:10]", "train_dataset.query="),
+            "train_dataset.drop_duplicates=",
+        ),
+    ),
+    "pandas beside it": (
+        "import pandas\nlog = pandas.DataFrame()\nlog = log[log.x > 1].sample(9)",
+        {"task.path=c/d"},
+        (),
+    ),
     # steps
     "epochs": ("steps = {}", {"train.steps=???"}, ("num_train_epochs=3",)),
     "steps that are not read": ("steps = {'max_steps': made()}", {"train.steps=???"}, ("max_steps=made()",)),
@@ -116,6 +165,36 @@ SCRIPTS: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "short names": ("def fmt(**kw): ...\ndef acc(**kw): ...\nrewards = [fmt, acc]", {"eval.reward=acc"}, ()),
     "format alone": (f"{FORMAT}rewards = format_reward", set(), ("eval.reward=format_reward",)),
     "no name says": ("def a(**kw): ...\ndef b(**kw): ...\nrewards = [a, b]", {"eval.reward=a"}, ("eval.reward=a",)),
+    "a column says": (
+        "def a(completions, **kw): ...\ndef b(completions, truth, **kw): ...\nrewards = [a, b]",
+        {"eval.reward=b"},
+        (),
+    ),
+    "an argument says": (
+        "def a(completions, **kw): ...\ndef b(completions, **kw): return kw['gold_label']\nrewards = [a, b]",
+        {"eval.reward=b"},
+        (),
+    ),
+    "two columns": (
+        "def a(completions, truth, **kw): ...\ndef b(completions, target, **kw): ...\nrewards = [a, b]",
+        {"eval.reward=a"},
+        ("eval.reward=a",),
+    ),
+    "shape with a column": (
+        "def tags(completions, answer, **kw): ...\ndef b(completions, answer, **kw): ...\nrewards = [tags, b]",
+        {"eval.reward=b"},
+        (),
+    ),
+    "classes": (
+        CLASSES,
+        {"eval.reward=judging_19", "reward.judging_19.weight=2"},
+        (),
+    ),
+    "made in place": (
+        "import functools\nrewards = [functools.partial(correct, a=1), functools.partial(correct), lambda **kw: [0]]",
+        {"reward=[train_rewards.py:partial_13_11,train_rewards.py:partial_13_44,train_rewards.py:lambda_13_72]"},
+        ("eval.reward=partial_13_11",),
+    ),
     "state": (
         "def correct(completions, **kw): return kw.get('trainer_state')",
         set(),
@@ -141,6 +220,27 @@ def test_the_command_is_right_or_names_what_it_leaves_out(what: str, tmp_path: P
     said = [one for one in said if not one.startswith(("train_rewards.py", "this assumes", "prompts over"))]
     assert len(said) == len(checks), said
     assert all(any(one.startswith(check) for one in said) for check in checks), said
+
+
+MAGIC = """%%capture
+!pip install trl \\
+    datasets
+if True:
+    !nvidia-smi
+%cd /content
+"""
+
+
+@pytest.mark.parametrize("name", ["colab.py", "colab.ipynb"])
+def test_a_notebook_is_read(name: str, tmp_path: Path) -> None:
+    cells = [MAGIC, "%%bash\nls -l", "%%writefile x.py\nGRPOConfig('other')", HEAD, TAIL]
+    written = [{"cell_type": "code", "source": one.splitlines(keepends=True)} for one in cells]
+    notebook = json.dumps({"cells": [{"cell_type": "markdown", "source": ["# GRPO"]}, *written]})
+    (tmp_path / name).write_text(notebook if name.endswith("ipynb") else f"{MAGIC}{HEAD}{TAIL}")
+    port, functions = ported(tmp_path / name)
+    assert (port.value("model.path"), port.value("train.steps"), port.value("task.path")) == ("a/b", 9, "c/d")
+    compile(functions, name, "exec")
+    assert "def correct(" in functions
 
 
 @pytest.mark.parametrize("key", ["model", "task", "reward", "train.steps"])
