@@ -74,12 +74,15 @@ UNICODE = str.maketrans(
         **{sign: f"\\{command} " for sign, command in zip(SIGNS[0], SIGNS[1].split(), strict=True)},
         **{chr(c): f"\\{name(chr(c)).split()[-1].lower().replace('lamda', 'lambda')} " for c in range(0x3B1, 0x3CA)},
         **dict.fromkeys("\u00a0\u202f\u2009\u3000", " "), **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
-        **{chr(0xBC + i): f"\\frac{digits} " for i, digits in enumerate(("14", "12", "34"))}, "⅓": "\\frac13 ",
-        "⅔": "\\frac23 ", "−": "-", "–": "-", "∛": "\\sqrt[3] ", "°": "^\\circ ", "ℝ": "\\mathbb{R}",
+        **{sign: "\\frac{}{} ".format(*normalize("NFKC", sign).split("⁄")) for sign in "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}, "⁄": "/",
+        "∜": "\\sqrt[4] ", "−": "-", "–": "-", "∛": "\\sqrt[3] ", "°": "^\\circ ", "ℝ": "\\mathbb{R}",
         "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "：": ": ", "。": ".", "、": ",", "∨": " or ", "∧": " and ",
     }
 )  # fmt: skip
 
+DOLLAR = re.compile(r"(?<!\\)\$|\\[()\[\]]")
+STATED = re.compile(r"(?!.*\b(?:and|or)\b).*\b(?:is|are|equals|gives?|gets?|has|have|then)\b")
+"""What between two formulas makes the second one the answer: the area of $ABC$ is $5$."""
 FORMULAS = (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("$", "$"))
 COMMAND = re.compile(r"\\[A-Za-z]+")
 TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
@@ -196,9 +199,12 @@ def answer_expression(text: str) -> str:
 def reference_expression(text: str) -> str:
     """The answer in a reference: what `answer_expression` finds, or all of a short text without a mark."""
     rest = after_thinking(text).strip()
-    if marked(rest) is not None or len(rest) > 200 or LONG.search(rest) or _last_formulas(rest):
+    formulas = _last_formulas(rest)
+    before = _last_formula(rest[: formulas[0][0]]) if formulas else None
+    several = before is not None and not STATED.match(rest, before[1], formulas[0][0])
+    if marked(rest) is not None or len(rest) > 200 or LONG.search(rest) or (formulas and not several):
         return answer_expression(text)
-    return NEGATIVE.sub("-", spelled(COLOR.sub("", rest)))
+    return NEGATIVE.sub("-", spelled(COLOR.sub("", DOLLAR.sub("", rest) if several else rest)))
 
 
 def chosen_letter(text: str) -> str:

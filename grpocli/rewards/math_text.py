@@ -9,7 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from grpocli.rewards.final_answer import MULTIPLIERS, NO_UNIT
+from grpocli.rewards.final_answer import MULTIPLIERS, NO_UNIT, NUMERALS
 
 FUNCTIONS = "(?:arc)?(?:sin|cos|tan|cot|tg|ctg)|csc|cotg|sinh|cosh|tanh|ln|log|lg|exp|gcd|lcm"
 COMMANDS = {
@@ -20,6 +20,7 @@ COMMANDS = {
     "dots": "\\ldots ", "cdots": "\\ldots ", "simeq": "\\approx ", "cong": "\\approx ", "doteq": "\\approx ",
     "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "ast": "*", "imath": "i", "degree": "^\\circ ", "colon": ":",
     "lor": " or ", "vee": " or ", "land": " and ", "wedge": " and ", "euro": "€", "cosec": "\\csc ",
+    "bot": "\\perp ", "vec": "\\overrightarrow ",
     **dict.fromkeys(("displaystyle", "therefore", "limits", "rm", "bf", "it", "left", "right", "quad", "qquad"), " "),
     **dict.fromkeys(("left.", "right.", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "bigg", "Bigg"), " "),
 }  # fmt: skip
@@ -27,8 +28,11 @@ COMMANDS = {
 COMMAND = re.compile(r"\\((?:left|right)\.|[A-Za-z]+)")
 STYLE = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|normal)|[mh]box|operatorname\*?|boldsymbol|bm|emph"
-    r"|underline|vec)(?:\s*\{([^{}]*)\}|(?<=vec)\s*([A-Za-z]))"
+    r"|underline|(?:vec|overrightarrow|hat)(?! ?\{ ?[A-Z]{2}))(?:\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+    r"|(?<![a-z]text)\s+([A-Za-z])(?![A-Za-z]))"
 )
+COUNT = r"(\{(?:\d+|[nkmr])\}|[\dnkmr])"
+"""A number in combinations, C_5^2."""
 FORMS = [
     (re.compile(pattern), form)
     for pattern, form in {
@@ -46,6 +50,18 @@ FORMS = [
         r"\\sqrt(?:\s*(\[\d+\]))?\s+(\d+(?:\.\d+)?|[A-Za-z])(?![\d.])": r"\\sqrt\1{\2}",
         r"\\[dtc]?frac\s+(\d)\s*(\d)": r"\\frac{\1}{\2}",
         r"\{([.,])\}(?=\d)": r"\1",
+        r"\\(?:hspace|vspace|tag|label)\*? ?\{[^{}]*\}": "",
+        r"\\(max|min|gcd|lcm) ?\\\{([^{}]*)\\\}": r"\\\1(\2)",
+        rf"(?:\{{\}} ?)?[_^]{COUNT} ?C_{COUNT}|(?<![A-Za-z])C_{COUNT}\^{COUNT}": r"\\binom{\1\3}{\2\4}",
+        rf"(?:\{{\}} ?)?[_^]{COUNT} ?P_{COUNT}|(?<![A-Za-z])[AP]_{COUNT}\^{COUNT}": r"\\frac{\1\3!}{(\1\3-\2\4)!}",
+        r"(?<=\d) ?\^ ?\{? ?o ?\}?(?![\w{}])": r"^\\circ ",
+        r"(?<=\d) ?(?:''|\")": " inches ",
+        r"(?<=\d) ?'": " feet ",
+        r"(?:^|[,;]? )(?:\(([a-e])|(?<!\()([a-e]))\) ?(?=\$?-?(?:\d|\\frac|\\sqrt))": r", \1\2=",
+        r"(?<![A-Za-z])\\?cis ?(\([^()]*\)|\d+ ?\^ ?\{? ?\\circ ?\}?)": r"(\\cos(\1)+i\\sin(\1))",
+        r"\\left ?\\\{ ?\\begin\{array\}(?: ?\{[lcr|]*\})?(.*?)\\end\{array\} ?\\right ?\.": (
+            r"\\begin{cases}\1\\end{cases}"
+        ),
         r"<=|=<": r"\\le ",
         r">=": r"\\ge ",
         r"!=": r"\\ne ",
@@ -60,10 +76,11 @@ FORMS = [
 PHRASES = [
     (re.compile(pattern, re.I), form)
     for pattern, form in {
-        r"^no (?:real |integer )?(?:solutions?|roots?)$|^(?:the )?empty set$": r"\\emptyset",
+        r"^no (?:real |integer )?(?:solutions?|roots?)$|^(?:the )?empty set$|^无解$": r"\\emptyset",
         r"^all real numbers$": r"\\mathbb{R}",
         r"^(?:an?|the) (?=[a-z]{3})(?!and\b)|^\([A-J]\) (?=\d|\\frac|\\sqrt)|^(?:option|choice) (?=\(?[A-J]\)?$)"
-        r"|^\\(?:implies|Rightarrow|because|sim) ": "",
+        r"|^\\(?:implies|Rightarrow|because|sim) |^(?:if|when) |^(?:f ?\(x\)|y) ?= ?(?=\\begin\{cases)": "",
+        r"^([ABD-Z]) ?(?=\([^()]*[,;])": r"\1=",
         r"^DNE$": "does not exist",
         r"^(\d+) (?:out of|in) (\d+)$": r"\\frac{\1}{\2}",
         r"^(\d+) to (\d+)$": r"\1:\2",
@@ -74,13 +91,15 @@ PHRASES = [
 SYSTEM = re.compile(r"\\begin\{(cases|(?:aligned|align|gathered|gather|split)\*?)\}(.*?)\\end\{\1\}", re.DOTALL)
 DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\[", "\\]"), ("\\(", "\\)"), ("**", "**"), ("`", "`"))
 LEAD = re.compile(
-    r"^(?:(?:so|thus|therefore|hence|finally|then|exactly|precisely|only|just|about|approximately|roughly|around"
+    r"^(?:(?:so|thus|therefore|hence|finally|then|exactly|precisely|only|just|simply|about|approximately|roughly|around"
     r"|(?:the )?ratio(?: of)?|we (?:get|have))[ ,:]+|(?:[a-z']+ ){0,12}(?:ans|answers?|solutions?|result|total|sum) ?:"
     r"|(?:[a-z']{2,} |a ){0,12}(?:is|are|equals|has|have|takes?|costs?)(?: equal to)?[ :](?!not\b))\s*(?=\S)",
     re.I,
 )
 """Words before an answer that are no part of it."""
 SPLIT = re.compile(r"\\begin|\\end|[([{)\]},;:]|(?<![<>!:])=|\\approx(?![a-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+NUMERAL = re.compile(rf"^(?:([a-z]+ty)[- ])?({NUMERALS})$|(?<=_)(?:\{{ ?)?()({NUMERALS})(?: ?\}})?$", re.I)
+"""A number in words, or the base of a numeral."""
 THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\s\d{3})+(?![\d,])")
 EXPONENT = re.compile(r"^([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)$")
@@ -90,10 +109,10 @@ PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*\b(?:percent|per cent|pct)\b\.?)\s*$")
 DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?)\s*([CF]?)\s*$")
 PRICE = re.compile(r"^([-+]?)\s*(\\?[$€£¥₹]|US\\?\$|Rs\.?|USD)\s*(?=[-\d.])|(?<=[\d}])\s*(\\?[$€£¥₹])\s*$")
 SQUARED = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
-SHORT = "mm|cm|dm|km|kg|mg|ft|yd|mi|lbs?|oz|hrs?|sec|min|mL|ml|mph|rad|sq|cu|[ap]\\.?m\\.?|[AP]M|m|g|s|h|L"
+SHORT = "mm|cm|dm|km|kg|mg|kJ|kW|ft|yd|mi|lbs?|oz|hrs?|sec|min|mL|ml|mph|rad|sq|cu|[ap]\\.?m\\.?|[AP]M|m|g|s|h|L"
 WORD = r"[A-Za-z\u4e00-\u9fff]"
 FIRST = (
-    rf"(?:{WORD}{{3,}}\.?|[\u4e00-\u9fff]+|\\unit [A-Za-z]+|(?:{SHORT})\.?"
+    rf"(?:{WORD}{{3,}}\.?|[\u4e00-\u9fff]+|\\(?:unit [A-Za-z]+|Omega)|(?:{SHORT})\.?"
     rf"|(?:(?<=[\d}}] )|(?<=[\d}}]))in|(?<= )[KNJWV])(?![A-Za-z]){SQUARED}"
 )
 UNIT = re.compile(
@@ -119,10 +138,15 @@ UNITS = {
         "mass": "mg milligram 0.001; g gram 1; kg kilogram 1000; oz ounce 28.349523125; lb pound 453.59237",
         "time": "s sec second 1; min minute 60; h hr hour 3600; day 86400; week 604800",
         "months": "month 1; year 12",
-        "volume": "ml mL milliliter millilitre 0.001; L liter litre 1",
+        "length 2": "acre 4046.8564224; hectare 10000",
+        "length 3": "ml mL milliliter millilitre 0.000001; L liter litre 0.001;"
+        "quart 0.000946352946; gallon 0.003785411784",
+        "energy": "J joule 1; kJ kilojoule 1000",
+        "power": "W watt 1; kW kilowatt 1000",
         "money": "cent 0.01; dollar $ USD US$ 1",
         "rupee": "rupee Rs ₹ 1",
-        **{one: f"{one} 1" for one in ("euro", "€", "yuan", "am", "pm", "degree", "radian", "C", "F")},
+        "euro": "euro € EUR 1",
+        **{one: f"{one} 1" for one in ("yuan", "am", "pm", "degree", "radian", "C", "F")},
     }.items()
     for unit in units.split(";")
     for *names, size in [unit.split()]
@@ -162,7 +186,7 @@ def bare(text: str) -> str:
     """An answer or a member of it without delimiters, punctuation and words such as "the answer is"."""
     before = None
     while text != before:
-        before, text = text, re.sub(r"\s+", " ", text).strip().rstrip(".,;:").removeprefix(":").strip()
+        before, text = text, re.sub(r"\s+", " ", text).strip().rstrip(".,;:\\").removeprefix(":").strip()
         for opening, closing in DELIMITERS:
             inner = text[len(opening) : -len(closing)]
             if len(text) > len(opening + closing) and text == opening + inner + closing and opening not in inner:
@@ -171,7 +195,7 @@ def bare(text: str) -> str:
             text = text[1:-1]
         for pattern, form in PHRASES:
             text = pattern.sub(form, text)
-        text = LEAD.sub("", text)
+        text = NUMERAL.sub(_numeral, LEAD.sub("", text))
     return text
 
 
@@ -265,6 +289,12 @@ def _unstyled(found: re.Match[str]) -> str:
     return f" {inner} " if any(c.isalpha() for c in inner) else inner
 
 
+def _numeral(found: re.Match[str]) -> str:
+    names = NUMERALS.split("|")
+    at = [names.index(word.lower()) for word in found.groups() if word]
+    return str(sum(i if i < 20 else 10 * i - 180 for i in at))
+
+
 def _lines(found: re.Match[str]) -> str:
     """A system of equations as a list; a function in pieces unchanged."""
     if found[1] == "cases" and "&" in found[2]:
@@ -293,7 +323,8 @@ def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
         elif found := UNITS.get(name) or UNITS.get(name.lower()) or UNITS.get(name.lower().removesuffix("s")):
             power = sign * squared * int(exponent or 1)
             size *= found[1] ** power
-            powers[found[0]] += power
+            kind, _, dimensions = found[0].partition(" ")
+            powers[kind] += power * int(dimensions or 1)
             squared = 1
         elif name in ("squared", "cubed") and len(powers) == 1:
             [kind] = powers

@@ -64,7 +64,7 @@ SET = re.compile(
 )
 WORDS = re.compile(r"(?<![\\A-Za-z{])(?:[A-Za-z]{4,}|[A-Za-z]{2,} +[A-Za-z]{2,}|[A-Za-z]{3,} (?=\d))")
 MATRIX = re.compile(
-    r"^\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}$", re.DOTALL
+    r"^\\begin\{([pbB]?matrix|smallmatrix|array|cases)\}(?:\{[lcr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}$", re.DOTALL
 )
 TRANSPOSED = re.compile(r"\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$")
 
@@ -179,7 +179,7 @@ def _single(text: str, times: bool) -> Value:
         return replace(value, key=_key(text), brackets=turned[value.brackets])
     if found := MATRIX.match(text):
         cells = [row.split("&") for row in found[2].split("\\\\") if row.strip()]
-        return _matrix(text, [[_single(cell.strip(), times) for cell in row] for row in cells])
+        return _matrix(text, [[_single(bare(cell), times) for cell in row] for row in cells])
     opened = text.removeprefix("\\")
     if (opened[:1] in ("(", "[") or text.startswith("\\{")) and encloses(opened):
         brackets, inner = opened[0] + opened[-1], opened[1:-1].removesuffix("\\").strip()

@@ -12,9 +12,10 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 from math_verify.grader import is_relation, sympy_expr_eq, unwrap_fcs
 from sympy import Add, Basic, Expr, Integer, Mul, Pow, Rational, Symbol, oo
+from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
 
 from grpocli.rewards.final_answer import answer_expression, choice, chosen_letter, reference_expression
-from grpocli.rewards.math_text import plain_number, rounded_equal
+from grpocli.rewards.math_text import Quantity, plain_number, rounded_equal
 from grpocli.rewards.math_value import DIGITS, TIME, WORDS, Value, is_number, number, parsed, read
 
 LONGEST_ANSWER = 2000
@@ -96,7 +97,9 @@ def _equal(a: Value, b: Value, strict: bool) -> bool:
         named = not a.sides or _names(a)
         return named and any(_equal(one, other, strict) for one in a.answers for other in b.answers)
     if (_is_set(a) or _is_set(b)) and (ours := _set(a)) is not None and (theirs := _set(b)) is not None:
-        return bool(sympy_expr_eq(ours, theirs, 6, 15))
+        if strict and a.members and not b.members and theirs.is_finite_set:  # {1} \cup {2}
+            return False
+        return ours.is_finite_set == theirs.is_finite_set and bool(sympy_expr_eq(ours, theirs, 6, 15))
     if a.members or b.members:
         return _members_equal(a, b, strict)
     return _expressions_equal(a, b, strict)
@@ -106,7 +109,7 @@ def _chains_equal(a: Value, b: Value, strict: bool) -> bool:
     """Whether two equations, or chains of them, are equal: the same name and value, or the same equation."""
     ours, theirs = a.sides[0], b.sides[0]
     named = ours.is_number or theirs.is_number or WORDS.search(theirs.key) or WORDS.search(ours.key)
-    if named or _equal(ours, theirs, strict=False):
+    if named or {ours.key, theirs.key} == {"y", "f(x)"} or _equal(ours, theirs, strict=False):
         return any(_equal(one, other, strict) for one in a.answers for other in b.answers)
     ends = [a.sides[0], a.sides[-1], b.sides[0], b.sides[-1]]
     if any(not isinstance(one.expression, Expr) for one in ends):
@@ -120,7 +123,8 @@ def _names(chain: Value) -> bool:
     name, value = chain.sides[0], chain.sides[-1]
     if name.is_number or not isinstance(name.expression, Basic):
         return value.is_number or not name.is_number
-    return not isinstance(name.expression, Add) and name.expression.atoms(sympy.Number) <= {Integer(-1)}
+    calls = dict.fromkeys(name.expression.atoms(AppliedUndef, sympy.Derivative), Symbol("y"))
+    return not isinstance(name.expression, Add) and name.expression.xreplace(calls).atoms(sympy.Number) <= {Integer(-1)}
 
 
 def _consistent(chain: Value) -> bool:
@@ -152,13 +156,15 @@ def _set(value: Value) -> Any:
     """The set of an interval, of a relation with one unknown, or of a list of these; None for anything else."""
     if not value.members:
         if isinstance(value.expression, sympy.Set):
-            return value.expression
+            return value.expression.doit()
         if is_relation(value.expression) and len(value.expression.free_symbols) == 1:
             return unwrap_fcs(value.expression).as_set()
         return None
     ends = [one.expression for one in value.members]
     if value.brackets and value.brackets[0] in "([" and len(ends) == 2 and all(map(is_number, ends)):
         return sympy.Interval(*ends, left_open=value.brackets[0] == "(", right_open=value.brackets[1] == ")")
+    if value.brackets == "{}" and all(isinstance(end, Expr) for end in ends):
+        return sympy.FiniteSet(*ends)
     sets = [_set(one) for one in value.members]
     if value.brackets or None in sets or len({one for end in ends for one in getattr(end, "free_symbols", ())}) > 1:
         return None
@@ -175,7 +181,7 @@ def _members_equal(a: Value, b: Value, strict: bool) -> bool:
     if strict and b.expression is not None and not _calls(b) <= _calls(a):
         return False
     kinds = {a.brackets, b.brackets} - {""}
-    vector = kinds & {"column", "row"} and kinds & {"()", "[]"}
+    vector = kinds & {"column", "row", "rows"} and kinds & {"()", "[]"}
     if (len(kinds) > 1 and not vector) or not (a.members and b.members):
         return False
     ours, theirs = list(a.members), list(b.members)
@@ -210,10 +216,17 @@ def _expressions_equal(a: Value, b: Value, strict: bool) -> bool:
         ours, theirs, decimal = a.expression, b.expression, a.decimal or b.decimal
         if x.unit and y.unit and x.unit != y.unit:
             ours *= Rational(x.unit[0] / y.unit[0])
-        if _numbers_equal(ours, theirs, decimal) or x.percent == y.percent:
+        if _numbers_equal(ours, theirs, decimal) or _scale(x) == _scale(y):
             return _numbers_equal(ours, theirs, decimal)
-        return _numbers_equal(ours / (100 if x.percent else 1), theirs / (100 if y.percent else 1), decimal)
+        return _numbers_equal(ours * _scale(x), theirs * _scale(y), decimal)
     return bool(sympy_expr_eq(a.expression, b.expression, 6, 15))
+
+
+def _scale(quantity: Quantity) -> Any:
+    """The value of a percent sign, or of a sign of degrees in radians."""
+    if quantity.percent:
+        return Rational(1, 100)
+    return sympy.pi / 180 if quantity.unit and quantity.unit[1] == (("degree", 1),) else 1
 
 
 def _numbers_equal(a: Any, b: Any, decimal: bool) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,28 @@ from grpocli.rewards.final_answer import LONGEST, answer_expression, chosen_lett
 PAIRS: list[dict[str, Any]] = [
     json.loads(line) for line in (Path(__file__).parent / "answer_pairs.jsonl").read_text("utf-8").splitlines()
 ]
+FAMILIES = sorted({pair["family"] for pair in PAIRS})
 
 
-@pytest.mark.parametrize(
-    "pair", table(PAIRS, fast=60), ids=lambda pair: f"{pair['reference']} and {pair['completion']}"[:60]
-)
-def test_every_pair_of_the_list_is_decided_correctly(pair: dict[str, Any]) -> None:
-    assert math_worker.equal(pair["reference"], pair["completion"]) == float(pair["equal"])
+@pytest.mark.parametrize("family", table(FAMILIES, fast=4))
+def test_every_pair_of_the_list_is_decided_correctly(family: str) -> None:
+    pairs = [pair for pair in PAIRS if pair["family"] == family]
+    wrong = [p for p in pairs if math_worker.equal(p["reference"], p["completion"]) != float(p["equal"])]
+    assert not wrong, "\n".join(map(str, wrong))
+    assert {pair["equal"] for pair in pairs} == {True, False}
 
 
-def test_the_list_has_equal_and_unequal_pairs_in_every_family() -> None:
-    found = Counter((pair["family"], pair["equal"]) for pair in PAIRS)
-    assert len({(pair["reference"], pair["completion"]) for pair in PAIRS}) == len(PAIRS) >= 200
-    assert {family for family, equal in found if equal} == {family for family, equal in found if not equal}
+def test_every_pair_of_the_list_is_there_once() -> None:
+    assert len({(pair["reference"], pair["completion"]) for pair in PAIRS}) == len(PAIRS) >= 1500
 
 
-@pytest.mark.parametrize("reference", table(sorted({pair["reference"] for pair in PAIRS}), fast=20))
-def test_every_reference_equals_itself(reference: str) -> None:
-    assert math_worker.equal(reference, reference) == 1.0
-    boxed = reference_expression(reference).strip("$")
-    assert math_worker.equal(reference, f"<think>12345</think> \\boxed{{{boxed}}}") == 1.0
+@pytest.mark.slow
+def test_every_reference_equals_itself() -> None:
+    wrong = []
+    for reference in {pair["reference"] for pair in PAIRS}:
+        boxed = f"<think>12345</think> \\boxed{{{reference_expression(reference).strip('$')}}}"
+        wrong += [text for text in (reference, boxed) if math_worker.equal(reference, text) != 1.0]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_unevaluated_answers_count_without_require_evaluated() -> None:
