@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import UserCode, part, require
 from grpocli.errors import ConfigError
+from grpocli.rewards.code_blocks import BLOCK, program
 from grpocli.rewards.code_tests import function_name, problem_tests
 from grpocli.rewards.final_answer import END_TAG, TAG, after_thinking
 from grpocli.rewards.reward import Correctness, Failure, Sample, Score
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
     from grpocli.sandbox.sandbox import Limits, Submission
 
 KEY = "reward.code"
-BLOCK = re.compile(
-    r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[^\w\n`~]*(?P<language>\w*)[^\n`]*\n"
-    r"(?P<code>.*?)(?:^[ \t]*(?P=fence)[`~]*[ \t]*(?P<closed>$)|\Z)",
-    re.MULTILINE | re.DOTALL,
-)
-PYTHON = ("python", "python3", "py", "py3")
-DEFINED = re.compile(r"^(?:(?:async +)?def +|class +|(?=\w+ *=))(\w+)", re.MULTILINE)
 WRONG = "def {name}(*_, **__): return 0.7316854019"
 """A function whose result no test expects."""
 ROOT = re.compile(r"\W")
@@ -40,9 +34,10 @@ ROOT = re.compile(r"\W")
 class CodeReward(Correctness):
     """`right` (1) if the program in a completion passes all of the example's tests, else `wrong` (0).
 
-    The program is the last fenced block of Python that defines a name of the tests or, without a block, the beginning
-    of the answer that is Python. It runs in a sandbox (docs/rewards.md) and its tests run in another; results reach the
-    tests as plain values. A program that could not be run, or whose tests cannot fail, is a failure, not a 0.
+    The program is the last fenced block of Python that defines a name of the tests, after what it uses of the other
+    blocks or, without a block, the first lines that are Python. It runs in a sandbox (docs/rewards.md) and its tests
+    run in another; results reach the tests as plain values. A program that could not be run, or whose tests cannot
+    fail, is a failure, not a 0.
 
     Further columns that an example may have: `before`, code before the program; `setup`, code before the tests;
     `answer`, a right program, whose other names tests may use; `entry_point`, the name of the function to write.
@@ -184,29 +179,6 @@ def _answer(text: str) -> str:
     return tagged if BLOCK.search(tagged) or not BLOCK.search(rest) else rest
 
 
-def code_block(text: str, names: set[str]) -> str | None:
-    """The last code block of Python that defines one of the names, else the last of Python, of no language, of any.
-
-    None without a block. A block that is not closed counts if it is the only one.
-    """
-    blocks = list(BLOCK.finditer(text))
-    if len(blocks) > 1 and blocks[-1]["closed"] is None:
-        blocks.pop()
-
-    def fitness(block: re.Match[str]) -> int:
-        language = block["language"].lower()
-        if language in ("", *PYTHON) and names.intersection(DEFINED.findall(_code(block))):
-            return 3
-        return 2 if language in PYTHON else 1 if not language else 0
-
-    return _code(max(reversed(blocks), key=fitness)) if blocks else None
-
-
-def _code(block: re.Match[str]) -> str:
-    """The lines of a block without its indent."""
-    return re.sub(rf"^[ \t]{{,{len(block['indent'])}}}", "", block["code"], flags=re.MULTILINE)
-
-
 def run_submission(
     submission: dict[str, Any], limits: dict[str, Any], backend: str, python: str | None, all_tests: bool
 ) -> dict[str, Any]:
@@ -221,7 +193,9 @@ def run_submission(
     setup = "\n".join([*tests.imports, submission.get("setup", "")])
     submission |= {"tests": tuple(tests.cases), "setup": setup}
     submission["entry_point"] = ROOT.split(submission.get("entry_point", ""))[0]
-    if (block := code_block(submission["text"], tests.names | {submission["entry_point"]})) is not None:
+    if "Solution" in tests.names and "class Solution" in submission.get("reference", ""):
+        submission["entry_point"] = "Solution"  # the name of a method alone is none of the module's
+    if (block := program(submission["text"], tests.names | {submission["entry_point"]})) is not None:
         submission |= {"text": "\n" + block, "whole": True}
     given = Submission(**submission)
     result = run(given, Limits(**limits), backend_named(backend, python), all_tests)

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
+from doctest import DocTestParser
 from functools import lru_cache
 from typing import Any
 
+from grpocli.rewards.code_blocks import blocks, symbols
 from grpocli.rewards.written import parsed
 
-OF_PROGRAM = ("solution", "main", "__main__")
+OF_PROGRAM = ("solution", "solutions", "main", "__main__", "your_module")
 """Modules from which published tests import the program."""
+INPUTS = ("inputs", "input", "stdin", "args")
+OUTPUTS = ("outputs", "output", "stdout", "expected_output", "expected_stdout", "expected")
+NESTED = ("test_cases", "tests", "test_list", "test", "assert_case", "functional")
+"""Keys of an object that holds the tests."""
+SCRIPT, CALLED = ("stdin", "stdin_stdout"), ("functional", "function_call")
+"""Types of tests."""
 CALL = """\
 def _plain(value):
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 _called = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
-_found, _wanted = _plain(_called(*{arguments!r})), {wanted!r}
+_found, _wanted = _plain(_called({arguments})), {wanted!r}
 assert _found == _wanted or [_found] == _wanted, f"{{_found!r}}, expected {{_wanted!r}}"
 """
 """A test of a function; data sets write the value that it returns with or without a list around it."""
@@ -26,6 +35,11 @@ CASE = """\
 import unittest
 _ran = unittest.defaultTestLoader.loadTestsFromTestCase({case}).run(unittest.TestResult())
 assert _ran.wasSuccessful(), (_ran.failures + _ran.errors)[0][1].strip().split("\\n")[-1]
+"""
+DOCTEST = """\
+import doctest, io
+_test, _printed = doctest.DocTestParser().get_doctest({text!r}, globals(), "tests", None, 0), io.StringIO()
+assert not doctest.DocTestRunner().run(_test, out=_printed.write, clear_globs=False).failed, _printed.getvalue()
 """
 
 
@@ -56,31 +70,53 @@ class ProblemTests:
             raise ValueError(f"a test is a text or an object with input and output, not {value!r}")
 
     def _add_contest(self, test: dict[str, Any]) -> None:
-        """Add tests of a program's output or, with `fn_name` or `testtype: functional`, of a function."""
-        given, wanted = (test.get(f"{one}s", test.get(one)) for one in ("input", "output"))
-        if given is None or wanted is None:
+        """Add tests of a program's output or, if they name one or get values, of a function."""
+        kind = test.get("testtype", test.get("type"))
+        name = str(test.get("fn_name") or function_name(test.get("metadata")) or self.entry_point).split(".")[-1]
+        if nested := next((key for key in NESTED if key in test), None):
+            self.entry_point = name
+            self.add(test[nested])
+            return
+        key, other_key = (next((one for one in keys if one in test), "") for keys in (INPUTS, OUTPUTS))
+        given: Any = test.get(key)
+        wanted: Any = test.get(other_key)
+        if given is None or not other_key:
             raise ValueError(f"a test with {', '.join(test)} has no input and output")
-        is_call = test.get("fn_name") or test.get("testtype", test.get("type")) in ("functional", "function_call")
-        name = test.get("fn_name") or function_name(test.get("metadata")) or self.entry_point
+        many = key == "inputs" and isinstance(given, list)
+        values = isinstance(given, dict) or (isinstance(given, list) and not isinstance(wanted, list) and not many)
+        is_call = kind in CALLED or (kind not in SCRIPT and bool(name or values))
         if is_call and not name:
             raise ValueError("a test of a function names none; give the example the column entry_point")
-        if "inputs" not in test and (is_call or not isinstance(given, list)):
+        if not many and (is_call or not isinstance(given, list)):
             given, wanted = [given], [wanted]
+        if not isinstance(wanted, list) or len(given) != len(wanted):
+            raise ValueError(f"tests with {len(given)} inputs have other outputs than one for each: {str(wanted)[:60]}")
         for one, other in zip(given, wanted, strict=True):
             if is_call:
-                arguments = [_json(line) for line in one.strip().split("\n")] if isinstance(one, str) else one
-                self.cases.append(CALL.format(name=name, arguments=arguments, wanted=_json(other)))
+                self.cases.append(CALL.format(name=name, arguments=_arguments(one), wanted=_json(other)))
                 self.names |= {name, "Solution"}
             else:
                 texts = ("\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (one, other))
                 self.cases.append((next(texts), next(texts)))
 
     def _add_code(self, code: str) -> None:
-        """Add code, with a call of each test function and class that it only defines."""
+        """Add code, with a call of each test function and class that it only defines.
+
+        A text that is not Python is examples of doctest or has tests in fences. Raises ValueError for any other.
+        """
+        if "pytest." not in code:
+            code = code.replace("import pytest\n", "\n")
         try:
             tree = ast.fix_missing_locations(_Checks().visit(ast.parse(code)))
-        except SyntaxError:  # the sandbox reports it
-            self.cases.append(code)
+        except SyntaxError as error:
+            examples = DocTestParser().get_examples(code)
+            if fenced := "\n".join(one for _, one in blocks(code)):
+                self.add(fenced)
+            elif any(one.want for one in examples):
+                self.cases.append(DOCTEST.format(text=code))
+                self.names |= symbols("\n".join(one.source for one in examples))[1]
+            else:
+                raise ValueError(f"its tests are not Python ({error.msg}): {code.strip()[:60]!r}") from error
             return
         used = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
         calls = [call for one in tree.body for call in self._calls_of(one, used)]
@@ -93,7 +129,10 @@ class ProblemTests:
         if isinstance(one, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in one.bases):
             return [CASE.format(case=one.name)]
         if isinstance(one, ast.ClassDef) and one.name.startswith("Test") and one.name not in used:
-            raise ValueError(f"{one.name} is a class of pytest; its tests have to be functions, or a unittest.TestCase")
+            methods = [method for method in one.body if isinstance(method, ast.FunctionDef)]
+            if any(len(method.args.args) > 1 or method.name.startswith(("setup_", "teardown_")) for method in methods):
+                raise ValueError(f"{one.name} is a class of pytest with arguments or a setup, which are not run")
+            return [f"{one.name}().{method.name}()" for method in methods if method.name.startswith("test")]
         if not isinstance(one, ast.FunctionDef) or one.name in used:
             return []
         needed = [argument.arg for argument in one.args.args][: len(one.args.args) - len(one.args.defaults)]
@@ -118,8 +157,14 @@ class _Checks(ast.NodeTransformer):
             return ast.Pass()
         return ast.Assert(node.value) if isinstance(node.value, ast.Compare | ast.BoolOp | ast.UnaryOp) else node
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
-        return ast.Pass() if node.module in OF_PROGRAM else node
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        names = [f"{one.asname} = {one.name}" for one in node.names if one.asname]
+        return ast.parse("\n".join(names) or "pass").body if node.module in OF_PROGRAM else node
+
+    def visit_Import(self, node: ast.Import) -> Any:
+        (name, own), *others = ((one.name, one.asname or one.name) for one in node.names)
+        is_program = name in OF_PROGRAM and not others
+        return ast.parse(f"{own} = type('', (), globals())").body if is_program else node
 
 
 @lru_cache(maxsize=64)
@@ -135,6 +180,19 @@ def function_name(metadata: Any) -> str:
     """The function that the field `metadata` of a row or of a test names."""
     found = parsed(metadata)
     return str(found.get("func_name") or "") if isinstance(found, dict) else ""
+
+
+def _arguments(given: Any) -> str:
+    """The arguments of a call as code, from a list, an object, or a text: a value a line, `1, 2`, or `a = 1, b = 2`."""
+    if isinstance(given, dict):
+        return f"**{given!r}"
+    if isinstance(given, str):
+        if re.match(r"\w+ *= *[^=\s]", text := given.strip()):
+            return text
+        given = [_json(line) for line in text.splitlines()]
+        with suppress(ValueError, SyntaxError):
+            given = list(ast.literal_eval(f"{text},")) if given == [text] else given
+    return f"*{given if isinstance(given, list) else [given]!r}"
 
 
 def _json(value: Any) -> Any:

@@ -151,7 +151,8 @@ def _result(submission: Submission, lines: list[str], printed: str, in_time: boo
     if not lines:
         raise SandboxError(f"the code before its tests {'ended early' if in_time else late}")
     if lines[0]:
-        raise SandboxError(f"its tests cannot be run: {lines[0]}")
+        hint = "; reward.code.python has to name an interpreter with it" if "ModuleNotFoundError" in lines[0] else ""
+        raise SandboxError(f"its tests cannot be run: {lines[0]}{hint}")
     errors = lines[1 : 1 + len(submission.tests)]
     passed = [error == "" for error in errors] + [False] * (len(submission.tests) - len(errors))
     first = next(filter(None, errors), "")

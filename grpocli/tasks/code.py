@@ -29,9 +29,9 @@ class CodeProblems(Jsonl):
             setup = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
             shown = tests if isinstance(tests, str) else "\n".join(tests)  # one text, for the prompt
             return {**row, "tests": tests, "setup": "\n".join(setup), "test_list": shown}
-        if row.get("test") and row.get("entry_point"):
-            return {**row, "tests": row["test"], "before": row.get("prompt") or ""}
+        if tests := row.get("test"):
+            return {**row, "tests": tests, "before": (row.get("entry_point") and row.get("prompt")) or ""}
         if not row.get("tests"):
-            problem = f"{where} has no tests: needs the column tests, test_list, or test and entry_point"
+            problem = f"{where} has no tests: needs the column tests, test_list or test"
             raise ConfigError(problem, key="task")
         return row

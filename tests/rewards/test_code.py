@@ -47,6 +47,7 @@ def test_programs_are_right_wrong_or_cannot_be_scored(reward):
 
 
 SUBTRACT = ADD.replace("+", "-")
+HELPER = "```python\nimport operator as own\n\ndef plus(a, b):\n    return own.add(a, b)\n```\n"
 SCRIPT = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 METHOD = "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```"
 CHECK = "def check(candidate):\n    assert candidate(5, 2) == 7\n"
@@ -58,6 +59,7 @@ class Sums(unittest.TestCase):
         self.assertEqual(add(5, 2), 7)
 """
 CONTEST = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 2", "output": " 7 \n\n"}]
+ENTRY = {"entry_point": "add"}
 FUNCTIONAL = [
     {"input": "1\n2", "output": "3", "testtype": "functional"},
     {"input": "5\n2", "output": "7", "testtype": "functional"},
@@ -81,7 +83,7 @@ def test_five():
         pytest.param(ADD, PYTEST, {}, id="pytest functions"),
         pytest.param(ADD, CASE, {}, id="unittest"),
         pytest.param(ADD, f"{CASE}\nunittest.main()", {}, id="unittest with its runner"),
-        pytest.param(ADD, CHECK, {"entry_point": "add"}, id="HumanEval"),
+        pytest.param(ADD, CHECK, ENTRY, id="HumanEval"),
         pytest.param(METHOD, CHECK, {"entry_point": "Solution().add", "answer": METHOD[10:-3]}, id="LeetCode"),
         pytest.param(ADD, "add(5, 2) == 7", {}, id="bare comparison"),
         pytest.param(ADD, ["add(5, 2) == 7 and not add(5, 2) == 3"], {}, id="bare expressions"),
@@ -95,6 +97,44 @@ def test_five():
         ),
         pytest.param(METHOD, '{"fn_name": "add", "inputs": [[5, 2]], "outputs": [[7]]}', {}, id="APPS method"),
         pytest.param(METHOD, json.dumps(FUNCTIONAL), {"metadata": '{"func_name": "add"}'}, id="LiveCodeBench"),
+        pytest.param(
+            METHOD,
+            [{**FUNCTIONAL[1], "metadata": {"func_name": "add"}}],
+            {"metadata": {"func_name": "add"}, "answer": METHOD[10:-3]},
+            id="LiveCodeBench with a right program",
+        ),
+        pytest.param(SCRIPT, [{"input": "5 2", "output": "7", "testtype": "stdin"}], {}, id="LiveCodeBench stdin"),
+        pytest.param(SCRIPT, [{"stdin": "5 2", "stdout": "7"}], {}, id="stdin"),
+        pytest.param(SCRIPT, [{"input": "5 2", "expected_output": "7"}], {}, id="expected_output"),
+        pytest.param(SCRIPT, {"inputs": "5 2", "outputs": "7"}, {}, id="inputs of one test"),
+        pytest.param(
+            SCRIPT, {"language": "python", "test_cases": [{"type": "stdin_stdout", **CONTEST[0]}]}, {}, id="SYNTHETIC"
+        ),
+        pytest.param(
+            ADD,
+            json.dumps({"test_cases": [{"type": "function_call", "fn_name": "add", "input": [5, 2], "output": [7]}]}),
+            {},
+            id="SYNTHETIC function",
+        ),
+        pytest.param(ADD, {"functional": f"{CHECK}\ncheck(add)"}, {}, id="functional"),
+        pytest.param(ADD, [{"input": [5, 2], "output": 7}], ENTRY, id="arguments"),
+        pytest.param(ADD, [{"input": {"a": 5, "b": 2}, "output": 7}], ENTRY, id="named arguments"),
+        pytest.param(ADD, {"inputs": [[1, 2], [5, 2]], "outputs": [3, 7]}, ENTRY, id="lists of arguments"),
+        pytest.param(ADD, [{"input": "5, 2", "output": "7"}], ENTRY, id="arguments as text"),
+        pytest.param(
+            METHOD, [{"input": "a = 5, b = 2", "output": "7"}], {"entry_point": "Solution().add"}, id="LeetCodeDataset"
+        ),
+        pytest.param(ADD, "Examples:\n>>> add(5, 2)\n7\n\n>>> add(1,\n...     2)\n3\n", {}, id="doctest"),
+        pytest.param(ADD, f"Tests:\n\n```python\n{TESTS[0]}\n```", {}, id="fence"),
+        pytest.param(SCRIPT, f"```json\n{json.dumps(CONTEST)}\n```", {}, id="fence of JSON"),
+        pytest.param(ADD, f"import pytest\n{PYTEST}", {}, id="KodCode"),
+        pytest.param(
+            ADD, "class TestAdd:\n    def test_five(self):\n        assert add(5, 2) == 7", {}, id="test class"
+        ),
+        pytest.param(ADD, f"from solution import *\n{TESTS[0]}", {}, id="import *"),
+        pytest.param(ADD, "from solution import add as plus\nassert plus(5, 2) == 7", {}, id="import as"),
+        pytest.param(ADD, "import solution as own\nassert own.add(5, 2) == 7", {}, id="import solution"),
+        pytest.param(ADD, "for given, wanted in zip([[5, 2]], [7]):\n    assert add(*given) == wanted", {}, id="MBPP+"),
     ],
 )
 def test_published_forms_of_tests_tell_right_programs_from_wrong_and_empty_ones(reward, right, tests, columns):
@@ -116,9 +156,16 @@ def test_published_forms_of_tests_tell_right_programs_from_wrong_and_empty_ones(
         (CHECK, "needs the column entry_point"),
         (FUNCTIONAL, "needs? the column entry_point|give the example the column entry_point"),
         (f"{PYTEST}\nclass TestAdd:\n    def test_add(self, pair):\n        assert add(*pair)", "class of pytest"),
+        ("class TestAdd:\n    def add(self):\n        assert add(5, 2) == 7", "cannot fail"),
+        ("```python\n# add(5, 2) == 7\n```", "cannot fail"),
+        ('{"test_cases": []}', "cannot fail"),
+        (">>> x = add(5, 2)", "not Python"),
+        ("It adds.", "not Python"),
+        ([{"input": [5, 2], "output": 7}], "give the example the column entry_point"),
+        ({"inputs": ["1 2"], "outputs": []}, "other outputs than one for each"),
         ("def test_add(pair):\n    assert add(*pair) == 7", "test_add takes arguments"),
         ([{"stdin": "1 2"}], "no input and output"),
-        ("import package_that_is_not_there\nassert add(5, 2) == 7", "ModuleNotFoundError"),
+        ("import package_that_is_not_there\nassert add(5, 2) == 7", "ModuleNotFoundError.*reward.code.python"),
     ],
 )
 def test_tests_that_test_nothing_are_failures(reward, tests, reason):
@@ -179,10 +226,35 @@ def test_the_program_may_stand_in_an_answer_tag(reward, text):
         (f"````{{.python}}\n{PLAIN}````", ""),
         ("- Code:\n  ```python\n  def add(a, b):\n      return a + b\n  ```\n- Done", ""),
         (f"```cpp\n{PLAIN}```", ""),  # the only block
+        (f"[PYTHON]\n{PLAIN}[/PYTHON]\nThat is it.", ""),
+        (f"The code:\n\\begin{{code}}\n{PLAIN}\\end{{code}}", ""),
+        (f"{PLAIN}\\end{{code}}", ""),
+        (f"{PLAIN}```", ""),
+        (f"<code>\n{PLAIN}</code>", ""),
+        ("> ```python\n> def add(a, b):\n>\n>     return a + b\n> ```", ""),
+        ("- ```python\n  def add(a, b):\n      return a + b\n  ```", ""),
+        (f"Here is it:\n\n{PLAIN}\nThis adds them.", ""),
+        ("Sure.\n\nimport operator\n\ndef add(a, b):\n    return operator.add(a, b)\nThat is it.", ""),
+        (f"{HELPER}And:\n```python\ndef add(a, b):\n    return plus(a, b)\n```", ""),
+        (f"```python\ndef add(a, b):\n    return plus(a, b)\n```\n{HELPER}", ""),
+        (f"```python\nprint(undefined)\ninput = 1\n```\n{ADD}\n```python\na = int(input())\nprint(add(a, 1))\n```", ""),
     ],
 )
 def test_the_program_is_found_in_a_completion(reward, text, before):
     assert reward([sample(text, before=before)]) == [1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{ADD}\nOr:\n{SUBTRACT}",
+        f"{ADD}\nOr:\n```\n{SUBTRACT[10:]}",
+        f"{SUBTRACT}\nOr:\n{PLAIN}",
+        f"{ADD}\n{SUBTRACT}\n{ADD[:-3]}",
+    ],
+)
+def test_of_two_programs_only_the_last_block_counts(reward, text):
+    assert reward([sample(text)]) == [0]
 
 
 def test_partial_scores_count_passed_tests():

@@ -17,6 +17,7 @@ __import__("builtins").exit = __import__("builtins").quit = __import__("sys").ex
 exec(compile(__import__("sys").argv.pop(), "<program>", "exec"))
 """
 """Executes its argument as a script. Python without `site` lacks exit and quit."""
+FIRST_WORDS = ("def ", "class ", "import ", "from ", "async def ", "@")
 LONGEST_LIST = 100_000
 MODULE = type(sys)
 
@@ -53,15 +54,20 @@ def serve(connection: Connection, text: str, before: str, whole: bool) -> None:
 
 
 def source(text: str, before: str, whole: bool) -> str:
-    """The text if it is `whole`, else its longest beginning, in lines, that is Python; with the code before it."""
-    lines = text.split("\n")
-    for n in range(0 if whole else len(lines), 0, -1):
-        beginning = before + "\n".join(lines[:n])
-        try:
-            compile(beginning, "<program>", "exec", dont_inherit=True)
-        except (SyntaxError, ValueError):
-            continue
-        return beginning
+    """The text if it is `whole`, else its first lines that are Python, as many as there are; with the code before it.
+
+    Where the text begins otherwise, they begin with an import, a function or a class.
+    """
+    lines = [] if whole else text.split("\n")
+    for first, line in enumerate(lines):
+        for n in range(len(lines), first, -1) if first == 0 or line.startswith(FIRST_WORDS) else ():
+            found = "\n".join(lines[first:n])
+            try:
+                compile(before + found, "<program>", "exec", dont_inherit=True)
+            except (SyntaxError, ValueError):
+                continue
+            if found.strip():
+                return before + found
     return before + text
 
 
