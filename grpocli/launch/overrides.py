@@ -52,7 +52,7 @@ INFINITE = re.compile(r"^(\+*algorithm\.[\w.]+=-?)\.inf$")
 
 def from_command_line(overrides: Sequence[str], config_name: str = "train") -> list[str]:
     """`rewritten` for a command line, in which escapes stand for line breaks and tabs."""
-    return rewritten([_unescaped(_quoted(override)) for override in overrides], config_name)
+    return rewritten([_unescaped(_quote(override)) for override in overrides], config_name)
 
 
 ODD = re.compile(r"[^\w\s/\\+.$%*@?|:=,\[\]{}()'\"-]", re.ASCII)
@@ -61,7 +61,7 @@ TEXT = re.compile(r"[^\s,\[\]{}()'\"]([^,\[\]{}()'\"]*[^\s,\[\]{}()'\"])?")
 """A text without quotes, in a list or alone."""
 
 
-def _quoted(override: str) -> str:
+def _quote(override: str) -> str:
     """The override with quotes around texts such as /home/josé; unchanged if Hydra reads it without them.
 
     A value whose folder exists is one path, whatever Hydra would read in its commas and brackets; a comma after the

@@ -334,10 +334,10 @@ def _by_teacher(curves: Curves) -> tuple[str, str, str] | None:
         return None
     if len(values) < FEW_STEPS:
         return "unclear", "unclear", f"{len(values)} steps are too few to judge the KL to the teacher."
-    return _moved("KL to the teacher", *_change(values), lower_is_better=True)
+    return _change_verdict("KL to the teacher", *_change(values), lower_is_better=True)
 
 
-def _moved(what: str, level: str, numbers: str, lower_is_better: bool = False) -> tuple[str, str, str]:
+def _change_verdict(what: str, level: str, numbers: str, lower_is_better: bool = False) -> tuple[str, str, str]:
     """The level, word and text of a verdict for `_change` of what its first word names."""
     if level == "unclear":
         return level, "unclear", f"No clear change: the {what} went {numbers}."
@@ -355,10 +355,10 @@ def _by_answers(curves: Curves) -> tuple[str, str, str] | None:
         (first, before), (last, after) = held_out[0], held_out[-1]
         level = "unclear" if not paired.clear else "good" if paired.change > 0 else "bad"
         numbers = f"from {before:.3f} at step {first} to {after:.3f} at step {last}, {paired}"
-        return _moved("loss on held-out answers", level, numbers, lower_is_better=True)
+        return _change_verdict("loss on held-out answers", level, numbers, lower_is_better=True)
     if len(own) < FEW_STEPS:
         return "unclear", "unclear", f"{len(own)} steps are too few to judge the loss."
-    return _moved("loss on the answers it learns", *_change(own), lower_is_better=True)
+    return _change_verdict("loss on the answers it learns", *_change(own), lower_is_better=True)
 
 
 def _by_reward(curves: Curves) -> tuple[str, str, str]:
@@ -370,7 +370,9 @@ def _by_reward(curves: Curves) -> tuple[str, str, str]:
         since = f" since a resume changed {why}" if why else ""
         return "unclear", "unclear", f"{len(rewards)} steps{since} are too few to judge the reward."
     level, numbers = change
-    return _moved("reward", level, numbers + "; there are no held-out accuracies to compare" * (level == "good"))
+    return _change_verdict(
+        "reward", level, numbers + "; there are no held-out accuracies to compare" * (level == "good")
+    )
 
 
 def _reward_change(curves: Curves) -> tuple[str, str] | None:

@@ -43,7 +43,7 @@ def serve(connection: Connection, text: str, before: str, whole: bool) -> None:
     table = ObjectTable()
     operations = OPERATIONS | {
         "names": lambda: _execute(source(text, before, whole), space),
-        "printed": lambda given: _printed(source(text, before, whole), given),
+        "printed": lambda given: _output(source(text, before, whole), given),
     }
     while True:
         try:
@@ -71,7 +71,7 @@ def source(text: str, before: str, whole: bool) -> str:
     return before + text
 
 
-def _printed(code: str, given: str) -> str:
+def _output(code: str, given: str) -> str:
     """What the program prints as a script with this standard input. Raises RuntimeError if it fails."""
     import subprocess  # here, since other programs need not wait for it
 

@@ -177,11 +177,11 @@ def run(connection: Connection, reference: str, entry_point: str, setup: str, te
     if any(isinstance(test, str) for test in tests):  # else it only reads and prints
         problem = _problem(lambda: space.update(example.names(program.names())))
     for test in example.tests:
-        action = (_check_printed, program, *test) if isinstance(test, tuple) else (exec, test, space)
+        action = (_check_output, program, *test) if isinstance(test, tuple) else (exec, test, space)
         _write(out, problem or _problem(*action))
 
 
-def _check_printed(program: Program, given: str, wanted: str) -> None:
+def _check_output(program: Program, given: str, wanted: str) -> None:
     """Raise AssertionError unless the program prints the wanted lines; space around a line does not count."""
     printed = str(program.ask("printed", given))
     found, expected = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
