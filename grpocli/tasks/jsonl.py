@@ -246,6 +246,7 @@ def _held_out(task: Jsonl) -> tuple[Examples, Examples]:
             "has one example; give two, so that one is held out, or give task.eval_path",
             key="task.path",
             value=task.path,
+            hint="a .json is a list of objects, or an object a line",
         )
     columns = table.columns if task.processor else task.mapping.columns
     train, evaluate = hold_out(table.rows, columns, task.eval_size)

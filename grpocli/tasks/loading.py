@@ -135,6 +135,9 @@ def _check_headers(files: Sequence[DataFile], key: str) -> None:
             raise unreadable(key, file, error) from error
         if (name := repeated([name for name in names if name])) is not None:
             raise ConfigError(f"line 1 has two columns called {name!r}; rename or remove one", key=key, value=file)
+        if len(names) == 1 and (mark := re.search(r"[;\t|]", names[0])):
+            problem = f"line 1 has one column, {names[0]!r}; save it with commas instead of {mark[0]!r} between columns"
+            raise ConfigError(problem, key=key, value=file)
         if names and first and set(names) != first:
             differing = ", ".join(sorted(map(repr, set(names) ^ first))[:5])
             problem = f"its columns are not those of {files[0].name}: they differ in {differing}"

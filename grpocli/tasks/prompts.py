@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.environment import TOOLS_KEY
-from grpocli.environments.tools import name_of
+from grpocli.environments.tools import name_of, read_arguments
 from grpocli.errors import ConfigError
 from grpocli.rewards.written import parsed
 from grpocli.tasks.json_rows import encodable, short
@@ -65,6 +65,10 @@ def text_of(example: Example, where: str) -> Text:
 def _check_message(message: Any, where: str) -> None:
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     if role in ROLES and isinstance(content, str):
+        if role == "user" and not content.strip():
+            raise ConfigError(
+                f"{where} has an empty message of the user", key="task", hint="fill it in or remove the row"
+            )
         return
     if role in ROLES and isinstance(content, list) and (other := [one for one in content if not _is_text(one)]):
         problem = f"{where} has {short(other[0])} in a message, and prompts are text alone"
@@ -99,8 +103,8 @@ def _message(message: Message) -> Message:
     """The message with `role`, and with `content` as text if it is a list of parts that are all text."""
     # a table gives every message the keys of all messages, and chat templates would print a None
     message = {key: value for key, value in message.items() if value is not None}
-    if message.get("tool_calls"):
-        message = {"content": "", **message}
+    if isinstance(calls := message.get("tool_calls"), list) and calls:
+        message = {"content": "", **message, "tool_calls": list(map(_with_arguments, calls))}
     for ours, theirs in (("role", "from"), ("content", "value")):
         if ours not in message and theirs in message:
             message[ours] = message.pop(theirs)
@@ -110,6 +114,15 @@ def _message(message: Message) -> Message:
     if isinstance(parts, list) and all(map(_is_text, parts)):
         message["content"] = "".join(part["text"] for part in parts)
     return message
+
+
+def _with_arguments(call: Any) -> Any:
+    """The call with its arguments as an object, which templates print; servers write them as JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            return {**call, "function": {**function, "arguments": read_arguments(function["arguments"])}}
+    return call
 
 
 def settle_last_turn(messages: list[Message], last_turn: str | None, where: str) -> list[Message]:

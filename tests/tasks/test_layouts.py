@@ -105,6 +105,22 @@ def csv_of(tmp_path: Path, prompt: str) -> Jsonl:
     return Jsonl(path=str(path))
 
 
+@pytest.mark.parametrize("message", [{"role": "user", "content": " "}, {"role": "user", "content": []}])
+def test_an_empty_message_of_the_user_is_refused(message: Any) -> None:
+    with pytest.raises(ConfigError, match="row 1 ") as refused:
+        text_of({"prompt": [CHAT[0], message]}, "row 1")
+    assert refused.value.key == "task"
+
+
+def test_arguments_of_calls_are_objects_also_where_the_data_has_json() -> None:
+    def turn(arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    (read,) = text_of({"prompt": [turn('{"x": 1}')]}, "row 1")
+    assert read == {**turn({"x": 1}), "content": ""}
+
+
 NUMPY = str(CHAT).replace("}, {", "}\n {")
 
 

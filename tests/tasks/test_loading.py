@@ -176,6 +176,7 @@ def test_the_error_quotes_the_beginning_of_a_wrong_row(tmp_path: Path) -> None:
     ("header", "problem"),
     [
         ("q,a,a", "line 1 has two columns called 'a'; rename or remove one"),
+        ("q;a;b", "line 1 has one column, 'q;a;b'; save it with commas instead of ';' between columns"),
         ("q," + "a" * 200_000, "cannot be read: field"),
     ],
 )
