@@ -235,7 +235,7 @@ def last_expression(text: str) -> str:
 
     An expression is a formula in dollars or brackets, or a run of numbers, operators, commands and single letters.
     """
-    text = text.strip()[-LONGEST:]
+    text = text.strip()
     formulas = _last_formulas(text)
     if not formulas:
         return _last_run(text) if _is_prose(text) else text

@@ -62,9 +62,6 @@ FORMS = [
         r"\\left ?\\\{ ?\\begin\{array\}(?: ?\{[lcr|]*\})?(.*?)\\end\{array\} ?\\right ?\.": (
             r"\\begin{cases}\1\\end{cases}"
         ),
-        r"<=|=<": r"\\le ",
-        r">=": r"\\ge ",
-        r"!=": r"\\ne ",
         r"(?<=[\w)}\]])\s*\*\*\s*(?=[\w({\\-])": "^",
         r"\.\.\.": r"\\ldots ",
         r"(?<=\d)\s*x\s*(?=10\s*\^)": r"\\times ",
