@@ -77,6 +77,7 @@ UNICODE = str.maketrans(
         **{sign: "\\frac{}{} ".format(*normalize("NFKC", sign).split("⁄")) for sign in "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}, "⁄": "/",
         "∜": "\\sqrt[4] ", "−": "-", "–": "-", "∛": "\\sqrt[3] ", "°": "^\\circ ", "ℝ": "\\mathbb{R}",
         "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "：": ": ", "。": ".", "、": ",", "∨": " or ", "∧": " and ",
+        "Ω": "\\Omega ", "′": "'", "″": "''",
     }
 )  # fmt: skip
 

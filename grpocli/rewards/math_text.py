@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from grpocli.rewards.final_answer import MULTIPLIERS, NO_UNIT, NUMERALS
@@ -50,14 +51,23 @@ FORMS = [
         r"\\sqrt(?:\s*(\[\d+\]))?\s+(\d+(?:\.\d+)?|[A-Za-z])(?![\d.])": r"\\sqrt\1{\2}",
         r"\\[dtc]?frac\s+(\d)\s*(\d)": r"\\frac{\1}{\2}",
         r"\{([.,])\}(?=\d)": r"\1",
+        r"\\mu ?(?=[A-Za-z])": "micro",
+        r"([kM]?)\\Omega": r" \1ohm ",
         r"\\(?:hspace|vspace|tag|label)\*? ?\{[^{}]*\}": "",
         r"\\(max|min|gcd|lcm) ?\\\{([^{}]*)\\\}": r"\\\1(\2)",
         rf"(?:\{{\}} ?)?[_^]{COUNT} ?C_{COUNT}|(?<![A-Za-z])C_{COUNT}\^{COUNT}": r"\\binom{\1\3}{\2\4}",
         rf"(?:\{{\}} ?)?[_^]{COUNT} ?P_{COUNT}|(?<![A-Za-z])[AP]_{COUNT}\^{COUNT}": r"\\frac{\1\3!}{(\1\3-\2\4)!}",
         r"(?<=\d) ?\^ ?\{? ?o ?\}?(?![\w{}])": r"^\\circ ",
+        r"(?<=\d) ?\^ ?\{? ?\\circ ?\}? ?(\d+) ?'(?!')(?: ?(\d+) ?(?:''|\"))?": (
+            r" degrees, \1 arcminutes, 0\2 arcseconds"
+        ),
         r"(?<=\d) ?(?:''|\")": " inches ",
         r"(?<=\d) ?'": " feet ",
+        r"\((1|i)\) ?(?=.*\((?:2|ii)\))": "(a) ",
+        r"[,;]? ?\((2|ii)\) ?(?=\$?-?(?:\d|\\frac|\\sqrt))": " (b) ",
         r"(?:^|[,;]? )(?:\(([a-e])|(?<!\()([a-e]))\) ?(?=\$?-?(?:\d|\\frac|\\sqrt))": r", \1\2=",
+        r"(^|\\in|\\cup|=) ?\](?=[^\[\]()]+,[^\[\]()]+[\[\]])": r"\1(",
+        r"([(\[][^\[\]()]+,[^\[\]()]+)\[(?=$|\$| |\\)": r"\1)",
         r"(?<![A-Za-z])\\?cis ?(\([^()]*\)|\d+ ?\^ ?\{? ?\\circ ?\}?)": r"(\\cos(\1)+i\\sin(\1))",
         r"\\left ?\\\{ ?\\begin\{array\}(?: ?\{[lcr|]*\})?(.*?)\\end\{array\} ?\\right ?\.": (
             r"\\begin{cases}\1\\end{cases}"
@@ -73,7 +83,9 @@ FORMS = [
 PHRASES = [
     (re.compile(pattern, re.I), form)
     for pattern, form in {
-        r"^no (?:real |integer )?(?:solutions?|roots?)$|^(?:the )?empty set$|^无解$": r"\\emptyset",
+        r"^no (?:solutions?|roots?)$|^(?:the )?empty set$|^无解$": r"\\emptyset",
+        r"^infinite(?:ly many)?(?: (?:real )?(?:solutions|roots))?$": "infinitely many",
+        r"^no ([a-z]+ (?:solution|root))$": r"no \1s",
         r"^all real numbers$": r"\\mathbb{R}",
         r"^(?:an?|the) (?=[a-z]{3})(?!and\b)|^\([A-J]\) (?=\d|\\frac|\\sqrt)|^(?:option|choice) (?=\(?[A-J]\)?$)"
         r"|^\\(?:implies|Rightarrow|because|sim) |^(?:if|when) |^(?:f ?\(x\)|y) ?= ?(?=\\begin\{cases)": "",
@@ -109,8 +121,8 @@ SQUARED = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
 SHORT = "mm|cm|dm|km|kg|mg|kJ|kW|ft|yd|mi|lbs?|oz|hrs?|sec|min|mL|ml|mph|rad|sq|cu|[ap]\\.?m\\.?|[AP]M|m|g|s|h|L"
 WORD = r"[A-Za-z\u4e00-\u9fff]"
 FIRST = (
-    rf"(?:{WORD}{{3,}}\.?|[\u4e00-\u9fff]+|\\(?:unit [A-Za-z]+|Omega)|(?:{SHORT})\.?"
-    rf"|(?:(?<=[\d}}] )|(?<=[\d}}]))in|(?<= )[KNJWV])(?![A-Za-z]){SQUARED}"
+    rf"(?:{WORD}{{3,}}\.?|[\u4e00-\u9fff]+|\\unit [A-Za-z]+|(?:{SHORT})\.?"
+    rf"|(?:(?<=[\d}}] )|(?<=[\d}}]))in|(?<= )[kcmnM]?(?:[KNJWVA]|Pa|Hz|[msgL]))(?![A-Za-z]){SQUARED}"
 )
 UNIT = re.compile(
     rf"(?:(?<=[\d}})|])|(?<=\\pi)|(?<=[a-z])\s)\s*({FIRST}(?:\s*(?:/|\\cdot|\s)\s*{WORD}+\.?{SQUARED})*"
@@ -127,29 +139,37 @@ HEXADECIMAL = re.compile(r"[A-F]+\d[\dA-F]*")
 PLAIN = re.compile(r"^[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)$")
 PLAIN_FRACTION = re.compile(r"^([-+]?)(?:(\d+)\s*/\s*(\d+)|\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\})$")
 
-UNITS = {
-    name: (kind, Fraction(size))
-    for kind, units in {
-        "length": "mm millimeter 0.001; cm centimeter 0.01; dm 0.1; m meter metre 1; km kilometer kilometre 1000;"
-        "in inch inche 0.0254; ft foot feet 0.3048; yd yard 0.9144; mi mile 1609.344",
-        "mass": "mg milligram 0.001; g gram 1; kg kilogram 1000; oz ounce 28.349523125; lb pound 453.59237",
-        "time": "s sec second 1; min minute 60; h hr hour 3600; day 86400; week 604800",
-        "months": "month 1; year 12",
-        "length 2": "acre 4046.8564224; hectare 10000",
-        "length 3": "ml mL milliliter millilitre 0.000001; L liter litre 0.001;"
-        "quart 0.000946352946; gallon 0.003785411784",
-        "energy": "J joule 1; kJ kilojoule 1000",
-        "power": "W watt 1; kW kilowatt 1000",
-        "money": "cent 0.01; dollar $ USD US$ 1",
-        "rupee": "rupee Rs ₹ 1",
-        "euro": "euro € EUR 1",
-        **{one: f"{one} 1" for one in ("yuan", "am", "pm", "degree", "radian", "C", "F")},
-    }.items()
-    for unit in units.split(";")
-    for *names, size in [unit.split()]
-    for name in names
+METRIC = {
+    "m meter metre": "1", "g gram": "1", "s sec second": "1", "A ampere amp": "1", "K kelvin": "1", "mol mole": "1",
+    "N newton": "1000 g m/s^2", "J joule": "1 N m", "W watt": "1 J/s", "Wh": "3600 J", "Pa pascal": "1 N/m^2",
+    "Hz hertz": "1 /s", "V volt": "1 W/A", "ohm": "1 V/A", "L l liter litre": "0.001 m^3", "T tesla": "1 V s/m^2",
+    "coulomb": "1 A s", "farad": "1 A s/V", "henry": "1 V s/A", "eV": "1.602176634E-19 J",
+}  # fmt: skip
+"""Units that take prefixes, each with its size in other units; 1 alone for a base unit."""
+UNITS = METRIC | {
+    "in inch inche": "0.0254 m", "ft foot feet": "0.3048 m", "yd yard": "0.9144 m", "mi mile": "1609.344 m",
+    "acre": "4046.8564224 m^2", "ha hectare": "10000 m^2", "quart": "0.946352946 L", "gallon": "3.785411784 L",
+    "oz ounce": "28.349523125 g", "lb pound": "453.59237 g", "ton tonne": "1000000 g", "mph": "1 mi/h",
+    "min minute": "60 s", "h hr hour": "3600 s", "day": "86400 s", "week": "604800 s", "month": "1", "year": "12 month",
+    "degree": "1", "arcminute": "1/60 degree", "arcsecond": "1/3600 degree", "dollar $ USD US$": "1",
+    "cent": "0.01 dollar", "rupee Rs ₹": "1", "euro € EUR": "1",
+    **dict.fromkeys(("yuan", "am", "pm", "radian", "C", "F"), "1"),
+}  # fmt: skip
+PREFIXES = {"k": 3, "kilo": 3, "c": -2, "centi": -2, "d": -1, "deci": -1, "m": -3, "milli": -3, "micro": -6, "n": -9,
+            "nano": -9, "M": 6, "mega": 6, "G": 9, "giga": 9}  # fmt: skip
+SIZES = {
+    prefix + name: f"1E{power} {name}"
+    for names in METRIC
+    for name in names.split()
+    for prefix, power in PREFIXES.items()
+} | {
+    name: size if name == names.split()[0] else f"1 {names.split()[0]}"
+    for names, size in UNITS.items()
+    for name in names.split()
 }
-"""Kind and size of units by name."""
+"""The size of each unit, by name."""
+NOUN = re.compile(r"(?!units|ways|times|numbers|solutions)([a-z]{2,}[^s])s", re.I)
+"""Things that are counted, in the plural."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +238,7 @@ def quantity(text: str) -> Quantity:
         text, unit = PRICE.sub(r"\1", text), unit or _unit((price[2] or price[3]).replace("\\", ""))
     text = SPACED_THOUSANDS.sub(lambda found: re.sub(r"\s", "", found[0]), text)
     text = EXPONENT.sub(r"\1 \\times 10^{\2}", text).strip()
-    return Quantity(text, bool(percent), noun=noun, unit=unit)
+    return Quantity(text, bool(percent), noun=noun, unit=None if percent else unit)
 
 
 def rounded_equal(one: Any, other: Any) -> bool:
@@ -307,28 +327,41 @@ def _without(pattern: re.Pattern[str], text: str) -> tuple[str, re.Match[str] | 
     return rest, found
 
 
+@cache
 def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
-    """Size and powers of the kinds of a unit such as km/h or square feet; None if it is not known."""
+    """Size and powers of the base units of a unit such as km/h or square feet; None if it is not known.
+
+    A single plural noun that is no unit, as apples, is a base unit of its own.
+    """
     size, powers, sign, squared = Fraction(1), Counter[str](), 1, 1
-    text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{(.*)\}", r"\1/\2", text).replace("mph", "mi/h")
+    text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{(.*)\}", r"\1/\2", text)
+    if (noun := NOUN.fullmatch(text)) and not _known(text):
+        return size, ((noun[1].lower(), 1),)
     for word, exponent in re.findall(r"((?<!\\)(?<![A-Za-z])[A-Za-z.$€₹]+|/)(?:\s*\^\s*\{?\s*(-?\d))?", text):
         name = word.replace(".", "")
         if name in ("/", "per"):
             sign = -1
         elif name in ("square", "sq", "cubic", "cu"):
             squared = 2 if name.startswith("s") else 3
-        elif found := UNITS.get(name) or UNITS.get(name.lower()) or UNITS.get(name.lower().removesuffix("s")):
-            power = sign * squared * int(exponent or 1)
-            size *= found[1] ** power
-            kind, _, dimensions = found[0].partition(" ")
-            powers[kind] += power * int(dimensions or 1)
-            squared = 1
         elif name in ("squared", "cubed") and len(powers) == 1:
-            [kind] = powers
-            size, powers[kind] = size ** (2 if name == "squared" else 3), powers[kind] * (2 if name == "squared" else 3)
+            power = 2 if name == "squared" else 3
+            size, powers = size**power, Counter({kind: power * one for kind, one in powers.items()})
+        elif known := _known(name):
+            number, _, parts = SIZES[known].partition(" ")
+            inner = _unit(parts) if parts else None
+            power = sign * squared * int(exponent or 1)
+            size *= (Fraction(number or 1) * (inner[0] if inner else 1)) ** power
+            for kind, one in inner[1] if inner else ((known, 1),):
+                powers[kind] += power * one
+            squared = 1
         elif sign < 0:
             return None
     return (size, tuple(sorted((kind, power) for kind, power in powers.items() if power))) if powers else None
+
+
+def _known(name: str) -> str | None:
+    """The name of a unit in the table, which may be written in capitals or in the plural."""
+    return next((one for one in (name, name.lower(), name.lower().removesuffix("s")) if one in SIZES), None)
 
 
 def _repeating(found: re.Match[str]) -> str:

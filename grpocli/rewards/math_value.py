@@ -45,7 +45,7 @@ DIGITS = 50
 NORMAL = parser.NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
 )
-TIME = re.compile(r"^\d{1,2} ?: ?[0-5]\d$")
+TIME = re.compile(r"^(\d{1,2}) ?: ?([0-5]\d)$")
 """A reference in this form is a time, not a ratio: 3:30 is not 1:10."""
 HUGE = re.compile(
     r"\^\s*\{?\s*-?(?:\d{8,}|\d{2,}\s*\^\s*\{?\s*\d{2,}|\d+\s*\^\s*\{?\s*\d{3,})|\\sqrt[^{]{0,9}\{?\s*\d{60,}"
@@ -179,7 +179,8 @@ def _single(text: str, times: bool) -> Value:
         return replace(value, key=_key(text), brackets=turned[value.brackets])
     if found := MATRIX.match(text):
         cells = [row.split("&") for row in found[2].split("\\\\") if row.strip()]
-        return _matrix(text, [[_single(bare(cell), times) for cell in row] for row in cells])
+        matrix = _matrix(text, [[_single(bare(cell), times) for cell in row] for row in cells])
+        return replace(matrix, brackets="cases") if found[1] == "cases" else matrix
     opened = text.removeprefix("\\")
     if (opened[:1] in ("(", "[") or text.startswith("\\{")) and encloses(opened):
         brackets, inner = opened[0] + opened[-1], opened[1:-1].removesuffix("\\").strip()
