@@ -168,7 +168,7 @@ SIZES = {
     for name in names.split()
 }
 """The size of each unit, by name."""
-NOUN = re.compile(r"(?!units|ways|times|numbers|solutions)([a-z]{2,}[^s])s", re.I)
+NOUN = re.compile(r"(?!units|ways|times|numbers|solutions)([a-z]{2,}[a-rt-z])s", re.I)
 """Things that are counted, in the plural."""
 
 
