@@ -38,6 +38,8 @@ def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]
     _refuse_foreign(overrides, config_name)
     overrides = [INFINITE.sub(r"\1inf", override) for override in expand_task_lists(overrides)]
     overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in overrides]
+    # the resolver of ${hydra:...} knows nothing before a job begins, the node does
+    overrides = [one.replace("${hydra:", "${hydra.") if one.startswith("hydra.") else one for one in overrides]
     _refuse_duplicate_rewards(overrides)
     return _hf_for_path(overrides, config_name)
 

@@ -269,7 +269,7 @@ def summary_content(
         kind=kind,
         incomparable=why_incomparable(recorder.run_dir),
         early=early,
-    )
+    ) | {"checkpoint": recorder.saved}
 
 
 def main() -> None:

@@ -68,6 +68,7 @@ class Recorder:
     callbacks: the user's; none in processes other than the main one.
     pushes: pushes checkpoints to the hub; None if the run pushes none.
     begin: called before a step is recorded.
+    saved: the step of the last whole checkpoint of this session.
     """
 
     run_dir: RunDir
@@ -88,6 +89,7 @@ class Recorder:
     callbacks: Callbacks = field(default_factory=Callbacks)
     pushes: Pushes | None = None
     begin: Callable[[], None] = lambda: None
+    saved: int = 0
 
     def stage(self, name: str) -> None:
         """Begin a stage, a key of STAGES."""
@@ -243,6 +245,7 @@ class Recorder:
 
     def checkpointed(self, step: int) -> None:
         """Pass on that the checkpoint after `step` is whole."""
+        self.saved = step
         if self.pushes:
             self.pushes.add(step)
         if self.metrics is not None:

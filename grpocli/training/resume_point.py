@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ from pathlib import Path
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.files import IRREGULAR, remove
 from grpocli.progress import Progress, unreported
+from grpocli.tracking.metrics import finished_steps, read_metrics, read_summary
 from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.sessions import run_id
+from grpocli.tracking.sessions import read_sessions, run_id
 from grpocli.training import checksums
 from grpocli.training.checkpoint import NAME, STATE, load_state
 
@@ -97,8 +99,8 @@ class ResumePoint:
 def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported) -> ResumePoint:
     """The newest checkpoint of a run, after checking every file.
 
-    fallback: if it is damaged, take the newest whole one. Raises ConfigError if `run_dir` is not a run or has only
-    damaged checkpoints; OSError if files cannot be read but may be whole.
+    fallback: if it is damaged, take the newest whole one. Raises ConfigError if `run_dir` is not a run, has only damaged
+    checkpoints or lacks all that it recorded; OSError if files cannot be read but may be whole.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError("holds no run: there is no config.yaml in it", key="resume", value=run_dir)
@@ -118,10 +120,25 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
         remedy = (
             f"resume_fallback=true goes on from {point.path.name}, the newest one that is whole"
             if point and point.path
-            else f"no other one is whole: remove {newest.parent} to begin again"
+            else f"no other one is whole: {_new_run(RunDir(run_dir))}"
         )
         raise ConfigError(f"the checkpoint {newest} is damaged ({problem})", key="resume", hint=remedy)
+    if not point and _had_checkpoint(RunDir(run_dir)):
+        problem = "the run has saved checkpoints, and none is left to go on from"
+        raise ConfigError(problem, key="resume", value=run_dir, hint=_new_run(RunDir(run_dir)))
     return point or ResumePoint()
+
+
+def _had_checkpoint(run_dir: RunDir) -> bool:
+    """Whether the run recorded a whole checkpoint: its summary, a step after it or a resume from it."""
+    rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+    saved = finished_steps(run_dir.summary) or read_summary(run_dir.summary).get("checkpoint")
+    return bool(saved) or any(one.step for one in read_sessions(run_dir)) or any("time/checkpoint" in r for r in rows)
+
+
+def _new_run(run_dir: RunDir) -> str:
+    model = shlex.quote(f"model={run_dir.model}")
+    return "start a new run" + (f" from its final model with {model}" if run_dir.model.is_dir() else "")
 
 
 def _check(path: Path, run: str, progress: Progress) -> None:

@@ -162,8 +162,37 @@ def test_a_resume_after_a_kill_within_a_checkpoint_equals_never_having_stopped(u
 def test_a_run_without_an_intact_checkpoint_is_reported(run: Path) -> None:
     for path in (run / "checkpoints").iterdir():
         change(path / "model.safetensors", zeroed)
-    with pytest.raises(ConfigError, match=f"no other one is whole: remove {run}/checkpoints to begin again"):
+    with pytest.raises(ConfigError, match="no other one is whole: start a new run"):
         resume_point(run, fallback=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "saved"),
+    [
+        ("summary.json", {"exit": "done", "steps": 3}, True),
+        ("summary.json", {"exit": "stopped after step 2", "steps": 2, "checkpoint": 2}, True),
+        ("summary.json", {"exit": "KeyboardInterrupt", "steps": 2, "checkpoint": 0}, False),
+        ("metrics.jsonl", {"step": 2, "time/checkpoint": 0.1}, True),
+        ("metrics.jsonl", {"step": 2, "loss": 0.1}, False),  # killed before its first checkpoint
+        ("sessions.jsonl", {"step": 1, "time": "", "versions": {}, "changes": {}}, True),
+        ("sessions.jsonl", {"step": 0, "time": "", "versions": {}, "changes": {}}, False),
+    ],
+)
+def test_a_run_whose_checkpoints_were_deleted_does_not_begin_again(
+    name: str, record: dict[str, Any], saved: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / name).write_text(json.dumps(record) + "\n")
+    if not saved:
+        assert resume_point(tmp_path, fallback=True).path is None
+        return
+    with pytest.raises(ConfigError) as error:
+        resume_point(tmp_path, fallback=True)
+    assert error.value.key == "resume"
+    assert "from its final model" not in str(error.value)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match=f"from its final model with model={tmp_path}/model"):
+        resume_point(tmp_path, fallback=True)
 
 
 def test_missing_metrics_are_reported(grpocli, run: Path) -> None:

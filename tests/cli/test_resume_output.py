@@ -68,7 +68,14 @@ def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, mo
         path.write_text("- [")
     for left in ("checkpoints", "model"):  # as after a kill before the first checkpoint
         shutil.rmtree(run / left)
+    recorded = metrics(run)
+    code, _, err = grpocli("train", f"resume={run}", "train.steps=6")  # they were deleted, it was not killed
+    assert code == 2
+    assert f"resume={run}: " in err
+    assert metrics(run) == recorded
     (run / "summary.json").unlink()
+    first, *_ = (run / "sessions.jsonl").read_text().splitlines(keepends=True)
+    (run / "sessions.jsonl").write_text(first)
     code, out, _ = grpocli("train", f"resume={run}", "train.steps=1")
     assert code == 0
     assert "the run ended before its first checkpoint and starts again" in out

@@ -17,6 +17,8 @@ from grpocli.hardware.devices import Devices
 from grpocli.launch import part_modules
 from grpocli.launch.compose import build_run, compose
 from grpocli.launch.hydra_sources import conf_dir
+from grpocli.launch.output_dir import sweep_folder
+from grpocli.launch.overrides import rewritten
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.rollout.engine import EngineJob
 from grpocli.version import PACKAGE
@@ -185,4 +187,6 @@ def test_interpolations_of_hydra_have_values_outside_of_its_jobs(
     run = build_run(compose(given))
     assert run.task.path == f"{tmp_path}/d.jsonl"
     assert run.rollout.stop == ["train0"]
+    sweep = rewritten(["hydra.sweep.dir=${hydra:runtime.cwd}/sw", "hydra.sweep.subdir=${hydra:job.name}"])
+    assert sweep_folder(sweep) == tmp_path / "sw" / "train"
     assert not HydraConfig.initialized()

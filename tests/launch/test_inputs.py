@@ -25,8 +25,8 @@ def flip(path: Path) -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> dict[str, object]:
-    """A config whose inputs are in `tmp_path`: models, data in a file and in a folder, code with a helper."""
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """A config whose inputs are in `tmp_path`: models, data in a file and a folder, code with a helper or a package."""
     for name in ("base", "teacher"):
         (tmp_path / name).mkdir()
         for file in ("model-1.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "README.md"):
@@ -38,11 +38,23 @@ def config(tmp_path: Path) -> dict[str, object]:
     for file in ("helper.py", "other.py"):
         (tmp_path / file).write_text("SIGN = 1\n")
     code = f"{tmp_path}/mine.py"
+    (tmp_path / "pkg" / "sub").mkdir(parents=True)
+    (tmp_path / "pkg" / "__init__.py").touch()
+    (tmp_path / "pkg" / "r.py").write_text(
+        "from pkg.h import SIGN\nfrom .sub import s\nfrom . import t\ndef f(): ...\n"
+    )
+    for file in ("h.py", "t.py", "sub/s.py", "u.py"):
+        (tmp_path / "pkg" / file).write_text("import pkg.r\n")
+    monkeypatch.chdir(tmp_path)
     return {
         "seed": 0,
         "model": {"path": str(tmp_path / "base"), "chat_template": str(tmp_path / "t.jinja")},
         "task": {"a": {"path": str(tmp_path / "d.jsonl")}, "b": {"path": str(tmp_path / "folder"), "split": "folder"}},
-        "reward": {"f": {"_target_": "reward/python", "function": f"{code}:f"}},
+        "reward": {
+            "f": {"_target_": "reward/python", "function": f"{code}:f"},
+            "g": {"_target_": "reward/python", "function": "pkg.r:f"},
+            "p": {"_target_": "reward/python", "function": f"{tmp_path}/pkg/r.py:f"},
+        },
         "algorithm": {"advantage": {"_target_": f"{code}:Adv"}, "kl": {"model": str(tmp_path / "teacher")}},
         "callbacks": ["installed.package:Callback"],
         "name": code,
@@ -66,6 +78,11 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None], set[str]]] = {
     "code": ("mine.py", append, {"reward.f.function", "algorithm.advantage"}),
     "code that it imports": ("helper.py", append, {"reward.f.function", "algorithm.advantage"}),
     "code that it does not import": ("other.py", append, set()),
+    "its package": ("pkg/__init__.py", append, {"reward.g.function", "reward.p.function"}),
+    "a module of its package": ("pkg/h.py", append, {"reward.g.function", "reward.p.function"}),
+    "a module beside it": ("pkg/t.py", append, {"reward.g.function", "reward.p.function"}),
+    "a folder that is no package": ("pkg/sub/s.py", append, {"reward.g.function", "reward.p.function"}),
+    "another module of its package": ("pkg/u.py", append, set()),
 }
 
 
@@ -74,7 +91,7 @@ def test_a_change_of_an_input_is_noticed(change: str, config: dict[str, object],
     before = inputs_of(config, str(tmp_path / "base"), None)
     assert before.keys() == {
         *("model", "model.chat_template", "task.a.path", "task.b.path"),
-        *("reward.f.function", "algorithm.advantage", "algorithm.kl.model"),
+        *("reward.f.function", "reward.g.function", "reward.p.function", "algorithm.advantage", "algorithm.kl.model"),
     }
     file, how, expected = CHANGES[change]
     how(tmp_path / file)
