@@ -45,6 +45,7 @@ ELSEWHERE = {
     "config": "grpocli train --cfg job",
     "plot": "grpocli compare RUN --plot FILE.png",
     "samples": "grpocli rollouts RUN",
+    "test": "grpocli eval --run RUN",
 }
 """What people type: the command for it."""
 

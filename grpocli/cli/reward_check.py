@@ -93,6 +93,7 @@ def _agreements(
     run: Run, split: str, limit: int, template: str, view: View
 ) -> Iterator[tuple[Agreement, Sequence[Example]]]:
     """The agreement of each reward on each split, with the examples, which know their rows."""
+    from grpocli.rewards.python import PythonReward
     from grpocli.rewards.reward import Correctness
     from grpocli.rewards.reward_validation import agreement
     from grpocli.tasks.mixture import errors_below, key_of, tasks_of
@@ -114,7 +115,10 @@ def _agreements(
             for reward in names:
                 view.stage(f"{reward} scores {name} {one}, {len(examples):,} examples")
                 found = agreement(name, reward, run.reward[reward], examples, template, one)
-                yield replace(found, decides=reward == accuracy), source
+                # of a function of the user only its scores tell whether it decides, unless eval.reward names it
+                open_kind = isinstance(run.reward[reward], PythonReward) and reward != run.eval.reward
+                decides = not open_kind or {answer.score for answer in found.answers} <= {0, 1, None}
+                yield replace(found, decides=reward == accuracy and decides), source
     if not checked:
         problem = "none of them decides whether an answer is right"
         raise ConfigError(problem, key="reward", value=f"[{', '.join(run.reward)}]", hint="choose one that does")
@@ -158,6 +162,10 @@ def _show(
     console = CleanConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     console.print(LEGEND)
+    if not any(one.decides for one in found):
+        console.print(
+            "no reward is judged: none scores only 0 and 1; eval.reward=NAME names the one that measures accuracy\n"
+        )
     if any(one.forms for one in found):
         console.print(_forms(found))
     for one, source in checked:

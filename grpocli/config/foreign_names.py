@@ -121,6 +121,9 @@ KL = {"true": "algorithm/kl=k3", "false": "algorithm/kl=none"}
 NO_CRITIC = Equivalent(
     "algorithm=grpo", "there is no value model: the group is the baseline, under PPO's clipped objective"
 )
+PREFERENCES = missing(
+    UNSTATED, "it learns from pairs of a better and a worse answer; grpocli trains from rewards, or by sft"
+)
 VESPO = missing(UNSTATED, "VESPO's loss (loss_type=vespo) is not an objective here; take grpo, cispo or sapo")
 ADAPTIVE = missing(UNSTATED, "the entropy bonus has a constant coefficient, algorithm.entropy.coefficient")
 SHOWN = "every completion is in RUN/rollouts, and `grpocli rollouts RUN` shows them"
@@ -904,6 +907,7 @@ CHOICES = {
     **{("algorithm", name): Equivalent(overrides) for name, overrides in ALGORITHMS.items()},
     ("algorithm", "ppo"): NO_CRITIC,
     ("algorithm", "gae"): NO_CRITIC,
+    **{("algorithm", name): PREFERENCES for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
     ("algorithm", "reinforce"): Equivalent(ALGORITHMS["rloo"], "REINFORCE with the rest of the group as the baseline"),
     ("algorithm", "reinforce++"): Equivalent(ALGORITHMS["reinforce_plus_plus"]),
     ("engine", "hf"): Equivalent("engine=transformers"),

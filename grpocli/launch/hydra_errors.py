@@ -113,7 +113,10 @@ class _CommandLine:
         if not (key and equals and value) or any(value.count(a) != value.count(b) for a, b in ("[]", "{}", "()")):
             form = self._as_text(whole) if equals else ""
             run = shlex.quote(whole)
-            hint = SYNTAX if equals else f"{SYNTAX}; to resume a run: resume={run}; to evaluate one: --run {run}"
+            advice = f"to resume a run: resume={run}; to evaluate one: --run {run}"
+            if (Path(whole) / "config.json").is_file():
+                advice = f"for a model: model={run}"
+            hint = SYNTAX if equals else f"{SYNTAX}; {advice}"
             return _needs_quotes(override, form) if form else ConfigError("cannot be read", key=override, hint=hint)
         form = shlex.quote(joined) if parse(joined) else self._as_text(joined) or quoted(key, value)
         if spaced:

@@ -26,7 +26,7 @@ def labels(rows: Sequence[RunRow]) -> list[tuple[str, str, str]]:
     by it, and one with too many settings by its folder; a group then by its first run.
     """
     keys = _label_keys(rows) if len(rows) > 1 else []
-    short = short_names(keys)
+    short = short_names(keys, rows)
     found = []
     groups: dict[str, str] = {}
     for name, row in zip(_names(rows), rows, strict=True):

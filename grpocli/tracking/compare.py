@@ -19,7 +19,7 @@ from grpocli.tracking.text import clean, one_line
 
 LONGEST = 40
 """Characters of a cell."""
-IGNORED = ("resume", "tracker", "hydra", "name")
+IGNORED = ("resume", "resume_other_weights", "tracker", "hydra", "name")
 PIPE = 200
 """The width of a table in a file or a pipe."""
 OWN_WIDTH = 24
@@ -49,7 +49,7 @@ def compare(folders: Sequence[Path], sort: str = "accuracy") -> list[RunTable]:
     if sort != "path":
         rows.sort(key=lambda row: _best_first(row.results[sort]))
     keys = differing_settings(rows)
-    names = short_names(keys)
+    names = short_names(keys, rows)
     tables = [_run_table(rows, keys, names)]
     others = [key for key in keys if key != "seed"]
     if "seed" in keys and any(len(group) > 1 for group in _group_by(rows, others).values()):
@@ -92,12 +92,13 @@ def _values(rows: Sequence[RunRow], key: str) -> int:
     return len({str(row.settings.get(key)) for row in rows})
 
 
-def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """`lr` for `optim.lr`; two components for longer keys and names that clash."""
+def short_names(keys: Sequence[str], rows: Sequence[RunRow]) -> dict[str, str]:
+    """`lr` for `optim.lr`; two components for longer keys and names that other keys of the runs have."""
     names: dict[str, str] = {}
+    known = {*keys, *(key for row in rows for key in row.settings)}
     for key in keys:
         parts = key.split(".")
-        taken = {*RESULTS, *(k.split(".")[-1] for k in keys if k != key)}
+        taken = {*RESULTS, *(k.split(".")[-1] for k in known if k != key)}
         short = parts[-1] if len(parts) < 3 and parts[-1] not in taken else ".".join(parts[-2:])
         names[key] = key if short in names.values() else short
     return names

@@ -99,8 +99,8 @@ class ResumePoint:
 def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported) -> ResumePoint:
     """The newest checkpoint of a run, after checking every file.
 
-    fallback: if it is damaged, take the newest whole one. Raises ConfigError if `run_dir` is not a run, has only damaged
-    checkpoints or lacks all that it recorded; OSError if files cannot be read but may be whole.
+    fallback: if it is damaged, take the newest whole one. Raises ConfigError if `run_dir` is not a run, or if its
+    checkpoints are all damaged or deleted; OSError if files cannot be read but may be whole.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError("holds no run: there is no config.yaml in it", key="resume", value=run_dir)

@@ -56,7 +56,13 @@ def test_a_reward_that_sees_the_group_is_not_checked(grpocli, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("first", "options", "code"),
-    [("number,FILE:short", [], 0), ("FILE:short,number", [], 0), ("number,FILE:short", ["eval.reward=short"], 1)],
+    [
+        ("number,FILE:short", [], 0),
+        ("FILE:short,number", [], 0),
+        ("number,FILE:short", ["eval.reward=short"], 1),
+        ("FILE:short", [], 0),
+        ("FILE:short", ["eval.reward=short"], 1),
+    ],
 )
 def test_only_the_reward_that_measures_accuracy_is_judged(
     grpocli, tmp_path: Path, first: str, options: list[str], code: int

@@ -52,6 +52,7 @@ def test_every_override_in_the_table_composes(advised: str) -> None:
         (["algorithm.adv_estimator=rloo"], "write algorithm=rloo"),
         (["algorithm=GSPO"], "algorithm=GSPO: write algorithm=gspo"),
         (["algorithm=ppo"], "write algorithm=grpo; there is no value model"),
+        (["algorithm=dpo"], "it learns from pairs of a better and a worse answer"),
         (["output_dir=my runs/a"], "write 'hydra.run.dir=my runs/a'"),
         (["--learning_rate", "1e-6"], "there is no option --learning_rate: write optim.lr=1e-6"),
         (["--learning-rate=1e-6"], "there is no option --learning-rate: write optim.lr=1e-6"),

@@ -196,6 +196,13 @@ def test_names_that_clash_are_longer(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.splitlines()[0].startswith("run,train.steps,a.every,b.every,steps,")
 
 
+def test_names_that_other_keys_of_the_runs_have_are_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i, allowed in ((1, True), (2, False)):
+        config = {"checkpoint": {"every": i}, "eval": {"every": 5}, "optim": {"lr": i}, "resume_other_weights": allowed}
+        typed(tmp_path / str(i), [f"checkpoint.every={i}", f"optim.lr={i}"], {}, config)
+    assert columns(tmp_path, capsys) == ["checkpoint.every", "lr"]
+
+
 def test_broken_and_unstarted_runs_are_shown_as_such(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (sweep / "0" / "config.yaml").write_text("a: [1, 2")
     (sweep / "1" / "summary.json").write_text('{"exit": "do')
