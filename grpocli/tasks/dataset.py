@@ -6,23 +6,24 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from grpocli.config.parts import ByColumn, nearest, template_fields
+from grpocli.config.parts import nearest, template_fields
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
 from grpocli.rewards.reward import with_one_answer
 from grpocli.tasks.json_rows import Row, dotted, short
 from grpocli.tasks.loading import Table, missing_value, need_columns
-from grpocli.tasks.prompts import TURN, in_messages, settle_last_turn, text_hash, text_of
+from grpocli.tasks.prompts import TURN, fill, in_messages, settle_last_turn, text_hash, text_of
+from grpocli.tasks.table_task import TableTask
 from grpocli.types import Message, Text
 from grpocli.user_frames import where as at
 
 if TYPE_CHECKING:
     from grpocli.tasks.task import Example
 
-PROCESSOR = "task.processor"
+PROCESSOR, TEMPLATE = "task.processor", "task.prompt_template"
 
 
 def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, Any]:
@@ -45,32 +46,27 @@ def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class PromptBuilder:
-    """Makes the prompt of a row; `Jsonl` documents the fields."""
+    """Makes the prompt of a row, by the keys of a task."""
 
-    prompt_column: str
-    prompt_template: str | None
-    prefix: str
-    system_prompt: str | None
-    format: str
-    last_turn: str | None = None
+    task: TableTask
 
     @property
     def columns(self) -> list[str]:
         """Columns that the prompt uses."""
-        if self.prompt_template is None:
-            return [self.prompt_column]
-        return list(dict.fromkeys(template_fields(self.prompt_template)))
+        if self.task.prompt_template is None:
+            return [self.task.prompt_column]
+        return list(dict.fromkeys(template_fields(self.task.prompt_template)))
 
     def check(self, columns: Sequence[str], path: str) -> None:
         """Raise ConfigError if the table lacks a column that the prompt uses."""
-        if self.prompt_template is None:
-            need_columns(columns, {"task.prompt_column": self.prompt_column}, path)
+        if self.task.prompt_template is None:
+            need_columns(columns, {"task.prompt_column": self.task.prompt_column}, path)
         for column in self.columns:
             if column not in columns:
                 raise ConfigError(
                     f"there is no column {column!r}; {path} has {', '.join(columns)}{nearest(column, columns)}",
-                    key="task.prompt_template",
-                    value=repr(self.prompt_template),
+                    key=TEMPLATE,
+                    value=repr(self.task.prompt_template),
                 )
 
     def prompt(self, row: Row, where: str) -> Text:
@@ -79,53 +75,45 @@ class PromptBuilder:
             if missing := missing_value(row.get(column)):
                 problem = f"{where} has {missing} in the column {column!r}"
                 raise ConfigError(problem, key="task", hint="fill it in or remove the row")
-        prompt = self._fill(row, where) if self.prompt_template is not None else row[self.prompt_column]
-        prompt = in_messages(prompt, where)
+        template = self.task.prompt_template
+        filled = row[self.task.prompt_column] if template is None else fill(template, row, where, TEMPLATE)
+        prompt = in_messages(filled, where)
         if isinstance(prompt, str) and prompt.strip():
-            if self.format != "plain" and self.prompt_template is None and (turn := TURN.match(prompt)):
+            if self.task.format != "plain" and self.task.prompt_template is None and (turn := TURN.match(prompt)):
                 problem = f"{where} is already written by a chat template ({turn[1]})"
                 hint = "give its messages; or choose plain, and it stays as it is, for a model whose template wrote it"
-                raise ConfigError(problem, key="task.format", value=self.format, hint=hint)
+                raise ConfigError(problem, key="task.format", value=self.task.format, hint=hint)
             return self._from_text(prompt)
         if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
             return self._from_messages(prompt, where)
         raise ConfigError(
             f"{where} has {short(prompt)} there; a prompt is text or a list of messages, and not empty",
             key="task.prompt_column",
-            value=self.prompt_column,
+            value=self.task.prompt_column,
         )
 
-    def _fill(self, row: Row, where: str) -> str:
-        assert self.prompt_template is not None
-        try:
-            return ByColumn().format(self.prompt_template, **{column: row[column] for column in self.columns})
-        except ValueError as error:
-            raise ConfigError(
-                f"cannot be filled with {where}: {error}", key="task.prompt_template", value=repr(self.prompt_template)
-            ) from error
-
     def _from_text(self, text: str) -> Text:
-        text = self.prefix + text
-        if self.format != "chat" and self.system_prompt is None:
+        text = self.task.prefix + text
+        if self.task.format != "chat" and self.task.system_prompt is None:
             return text
         return [*self._system(), {"role": "user", "content": text}]
 
     def _from_messages(self, messages: list[dict[str, Any]], where: str) -> Text:
-        if self.format == "plain" and all(isinstance(message.get("content", ""), str) for message in messages):
-            messages = settle_last_turn(messages, self.last_turn, where)
-            return self.prefix + "\n".join(str(message.get("content", "")) for message in messages)
-        if self.prefix:
+        if self.task.format == "plain" and all(isinstance(message.get("content", ""), str) for message in messages):
+            messages = settle_last_turn(messages, self.task.last_turn, where)
+            return self.task.prefix + "\n".join(str(message.get("content", "")) for message in messages)
+        if self.task.prefix:
             raise ConfigError(
                 f"{where} is a list of messages; put worked examples into them, or choose task.format=plain",
                 key="task.prefix",
-                value=repr(self.prefix),
+                value=repr(self.task.prefix),
             )
-        if self.system_prompt is not None and messages[0].get("role") == "system":
+        if self.task.system_prompt is not None and messages[0].get("role") == "system":
             messages = messages[1:]
         return [*self._system(), *messages]
 
     def _system(self) -> list[Message]:
-        return [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        return [] if self.task.system_prompt is None else [{"role": "system", "content": self.task.system_prompt}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +145,7 @@ class Shot:
     @classmethod
     def of(cls, example: Example, template: str, where: str) -> Shot:
         """The worked example of an example. Raises ConfigError, naming `where`, for a missing or empty column."""
-        fields = dict.fromkeys(template_fields(template, "task.shot_template"))
-        for column in fields:
-            if example.get(column) is None:
-                columns = [name for name, value in example.items() if value is not None]
-                problem = f"{where} has nothing in the column {column!r}; it has {', '.join(columns)}"
-                raise ConfigError(problem + nearest(column, columns), key="task.shot_template", value=repr(template))
-        values = with_one_answer(example)
-        try:
-            return cls(text_of(example, where), ByColumn().format(template, **values))
-        except ValueError as error:
-            raise ConfigError(
-                f"cannot be filled with {where}: {error}", key="task.shot_template", value=repr(template)
-            ) from error
+        return cls(text_of(example, where), fill(template, with_one_answer(example), where, "task.shot_template"))
 
 
 def with_shots(prompt: Text, shots: Sequence[Shot]) -> Text:
@@ -199,45 +175,6 @@ def choose(candidates: Iterable[tuple[Example, str]], n: int, template: str, pat
     )
 
 
-class TableTask(Protocol):
-    """The keys and methods of `task=jsonl` that turn rows into examples."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def name(self) -> str | None: ...
-    @property
-    def split(self) -> str | None: ...
-    @property
-    def storage_options(self) -> dict[str, Any]: ...
-    @property
-    def eval_size(self) -> int: ...
-    @property
-    def answer_column(self) -> str | None: ...
-    @property
-    def processor(self) -> str | None: ...
-    @property
-    def processor_timeout(self) -> float: ...
-    @property
-    def shots(self) -> int: ...
-    @property
-    def shot_template(self) -> str: ...
-    @property
-    def shot_seed(self) -> int | None: ...
-    @property
-    def shuffle_buffer(self) -> int: ...
-    @property
-    def mapping(self) -> PromptBuilder: ...
-
-    def source(self, split: str) -> tuple[str, str] | None:
-        """The path and split of `train` or `eval`; None if eval is held out of train."""
-        ...
-
-    def convert(self, row: Row, where: str) -> Row:
-        """The row with the columns that the task needs."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RowConverter:
     """Turns rows of the data at `path` into examples. shots: worked examples before every prompt."""
@@ -256,7 +193,7 @@ class RowConverter:
         if task.processor:
             load(task.processor, PROCESSOR)
         else:
-            task.mapping.check(columns, path)
+            PromptBuilder(task).check(columns, path)
             need_columns(columns, {"task.answer_column": task.answer_column}, path, "; or null: it has no answers")
         return cls(task, path)
 
@@ -281,7 +218,7 @@ class RowConverter:
                 value=column,
             )
         row = task.convert(row, where)
-        prompt = task.mapping.prompt(row, where)
+        prompt = PromptBuilder(task).prompt(row, where)
         if column is not None:
             row["answer"] = row[column]
         return {**row, "prompt": prompt}

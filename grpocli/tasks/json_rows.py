@@ -5,11 +5,8 @@ Python's reader, because the reader of the datasets library turns text that look
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +63,13 @@ def _value(text: str, file: object, key: str, line: int = 0) -> Any:
         value = json.loads(text)
         if not SURROGATE.search(text) or encodable(json.dumps(value, ensure_ascii=False)):
             return value
-        where, problem = line, "has a lone surrogate, half of a character"
-    except json.JSONDecodeError as error:
-        where, problem = line or error.lineno, f"is not JSON ({error.msg})"
-    except ValueError:
-        where, problem = line, "has an integer of thousands of digits"
-    except RecursionError:
-        where, problem = line, "is nested too deep"
-    place = f"line {where}" if where else "it"
-    raise ConfigError(f"cannot be read: {place} {problem}; repair or remove it", key=key, value=file)
+        problem = "has a lone surrogate, half of a character"
+    except (ValueError, RecursionError) as error:
+        line = line or getattr(error, "lineno", 0)
+        problem = f"is not JSON ({getattr(error, 'msg', error)})"
+    raise ConfigError(
+        f"cannot be read: {f'line {line}' if line else 'it'} {problem}; repair or remove it", key=key, value=file
+    )
 
 
 def encodable(text: str) -> bool:
@@ -93,29 +88,7 @@ def short(value: Any) -> str:
 
 
 def unreadable(key: str, path: object, error: BaseException) -> ConfigError:
-    """The error for a file that cannot be read. If it is not UTF-8, the error names the line and the remedy."""
+    """The error for a file that cannot be read, with the remedy if it is not UTF-8."""
     reason = " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, UnicodeDecodeError):
-        file = Path(str(path)).expanduser()
-        is_text = file.is_file() and file.suffix != ".parquet"
-        utf16 = is_text and error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        line = _not_utf8(file) if is_text and not utf16 else ""
-        reason = f"{line}{reason}; it must be UTF-8" + (", and is UTF-16" if utf16 else "") + ": save it as UTF-8"
-    return ConfigError(f"cannot be read: {reason}", key=key, value=path)
-
-
-def _not_utf8(file: Path) -> str:
-    """`line N: ` for the first line of a file that is not UTF-8; empty if there is none."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return f"line {number}: "
-    return ""
-
-
-def repeated(names: Sequence[str]) -> str | None:
-    """The first name that occurs more than once, or None."""
-    counts = Counter(names)
-    return next((name for name, count in counts.items() if count > 1), None)
+    remedy = "; it must be UTF-8: save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+    return ConfigError(f"cannot be read: {reason}{remedy}", key=key, value=path)

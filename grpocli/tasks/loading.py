@@ -14,7 +14,7 @@ from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.hub import why_unreachable
 from grpocli.masking import without_secrets
-from grpocli.tasks.json_rows import Row, read_json, repeated, unreadable
+from grpocli.tasks.json_rows import Row, read_json, unreadable
 from grpocli.tasks.remote import (
     RemoteFile,
     answers,
@@ -133,8 +133,8 @@ def _check_headers(files: Sequence[DataFile], key: str) -> None:
             names = _header(file)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise unreadable(key, file, error) from error
-        if (name := repeated([name for name in names if name])) is not None:
-            raise ConfigError(f"line 1 has two columns called {name!r}; rename or remove one", key=key, value=file)
+        if twice := [name for name in names if name and names.count(name) > 1]:
+            raise ConfigError(f"line 1 has two columns called {twice[0]!r}; rename or remove one", key=key, value=file)
         if len(names) == 1 and (mark := re.search(r"[;\t|]", names[0])):
             problem = f"line 1 has one column, {names[0]!r}; save it with commas instead of {mark[0]!r} between columns"
             raise ConfigError(problem, key=key, value=file)

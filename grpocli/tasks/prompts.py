@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from grpocli.config.parts import ByColumn, nearest, template_fields
 from grpocli.environments.environment import TOOLS_KEY
 from grpocli.environments.tools import name_of, read_arguments
 from grpocli.errors import ConfigError
@@ -119,10 +120,23 @@ def _message(message: Message) -> Message:
 def _with_arguments(call: Any) -> Any:
     """The call with its arguments as an object, which templates print; servers write them as JSON."""
     function = call.get("function") if isinstance(call, dict) else None
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+    if isinstance(function, dict):
         with suppress(ValueError, RecursionError):
-            return {**call, "function": {**function, "arguments": read_arguments(function["arguments"])}}
+            return {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
     return call
+
+
+def fill(template: str, values: Mapping[str, Any], where: str, key: str) -> str:
+    """The template with values of a row. Raises ConfigError, naming `where`, for a missing or unusable value."""
+    known = [name for name, value in values.items() if value is not None]
+    for column in template_fields(template, key):
+        if column not in known:
+            problem = f"{where} has nothing in the column {column!r}; it has {', '.join(known)}"
+            raise ConfigError(problem + nearest(column, known), key=key, value=repr(template))
+    try:
+        return ByColumn().format(template, **values)
+    except ValueError as error:
+        raise ConfigError(f"cannot be filled with {where}: {error}", key=key, value=repr(template)) from error
 
 
 def settle_last_turn(messages: list[Message], last_turn: str | None, where: str) -> list[Message]:

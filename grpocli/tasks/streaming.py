@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grpocli.environments.tools import Schema
-    from grpocli.tasks.dataset import TableTask
+    from grpocli.tasks.table_task import TableTask
     from grpocli.tasks.targets import Targets
     from grpocli.tasks.task import Example
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from grpocli.config.parts import ByColumn, nearest, template_fields
 from grpocli.environments.environment import loaded_environment_of
-from grpocli.environments.tools import read_arguments, tools_of
+from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import with_one_answer
 from grpocli.tasks.json_rows import encodable, short
-from grpocli.tasks.prompts import QUIET, rendered, settle_last_turn, text_of, tokenize
+from grpocli.tasks.prompts import QUIET, fill, rendered, settle_last_turn, text_of, tokenize
 from grpocli.types import Message, Text, begun
 
 if TYPE_CHECKING:
@@ -68,7 +66,10 @@ class Targets:
             return example, self._filled(example, self.template or self.otherwise, where)
         if len(prompt) == 1:
             raise ConfigError(f"{where} has only an answer", key="task", hint="give it a prompt before the answer")
-        turn: Any = text_of({**example, "prompt": [_turn(last, where)]}, where)[0]  # it has a text
+        full = {name: value for name, value in last.items() if value != []}  # some templates print an empty part
+        turn: Any = text_of({**example, "prompt": [full]}, where)[0]
+        for call in turn.get("tool_calls", ()):
+            _check_call(call, where)
         bare = {**example, "prompt": prompt[:-1]}
         if self.template is not None:
             return bare, self._filled(example, self.template, where)
@@ -79,17 +80,7 @@ class Targets:
         return bare, turn
 
     def _filled(self, example: Example, template: str, where: str) -> str:
-        fields = dict.fromkeys(template_fields(template, KEY))
-        for column in fields:
-            if example.get(column) is None:
-                columns = [name for name, value in example.items() if value is not None and name != "prompt"]
-                problem = f"{where} has nothing in the column {column!r}; it has {', '.join(columns) or 'no other'}"
-                raise ConfigError(problem + nearest(column, columns), key=KEY, value=repr(template))
-        values = with_one_answer(example)
-        try:
-            return self._checked(ByColumn().format(template, **values), where)
-        except ValueError as error:
-            raise ConfigError(f"cannot be filled with {where}: {error}", key=KEY, value=repr(template)) from error
+        return self._checked(fill(template, with_one_answer(example), where, KEY), where)
 
     def _checked(self, target: str, where: str) -> str:
         if not target.strip() or not encodable(target):
@@ -184,25 +175,12 @@ def settle_example(
     return {**example, "prompt": text}, target
 
 
-def _turn(message: Message, where: str) -> Message:
-    """A turn of the model without empty parts, which some templates take for full ones."""
-    turn = {name: value for name, value in message.items() if value is not None and value != []}
-    if "tool_calls" in turn:
-        calls = turn["tool_calls"]
-        turn["tool_calls"] = [_call(one, where) for one in (calls if isinstance(calls, list) else [calls])]
-    return turn
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    """A call as templates take it. Its arguments may be JSON, as servers write them."""
+def _check_call(call: Any, where: str) -> None:
     function = call.get("function") if isinstance(call, dict) else None
-    arguments = None
-    with suppress(ValueError, RecursionError):
-        arguments = read_arguments(function.get("arguments")) if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+    parts = [function.get("name"), function.get("arguments")] if isinstance(function, dict) else []
+    if list(map(type, parts)) != [str, dict]:
         hint = 'it must be {"type": "function", "function": {"name": NAME, "arguments": OBJECT}}'
         raise ConfigError(f"{where} has the call {short(call)}", key="task", hint=hint)
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _after(prompt_ids: list[int], whole_ids: list[int], after_ids: list[int]) -> list[int]:

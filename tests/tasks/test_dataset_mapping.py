@@ -15,8 +15,7 @@ from grpocli.tasks.jsonl import Hub, Jsonl
 
 
 def mapping(**options: Any) -> PromptBuilder:
-    defaults = {"prompt_column": "prompt", "prompt_template": None, "prefix": "", "system_prompt": None}
-    return PromptBuilder(**{**defaults, "format": "auto", **options})
+    return PromptBuilder(Jsonl(path="a.jsonl", **options))
 
 
 USER = {"role": "user", "content": "hi"}
