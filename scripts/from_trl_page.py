@@ -33,9 +33,10 @@ Defaults of argparse are not: what a script takes from `args` is named, unless i
     grpocli from-trl dapo.py --rewards rewards.py --accelerate zero3.yaml -- --config dapo.yaml
 
 A model, dataset, reward or number of steps that is not read is `???` in the command, which then stops with this key.
-Steps of the dataset that are not carried over, and what the script does to its tokenizer, are `# check:` lines. With
-several rewards, `eval.reward` names the one that measures accuracy, chosen by the rewards' names and by whether they
-read a reference answer. A notebook (.ipynb, or its cells as a script) is read as a script, without lines for the shell.
+Values that are no literals (calls, conditions, f-strings), steps of the dataset that are not carried over, and what the
+script does to its tokenizer, are `# check:` lines. What pandas does to a table is not read. With several rewards,
+`eval.reward` names the one that measures accuracy, chosen by the rewards' names and by whether they read a reference
+answer. A notebook (.ipynb, or its cells as a script) is read as a script, without lines for the shell.
 
 The last line of the output is a command that scores two steps of scripted completions with the ported rewards, without
 the model. Defaults of TRL are those of version 1.16; a test compares them with an installed TRL.

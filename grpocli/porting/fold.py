@@ -56,11 +56,6 @@ class Folder(Syntax):
                     return self._unread(node)
             case ast.BoolOp(op=ast.Or(), values=[first, second]):  # script_args.dataset_config or "main"
                 return self.fold(first, scope) or self.fold(second, scope)
-            case ast.JoinedStr():
-                texts = self._whole(node, [self.fold(one, scope) for one in node.values])
-                return "".join(map(str, texts)) if isinstance(texts, list) else texts
-            case ast.FormattedValue(conversion=-1, format_spec=None):
-                return self.fold(node.value, scope)
             case ast.Attribute(value=ast.Name(id="torch")):
                 return node.attr
             case ast.Attribute(value=ast.Name() as holder):

@@ -12,6 +12,7 @@ import symtable
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from grpocli.porting.source import Data, DatasetStep, RewardCall, ScriptSource, Unread
 from grpocli.porting.syntax import Function, parsed, script_text
@@ -126,10 +127,9 @@ class Mover:
         self.lines = text.splitlines()
         self.units = list(_units(tree.body, ()))
         self.functions = [(unit.statement, unit.chain) for unit in self.units if isinstance(unit.statement, Function)]
-        self.chosen: dict[int, Unit] = {}
+        future = [one for one in self.units if getattr(one.statement, "module", "") == "__future__"]
+        self.chosen = {id(unit.statement): unit for unit in future}
         self.left: list[str] = []
-        future = [s for s in tree.body if isinstance(s, ast.ImportFrom) and s.module == "__future__"]
-        self.future = [ast.unparse(one) for one in future]
 
     def need(self, names: Iterable[str], line: int) -> None:
         """Choose the statements for names that are read at a line."""
@@ -163,9 +163,8 @@ class Mover:
             self._leave(f"{name} (line {statement.lineno}) is made with {call}(...)")
             return
         self.chosen[id(statement)] = unit
-        inner = (*unit.chain, statement) if isinstance(statement, Function) else unit.chain
         for one in sorted(free_names(statement)):
-            self._need(one, inner[:-1] if isinstance(statement, Function) else inner)
+            self._need(one, unit.chain)
 
     def _leave(self, text: str) -> None:
         if text not in self.left:
@@ -173,20 +172,11 @@ class Mover:
 
     def texts(self) -> Iterator[str]:
         """The chosen statements in the script's order, imports first."""
-        units = sorted(self.chosen.values(), key=lambda unit: unit.statement.lineno)
-        imports = [unit for unit in units if isinstance(unit.statement, ast.Import | ast.ImportFrom)]
-        block = [*self.future, *(self._text(unit.statement) for unit in imports)]
-        for unit in [one for one in units if one not in imports]:
-            text = self._text(unit.statement)
-            if not isinstance(unit.statement, Function | ast.ClassDef):
-                block.append(text)
-                continue
-            if block:
-                yield "\n".join(block)
-                block = []
-            yield text
-        if block:
-            yield "\n".join(block)
+        imports = (ast.Import, ast.ImportFrom)
+        units = sorted(self.chosen.values(), key=lambda u: (not isinstance(u.statement, imports), u.statement.lineno))
+        for is_definition, group in groupby(units, lambda u: isinstance(u.statement, Function | ast.ClassDef)):
+            texts = [self._text(unit.statement) for unit in group]
+            yield from texts if is_definition else ["\n".join(texts)]
 
     def _text(self, statement: ast.stmt) -> str:
         """The script's own text, dedented where that changes nothing but the place."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpocli.config.foreign_names import NEMO_RL, UNSTATED
-from grpocli.porting.overrides import MISSING, Port
-from grpocli.porting.source import Unread, number_of
+from grpocli.porting.overrides import MISSING, Numbers, Port
+from grpocli.porting.source import Unread
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 PRODUCT = re.compile(r"\$\{mul:\s*(.+?),\s*(.+?)\s*\}")
@@ -40,8 +40,10 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-class NemoRl:
+class NemoRl(Numbers):
     """Translates one config. prompts: those of the dataset, if known."""
+
+    default_text = "{:g} of grpo_math_1B.yaml"
 
     def __init__(self, values: Mapping[str, Any], prompts: int | None = None) -> None:
         self.given = flat(values)
@@ -71,24 +73,10 @@ class NemoRl:
     def get(self, name: str) -> Any:
         """A setting; the value of grpo_math_1B.yaml if the file lacks it or it is not a literal."""
         value = self.settings.get(name, self._resolved(self._raw(name)))
-        return self._resolved(NEMO_RL[name].default) if isinstance(value, Unread) else value
+        return self.default(name) if isinstance(value, Unread) else value
 
-    def number(self, name: str) -> float:
-        """A setting as a number; the value of grpo_math_1B.yaml for anything else."""
-        value = number_of(self.get(name))
-        return self._default(name, "not a finite number") if value is None else value
-
-    def whole(self, name: str) -> int:
-        """A setting as a whole number from 1 on; the value of grpo_math_1B.yaml for anything else."""
-        value = self.number(name)
-        return int(value if value >= 1 else self._default(name, "less than 1"))
-
-    def _default(self, name: str, problem: str) -> float:
-        """The value of grpo_math_1B.yaml, with a remark on the value that it replaces."""
-        default = float(self._resolved(NEMO_RL[name].default))
-        if name not in self.port.remarked:
-            self.port.check(name, self.get(name), f"it is {problem}; {default:g} of grpo_math_1B.yaml is used")
-        return default
+    def default(self, name: str) -> Any:
+        return self._resolved(NEMO_RL[name].default)
 
     def translate(self) -> Port:
         self._model()

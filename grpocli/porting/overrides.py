@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from grpocli.config.foreign_names import UNSTATED, Equivalent
-from grpocli.porting.source import Unread
+from grpocli.porting.source import Unread, number_of
 from grpocli.tracking.text import clean
 
 COLOCATED = (
@@ -137,6 +137,37 @@ class Port:
         if not added:
             chosen = ", ".join(f"{key}={shortened(self.value(key))}" for key in dict.fromkeys(_keys(templates)))
             self.skip(name, value, f"{chosen} is chosen already")
+
+
+class Numbers:
+    """Reads numbers of another trainer's settings. default_text: how a remark names the default of that trainer."""
+
+    port: Port
+    default_text: ClassVar[str]
+
+    def get(self, name: str) -> Any:
+        """A setting, or its default."""
+        raise NotImplementedError
+
+    def default(self, name: str) -> Any:
+        raise NotImplementedError
+
+    def number(self, name: str) -> float:
+        """A setting as a number, also from text such as YAML's `1e-6`; the default for anything else."""
+        value = number_of(self.get(name))
+        return self._default(name, "not a finite number") if value is None else value
+
+    def whole(self, name: str) -> int:
+        """A setting as a whole number from 1 on; the default for anything else."""
+        value = self.number(name)
+        return int(value if value >= 1 else self._default(name, "less than 1"))
+
+    def _default(self, name: str, problem: str) -> float:
+        """The default, with a remark on the value that it replaces."""
+        default = float(self.default(name) or 0)
+        if name not in self.port.remarked:
+            self.port.check(name, self.get(name), f"it is {problem}; {self.default_text.format(default)} is used")
+        return default
 
 
 def _keys(templates: Iterable[str]) -> list[str]:

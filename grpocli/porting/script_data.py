@@ -17,24 +17,6 @@ STEPS = (
     *("set_transform", "with_transform", "filter_by_length", "drop_duplicates", "class_encode_column", "repeat"),
 )
 """Methods that change a dataset."""
-PANDAS = (
-    *(
-        "query",
-        "sample",
-        "head",
-        "tail",
-        "nlargest",
-        "dropna",
-        "explode",
-        "apply",
-        "assign",
-        "merge",
-        "rename",
-        "replace",
-    ),
-    *("sort_values", "groupby", "melt"),
-)
-"""Methods that change a table of pandas."""
 
 
 class DataReader(Folder):
@@ -122,18 +104,14 @@ class DataReader(Folder):
         all steps of the script if its dataset is not read."""
         known = [one for one in (source.data, source.eval_data) if isinstance(one, Data)]
         read = {(step.line, step.method) for one in known for step in one.steps}
-        tables = any("pandas" in one or "polars" in one for one in self.module.imports.values())
         for node in ast.walk(self.tree):
             targets = node.targets if isinstance(node, ast.Assign) else [node] if isinstance(node, ast.Expr) else []
             if not targets or (isinstance(source.data, Data) and _holder(targets[0]) not in self.datasets):
                 continue
-            changes = STEPS + PANDAS if tables and isinstance(node, ast.Assign) else STEPS
             for call in ast.walk(node):
-                if changes is not STEPS and isinstance(call, ast.Subscript) and _is_filter(call):
-                    yield DatasetStep("filter", self._unread(call).text, call.lineno)
                 if isinstance(call, ast.Call) and isinstance(method := call.func, ast.Attribute):
                     library = isinstance(method.value, ast.Name) and self.module.imported(method.value.id)
-                    if method.attr in changes and (call.lineno, method.attr) not in read and not library:
+                    if method.attr in STEPS and (call.lineno, method.attr) not in read and not library:
                         yield self._step(call, method.attr, self.module)
 
     def _step(self, call: ast.Call, method: str, scope: Scope) -> DatasetStep:
@@ -146,13 +124,6 @@ class DataReader(Folder):
         arguments = tuple(self.fold(one, scope) for one in call.args)
         keywords = {str(k.arg): self.fold(k.value, scope) for k in call.keywords}
         return DatasetStep(method, text, call.lineno, function, plain, arguments, keywords)
-
-
-def _is_filter(node: ast.Subscript) -> bool:
-    """Whether an expression is a table's rows by a condition or position: `df[df.level > 3]`, `df.iloc[:100]`."""
-    by_place = isinstance(node.value, ast.Attribute) and node.value.attr in ("loc", "iloc")
-    conditions = (one for one in ast.walk(node.slice) if isinstance(one, ast.Compare | ast.Invert))
-    return by_place or any(conditions) or ".isin(" in ast.unparse(node.slice)
 
 
 def _holder(node: ast.AST) -> str:

@@ -16,7 +16,7 @@ from grpocli.config.foreign_names import (
     TRL,
     UNSTATED,
 )
-from grpocli.porting.overrides import MISSING, Port
+from grpocli.porting.overrides import MISSING, Numbers, Port
 from grpocli.porting.source import Data, ScriptSource, Unread, number_of
 from grpocli.porting.trl_data import path_of, rows_of, set_data, set_rewards
 from grpocli.training.schedule import ARGUMENTS
@@ -58,11 +58,13 @@ MODEL_KEYS = {
 }
 
 
-class Translation:
+class Translation(Numbers):
     """Translates one source. processes: TRL's number of processes; prompts: those of the dataset; None if unknown.
 
     functions: the file that the script's functions are written to; "" for a config.
     """
+
+    default_text = "TRL's default, {:g},"
 
     def __init__(
         self, source: ScriptSource, processes: int | None = None, prompts: int | None = None, functions: str = ""
@@ -82,15 +84,13 @@ class Translation:
         value = self.source.settings.get(name, DEFAULTS.get(name))
         return DEFAULTS.get(name) if isinstance(value, Unread) else value
 
+    def default(self, name: str) -> Any:
+        return DEFAULTS[name]
+
     def given(self, name: str) -> Any:
         """A setting of the file; None if it is not set or not a literal."""
         value = self.source.settings.get(name)
         return None if isinstance(value, Unread) else value
-
-    def number(self, name: str) -> float:
-        """A setting as a number, also from text such as YAML's `1e-6`; TRL's default for anything else."""
-        value = number_of(self.get(name))
-        return self._default(name, "not a finite number") if value is None else value
 
     def optional(self, name: str) -> float | None:
         """A setting as a number; None if it is not set or not a number."""
@@ -98,18 +98,6 @@ class Translation:
         if value is None and self.given(name) is not None:
             self.port.check(name, self.given(name), "it is not a finite number, and is left out")
         return value
-
-    def whole(self, name: str) -> int:
-        """A setting as a whole number from 1 on; TRL's default for anything else."""
-        value = self.number(name)
-        return int(value if value >= 1 else self._default(name, "less than 1"))
-
-    def _default(self, name: str, problem: str) -> float:
-        """TRL's default, with a remark on the value that it replaces."""
-        default = float(DEFAULTS[name] or 0)
-        if name not in self.port.remarked:
-            self.port.check(name, self.get(name), f"it is {problem}; TRL's default, {default:g}, is used")
-        return default
 
     def translate(self) -> Port:
         self._model()

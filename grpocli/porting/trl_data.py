@@ -43,7 +43,8 @@ def set_data(port: Port, source: ScriptSource, functions: str) -> None:
         port.check(
             "train_dataset",
             data,
-            "it is not read; set task=hub task.path=OWNER/NAME yourself, or task=jsonl task.path=FILE",
+            "it is not read; set task=hub task.path=OWNER/NAME yourself, or write its rows into a JSONL: task=jsonl "
+            "task.path=FILE",
         )
         _remark_all(port, source.loose)
         return

@@ -44,11 +44,7 @@ steps = {"max_steps": 9, "reward_weights": [1, 2]}
 FRAME = """
 import pandas as pd
 df = pd.read_csv("x.csv")
-df = df[df.level > 3]
-df = df[~df.x.isin([1])].sample(frac=1)
-df = df.query("y > 1").iloc[:10]
-df = df.drop_duplicates()
-print(df.head())
+df = df[df.level > 3].drop_duplicates()
 ds = Dataset.from_pandas(df)
 """
 # what the script does: its lines; overrides that are printed; beginnings of "# check:" lines
@@ -139,15 +135,7 @@ SCRIPTS: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "pandas": (
         FRAME,
         {"task=???"},
-        (
-            *(
-                "train_dataset=Dataset.from_pandas(df)",
-                "train_dataset.filter=df[df.level > 3]",
-                "train_dataset.sample=",
-            ),
-            *("train_dataset.filter=df[~", "train_dataset.filter=df.query('y > 1').iloc[:10]", "train_dataset.query="),
-            "train_dataset.drop_duplicates=",
-        ),
+        ("train_dataset=Dataset.from_pandas(df)", "train_dataset.drop_duplicates="),
     ),
     "pandas beside it": (
         "import pandas\nlog = pandas.DataFrame()\nlog = log[log.x > 1].sample(9)",
