@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import accumulate
 from unicodedata import name, normalize
 
 MULTIPLIERS = {
@@ -110,6 +111,11 @@ LISTED = re.compile(
 """The earlier members of a list in a sentence: the numbers are 1, 2 and."""
 MARKUP = "*_`\"'"
 ENDINGS = ".,;:?!" + MARKUP
+
+
+def depths(text: str) -> list[int]:
+    """After each character, the number of brackets that are open."""
+    return list(accumulate((c in "([{") - (c in ")]}") for c in text))
 
 
 def after_thinking(text: str) -> str:
@@ -299,10 +305,8 @@ def _last_run(text: str) -> str:
         if after and after[-1].rstrip(ENDINGS) in (*MULTIPLIERS, "percent"):
             run.insert(0, after.pop().rstrip(ENDINGS))
         following = " ".join(reversed(after)) if run[-1] == last else ""
-        open_brackets = _closing(run[-1])
-        while words and (open_brackets > 0 or (words[-1][-1] not in ",;:.?!" and not _is_word(words[-1]))):
+        while words and (depths(" ".join(run))[-1] < 0 or (words[-1][-1] not in ",;:.?!" and not _is_word(words[-1]))):
             run.append(words.pop())
-            open_brackets += _closing(run[-1])
         preceding = " ".join(words[-3:])
         if listed := LISTED.search(" ".join(words[-12:])):
             run.append(listed[1])
@@ -320,11 +324,6 @@ def _changed(before: str, number: str, after: str) -> bool:
         return True
     found = CHANGES.finditer(f"{before} {number}")
     return any(one.end() <= len(before) and before[one.end() :].strip() in ("", "of", "by") for one in found)
-
-
-def _closing(token: str) -> int:
-    """The number of brackets that it closes minus the number that it opens."""
-    return sum((c in ")]}") - (c in "([{") for c in token)
 
 
 def _is_word(token: str) -> bool:

@@ -42,8 +42,8 @@ class Math(Correctness):
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         answers = [answers_of(sample, self.answer_column) for sample in samples]
         pairs = [(i, answer_text(one)) for i, known in enumerate(answers) if isinstance(known, list) for one in known]
-        items = [["equal", answer, samples[i].text, self.require_evaluated] for i, answer in pairs]
-        references = [["equal", answer, None] for _, answer in pairs]
+        items = [[answer, samples[i].text, self.require_evaluated] for i, answer in pairs]
+        references = [[answer, None] for _, answer in pairs]
         scores: list[list[Score]] = [[one] if isinstance(one, Failure) else [] for one in answers]
         for (i, _), score in zip(pairs, score_items(self._pool(), items, references), strict=True):
             match score:
@@ -63,7 +63,7 @@ class Math(Correctness):
         texts = [self.vote(sample) for sample in samples]
         distinct = list(dict.fromkeys(texts))
         others = [text for text in distinct if plain_number(text) is None]
-        parsed = self._pool().map([["equal", text, None] for text in others])
+        parsed = self._pool().map([[text, None] for text in others])
         alone = {text for text, score in zip(others, parsed, strict=True) if isinstance(score, Failure)}
         votes: dict[str, str] = {}
         for text in distinct:  # one that is empty, or not read in time, is equal only to itself
@@ -75,11 +75,11 @@ class Math(Correctness):
         """Whether each of `others` is the same answer as `text`. Plain numbers need no worker process."""
         plain = [plain_equal(text, other) for other in others]
         asked = [other for other, equal in zip(others, plain, strict=True) if equal is None]
-        computed = iter(self._pool().map([["same", other, text] for other in asked]))
+        computed = iter(self._pool().map([[other, text, False] for other in asked]))
         return [next(computed) == 1 if equal is None else equal for equal in plain]
 
     def close(self) -> None:
         self._pool().close()
 
     def _pool(self) -> WorkerPool:
-        return shared_pool("grpocli.rewards.math_worker:compute", self.workers, self.timeout)
+        return shared_pool("grpocli.rewards.math_worker:equal", self.workers, self.timeout)

@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from grpocli.rewards.final_answer import MULTIPLIERS, NO_UNIT, NUMERALS
+from grpocli.rewards.final_answer import MULTIPLIERS, NO_UNIT, NUMERALS, depths
 
 FUNCTIONS = "(?:arc)?(?:sin|cos|tan|cot|tg|ctg)|csc|cotg|sinh|cosh|tanh|ln|log|lg|exp|gcd|lcm"
 COMMANDS = {
@@ -86,6 +86,8 @@ PHRASES = [
         r"^no (?:solutions?|roots?)$|^(?:the )?empty set$|^无解$": r"\\emptyset",
         r"^infinite(?:ly many)?(?: (?:real )?(?:solutions|roots))?$": "infinitely many",
         r"^no ([a-z]+ (?:solution|root))$": r"no \1s",
+        r"^(\$\$|\$|\*\*|`)((?:(?!\1).)+)\1$": r"\2",
+        r"^\\[(\[]((?:(?!\\[(\[]).)+)\\[)\]]$": r"\1",
         r"^all real numbers$": r"\\mathbb{R}",
         r"^(?:an?|the) (?=[a-z]{3})(?!and\b)|^\([A-J]\) (?=\d|\\frac|\\sqrt)|^(?:option|choice) (?=\(?[A-J]\)?$)"
         r"|^\\(?:implies|Rightarrow|because|sim) |^(?:if|when) |^(?:f ?\(x\)|y) ?= ?(?=\\begin\{cases)": "",
@@ -98,7 +100,6 @@ PHRASES = [
 ]
 """Members in words that have another form here."""
 SYSTEM = re.compile(r"\\begin\{(cases|(?:aligned|align|gathered|gather|split)\*?)\}(.*?)\\end\{\1\}", re.DOTALL)
-DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\[", "\\]"), ("\\(", "\\)"), ("**", "**"), ("`", "`"))
 LEAD = re.compile(
     r"^(?:(?:so|thus|therefore|hence|finally|then|exactly|precisely|only|just|simply|about|approximately|roughly|around"
     r"|(?:the )?ratio(?: of)?|we (?:get|have))[ ,:]+|(?:[a-z']+ ){0,12}(?:ans|answers?|solutions?|result|total|sum) ?:"
@@ -168,6 +169,7 @@ SIZES = {
     for name in names.split()
 }
 """The size of each unit, by name."""
+SQUARED_WORDS = re.compile(r"\b(?:square|sq|cubic|cu)\.? ([A-Za-z]+)|([A-Za-z]+) (?:squared|cubed)")
 NOUN = re.compile(r"(?!units|ways|times|numbers|solutions)([a-z]{2,}[a-rt-z])s", re.I)
 """Things that are counted, in the plural."""
 
@@ -204,10 +206,6 @@ def bare(text: str) -> str:
     before = None
     while text != before:
         before, text = text, re.sub(r"\s+", " ", text).strip().rstrip(".,;:\\").removeprefix(":").strip()
-        for opening, closing in DELIMITERS:
-            inner = text[len(opening) : -len(closing)]
-            if len(text) > len(opening + closing) and text == opening + inner + closing and opening not in inner:
-                text = inner
         if text.startswith("{") and encloses(text):
             text = text[1:-1]
         for pattern, form in PHRASES:
@@ -290,12 +288,7 @@ def plus_minus(text: str) -> list[str]:
 
 def encloses(text: str) -> bool:
     """Whether the last character closes the first bracket."""
-    depth = 0
-    for i, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0:
-            return i == len(text) - 1
-    return False
+    return 0 not in depths(text)[:-1] and text[-1:] in (")", "]", "}")
 
 
 def _unstyled(found: re.Match[str]) -> str:
@@ -333,27 +326,22 @@ def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
 
     A single plural noun that is no unit, as apples, is a base unit of its own.
     """
-    size, powers, sign, squared = Fraction(1), Counter[str](), 1, 1
+    size, powers, sign = Fraction(1), Counter[str](), 1
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{(.*)\}", r"\1/\2", text)
+    text = SQUARED_WORDS.sub(lambda found: f"{found[1] or found[2]}^{2 if 'sq' in found[0] else 3}", text)
     if (noun := NOUN.fullmatch(text)) and not _known(text):
         return size, ((noun[1].lower(), 1),)
     for word, exponent in re.findall(r"((?<!\\)(?<![A-Za-z])[A-Za-z.$€₹]+|/)(?:\s*\^\s*\{?\s*(-?\d))?", text):
         name = word.replace(".", "")
         if name in ("/", "per"):
             sign = -1
-        elif name in ("square", "sq", "cubic", "cu"):
-            squared = 2 if name.startswith("s") else 3
-        elif name in ("squared", "cubed") and len(powers) == 1:
-            power = 2 if name == "squared" else 3
-            size, powers = size**power, Counter({kind: power * one for kind, one in powers.items()})
         elif known := _known(name):
             number, _, parts = SIZES[known].partition(" ")
             inner = _unit(parts) if parts else None
-            power = sign * squared * int(exponent or 1)
+            power = sign * int(exponent or 1)
             size *= (Fraction(number or 1) * (inner[0] if inner else 1)) ** power
             for kind, one in inner[1] if inner else ((known, 1),):
                 powers[kind] += power * one
-            squared = 1
         elif sign < 0:
             return None
     return (size, tuple(sorted((kind, power) for kind, power in powers.items() if power))) if powers else None

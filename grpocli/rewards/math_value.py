@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -21,7 +20,7 @@ from math_verify.grader import should_treat_as_complex
 from sympy import Basic, Expr, Integer, MatrixBase, Mul, Pow, Rational, Symbol, oo
 from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
 
-from grpocli.rewards.final_answer import CHANGES, DIGIT
+from grpocli.rewards.final_answer import CHANGES, DIGIT, depths
 from grpocli.rewards.math_text import (
     THOUSANDS,
     Quantity,
@@ -111,16 +110,16 @@ class Value:
         return tuple(one for one in sides if not isinstance(one.expression, Symbol)) or sides[-1:] or (self,)
 
 
-def read(text: str, times: bool = True) -> Value:
-    """Read a result of `answer_expression`. times: 3:30 is a time of day, not a ratio.
+def read(text: str) -> Value:
+    """Read a result of `answer_expression`.
 
     Raises Unreadable if there is no answer.
     """
     if not (text := canonical(text)):
         raise Unreadable("there is no answer")
-    if max(accumulate((c in "([{") - (c in ")]}") for c in text), default=0) > DEEPEST:
+    if max(depths(text), default=0) > DEEPEST:
         return Value(_key(text), Quantity(text))  # the parser's time grows exponentially
-    return _list(text, times)
+    return _list(text)
 
 
 def _key(text: str) -> str:
@@ -129,7 +128,7 @@ def _key(text: str) -> str:
     return text.casefold() if re.search("[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", text)) else text
 
 
-def _list(text: str, times: bool, brackets: str = "") -> Value:
+def _list(text: str, brackets: str = "") -> Value:
     """Read members between commas, "and" and "or"; without any, a single value."""
     if not any(c in text for c in "([") and "\\{" not in text:
         text = THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
@@ -140,10 +139,10 @@ def _list(text: str, times: bool, brackets: str = "") -> Value:
         parts = re.findall("[A-J①-⑳]", text)
     parts = [sign for part in parts if part for sign in plus_minus(part)]
     if len(parts) == 1 and not brackets:
-        return _chain(bare(parts[0]), times)
+        return _chain(bare(parts[0]))
     found = [one for part in parts if (one := CONDITION.match(part))]
     conditions = tuple((one[1], "N" if one[2] != "Q" and (one[3] or one[4]) else one[2] or "Z") for one in found)
-    members = tuple(_list(part, times) for part in parts if not CONDITION.match(part))
+    members = tuple(_list(part) for part in parts if not CONDITION.match(part))
     if len(members) == 1 and not brackets:
         return replace(members[0], conditions=conditions)
     key = _key(brackets[:1] + text + brackets[1:])
@@ -161,36 +160,36 @@ def _compound(members: Sequence[Value]) -> Value | None:
     return Value("", Quantity("", unit=unit, is_sum=True), total, any(one.decimal for one in members))
 
 
-def _chain(text: str, times: bool) -> Value:
+def _chain(text: str) -> Value:
     """Read the sides of a chain of equations or approximations; without any, a single value."""
-    sides = [] if ORDER.search(text) else [_single(side, times) for side in split(text, "=", "\\approx") if side]
+    sides = [] if ORDER.search(text) else [_single(side) for side in split(text, "=", "\\approx") if side]
     if len(sides) < 2:
-        return sides[0] if sides else _single(text, times)
+        return sides[0] if sides else _single(text)
     percent = sides[-1].source.percent and all(one.is_number for one in sides)
     return Value(_key(text), sides[-1].source, sides=tuple(sides), rounded="\\approx" in text or percent)
 
 
-def _single(text: str, times: bool) -> Value:
+def _single(text: str) -> Value:
     """Read a set, a tuple, an interval, a matrix, a ratio, a relation or an expression."""
     if found := SET.match(text):
-        return _list(found[2] or text[found.end() :], times)
+        return _list(found[2] or text[found.end() :])
     turned = {"row": "column", "column": "row", "()": "column", "[]": "column"}
-    if (rest := TRANSPOSED.sub("", text)) != text and (value := _single(rest, times)).brackets in turned:
+    if (rest := TRANSPOSED.sub("", text)) != text and (value := _single(rest)).brackets in turned:
         return replace(value, key=_key(text), brackets=turned[value.brackets])
     if found := MATRIX.match(text):
         cells = [row.split("&") for row in found[2].split("\\\\") if row.strip()]
-        matrix = _matrix(text, [[_single(bare(cell), times) for cell in row] for row in cells])
+        matrix = _matrix(text, [[_single(bare(cell)) for cell in row] for row in cells])
         return replace(matrix, brackets="cases") if found[1] == "cases" else matrix
     opened = text.removeprefix("\\")
     if (opened[:1] in ("(", "[") or text.startswith("\\{")) and encloses(opened):
         brackets, inner = opened[0] + opened[-1], opened[1:-1].removesuffix("\\").strip()
         if inner:
-            return _list(inner, times, brackets if brackets == "{}" or len(split(inner, ",", ";")) > 1 else "")
-    parts = [_single(part, times) for part in split(text, ":")] if text.count(":") > 1 else []
+            return _list(inner, brackets if brackets == "{}" or len(split(inner, ",", ";")) > 1 else "")
+    parts = [_single(part) for part in split(text, ":")] if text.count(":") > 1 else []
     if parts and all(one.is_number for one in parts):
         ratios = tuple(replace(one, expression=one.expression / parts[0].expression, key="") for one in parts)
         return Value(_key(text), Quantity(text), members=ratios, brackets="::")
-    return _expression(text, times)
+    return _expression(text)
 
 
 def _matrix(text: str, rows: Sequence[Sequence[Value]], expression: Any = None) -> Value:
@@ -203,10 +202,10 @@ def _matrix(text: str, rows: Sequence[Sequence[Value]], expression: Any = None) 
     return Value(_key(text), source, expression, members=members, brackets="column" if column else "rows")
 
 
-def _expression(text: str, times: bool) -> Value:
+def _expression(text: str) -> Value:
     """Read a number with its unit, or an expression."""
     found, key = quantity(text), _key(text)
-    if TIME.match(found.text) and (times or found.text.endswith("00")):  # a ratio with 0 is none
+    if TIME.match(found.text):
         return Value(key, found, Symbol(found.text.replace(" ", "")))
     try:
         if found.base is not None:
@@ -256,15 +255,10 @@ def is_number(expression: Any) -> bool:
 
 
 def number(expression: Any) -> Any:
-    """The number as an exact rational, or rounded to `DIGITS` digits. Raises Unreadable if it is too large."""
-    if expression.is_Rational or expression in (oo, -oo):
-        return expression
+    """The number as a rational, an infinity or rounded to `DIGITS` digits. Raises Unreadable if it is too large."""
     guard(expression)
     value = expression.doit()
-    if value.is_Rational or value in (oo, -oo):
-        return value
-    value = value.evalf(DIGITS)
-    return Rational(str(value)) if value.is_Float else value
+    return value if value.is_Rational or value in (oo, -oo) else value.evalf(DIGITS)
 
 
 def guard(expression: Any) -> None:

@@ -44,35 +44,26 @@ def equal(gold: str, text: str | None, require_evaluated: bool = True) -> float:
         return 1.0
     if (wanted := choice(gold)) and (letter := chosen_letter(text)):
         return float(letter == wanted)
-    times = TIME.match(reference.source.text) is not None
     readings = {answer_expression(text), reference_expression(text)}  # of a short text without a mark also all of it
-    return float(any(_right(reference, answer, times, require_evaluated) for answer in readings))
+    return float(any(_right(reference, answer, require_evaluated) for answer in readings))
 
 
-def _right(reference: Value, answer: str, times: bool, strict: bool) -> bool:
+def _right(reference: Value, answer: str, strict: bool) -> bool:
     if len(answer) > max(LONGEST_ANSWER, 4 * len(reference.key)):
         return False
-    if reference.source.is_sum and (clock := TIME.match(answer)):  # 2:05 for 2 minutes and 5 seconds
+    if (clock := TIME.match(answer)) and reference.source.is_sum:  # 2:05 for 2 minutes and 5 seconds
         return reference.expression in {60**n * (60 * int(clock[1]) + int(clock[2])) for n in (0, 1)}
+    if clock and not TIME.match(reference.source.text):  # a ratio
+        answer = answer.replace(":", "/")
     try:
-        value = read(answer, times)
+        value = read(answer)
         letters = {own: other for (own, _), (other, _) in zip(value.conditions, reference.conditions, strict=False)}
         if letters:  # n in n\pi, n\in\mathbb{Z} becomes the reference's letter
             letter = r"(?<![A-Za-z\\])[a-z](?![A-Za-z])"
-            value = read(re.sub(letter, lambda found: letters.get(found[0], found[0]), answer), times)
+            value = read(re.sub(letter, lambda found: letters.get(found[0], found[0]), answer))
         return _equal(reference, value, strict)
     except Exception:  # noqa: BLE001 - empty, or too large: a wrong answer
         return False
-
-
-def same(one: str, other: str) -> float:
-    """1 if two results of `answer_expression` are equal, else 0; for majority voting."""
-    return float(bool(one) and _right(read(one), other, times=True, strict=False))
-
-
-def compute(name: str, *arguments: Any) -> float:
-    """Call `equal` or `same` by name, so that one pool of workers serves both."""
-    return same(*arguments) if name == "same" else equal(*arguments)
 
 
 @lru_cache(maxsize=4096)
@@ -225,9 +216,7 @@ def _expressions_equal(a: Value, b: Value, strict: bool) -> bool:
         ours, theirs, decimal = a.expression, b.expression, a.decimal or b.decimal
         if x.unit and y.unit and x.unit != y.unit:
             ours *= Rational(x.unit[0] / y.unit[0])
-        if _numbers_equal(ours, theirs, decimal) or _scale(x) == _scale(y):
-            return _numbers_equal(ours, theirs, decimal)
-        return _numbers_equal(ours * _scale(x), theirs * _scale(y), decimal)
+        return any(_numbers_equal(ours * p, theirs * q, decimal) for p, q in {(1, 1), (_scale(x), _scale(y))})
     return bool(sympy_expr_eq(a.expression, b.expression, 6, 15))
 
 
@@ -240,19 +229,15 @@ def _scale(quantity: Quantity) -> Any:
 
 def _numbers_equal(a: Any, b: Any, decimal: bool) -> bool:
     """Whether numbers are equal: exactly, by `rounded_equal` if `decimal`, or to 25 digits if irrational."""
-    if sympy.nan in (a, b):
-        return False
-    if a == b:
-        return True
+    if a == b or sympy.nan in (a, b):
+        return bool(a == b) and a is not sympy.nan
     x, y = number(a), number(b)
-    if x == y:
-        return True
-    if x in (oo, -oo) or y in (oo, -oo):
-        return False
+    if x == y or oo in (abs(x), abs(y)):
+        return bool(x == y)
     if decimal:
-        return bool(rounded_equal(x, y))
-    exact = x.is_Rational and y.is_Rational and _is_rational(a) and _is_rational(b)
-    return not exact and bool(abs(x - y) <= max(abs(x), abs(y)) * Rational(1, 10 ** (DIGITS // 2)))
+        return rounded_equal(x, y)
+    exact = x.is_Rational and y.is_Rational
+    return not exact and bool(abs(x - y) <= max(abs(x), abs(y)) / 10 ** (DIGITS // 2))
 
 
 def _evaluated(value: Value, reference: Value | None = None) -> bool:
@@ -289,22 +274,14 @@ def _is_value(node: Any, products: bool) -> bool:
     return True
 
 
-def _is_rational(node: Any) -> bool:
-    """Whether it is a rational number, or an unevaluated product or integer power of rational numbers."""
-    if isinstance(node, Mul):
-        return all(_is_rational(one) for one in node.args)
-    return bool(node.is_Rational or (isinstance(node, Pow) and node.base.is_Rational and node.exp.is_Integer))
-
-
 def _computes_to_rational(node: Any) -> bool:
     """Whether its value is rational, as for \\sqrt{9} and \\pi/\\pi."""
-    return _is_rational(node) or (is_number(node) and bool(node.doit().is_Rational))
+    return is_number(node) and bool(node.doit().is_Rational)
 
 
 def _is_factor(node: Any, products: bool) -> bool:
     """Whether a node is a rational factor, except a sign, a denominator or a power of ten."""
-    if isinstance(node, Pow) and node.exp == -1:
-        return _is_rational(node.base) and not node.base.is_Integer  # 51/(1/3)
     if isinstance(node, Pow):
-        return node.base != 10 and _computes_to_rational(node)
-    return _is_rational(node) and (products or abs(node.p if node.is_Rational else 0) != 1) and node != -1
+        denominator = node.exp == -1 and node.base.is_Integer  # as in 51/3, but not 51/(1/3)
+        return _computes_to_rational(node) and node.base != 10 and not denominator
+    return _computes_to_rational(node) and (products or abs(node) != 1) and node != -1

@@ -159,7 +159,7 @@ def test_equal_completions_are_computed_once(sample, monkeypatch: pytest.MonkeyP
 
     def slow(pool: WorkerPool, items: list[list[object]]) -> list[object]:
         asked.extend(items)
-        return [Overrun("slow") if "slow" in str(item[2]) else 1.0 for item in items]
+        return [Overrun("slow") if "slow" in str(item[1]) else 1.0 for item in items]
 
     monkeypatch.setattr(WorkerPool, "map", slow)
     scores = Math(workers=1)([sample(text, answer="1") for text in ("slow", "slow", "1", "slow")])
