@@ -51,6 +51,8 @@ def try_part(kind: str, part: Any) -> None:
     shape = [SIZES[letter] for letter in RETURNS[kind].rpartition("[")[2].rstrip("]").split(", ")]
     try:
         found, flags = loss_and_flags(part(*[given.get(name, logp_BT.detach()) for name in names], *lengths))
+        if not isinstance(found, torch.Tensor):
+            raise TypeError(f"it returns a {type(found).__name__}, which is no tensor")
         whole = found.expand(shape) if kind in ("correction", "entropy", "kl") else found
         wrong = list(whole.shape) != shape
         told = {"it returns": found} if wrong else {name: one for name, one in flags.items() if one.shape[:1] != (B,)}

@@ -88,7 +88,10 @@ def main(argv: list[str] | None = None) -> None:
         os.environ.pop(name, None)
     before = handle_stops(StopSignal(immediate=True).handle)  # until training handles them: clean up and exit
     try:
-        code = run(args)
+        try:
+            code = run(args)
+        finally:
+            handle_stops(lambda *_: None)  # it is ending already, with its own code
     except GrpoError as error:
         code = _report(str(error), error.exit_code, traced=from_user_code(error))
     except KeyboardInterrupt as error:

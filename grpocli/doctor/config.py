@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,11 +153,11 @@ class CheckedConfig:
         plan, reason = self._planned(machine)
         words = self._plan_words()
         if plan is None:
-            yield Finding("plan", "warning", f"no estimate: {reason}", " ".join(["grpocli plan", *words]))
+            yield Finding("plan", "warning", f"no estimate: {reason}", shlex.join(["grpocli", "plan", *words]))
             return
         worst = max(plan["devices"], key=lambda device: device["peak"] / device["memory"])
         used = f"{worst['peak'] / 2**30:,.1f} of {worst['memory'] / 2**30:,.1f} GiB on {worst['name']}"
-        advice = f"{' '.join(['grpocli plan', *words])} lists the keys to change"
+        advice = f"{shlex.join(['grpocli', 'plan', *words])} lists the keys to change"
         yield problem("plan", f"needs {used}", advice, not plan["fits"], "ok")
         yield self._disk(machine, needs, plan["model"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -277,7 +278,7 @@ def main() -> None:
     from grpocli.launch.trainer_launcher import stop_file
     from grpocli.processes.heartbeat import DONE, HeartbeatWriter
     from grpocli.processes.reaper import die_with_parent
-    from grpocli.processes.signals import StopSignal, enable_crash_tracebacks
+    from grpocli.processes.signals import StopSignal, enable_crash_tracebacks, handle_stops
     from grpocli.processes.threads import end_process
     from grpocli.tracking.text import clean_warnings
 
@@ -285,7 +286,7 @@ def main() -> None:
     die_with_parent()  # as the launcher dies with its guard
     run_dir, rank = RunDir(Path(sys.argv[1])), int(os.environ["RANK"])
     stop = StopSignal(file=stop_file(run_dir.path))
-    stop.listen()
+    handle_stops(signal.SIG_IGN)  # the launching process knows which ones count, and makes the file
     heartbeat = HeartbeatWriter(run_dir.path, rank)
     quiet_libraries()
     clean_warnings()

@@ -55,8 +55,8 @@ def enable_crash_tracebacks() -> None:
 class StopSignal:
     """Whether a stop of the run is requested.
 
-    received: the name of a signal: the first in the process that the user started, the last in one of several trainer
-    processes. file: a file whose existence also requests a stop, for processes that get no signal.
+    received: the name of the first signal in the process that the user started. file: a file whose existence also
+    requests a stop, for the trainer processes, which ignore signals.
     immediate: a signal raises KeyboardInterrupt, because there is no step to finish.
     checked_at, was_requested: when `requested_cached` last checked, and the result.
     """
@@ -92,15 +92,6 @@ class StopSignal:
             "as the engine allows), with a checkpoint; another Ctrl-C ends the run without one",
             file=sys.stderr,
         )
-
-    def record(self, number: int, frame: FrameType | None) -> None:
-        """The handler of one of several trainer processes: the launching process decides when to end it."""
-        self.received = signal.Signals(number).name
-
-    def listen(self) -> None:
-        """Install `record` as the handler of the stopping signals."""
-        for number in STOPPING:
-            signal.signal(number, self.record)
 
     @contextmanager
     def immediately(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -183,7 +184,7 @@ class Recorder:
         elif not any(spreads):
             cause = (
                 f"every completion has the reward {metrics['reward']:g}: look at them with grpocli rollouts "
-                f"{self.run_dir.path}, and choose another reward, or harder or easier problems"
+                f"{shlex.quote(str(self.run_dir.path))}, and choose another reward, or harder or easier problems"
             )
         else:
             cause = "the rewards of each group are equal: choose harder or easier problems, or raise rollout.group_size"

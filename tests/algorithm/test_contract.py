@@ -50,6 +50,7 @@ def test_a_part_of_a_user_is_tried(what: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as raised:
             check_ready(run)
         assert raised.value.key == f"algorithm/{kind}"
+        assert "AttributeError" not in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", PARTS)

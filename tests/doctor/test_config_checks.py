@@ -67,9 +67,9 @@ def test_an_error_of_the_config_is_a_line_with_its_hint_or_a_key_to_type(tmp_pat
 
 def test_a_config_that_does_not_fit_names_the_plan(tmp_path: Path) -> None:
     plan = {**SMALL, "fits": False, "devices": [{"peak": 9 * GIB, "memory": 8 * GIB, "name": "cuda:0"}]}
-    words = ("model=qwen2.5-1.5b", "hydra.run.dir=x")
+    words = ("model=qwen2.5-1.5b", "reward=[math]", "hydra.run.dir=x")
     found = findings(checked(*words), machine(tmp_path, answers={"grpocli plan": Ended(1, json.dumps(plan))}))["plan"]
-    advice = "grpocli plan model=qwen2.5-1.5b lists the keys to change"
+    advice = "grpocli plan model=qwen2.5-1.5b 'reward=[math]' lists the keys to change"
     assert found == Finding("plan", "error", "needs 9.0 of 8.0 GiB on cuda:0", advice)
 
 

@@ -134,6 +134,23 @@ def test_repeated_signals_do_not_interrupt_the_end_of_a_stopped_run() -> None:
     assert stop.received == "SIGTERM"
 
 
+def test_no_signal_changes_the_code_of_a_command_that_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: list[str]) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError
+
+    def report(text: str, code: int, *, traced: bool = False) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        return code
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    monkeypatch.setattr(cli, "_report", report)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 1
+
+
 ENDS = """
 import os, signal, sys, threading, time
 from grpocli import cli

@@ -92,6 +92,7 @@ def test_a_step_without_rows_to_train_on_gives_a_warning(tmp_path: Path, monkeyp
         ({"completions/clipped_ratio": 1.0}, 0.0, False, "rollout.max_completion_tokens"),
         ({"completions/clipped_ratio": 1.0, "tokens/trained": 0}, 1.0, False, "rollout.max_completion_tokens"),
         ({"rewards/math/std": 0.0}, 0.0, False, "every completion has the reward 0"),
+        ({"rewards/math/std": 0.0}, 0.0, False, "/a run', and choose another reward"),
         ({"rewards/math/std": 0.5}, 0.0, False, "rollout.group_size"),
         ({"rewards/math/std": 0.0}, 1.0, False, ""),
         ({"rewards/math/std": 0.0}, 0.0, True, ""),
@@ -107,7 +108,8 @@ def test_steps_without_a_signal_are_said_once_with_the_likely_cause(
 ) -> None:
     view, warnings = silent_view(), list[str]()
     monkeypatch.setattr(view, "warn", warnings.append)
-    recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "m"), None, has_teacher=teacher)
+    (tmp_path / "a run").mkdir()
+    recorder = Recorder(RunDir(tmp_path / "a run"), view, MetricsLog(tmp_path / "m"), None, has_teacher=teacher)
     done, prompt = Completion([1], [-1.0], "stop", version=1), Prompt("0", [1], "p")
     group = Group(prompt, [Rollout(prompt, done, "t", {"math": 0.0})] * 2)
 

@@ -50,7 +50,7 @@ def launch(
         batch = _written(options, resources, sweep, config_dir(config), runs)
         if options.dry_run:
             print(batch.text())
-            print(f"nothing was submitted; `sbatch {batch.script}` submits it")
+            print(f"nothing was submitted; `sbatch {shlex.quote(str(batch.script))}` submits it")
             return [_with_result(done, None) for done in returns]
         number = _submit(batch, runs)
     _print_submitted(number, batch, runs)
