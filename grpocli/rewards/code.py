@@ -195,7 +195,7 @@ def run_submission(
     submission["entry_point"] = ROOT.split(submission.get("entry_point", ""))[0]
     if "Solution" in tests.names and "class Solution" in submission.get("reference", ""):
         submission["entry_point"] = "Solution"  # the name of a method alone is none of the module's
-    if (block := program(submission["text"], tests.names | {submission["entry_point"]})) is not None:
+    if (block := program(submission["text"], (tests.names | {submission["entry_point"]}) - {""})) is not None:
         submission |= {"text": "\n" + block, "whole": True}
     given = Submission(**submission)
     result = run(given, Limits(**limits), backend_named(backend, python), all_tests)

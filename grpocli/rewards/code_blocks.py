@@ -10,7 +10,7 @@ from contextlib import suppress
 
 BLOCK = re.compile(
     r"^(?P<indent>[ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})[^\w\n`~]*(?P<language>\w*)[^\n`]*\n"
-    r"(?P<code>.*?)(?:^[ \t>]*(?P=fence)[`~]*[ \t]*(?P<closed>$)|\Z)",
+    r"(?P<code>.*?)(?:^[ \t>]*(?P=fence)[`~]*(?P<closed>(?![\w`~]))|\Z)",
     re.MULTILINE | re.DOTALL,
 )
 MARK = re.compile(
@@ -20,6 +20,8 @@ MARK = re.compile(
 )
 """What prompts of MBPP and DS-1000, and pages of LaTeX and HTML, put around a program instead of a fence."""
 PYTHON = ("python", "python3", "py", "py3")
+READS = re.compile(r"\binput\(|\bstdin\b|\bopen\(0")
+"""What a script does that has an input."""
 NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 DEFINED = re.compile(r"^(?:(?:async +)?def +|class +|(?=\w+ *=))(\w+)", re.MULTILINE)
 
@@ -40,13 +42,15 @@ def blocks(text: str) -> list[tuple[str, str]]:
 def program(text: str, names: set[str]) -> str | None:
     """The last block of Python that defines one of the names, else the last of Python, of no language, of any.
 
-    What it uses and does not define is taken from the other blocks. None without a block.
+    Without names it is a script, and the last that reads its input is taken. What it uses and does not define comes
+    from the other blocks. None without a block.
     """
     found = blocks(text)
 
     def fitness(block: tuple[str, str]) -> int:
         language, code = block
-        if language in ("", *PYTHON) and names.intersection(DEFINED.findall(code)):
+        fits = names.intersection(DEFINED.findall(code)) if names else READS.search(code)
+        if fits and language in ("", *PYTHON):
             return 3
         return 2 if language in PYTHON else 1 if not language else 0
 

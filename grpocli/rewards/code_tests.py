@@ -20,6 +20,8 @@ INPUTS = ("inputs", "input", "stdin", "args")
 OUTPUTS = ("outputs", "output", "stdout", "expected_output", "expected_stdout", "expected")
 NESTED = ("test_cases", "tests", "test_list", "test", "assert_case", "functional")
 """Keys of an object that holds the tests."""
+CONDITIONS = ("all", "any", "isinstance", "math.isclose", "np.allclose")
+"""Functions whose result a test means to hold."""
 SCRIPT, CALLED = ("stdin", "stdin_stdout"), ("functional", "function_call")
 """Types of tests."""
 CALL = """\
@@ -153,9 +155,11 @@ class _Checks(ast.NodeTransformer):
     """
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in ("unittest.main", "pytest.main"):
+        called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
+        if called in ("unittest.main", "pytest.main"):
             return ast.Pass()
-        return ast.Assert(node.value) if isinstance(node.value, ast.Compare | ast.BoolOp | ast.UnaryOp) else node
+        is_condition = isinstance(node.value, ast.Compare | ast.BoolOp | ast.UnaryOp) or called in CONDITIONS
+        return ast.Assert(node.value) if is_condition else node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         names = [f"{one.asname} = {one.name}" for one in node.names if one.asname]
