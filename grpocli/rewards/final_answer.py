@@ -187,7 +187,8 @@ def final_answer(text: str) -> str:
 
 
 def spelled(text: str) -> str:
-    """The text in ASCII and LaTeX commands: 10⁸ as 10^{8}, √17 as \\sqrt{17}, full-width marks and digits as usual."""
+    """The text in ASCII and LaTeX commands: 10⁸ as 10^{8}, √17 as \\sqrt{17}, usual marks and digits, no colors."""
+    text = NEGATIVE.sub("-", COLOR.sub("", text))
     text = RAISED.sub(lambda found: f"^{{{normalize('NFKC', found[0])}}}", text)
     text = LOWERED.sub(lambda found: f"_{{{normalize('NFKC', found[0])}}}", text)
     return CJK.sub(" ", FULL_WIDTH.sub(lambda found: normalize("NFKC", found[0]), text.translate(UNICODE)))
@@ -198,7 +199,7 @@ def answer_expression(text: str) -> str:
 
     What a box, a tag or "####" marks is the whole answer; without a mark, the last expression is.
     """
-    rest = NEGATIVE.sub("-", COLOR.sub("", after_thinking(text)))
+    rest = after_thinking(text)
     answer = marked(rest)
     return last_expression(spelled(rest[-LONGEST:])) if answer is None else spelled(answer)
 
@@ -211,7 +212,7 @@ def reference_expression(text: str) -> str:
     several = before is not None and not STATED.match(rest, before[1], formulas[0][0])
     if marked(rest) is not None or len(rest) > 200 or LONG.search(rest) or (formulas and not several):
         return answer_expression(text)
-    return NEGATIVE.sub("-", spelled(COLOR.sub("", DOLLAR.sub("", rest) if several else rest)))
+    return spelled(DOLLAR.sub("", rest) if several else rest)
 
 
 def chosen_letter(text: str) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from grpocli.config.parts import part, require
 from grpocli.rewards.final_answer import answer_expression
-from grpocli.rewards.math_text import plain_equal, plain_number
+from grpocli.rewards.math_text import plain_number
 from grpocli.rewards.reward import Correctness, Failure, Forfeit, Sample, Score, answer_text, answers_of, best_of
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
 
@@ -60,23 +61,17 @@ class Math(Correctness):
 
     def votes(self, samples: Sequence[Sample]) -> list[str]:
         """The answers; answers of equal value get the same text, so that 0.5 and \\frac{1}{2} are one answer."""
-        texts = [self.vote(sample) for sample in samples]
-        distinct = list(dict.fromkeys(texts))
-        others = [text for text in distinct if plain_number(text) is None]
+        first: dict[Fraction | str, str] = {}
+        texts = [first.setdefault(plain_number(text) or text, text) for text in map(self.vote, samples)]
+        others = [text for text in first.values() if plain_number(text) is None]
         parsed = self._pool().map([[text, None] for text in others])
         alone = {text for text, score in zip(others, parsed, strict=True) if isinstance(score, Failure)}
         votes: dict[str, str] = {}
-        for text in distinct:  # one that is empty, or not read in time, is equal only to itself
+        for text in first.values():  # one that is empty, or not read in time, is equal only to itself
             known = [one for one in dict.fromkeys(votes.values()) if not alone & {one, text}]
-            votes[text] = next((one for one, same in zip(known, self._same(text, known), strict=True) if same), text)
+            same = self._pool().map([[one, text, False] for one in known])
+            votes[text] = next((one for one, score in zip(known, same, strict=True) if score == 1), text)
         return [votes[text] for text in texts]
-
-    def _same(self, text: str, others: Sequence[str]) -> list[bool]:
-        """Whether each of `others` is the same answer as `text`. Plain numbers need no worker process."""
-        plain = [plain_equal(text, other) for other in others]
-        asked = [other for other, equal in zip(others, plain, strict=True) if equal is None]
-        computed = iter(self._pool().map([[other, text, False] for other in asked]))
-        return [next(computed) == 1 if equal is None else equal for equal in plain]
 
     def close(self) -> None:
         self._pool().close()

@@ -50,6 +50,7 @@ FORMS = [
         r"\\sqrt\s*(\[\d+\])?\s*\(((?:[^()]|\([^()]*\))*)\)": r"\\sqrt\1{\2}",
         r"\\sqrt(?:\s*(\[\d+\]))?\s+(\d+(?:\.\d+)?|[A-Za-z])(?![\d.])": r"\\sqrt\1{\2}",
         r"\\[dtc]?frac\s+(\d)\s*(\d)": r"\\frac{\1}{\2}",
+        r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d./])": r"\1\\frac{\2}{\3}",
         r"\{([.,])\}(?=\d)": r"\1",
         r"\\mu ?(?=[A-Za-z])": "micro",
         r"([kM]?)\\Omega": r" \1ohm ",
@@ -57,10 +58,8 @@ FORMS = [
         r"\\(max|min|gcd|lcm) ?\\\{([^{}]*)\\\}": r"\\\1(\2)",
         rf"(?:\{{\}} ?)?[_^]{COUNT} ?C_{COUNT}|(?<![A-Za-z])C_{COUNT}\^{COUNT}": r"\\binom{\1\3}{\2\4}",
         rf"(?:\{{\}} ?)?[_^]{COUNT} ?P_{COUNT}|(?<![A-Za-z])[AP]_{COUNT}\^{COUNT}": r"\\frac{\1\3!}{(\1\3-\2\4)!}",
-        r"(?<=\d) ?\^ ?\{? ?o ?\}?(?![\w{}])": r"^\\circ ",
-        r"(?<=\d) ?\^ ?\{? ?\\circ ?\}? ?(\d+) ?'(?!')(?: ?(\d+) ?(?:''|\"))?": (
-            r" degrees, \1 arcminutes, 0\2 arcseconds"
-        ),
+        r"(?<=\d) ?\^ ?\{? ?(?:\\circ|o) ?\}?(?![\w{}])": r"^\\circ ",
+        r"\^\\circ *(\d+) ?'(?!')(?: ?(\d+) ?(?:''|\"))?": r" degrees, \1 arcminutes, 0\2 arcseconds",
         r"(?<=\d) ?(?:''|\")": " inches ",
         r"(?<=\d) ?'": " feet ",
         r"\((1|i)\) ?(?=.*\((?:2|ii)\))": "(a) ",
@@ -68,14 +67,13 @@ FORMS = [
         r"(?:^|[,;]? )(?:\(([a-e])|(?<!\()([a-e]))\) ?(?=\$?-?(?:\d|\\frac|\\sqrt))": r", \1\2=",
         r"(^|\\in|\\cup|=) ?\](?=[^\[\]()]+,[^\[\]()]+[\[\]])": r"\1(",
         r"([(\[][^\[\]()]+,[^\[\]()]+)\[(?=$|\$| |\\)": r"\1)",
-        r"(?<![A-Za-z])\\?cis ?(\([^()]*\)|\d+ ?\^ ?\{? ?\\circ ?\}?)": r"(\\cos(\1)+i\\sin(\1))",
+        r"(?<![A-Za-z])\\?cis ?(\([^()]*\)|\d+\^\\circ)": r"(\\cos(\1)+i\\sin(\1))",
         r"\\left ?\\\{ ?\\begin\{array\}(?: ?\{[lcr|]*\})?(.*?)\\end\{array\} ?\\right ?\.": (
             r"\\begin{cases}\1\\end{cases}"
         ),
         r"(?<=[\w)}\]])\s*\*\*\s*(?=[\w({\\-])": "^",
         r"\.\.\.": r"\\ldots ",
         r"(?<=\d)\s*x\s*(?=10\s*\^)": r"\\times ",
-        r"\\\{\s*\\\}": r"\\emptyset ",
         r"(?<=\d)( ?[a-z]+\.?) (?=\d+(?:\.\d+)? ?[a-z])": r"\1, ",
     }.items()
 ]
@@ -113,7 +111,6 @@ NUMERAL = re.compile(rf"^(?:([a-z]+ty)[- ])?({NUMERALS})$|(?<=_)(?:\{{ ?)?()({NU
 THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\s\d{3})+(?![\d,])")
 EXPONENT = re.compile(r"^([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)$")
-MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d./])")
 REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
 PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*\b(?:percent|per cent|pct)\b\.?)\s*$")
 DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?)\s*([CF]?)\s*$")
@@ -219,7 +216,6 @@ def quantity(text: str) -> Quantity:
     if (base := BASE.match(text)) and (base[1][0].isdigit() or HEXADECIMAL.fullmatch(base[1])):
         return Quantity(base[1].upper().lstrip("0") or "0", base=int(base[2][:4]))
     text = REPEATING.sub(_repeating, text)
-    text = MIXED.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
     text = MULTIPLIER.sub(lambda found: f"{(Decimal(found[1]) * MULTIPLIERS[found[2]]).normalize():f}", text)
     text, percent = _without(PERCENT, text)
     noun = ""
@@ -242,14 +238,6 @@ def quantity(text: str) -> Quantity:
 def rounded_equal(one: Any, other: Any) -> bool:
     """Whether two numbers, one of which may be rounded, agree to six decimals, or below 1 to six digits."""
     return bool(abs(one - other) * 10**6 <= min(1, max(abs(one), abs(other))))
-
-
-def plain_equal(one: str, other: str) -> bool | None:
-    """Whether two plain numbers are equal; None if either is not a plain number, or has a unit or a percent sign."""
-    a, b = plain_number(one), plain_number(other)
-    if a is None or b is None:
-        return None
-    return rounded_equal(a, b) if "." in one + other else a == b
 
 
 def plain_number(text: str) -> Fraction | None:
