@@ -267,13 +267,6 @@ def split(text: str, *separators: str) -> list[str]:
     return [*parts, text[start:].strip()]
 
 
-def plus_minus(text: str) -> list[str]:
-    r"""The member with + and with - in place of a \pm; another member alone."""
-    if "\\pm" not in text:
-        return [text]
-    return [text.replace("\\pm", a).replace("\\mp", b) for a, b in (("+", "-"), ("-", "+"))]
-
-
 def encloses(text: str) -> bool:
     """Whether the last character closes the first bracket."""
     return 0 not in depths(text)[:-1] and text[-1:] in (")", "]", "}")

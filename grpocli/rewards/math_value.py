@@ -28,7 +28,6 @@ from grpocli.rewards.math_text import (
     canonical,
     encloses,
     plain_number,
-    plus_minus,
     quantity,
     split,
 )
@@ -137,7 +136,12 @@ def _list(text: str, brackets: str = "") -> Value:
         parts = split(text, ",", ";", "and", "or")
     if CHOICES.fullmatch(text):
         parts = re.findall("[A-J①-⑳]", text)
-    parts = [sign for part in parts if part for sign in plus_minus(part)]
+    parts = [
+        part.replace("\\pm", plus).replace("\\mp", minus)
+        for part in parts
+        if part
+        for plus, minus in (("+", "-"), ("-", "+"))[: 1 + ("\\pm" in part)]
+    ]
     if len(parts) == 1 and not brackets:
         return _chain(bare(parts[0]))
     found = [one for part in parts if (one := CONDITION.match(part))]
