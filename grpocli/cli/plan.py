@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     run = build_run(config)
     simulation = _simulation(args, cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)))
     if simulation:
-        from grpocli.plan.sweep import check_options
+        from grpocli.plan.sweep import check_options, sweep
 
         check_options(run, simulation)
 
@@ -62,17 +62,11 @@ def main(argv: Sequence[str]) -> int:
         found = None
         if simulation:
             view.stage("simulating")
-            found = sweep_of(plan, simulation)
+            found = sweep(plan, simulation)
     finally:
         view.stop()
     print(_json(plan, changes, found) if args.json else _text(plan, changes, found, shlex.join(argv)))
     return 0 if plan.fits else 1
-
-
-def sweep_of(plan: Plan, options: Options) -> Sweep:
-    from grpocli.plan.sweep import sweep
-
-    return sweep(plan, options)
 
 
 def _text(plan: Plan, changes: list[str], found: Sweep | None, title: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpocli.cli.parser import plain_parser
 from grpocli.errors import ConfigError
 
 EXAMPLES = """\
@@ -68,13 +69,8 @@ def _hub(args: argparse.Namespace) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpocli push",
-        description="Push a run to a model repository of the Hugging Face hub. Defaults are in its config: hub.*",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    about = "Push a run to a model repository of the Hugging Face hub. Defaults are in its config: hub.*"
+    parser = plain_parser("push", about, EXAMPLES)
     flag: Any = argparse.BooleanOptionalAction
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--to", metavar="OWNER/NAME", help="the repository; made, as a private one, if it is not there")

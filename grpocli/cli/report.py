@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpocli.cli.parser import plain_parser
 from grpocli.errors import ConfigError
 
 EXAMPLES = """\
@@ -57,13 +58,7 @@ def _unwritable(out: Path, problem: str) -> ConfigError:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpocli report",
-        description="Write a page about runs as one HTML file, which needs no network.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = plain_parser("report", "Write a page about runs as one HTML file, which needs no network.", EXAMPLES)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN|SWEEP", help="a run, or a folder of runs")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="the file (report.html in the first folder)")
     parser.add_argument("--completions", type=int, metavar="N", help="about N completions (as many as fit in 6 MB)")

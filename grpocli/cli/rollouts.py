@@ -12,6 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpocli.cli.parser import plain_parser
 from grpocli.errors import ConfigError, RunError
 from grpocli.tracking.console import paged
 from grpocli.tracking.text import clean, prompt_text
@@ -80,13 +81,7 @@ def _unknown(word: str, argv: Sequence[str], parser: argparse.ArgumentParser) ->
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpocli rollouts",
-        description="Show, filter and export the completions of a run.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = plain_parser("rollouts", "Show, filter and export the completions of a run.", EXAMPLES)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--step", metavar="N|FROM:TO", help="only these steps (the last one; with --problems all)")
     parser.add_argument("--task", metavar="NAME", help="only this task")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from grpocli.cli.parser import plain_parser
 from grpocli.errors import ConfigError
 
 EPILOG = """\
@@ -120,13 +121,7 @@ def _open(address: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpocli watch",
-        description="Serve a live page about runs, until Ctrl-C.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = plain_parser("watch", "Serve a live page about runs, until Ctrl-C.", EPILOG)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN|FOLDER", help="a run, or a folder of runs")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="the port on 127.0.0.1 (a free one)")
     parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")

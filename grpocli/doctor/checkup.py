@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
+
+from grpocli.processes.threads import run_in_thread
 
 if TYPE_CHECKING:
     from grpocli.doctor.machine import Machine
@@ -66,28 +68,25 @@ def problem(name: str, detail: str, advice: str, needed: object, otherwise: Find
 
 def examine(checks: Sequence[MachineCheck], machine: Machine, needs: Needs, progress: Progress) -> list[FindingGroup]:
     """The findings of all checks, grouped. A check that hangs or fails is a warning with its name."""
-    done: queue.SimpleQueue[tuple[int, list[Finding]]] = queue.SimpleQueue()
     began = time.monotonic()
     # the slowest first, so that the others run beside them
-    for number, check in sorted(enumerate(checks), key=lambda one: -one[1].seconds):
-        work = threading.Thread(target=_work, args=(number, check, machine, needs, done), daemon=True, name=check.name)
-        work.start()
+    slowest_first = sorted(enumerate(checks), key=lambda one: -one[1].seconds)
+    work = {
+        number: run_in_thread(partial(_findings, check, machine, needs), check.name) for number, check in slowest_first
+    }
     found: dict[int, list[Finding]] = {}
-    while len(found) < len(checks):
-        waiting = [number for number in range(len(checks)) if number not in found]
+    while waiting := [number for number in range(len(checks)) if number not in found]:
+        wait([work[number] for number in waiting], 0.1, FIRST_COMPLETED)
         now = time.monotonic() - began
         # without a share: the last check may take longer than all others together
         most = max(checks[number].seconds for number in waiting) - now
         names = ", ".join(checks[number].name for number in waiting[:3])
         progress(0, 0, f"{len(found)} of {len(checks)} checks", f"{names}: at most {max(most, 0):.0f} s more")
         for number in waiting:
-            if now >= checks[number].seconds:
+            if work[number].done():
+                found[number] = work[number].result()
+            elif now >= checks[number].seconds:
                 found[number] = [_hung(checks[number])]
-        try:
-            number, findings = done.get(timeout=0.1)
-        except queue.Empty:
-            continue
-        found.setdefault(number, findings)
     return grouped(checks, found)
 
 
@@ -102,20 +101,13 @@ def grouped(checks: Sequence[MachineCheck], found: dict[int, list[Finding]]) -> 
     ]
 
 
-def _work(
-    number: int,
-    check: MachineCheck,
-    machine: Machine,
-    needs: Needs,
-    done: queue.SimpleQueue[tuple[int, list[Finding]]],
-) -> None:
+def _findings(check: MachineCheck, machine: Machine, needs: Needs) -> list[Finding]:
     try:
-        findings = list(check.find(machine, needs))
+        return list(check.find(machine, needs))
     except Exception as error:  # noqa: BLE001 - one failed check must not hide the others
         reason = " ".join(str(error).split())[:200] or "no message"
         advice = "report it as a bug of grpocli, with the output of `grpocli doctor --json`"
-        findings = [warning(check.name, f"this check failed: {type(error).__name__}: {reason}", advice)]
-    done.put((number, findings))
+        return [warning(check.name, f"this check failed: {type(error).__name__}: {reason}", advice)]
 
 
 def _hung(check: MachineCheck) -> Finding:

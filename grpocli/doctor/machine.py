@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -145,7 +144,7 @@ class Machine:
     """Everything that the checks look at, so that a test can break each thing.
 
     folder: the working folder. root: the folder that holds proc, sys, dev and etc. python: the interpreter that
-    probes run with. now: the time in seconds since 1970.
+    probes run with.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -156,7 +155,6 @@ class Machine:
     packages: Callable[[], Mapping[str, Package]] = installed_packages
     disk_usage: Callable[[Path], Any] = shutil.disk_usage
     reach: Callable[[str], str] = reach
-    now: Callable[[], float] = time.time
     _kept: dict[str, Any] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
 

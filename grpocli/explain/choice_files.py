@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from grpocli.config import yaml_text
-from grpocli.config.build import flat_keys
+from grpocli.config.build import TARGET, flat_values
 from grpocli.config.field_docs import summary
 from grpocli.config.parts import CLASSES
 
@@ -35,7 +35,6 @@ class ChoiceFiles:
         self.values: dict[str, list[tuple[str, str]]] = {}
         self.defaults: dict[str, str] = {}
         self.groups: dict[str, dict[str, str]] = {}
-        self.hydra: dict[str, str] = {}
         self._train()
         for file in sorted(folder.rglob("*.yaml"), key=_recipes_last):
             group = str(file.parent.relative_to(folder))
@@ -53,12 +52,8 @@ class ChoiceFiles:
             self.defaults[group] = choice
         for group, choice in _chosen(self._read(self.folder / "algorithm" / f"{self.defaults['algorithm']}.yaml")):
             self.defaults[f"algorithm/{group}"] = choice
-        plain = config["hydra"]
-        for key in HYDRA:
-            value: Any = plain
-            for word in key.split(".")[1:]:
-                value = value[word]
-            self.hydra[key] = str(value)
+        values = flat_values(config)
+        self.hydra = {key: str(values[key]) for key in HYDRA}
 
     def _choice(self, group: str, file: Path) -> None:
         text = file.read_text(encoding="utf-8")
@@ -123,12 +118,8 @@ def _chosen(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """(key, value) of the values of a YAML that are not mappings."""
-    nested = {key: value for key, value in config.items() if key != "defaults"}
-    for key in flat_keys(nested):
-        value: Any = nested
-        for word in key.split("."):
-            value = value[word]
-        if not isinstance(value, dict):
+    for key, value in flat_values({name: value for name, value in config.items() if name != "defaults"}).items():
+        if key.rpartition(".")[2] != TARGET:
             yield f"{prefix}.{key}".lstrip("."), value
 
 

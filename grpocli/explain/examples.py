@@ -16,17 +16,10 @@ def example_override(name: str, owner: type[Any], field: str, default: str, allo
 
     owner, field: the class and its field that read the key.
     """
-    return f"{name}={_example_value(owner, field, default, allowed)}"
-
-
-def _example_value(owner: type[Any], field: str, default: str, allowed: Sequence[str]) -> str:
     others = [one for one in allowed if one != default]
-    if others:
-        return others[0]
-    for candidate in _numbers(default):
-        if _accepts(owner, field, candidate):
-            return spelled(candidate)
-    return f"'{default}'" if "$" in default else default.replace("null", "") or "VALUE"
+    others += [spelled(number) for number in _numbers(default) if _accepts(owner, field, number)]
+    others += [f"'{default}'" if "$" in default else default.replace("null", "") or "VALUE"]
+    return f"{name}={others[0]}"
 
 
 def _numbers(default: str) -> Iterator[float]:

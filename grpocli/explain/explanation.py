@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
-from grpocli.config.build import flat_keys
+from grpocli.config.build import TARGET, flat_values
 from grpocli.config.field_docs import field_docs
 from grpocli.config.formula import Formula, formula_of, settings
 from grpocli.config.schema import Rollouts, Run
@@ -95,6 +95,7 @@ def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanati
     algorithm: Algorithm = run.algorithm
     parts = {kind: part_section(f"algorithm/{kind}", getattr(algorithm, kind)) for kind in PARTS}
     used = {kind: section for kind, section in parts.items() if is_used(algorithm, kind, section)}
+    terms = {kind: one for kind, one in used.items() if kind != "correction" or not algorithm.takes_sampler_as_old}
     ordered = [
         *((_answers(run.rollout),) if algorithm.supervised else (_sampling(run.rollout), _score(run))),
         *(_named(section, run) for section in _chosen(used, "keep")),
@@ -104,7 +105,7 @@ def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanati
         *_bounds(algorithm),
         *_chosen(used, "objective", "tokens", "correction", "kl", "entropy", "aggregate"),
         *_routers(algorithm),
-        Section("loss", "", (loss_line(_terms(used, algorithm)) + _router_term(algorithm),), LOSS_NOTE),
+        Section("loss", "", (f"{loss_line(terms)}{' + χ B' * bool(algorithm.router_aux_loss_coef)}",), LOSS_NOTE),
         _update(run),
     ]
     unused = tuple(section for kind, section in parts.items() if kind not in used)
@@ -128,11 +129,6 @@ def is_used(algorithm: Algorithm, kind: str, section: Section) -> bool:
     return bool(enabled.get(kind, bool(section.lines)))
 
 
-def _terms(used: dict[str, Section], algorithm: Algorithm) -> dict[str, Section]:
-    """The parts that are a term or a factor of the loss."""
-    return {kind: one for kind, one in used.items() if kind != "correction" or not algorithm.takes_sampler_as_old}
-
-
 def loss_line(used: dict[str, Section]) -> str:
     """The minimised loss with the terms in use."""
     factors = [sign for kind, sign in (("correction", "ρ_it"), ("tokens", "S_it")) if kind in used]
@@ -140,10 +136,6 @@ def loss_line(used: dict[str, Section]) -> str:
     added = [term for kind, term in (("kl", "+ β D_it"), ("entropy", "− λ H_it")) if kind in used]
     inner = f"( {' '.join([terms, *added])} )" if added else terms
     return f"L(θ) = Σ_i w_i Σ_t {inner}"
-
-
-def _router_term(algorithm: Algorithm) -> str:
-    return " + χ B" if algorithm.router_aux_loss_coef else ""
 
 
 def _routers(algorithm: Algorithm) -> Iterator[Section]:
@@ -375,10 +367,8 @@ def _values(run: Run, config: DictConfig) -> dict[str, str]:
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     for name in COMPARED:
-        for key in flat_keys(plain[name], f"{name}."):
-            value = OmegaConf.select(config, key)
-            if not isinstance(value, DictConfig):
-                found[key] = spelled(value)
+        values = flat_values(plain[name], f"{name}.").items()
+        found |= {key: spelled(value) for key, value in values if not key.endswith(TARGET)}
     return found
 
 

@@ -29,7 +29,7 @@ def _key_rows(key: KeyReference) -> Rows:
     found: Rows = []
     for variant in key.variants:
         found += _variant_rows(variant, several=len(key.variants) > 1)
-    found += [("set by", text) for text in _set_by(key.set_by)]
+    found += [("set by", text) for texts in _set_by(key.set_by) for text in texts]
     found += [
         ("class", text) for text in dict.fromkeys(one.reader for one in key.variants if one.owner is not ChoiceFiles)
     ]
@@ -53,25 +53,19 @@ def _variant_rows(variant: Variant, several: bool) -> Iterator[tuple[str, str]]:
 def _group_rows(group: GroupReference) -> Rows:
     found: Rows = [("choice", f"{name}: {doc}") for name, doc in group.choices]
     found += [("default", group.default)] if group.default else []
-    found += [("chosen by", f"{label}: {value}") for label, value in group.chosen_by if not label.startswith("recipe=")]
-    recipes = [f"{label} ({value})" for label, value in group.chosen_by if label.startswith("recipe=")]
-    found += [("recipes", _short(recipes))] if recipes else []
-    found += [("key", f"{key.name}={key.variants[0].default}: {_first(key)}") for key in group.keys]
+    others, recipes = _set_by(group.chosen_by)
+    found += [("chosen by", text) for text in others] + [("recipes", text) for text in recipes]
+    for key in group.keys:
+        first = key.variants[0]
+        found.append(("key", f"{key.name}={first.default}: {first.doc.split('. ')[0].rstrip('.')}."))
     return [*found, *_foreign_rows(group.foreign), ("example", group.example)]
 
 
-def _first(key: KeyReference) -> str:
-    """The first sentence of a key's meaning, and the choices that have the key."""
-    doc = key.variants[0].doc
-    first = doc.split(". ")[0].rstrip(".")
-    return f"{first}."
-
-
-def _set_by(entries: Sequence[tuple[str, str]]) -> list[str]:
-    """`algorithm=dapo: 0.28`, and the recipes in one line."""
+def _set_by(entries: Sequence[tuple[str, str]]) -> tuple[list[str], list[str]]:
+    """`algorithm=dapo: 0.28` and others; the recipes in one line, if there are any."""
     lines = [f"{label}: {value}" for label, value in entries if not label.startswith("recipe=")]
     recipes = [f"{label} ({value})" for label, value in entries if label.startswith("recipe=")]
-    return [*lines, *([_short(recipes)] if recipes else [])]
+    return lines, [_short(recipes)] if recipes else []
 
 
 def _short(names: Sequence[str]) -> str:

@@ -84,7 +84,7 @@ def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:
 
     Too few GPUs are shared. Raises ConfigError if the config asks for more GPUs than there are.
     """
-    needed = servers_need(engine)
+    needed = int(engine.server_gpus)
     if needed > len(gpus):
         raise ConfigError(
             f"needs {needed} GPUs, {needed // engine.replicas} for each server, and there are {len(gpus)}: lower it, "
@@ -116,11 +116,6 @@ def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:
             value=processes,
         )
     return Devices(processes, train[:processes], rollout)
-
-
-def servers_need(engine: Any) -> int:
-    """The number of GPUs that the run's servers need; 0 if it starts none."""
-    return int(engine.server_gpus)
 
 
 def _chosen(field: str, value: Any, gpus: Sequence[str], last: bool = False) -> tuple[str, ...] | None:

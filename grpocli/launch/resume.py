@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpocli.config import yaml_text
-from grpocli.config.build import TARGET, flat_keys, leaves
+from grpocli.config.build import TARGET, flat_values, leaves
 from grpocli.config.environment import raw_value, unresolved
 from grpocli.config.overrides import in_quotes, text_of, texts_of
 from grpocli.config.user_parts import is_spec, name_of
@@ -25,6 +25,8 @@ from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import check_run
 from grpocli.tracking.sessions import accuracy_rewards
 
+FOLLOWS = re.compile(r"\$\{([\w.]+)\}")
+"""A value that is that of another key."""
 SESSION_KEYS = ("resume", "resume_other_weights", "overrides")
 """Keys of the start of a session, which do not change the run."""
 FIXED = (*(f"model.lora.{key}" for key in ("rank", "alpha", "target_modules", "path")), "model.quantization")
@@ -170,21 +172,13 @@ def _named(key: str, value: Any) -> Any:
 
 def _followers(composed: DictConfig, saved: DictConfig, given: list[str]) -> list[str]:
     """Keys that follow a key given now: their default is an interpolation of it, and their saved values were equal."""
-    plain = OmegaConf.to_container(composed, resolve=False)
-    targets = {key: _target(plain, key) for key in flat_keys(plain)}
+    values = flat_values(OmegaConf.to_container(composed, resolve=False)).items()
+    targets = {key: match[1] for key, value in values if (match := FOLLOWS.fullmatch(str(value)))}
     return [
         key
         for key, target in targets.items()
         if target in given and OmegaConf.select(saved, key) == OmegaConf.select(saved, target)
     ]
-
-
-def _target(plain: Any, key: str) -> str | None:
-    """`a.b` if the value of `key` is `${a.b}`."""
-    for name in key.split("."):
-        plain = plain[name]
-    match = re.fullmatch(r"\$\{([\w.]+)\}", plain) if isinstance(plain, str) else None
-    return match[1] if match else None
 
 
 def _keep_choices(composed: DictConfig, saved: DictConfig) -> None:

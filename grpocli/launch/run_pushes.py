@@ -8,12 +8,14 @@ import shlex
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError
 from grpocli.files import QuietFileHandler
 from grpocli.launch.push import Pusher
+from grpocli.processes.threads import run_in_thread
 from grpocli.tracking.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -112,25 +114,17 @@ def push_finished(hub: Hub, run_dir: RunDir, view: View) -> None:
     if hub.push is None:
         return
     view.stage(f"pushing to the hub, {hub.push}")
-    error: list[BaseException] = []
-    address: list[str] = []
-
-    def work() -> None:
-        try:
-            address.append(Pusher(run_dir, hub).push(view.progress))
-        except Exception as failed:
-            logger.exception("the push failed")
-            error.append(failed)
-
-    pushing = threading.Thread(target=work, name="push", daemon=True)
-    pushing.start()
-    pushing.join(hub.timeout)
-    if address:
+    pushing = run_in_thread(lambda: Pusher(run_dir, hub).push(view.progress), "push")
+    if not wait([pushing], hub.timeout).done:
+        why = f"no end after hub.timeout={hub.timeout:g} seconds"
+    elif error := pushing.exception():
+        logger.error("the push failed", exc_info=error)
+        why = reason(error)
+    else:
         run_dir.push_due.unlink(missing_ok=True)
-        logger.info("pushed to %s", address[0])
-        view.note(f"pushed to {address[0]}")
+        logger.info("pushed to %s", pushing.result())
+        view.note(f"pushed to {pushing.result()}")
         return
-    why = reason(error[0]) if error else f"no end after hub.timeout={hub.timeout:g} seconds"
     view.warn(f"not pushed: {why}; the run is whole, push it with: {push_command(run_dir, hub)}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import nearest
@@ -92,10 +93,8 @@ def _check_rewards(run: Run) -> None:
         ("algorithm.question_weight.reward", run.algorithm.question_weight.reward),
         ("algorithm.keep.reward", None if run.algorithm.keep.reward == SCORE else run.algorithm.keep.reward),
     ):
-        if name is not None and name not in names:
-            raise ConfigError(
-                f"choose one of this run's rewards: {', '.join(names)}{nearest(name, names)}", key=key, value=name
-            )
+        if name is not None:
+            _check_name(key, name, names, "one of this run's rewards:")
     environments = [found.name for task in tasks_of(run.task).values() if (found := environment_of(task))]
     of_library = any(hasattr(task, TOOL_SCHEMAS) for task in tasks_of(run.task).values())
     for kind, name, has, hint in (
@@ -107,12 +106,7 @@ def _check_rewards(run: Run) -> None:
             raise ConfigError(f"no task of this run has {name}", key="reward", value=value, hint=hint)
     for task, chosen in tasks_of(run.task).items():
         for name in getattr(chosen, "rewards", None) or ():
-            if name not in names:
-                raise ConfigError(
-                    f"choose some of this run's rewards: {', '.join(names)}{nearest(name, names)}",
-                    key=f"{key_of(run.task, task)}.rewards",
-                    value=name,
-                )
+            _check_name(f"{key_of(run.task, task)}.rewards", name, names, "some of this run's rewards:")
     _check_group_rewards(run)
 
 
@@ -134,10 +128,8 @@ def _check_group_rewards(run: Run) -> None:
                 key, value = "eval.reward", name
             raise ConfigError(problem, key=key, value=value, hint=remedy)
     for reward in run.reward.values():
-        wanted = reward.reward if isinstance(reward, GroupLength) else None
-        if wanted is not None and wanted not in others:
-            problem = f"choose one of {', '.join(others)}{nearest(wanted, others)}"
-            raise ConfigError(problem, key=f"{reward.config_key}.reward", value=wanted)
+        if isinstance(reward, GroupLength) and reward.reward is not None:
+            _check_name(f"{reward.config_key}.reward", reward.reward, others)
 
 
 def _check_stop_at(run: Run) -> None:
@@ -436,9 +428,7 @@ def check_context_parallel(run: Run, processes: int | None) -> None:
             processes is not None and processes % n > 0
         ),
     }
-    for problem, holds in refused.items():
-        if holds:
-            raise ConfigError(problem, key="hardware.context_parallel", value=n)
+    _refuse("hardware.context_parallel", n, refused)
 
 
 def check_splits(run: Run, config: Any) -> None:
@@ -454,6 +444,19 @@ def check_splits(run: Run, config: Any) -> None:
         problem = f"must divide the {heads} attention heads of this model: {fits}"
     if problem:
         raise ConfigError(problem, key="hardware.context_parallel", value=n)
+
+
+def _refuse(key: str, value: object, refused: Mapping[str, bool]) -> None:
+    """Raise ConfigError with the first problem that holds."""
+    for problem, holds in refused.items():
+        if holds:
+            raise ConfigError(problem, key=key, value=value)
+
+
+def _check_name(key: str, name: str, names: Sequence[str], which: str = "one of") -> None:
+    """Raise ConfigError unless it is one of the names."""
+    if name not in names:
+        raise ConfigError(f"choose {which} {', '.join(names)}{nearest(name, names)}", key=key, value=name)
 
 
 def _check_parallel(run: Run) -> None:
@@ -480,9 +483,7 @@ def _check_parallel(run: Run) -> None:
             parallel == "fsdp2" and lora and beside
         ),
     }
-    for problem, holds in refused.items():
-        if holds:
-            raise ConfigError(problem, key="hardware.parallel", value=parallel)
+    _refuse("hardware.parallel", parallel, refused)
 
 
 def _check_quantization(run: Run) -> None:
@@ -497,9 +498,7 @@ def _check_quantization(run: Run) -> None:
             run.algorithm.kl.sync_every > 0
         ),
     }
-    for problem, holds in refused.items():
-        if holds:
-            raise ConfigError(problem, key="model.quantization", value=chosen)
+    _refuse("model.quantization", chosen, refused)
 
 
 def _check_compile(run: Run) -> None:
@@ -515,9 +514,7 @@ def _check_compile(run: Run) -> None:
             quantization is not None
         ),
     }
-    for problem, holds in refused.items():
-        if holds:
-            raise ConfigError(problem, key="model.compile", value="true")
+    _refuse("model.compile", "true", refused)
 
 
 def _check_optimizer(run: Run) -> None:

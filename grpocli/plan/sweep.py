@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from grpocli.config.build import TARGET, flat_values
 from grpocli.errors import ConfigError
 from grpocli.plan.efficiency import COSTS
 from grpocli.plan.memory import devices
@@ -322,14 +323,10 @@ def _other_keys(run: Path, planned: Mapping[str, Any]) -> list[str]:
     return [f"{name.removesuffix('._target_')}={theirs.get(name)}" for name in other]
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; a choice such as `engine/vllm` as the value of `engine._target_`."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        nested = isinstance(value, Mapping)
-        choice = str(value).rpartition("/")[2] if name == "_target_" else value
-        found |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": choice}
-    return found
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by key; a choice such as `engine/vllm` as the value of `engine._target_`."""
+    values = flat_values(config).items()
+    return {key: str(value).rpartition("/")[2] if key.endswith(f".{TARGET}") else value for key, value in values}
 
 
 def _servers_of(engine: dict[str, Any], processes: int) -> int:

@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import FrameType
 from typing import Any, TypeVar
+
+from grpocli.processes.threads import run_in_thread
 
 T = TypeVar("T")
 
@@ -57,19 +58,11 @@ def within(seconds: float, what: str, call: Callable[[], T], remedy: str = "") -
         if main:
             with deadline(seconds, what):
                 return call()
-        done: Future[T] = Future()
-        threading.Thread(target=_into, args=(done, call), daemon=True).start()
+        done = run_in_thread(call, "deadline")
         try:
             return done.result(seconds)
         except TimeoutError as error:
             raise error if done.done() else TimeoutError(what) from error
-
-
-def _into(done: Future[T], call: Callable[[], T]) -> None:
-    try:
-        done.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
-        done.set_exception(error)
 
 
 @contextmanager

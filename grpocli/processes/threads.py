@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from os import _exit as leave  # bound before user code runs, during which `os._exit` is replaced
 from typing import Generic, NoReturn, Self, TypeVar
 
@@ -18,25 +18,33 @@ from grpocli.processes.signals import handle_stops
 T = TypeVar("T")
 
 END_WITHIN = 2.0
-"""Seconds that leaving a `BackgroundTask` waits for its thread."""
+"""Seconds that leaving a `BackgroundTask` waits for its end."""
 GRACE = 5.0
 """Seconds that threads may continue after the main thread."""
 EXIT_GRACE = 120.0
 """Further seconds for exit handlers, which may be sending the last metrics to a dashboard."""
 
 
+def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Run a function in a daemon thread, which the end of the process does not wait for, as it does for executors'."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so the thread may set it
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 class BackgroundTask(Generic[T]):
-    """A function that runs in a thread for the duration of a `with` block. Leaving the block waits for the thread."""
+    """A function that runs in a thread for the duration of a `with` block. Leaving the block waits for it."""
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self._future: Future[T] = Future()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="background task", daemon=True)
-
-    def _run(self, work: Callable[[], T]) -> None:
-        try:
-            self._future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - `result` raises it
-            self._future.set_exception(error)
+        self._work = work
 
     def result(self) -> T:
         """Wait for the function's result; raises the function's error."""
@@ -48,11 +56,11 @@ class BackgroundTask(Generic[T]):
             self._future.result()
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._future = run_in_thread(self._work, "background task")
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._thread.join(END_WITHIN)  # the next run of a sweep should not begin beside it
+        wait([self._future], END_WITHIN)  # the next run of a sweep should not begin beside it
 
 
 def end_process(code: int) -> NoReturn:

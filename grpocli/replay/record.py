@@ -11,45 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
-from grpocli.tracking.rollouts import read_rollouts, read_schema
+from grpocli.tracking.rollouts import read_rollouts, read_schema, rollout_schema
 from grpocli.types import Prompt, Status
 
 IN_UPDATE = (Status.TRAINED, Status.ZERO_ADVANTAGE, Status.MASKED)
 """Statuses of the rows that a step's update had."""
 TOKEN_COLUMNS = ("loss_mask", "logprobs", "trainer_logprobs", "entropies", "ratios", "clipped")
 """Columns with one value for each token of `completion_ids`."""
-KINDS = {
-    "step": "integer",
-    "sampled_step": "integer",
-    "status": "text",
-    "group": "integer",
-    "uid": "text",
-    "prompt_ids": "list of integer",
-    "completion_ids": "list of integer",
-    "logprobs": "list of number",
-    "loss_mask": "list of integer",
-    "finish_reason": "text",
-    "version": "integer",
-}
-"""The columns that a replay cannot do without, and their types. None of their values is null."""
-OTHER_KINDS = {
-    "task": "text",
-    "row": "integer",
-    "prompt": "text",
-    "completion": "text",
-    "answer": "text",
-    "columns": "text",
-    "turns": "integer",
-    "length": "integer",
-    "trainer_logprobs": "list of number",
-    "entropies": "list of number",
-    "ratios": "list of number",
-    "clipped": "list of integer",
-    "reward": "number",
-    "advantage": "number",
-    "version_spans": "list of list of integer",
-}
-"""The types of columns that may be missing, as in files of earlier versions, or null."""
+REQUIRED = (
+    *("step", "sampled_step", "status", "group", "uid", "prompt_ids", "completion_ids", "logprobs", "loss_mask"),
+    *("finish_reason", "version"),
+)
+"""The columns that a replay cannot do without. None of their values is null."""
 
 FileRow = dict[str, Any]
 
@@ -158,18 +131,19 @@ REMEDY = "the file is damaged: name other steps"
 def check_columns(path: Path, step: int) -> None:
     """Raise ConfigError if a rollout file is broken, or a column is missing or has another type."""
     schema = read_schema(path)
-    found = {name: _kind(kind) for name, kind in zip(schema.names, schema.types, strict=True)}
-    for column, kind in (KINDS | OTHER_KINDS | {c: "number" for c in found if c.startswith("reward/")}).items():
-        if column not in found:
-            if column in KINDS:
-                raise ConfigError(f"{path}: step {step}: the column {column} is missing; {REMEDY}")
-        elif found[column] not in (kind, "null") and (kind.replace("number", "integer")) != found[column]:
-            problem = f"the column {column} has the type {schema.field(column).type}, not {kind}"
+    rewards = [name.removeprefix("reward/") for name in schema.names if name.startswith("reward/")]
+    for column in rollout_schema(rewards):
+        kind = _kind(column.type)
+        if column.name not in schema.names:
+            if column.name in REQUIRED:
+                raise ConfigError(f"{path}: step {step}: the column {column.name} is missing; {REMEDY}")
+        elif _kind(found := schema.field(column.name).type) not in (kind, kind.replace("number", "integer"), "null"):
+            problem = f"the column {column.name} has the type {found}, not {kind}"
             raise ConfigError(f"{path}: step {step}: {problem}; {REMEDY}")
 
 
 def _kind(arrow_type: Any) -> str:
-    """The type of a column in the words of KINDS."""
+    """The type of a column, in words: the size of numbers does not matter."""
     from pyarrow import types
 
     if types.is_list(arrow_type) or types.is_large_list(arrow_type):
@@ -185,7 +159,7 @@ def _kind(arrow_type: Any) -> str:
 
 def _damage(row: FileRow) -> str:
     """What is wrong with a row that no run has written; empty if nothing is."""
-    if null := [column for column in KINDS if row[column] is None]:
+    if null := [column for column in REQUIRED if row[column] is None]:
         return f"the column {null[0]} is null"
     for column, value in row.items():
         if isinstance(value, list) and None in value:

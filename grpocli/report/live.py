@@ -6,9 +6,7 @@ import asyncio
 import hmac
 import re
 import secrets
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
@@ -20,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpocli.errors import GrpoError
+from grpocli.processes.threads import run_in_thread
 from grpocli.report.html import live_html, live_policy, page_json
 from grpocli.report.live_data import LiveData
 from grpocli.version import __version__
@@ -142,7 +141,7 @@ def live_app(data: LiveData, sessions: BrowserSessions, title: str) -> ASGIApp:
 
     async def run(work: Callable[[], str | None]) -> Response:
         async with one_at_a_time:
-            text = await _in_thread(work)
+            text = await asyncio.wrap_future(run_in_thread(work, "live data"))  # Ctrl-C need not wait for it
         return Response(status_code=204) if text is None else Response(text, media_type="application/json")
 
     async def show_page(request: Request) -> Response:
@@ -167,21 +166,6 @@ def live_app(data: LiveData, sessions: BrowserSessions, title: str) -> ASGIApp:
 
     routes = [Route("/", show_page), Route("/data", show_data), Route("/rollouts", show_rollouts)]
     return AccessGuard(Starlette(routes=routes), sessions)
-
-
-async def _in_thread(work: Callable[[], str | None]) -> str | None:
-    """The result of `work` in a thread that does not keep the process alive when Ctrl-C ends the server."""
-    result: Future[str | None] = Future()
-    result.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so the thread may set it
-
-    def compute() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            result.set_exception(error)
-
-    threading.Thread(target=compute, name="live data", daemon=True).start()
-    return await asyncio.wrap_future(result)
 
 
 def step_number(query: Mapping[str, str]) -> int | None:

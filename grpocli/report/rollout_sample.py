@@ -169,10 +169,8 @@ class RolloutSample:
             self.progress(done + 1, len(wanted), "steps read")
 
     def _groups(self, step: int, groups: Sequence[int] | None) -> Iterator[GroupView]:
-        filters = None if groups is None else [("group", "in", list(groups))]
-        rows = self._table(step, filters)
         by_group: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        for row in rows:
+        for row in self._table(step, groups):
             by_group[row["group"] if isinstance(row.get("group"), int) else 0].append(row)
         for group, members in by_group.items():
             views = [completion_view(row, self.tokens) for row in members]
@@ -187,14 +185,15 @@ class RolloutSample:
         most = max(1, self._affordable([step]) * len(groups) // max(1, completions))
         return list(self._groups(step, None if most >= len(groups) else groups[:most]))
 
-    def _table(self, step: int, filters: Any) -> list[dict[str, Any]]:
+    def _table(self, step: int, groups: Sequence[int] | None) -> list[dict[str, Any]]:
+        import pyarrow as pa
         from pyarrow import compute
 
         def rows(file: Any) -> list[dict[str, Any]]:
             names = set(file.schema_arrow.names)
             table = file.read(columns=sorted(names - {"columns", "prompt_ids", "version_spans"}), use_threads=False)
-            if filters:
-                table = table.filter(compute.is_in(table["group"], _values(filters[0][2])))
+            if groups is not None:
+                table = table.filter(compute.is_in(table["group"], pa.array(groups, pa.int32())))
             return table.to_pylist()  # type: ignore[no-any-return]
 
         return self._arrow(step, rows) or []
@@ -333,12 +332,6 @@ def _listed(steps: Sequence[int]) -> str:
 
 def _hash(task: Any, prompt: Any) -> str:
     return hashlib.sha256(json.dumps([_text(task), _text(prompt)]).encode()).hexdigest()[:16]
-
-
-def _values(groups: Sequence[int]) -> Any:
-    import pyarrow as pa
-
-    return pa.array(groups, pa.int32())
 
 
 def _messages(messages: Any) -> list[dict[str, str]] | None:

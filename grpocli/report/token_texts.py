@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +62,8 @@ class TokenTexts:
         ends = [0]
         for end in range(1, len(ids)):
             text = self.tokenizer.decode(list(ids[:end]), skip_special_tokens=False).rstrip(UNFINISHED)
-            ends.append(max(ends[-1], _common(text, whole)))
+            ends.append(max(ends[-1], len(commonprefix([text, whole]))))  # noqa: RUF071 - of texts, not of paths
         return [whole[first:last] for first, last in pairwise([*ends, len(whole)])]
-
-
-def _common(first: str, second: str) -> int:
-    """The number of characters at the start that two texts share."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
 
 
 def _folders(run: Path, config: Mapping[str, Any]) -> list[Path]:

@@ -6,10 +6,8 @@ Only the main process calls it, with plain data that it cannot change. An error 
 from __future__ import annotations
 
 import logging
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ from grpocli.config.parts import nearest
 from grpocli.config.user_code import load, short, staying
 from grpocli.errors import ConfigError, RunError
 from grpocli.processes.deadline import within
+from grpocli.processes.random_state import keep_random_state
 from grpocli.tracking.metrics import to_json
 from grpocli.user_frames import raised
 
@@ -166,7 +165,7 @@ class Callbacks:
                 continue
             self.show(f"callback {name}, {method}")
             try:
-                with staying(f"the callback {name}"), _randomness_kept():
+                with staying(f"the callback {name}"), keep_random_state():
                     what = f"no end within callbacks_timeout={self.timeout:g} seconds"
                     remedy = f"{method} of the callback {name} catches every exception, as a bare `except:` does"
                     within(self.timeout, what, partial(getattr(callback, method), event), remedy)
@@ -240,19 +239,3 @@ def _frozen(values: Any) -> Any:
     if isinstance(values, list | tuple):
         return tuple(_frozen(value) for value in values)
     return to_json(values)
-
-
-@contextmanager
-def _randomness_kept() -> Iterator[None]:
-    """A block whose random draws do not change those of the run."""
-    import numpy as np
-    import torch
-
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -74,7 +74,8 @@ def rollout_table(records: Sequence[Record], step: int, answers: Sequence[str] =
     prompts = {id(record.rollout.prompt): record.rollout.prompt for record in records}
     shared = {key: _of_prompt(prompt, answers) for key, prompt in prompts.items()}
     rows = [{"step": step, **_of_record(record), **shared[id(record.rollout.prompt)]} for record in records]
-    return pa.Table.from_pylist(rows, schema=_schema(records))
+    rewards = dict.fromkeys(name for record in records for name in record.rollout.rewards)
+    return pa.Table.from_pylist(rows, schema=rollout_schema(rewards))
 
 
 def read_rollouts(path: Path, wanted: Callable[[str], bool] = lambda column: True) -> list[dict[str, Any]]:
@@ -149,10 +150,10 @@ def _array(values_T: Tensor | None) -> ndarray[Any, Any] | None:
     return None if values_T is None else values_T.numpy()
 
 
-def _schema(records: Sequence[Record]) -> Any:
+def rollout_schema(rewards: Iterable[str]) -> Any:
+    """The Arrow schema of a rollout file with these rewards."""
     import pyarrow as pa
 
-    names = dict.fromkeys(name for record in records for name in record.rollout.rewards)
     ids, floats = pa.list_(pa.int32()), pa.list_(pa.float32())
     messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     return pa.schema(
@@ -185,7 +186,7 @@ def _schema(records: Sequence[Record]) -> Any:
             ("finish_reason", pa.string()),
             ("version", pa.int32()),
             ("version_spans", pa.list_(ids)),
-            *[(f"reward/{name}", pa.float64()) for name in names],
+            *[(f"reward/{name}", pa.float64()) for name in rewards],
         ]
     )
 

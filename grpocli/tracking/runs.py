@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.config import yaml_text
+from grpocli.config.build import TARGET, flat_values
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.files import regular
 from grpocli.tracking.metrics import number, read_metrics, read_summary
@@ -147,15 +148,9 @@ def _settings(path: Path) -> dict[str, Any]:
     return choices | ({"reward": rewards} if rewards else {}) | flatten(config)
 
 
-def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(node: Any) -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}, without `_target_`."""
-    if not isinstance(node, dict):
-        return {prefix[:-1]: node}
-    rows: dict[str, Any] = {}
-    for name, value in node.items():
-        if name != "_target_":
-            rows |= flatten(value, f"{prefix}{name}.")
-    return rows
+    return {key: value for key, value in flat_values(node).items() if key.rpartition(".")[2] != TARGET}
 
 
 def _results(run: RunDir) -> Results:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from grpocli.config.build import flat_values
 from grpocli.config.parts import one_of, part
 from grpocli.errors import ConfigError
 from grpocli.tracking.metrics import to_json
@@ -144,11 +145,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in plain.items() if isinstance(value, int | float)}
 
 
-def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+def flat(node: Any) -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}; lists and nulls as text, because some dashboards take nothing else."""
-    if not isinstance(node, dict):
-        return {prefix: node if isinstance(node, int | float | str | bool) else str(node)}
-    rows: dict[str, Any] = {}
-    for name, value in node.items():
-        rows |= flat(value, f"{prefix}.{name}" if prefix else str(name))
-    return rows
+    values = flat_values(node).items()
+    return {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in values}

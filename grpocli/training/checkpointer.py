@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from grpocli.processes.threads import run_in_thread
 from grpocli.training import checkpoint
 from grpocli.training.resume_point import prune
 
@@ -31,13 +32,12 @@ class BackgroundWriter:
 
     def __init__(self, world: World) -> None:
         self._channel = world.channel() if world.parallel.replicated else None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._pending: Future[None] | None = None
 
     @property
     def writing(self) -> bool:
         """Whether a write is pending. Not collective."""
-        return self._thread is not None
+        return self._pending is not None
 
     def start(self, write: Callable[[], None]) -> None:
         """Start `write` after the pending one, and raise the pending one's error."""
@@ -46,28 +46,23 @@ class BackgroundWriter:
             write()
             return
         # a daemon: after a second Ctrl-C the process must be able to exit
-        self._thread = threading.Thread(target=self._work, args=(write,), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._pending = run_in_thread(partial(self._work, write), "checkpoint")
 
     def wait(self) -> None:
         """Wait for the write, and raise its error."""
-        if self._thread:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error:
-            raise error
+        if self._pending:
+            wait([self._pending])
+            pending, self._pending = self._pending, None
+            pending.result()
 
     def close(self, timeout: float | None = None) -> None:
         """Like `wait`, but log an error instead of raising it, because the run ends for another reason.
 
         timeout: seconds after which the thread is abandoned (None: never).
         """
-        if self._thread:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                logger.warning("the last checkpoint was not written: it took longer than %s s", timeout)
-                return
+        if self._pending and not wait([self._pending], timeout).done:
+            logger.warning("the last checkpoint was not written: it took longer than %s s", timeout)
+            return
         try:
             self.wait()
         except Exception:
@@ -75,11 +70,8 @@ class BackgroundWriter:
 
     def _work(self, write: Callable[[], None]) -> None:
         assert self._channel is not None
-        try:
-            with self._channel():
-                write()
-        except BaseException as error:  # noqa: BLE001 - `wait` raises it
-            self._error = error
+        with self._channel():
+            write()
 
 
 @dataclass(frozen=True, slots=True)

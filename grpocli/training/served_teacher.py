@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from grpocli.algorithm.kl import key_of_teacher
 from grpocli.errors import ConfigError, RunError, ServiceGone
 from grpocli.http import BUSY, TooLong, bounded, is_loopback, json_of, retry_delay
 from grpocli.masking import mask
+from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
 from grpocli.types import Row
 
@@ -123,20 +123,12 @@ class Scoring:
 
     def __init__(self, teacher: ServedTeacher, rows: Sequence[Row]) -> None:
         self.teacher, self.rows, self.done = teacher, rows, 0
-        self._future: Future[list[list[float]]] = Future()
         self._cancelled = threading.Event()
-        if rows:
-            threading.Thread(target=self._run, name="teacher", daemon=True).start()
-        else:
-            self._future.set_result([])
-
-    def _run(self) -> None:
-        try:
-            self._future.set_result(asyncio.run(self._within_deadline()))
-        except BaseException as error:  # noqa: BLE001 - `wait` returns it
-            self._future.set_exception(error)
+        self._future = run_in_thread(lambda: asyncio.run(self._within_deadline()), "teacher")
 
     async def _within_deadline(self) -> list[list[float]]:
+        if not self.rows:
+            return []
         async with asyncio.timeout(self.teacher.timeout), self.teacher.http() as http, asyncio.TaskGroup() as group:
             model = str((await self.teacher.model(http))["id"])
             slots = asyncio.Semaphore(CONCURRENCY)

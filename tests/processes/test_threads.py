@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import wait
 
 import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.processes import threads
-from grpocli.processes.threads import BackgroundTask
+from grpocli.processes.threads import BackgroundTask, run_in_thread
 
 
 def test_the_result_waits_for_the_task() -> None:
@@ -68,7 +69,17 @@ def test_an_error_in_the_background_is_seen_while_it_is_not_waited_for() -> None
     with BackgroundTask(broken) as task:
         task.check()
         go_on.set()
-        task._thread.join()
+        wait([task._future])
         with pytest.raises(ConfigError) as told:
             task.check()
     assert told.value.key == "task.path"
+
+
+def test_the_end_of_the_process_does_not_wait_for_a_thread() -> None:
+    assert run_in_thread(lambda: threading.current_thread().daemon, "test").result(30)
+
+    def fails() -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        run_in_thread(fails, "test").result(30)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from report.test_live_data import make_run, no_formula
 from starlette.testclient import TestClient
 
 from grpocli.report.build import Builder, new_values
-from grpocli.report.live import LONGEST_QUERY, BrowserSessions, _in_thread, live_app
+from grpocli.report.live import LONGEST_QUERY, BrowserSessions, live_app
 from grpocli.report.live_data import LiveData
 from grpocli.report.rollout_sample import read_step
 
@@ -185,13 +183,3 @@ def test_the_data_are_a_page_then_what_is_new(served: Page) -> None:
     assert whole["live"] == ""
     assert client.get(f"/data?since={whole['cursor']}").status_code == 204
     assert client.get("/data?since=unknown-0").json() == {"reload": True}
-
-
-def test_data_are_read_by_threads_that_ctrl_c_need_not_wait_for() -> None:
-    assert asyncio.run(_in_thread(lambda: str(threading.current_thread().daemon))) == "True"
-
-    def fails() -> None:
-        raise OSError("gone")
-
-    with pytest.raises(OSError, match="gone"):
-        asyncio.run(_in_thread(fails))

@@ -185,7 +185,7 @@ def test_vllm_and_the_trainer_keep_their_streams(monkeypatch: pytest.MonkeyPatch
     waits: list[str] = []
     trainers, vllms = Stream("the trainer", waits), Stream("vLLM", waits)
     current = [trainers]
-    monkeypatch.setattr(env_isolation, "_keep_random_state", nullcontext)  # reads the generator of the GPU
+    monkeypatch.setattr(env_isolation, "keep_random_state", nullcontext)  # reads the generator of the GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)

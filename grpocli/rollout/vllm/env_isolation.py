@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.files import QuietFileHandler
+from grpocli.processes.random_state import keep_random_state
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,8 @@ class VllmEnvironment:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        with warnings.catch_warnings(), _keep_random_state(), _keep_torch_settings(), self._own_stream():
+        # vLLM seeds all random generators at its start, and its sampler draws from torch's
+        with warnings.catch_warnings(), keep_random_state(), _keep_torch_settings(), self._own_stream():
             before: Variables = dict(os.environ)
             hook = sys.excepthook
             _apply(self._variables)
@@ -91,22 +92,6 @@ def _apply(changes: Variables) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _keep_random_state() -> Iterator[None]:
-    """Restore the random generators: vLLM seeds all of them at its start, and its sampler draws from torch's."""
-    import numpy as np
-    import torch
-
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
+from grpocli.rollout.vllm.config import RENAMED
+
 FOLLOW = 0.1  # seconds between checks of a growing log
 TAIL = 256 * 1024  # bytes at the end of a log that are searched for the cause
 ERROR = re.compile(r"(?:^|[\s\]])((?:[\w.]+\.)?\w*(?:Error|Exception): .+|[\w.]+: error: .+)$")
@@ -23,13 +25,10 @@ PREFIX = re.compile(r"^(?:\(\S+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[\S+\] )
 NEWS = re.compile(r"(?:^|\) )INFO \d|\d%\|")  # lines that tell of progress; warnings stay in the log
 PYDANTIC_LINES = 8  # lines after "validation error for" with the details
 OPTIONS = {
-    "data_parallel_size": "engine.data_parallel",
-    "dtype": "model.dtype",
+    **RENAMED,
     "max_lora_rank": "model.lora.rank",
     "model": "model",
     "port": "engine.port",
-    "speculative_config": "engine.speculative",
-    "tensor_parallel_size": "engine.tensor_parallel",
     **{name: f"engine.{name}" for name in ("enforce_eager", "gpu_memory_utilization", "max_model_len", "quantization")},
 }
 """The config keys of vLLM's options; any other option is in engine.vllm_args."""

@@ -7,15 +7,15 @@ CUDA IPC handles travel as JSON instead of a pickle: `encode_handles` in the tra
 from __future__ import annotations
 
 import base64
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from grpocli.errors import EngineError
+from grpocli.processes.threads import run_in_thread
 from grpocli.rollout.vllm.client import call_all, init_transfers
 
 if TYPE_CHECKING:
@@ -223,28 +223,21 @@ def in_thread(seconds: float, what: str, call: Callable[[], None], check: Callab
     check: called while waiting; raises if the wait has become pointless.
     Raises EngineError if `call` raises, or after `seconds`.
     """
-    box: list[Exception] = []
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def run() -> None:
-        try:
-            if device is not None:
-                torch.accelerator.set_device_index(device)
-            call()
-        except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
-            box.append(error)
+        if device is not None:
+            torch.accelerator.set_device_index(device)
+        call()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    future = run_in_thread(run, "weights")
     deadline = time.monotonic() + seconds
-    while thread.is_alive():
-        thread.join(POLL)
-        if thread.is_alive():
-            check()
-            if time.monotonic() > deadline:
-                raise EngineError(f"waited {seconds:g} s for {what}")
-    if box:
-        raise box[0] if isinstance(box[0], EngineError) else EngineError(f"{what}: {box[0]}") from box[0]
+    while not wait([future], POLL).done:
+        check()
+        if time.monotonic() > deadline:
+            raise EngineError(f"waited {seconds:g} s for {what}")
+    if error := future.exception():
+        raise error if isinstance(error, EngineError) else EngineError(f"{what}: {error}") from error
 
 
 TYPES: dict[str, type] = {
