@@ -23,11 +23,16 @@ WIDEST = 120
 def section_lines(section: Section) -> list[str]:
     """Label and choice in the left column, formulas and note in the right one."""
     left = [section.label, *([section.choice] if section.choice else [])]
-    right = [line for text in (*section.lines, section.note) for line in wrapped(text)]
+    right = right_lines(section)
     rows = max(len(left), len(right))
     left += [""] * (rows - len(left))
     right += [""] * (rows - len(right))
     return [f"{a:<{LABEL}} {b}".rstrip() for a, b in zip(left, right, strict=True)]
+
+
+def right_lines(section: Section) -> list[str]:
+    """The formulas and the note, wrapped to the right column."""
+    return [line for text in (*section.lines, section.note) for line in wrapped(text)]
 
 
 def pair_lines(pair: Pair) -> Iterator[str]:
