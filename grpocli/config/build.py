@@ -50,16 +50,6 @@ def flat_keys(node: Any, prefix: str = "") -> list[str]:
     return keys
 
 
-def flat_values(node: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; a list is one value."""
-    if not isinstance(node, Mapping):
-        return {prefix[:-1]: node}
-    found: dict[str, Any] = {}
-    for name, value in node.items():
-        found |= flat_values(value, f"{prefix}{name}.")
-    return found
-
-
 def leaves(node: Any, prefix: str = "") -> Iterator[Leaf]:
     """The plain values of a config; those of a list have the key of the list."""
     if isinstance(node, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -58,3 +59,13 @@ def reason(error: BaseException) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return " ".join(str(error).partition("; use sys.")[0].split())[:200] or type(error).__name__
+
+
+def flat_values(node: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}; a list is one value."""
+    if not isinstance(node, Mapping):
+        return {prefix[:-1]: node}
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        found |= flat_values(value, f"{prefix}{name}.")
+    return found

@@ -11,9 +11,10 @@ from typing import Any
 import yaml
 
 from grpocli.config import yaml_text
-from grpocli.config.build import TARGET, flat_values
+from grpocli.config.build import TARGET
 from grpocli.config.field_docs import summary
 from grpocli.config.parts import CLASSES
+from grpocli.config.yaml_text import flat_values
 
 HYDRA = {
     "hydra.run.dir": "Folder of the run.",

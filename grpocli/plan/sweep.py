@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpocli.config.build import TARGET, flat_values
+from grpocli.config.build import TARGET
+from grpocli.config.yaml_text import flat_values
 from grpocli.errors import ConfigError
 from grpocli.plan.efficiency import COSTS
 from grpocli.plan.memory import devices

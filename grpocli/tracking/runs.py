@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.config import yaml_text
-from grpocli.config.build import TARGET, flat_values
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.files import regular
 from grpocli.tracking.metrics import number, read_metrics, read_summary
@@ -150,7 +149,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def flatten(node: Any) -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}, without `_target_`."""
-    return {key: value for key, value in flat_values(node).items() if key.rpartition(".")[2] != TARGET}
+    return {key: value for key, value in yaml_text.flat_values(node).items() if key.rpartition(".")[2] != "_target_"}
 
 
 def _results(run: RunDir) -> Results:

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpocli.config.build import flat_values
 from grpocli.config.parts import one_of, part
+from grpocli.config.yaml_text import flat_values
 from grpocli.errors import ConfigError
 from grpocli.tracking.metrics import to_json
 
