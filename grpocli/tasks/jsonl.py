@@ -60,12 +60,33 @@ class Jsonl(TableTask):
     @cached_property
     def taught(self) -> Sequence[Shot]:
         """The worked examples."""
-        return _taught(self)
+        from grpocli.tasks.dataset import choose
+        from grpocli.tasks.order import Order
+
+        if self.streaming:
+            return list(self.stream.converter.shots)
+        train = self.bare("train")
+        order = Order(len(train), self.shot_seed or 0, SHOTS)
+        chosen = (order.index(i) for i in range(len(train)))
+        return choose(((train[i], train.where(i)) for i in chosen), self.shots, self.shot_template, self.path)
 
     @cached_property
     def halves(self) -> tuple[Examples, Examples]:
         """The table at `path`, divided into training and evaluation."""
-        return _held_out(self)
+        from grpocli.tasks.dataset import PromptBuilder, hold_out
+
+        everything = _all(self, self.path, self.split or "")
+        table = everything.table
+        if len(table.rows) < 2:
+            raise ConfigError(
+                "has one example; give two, so that one is held out, or give task.eval_path",
+                key="task.path",
+                value=self.path,
+                hint="a .json is a list of objects, or an object a line",
+            )
+        columns = table.columns if self.processor else PromptBuilder(self).columns
+        train, evaluate = hold_out(table.rows, columns, self.eval_size)
+        return replace(everything, numbers=train), replace(everything, numbers=evaluate)
 
     @cached_property
     def _read(self) -> dict[str, Examples]:
@@ -123,34 +144,3 @@ def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
             key="task.eval_split",
             value=task.eval_split,
         )
-
-
-def _held_out(task: Jsonl) -> tuple[Examples, Examples]:
-    from grpocli.tasks.dataset import PromptBuilder, hold_out
-
-    source = task.source("train")
-    assert source is not None
-    everything = _all(task, *source)
-    table = everything.table
-    if len(table.rows) < 2:
-        raise ConfigError(
-            "has one example; give two, so that one is held out, or give task.eval_path",
-            key="task.path",
-            value=task.path,
-            hint="a .json is a list of objects, or an object a line",
-        )
-    columns = table.columns if task.processor else PromptBuilder(task).columns
-    train, evaluate = hold_out(table.rows, columns, task.eval_size)
-    return replace(everything, numbers=train), replace(everything, numbers=evaluate)
-
-
-def _taught(task: Jsonl) -> list[Shot]:
-    from grpocli.tasks.dataset import choose
-    from grpocli.tasks.order import Order
-
-    if task.streaming:
-        return list(task.stream.converter.shots)
-    train = task.bare("train")
-    order = Order(len(train), task.shot_seed or 0, SHOTS)
-    chosen = (order.index(i) for i in range(len(train)))
-    return choose(((train[i], train.where(i)) for i in chosen), task.shots, task.shot_template, task.path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, TypeVar, cast
@@ -156,7 +156,9 @@ def _local(path: Path, split: str, key: str) -> Table:
 
 
 def _table(kind: str, files: Sequence[Path], key: str) -> Table:
-    return _json_table(files, key) if kind == "json" else _datasets_table(kind, files, key)
+    if kind == "json":
+        return table_of([row for file in files for row in read_json(file, key)], files[0], key)
+    return _datasets_table(kind, files, key)
 
 
 def _remote(path: str, split: str, key: str, options: Mapping[str, Any]) -> Table:
@@ -209,11 +211,15 @@ def _is_named(file: DataFile, split: str) -> bool:
     return re.match(rf"{re.escape(split)}(?![A-Za-z0-9])", file.name) is not None
 
 
-def _json_table(files: Sequence[Path], key: str) -> Table:
-    """The table of .jsonl and .json files."""
-    rows = [row for file in files for row in read_json(file, key)]
-    columns = columns_of(rows, files[0], key)
-    return Table(columns, [{column: row.get(column) for column in columns} for row in rows])
+def table_of(rows: Sequence[Row], path: str | Path, key: str) -> Table:
+    """The table of rows that may lack columns."""
+    columns = columns_of(rows, path, key)
+    return Table(columns, [with_columns(row, columns) for row in rows])
+
+
+def with_columns(row: Row, columns: Sequence[str]) -> Row:
+    """The row with None for each column that it lacks."""
+    return {**dict.fromkeys(columns), **row}
 
 
 def columns_of(rows: Sequence[Row], path: str | Path, key: str) -> list[str]:
@@ -240,28 +246,8 @@ def _datasets_table(kind: str, files: Sequence[Path], key: str) -> Table:
     except (DatasetGenerationError, ValueError) as error:
         raise unreadable(key, files[0], error.__cause__ or error) from error
     if kind == "webdataset":
-        rows = Samples(table)
-        return Table(columns_of(rows[:100], files[0], key) if len(rows) else [], rows)
+        return table_of([sample_row(sample) for sample in table], files[0], key)
     return Table(list(table.column_names), table)
-
-
-class Samples(Sequence[Any]):
-    """The samples of a webdataset: a column for each file of a sample, named after its suffix, and one for each key of
-    a .json file."""
-
-    def __init__(self, table: Any) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return sample_row(self._table[index])
-
-    def __iter__(self) -> Iterator[Row]:
-        return map(sample_row, self._table)
 
 
 def sample_row(sample: Row) -> Row:

@@ -30,6 +30,8 @@ from grpocli.tasks.loading import (
     sample_row,
     saved_dataset,
     size_of,
+    table_of,
+    with_columns,
 )
 from grpocli.tasks.order import Order, permutation
 from grpocli.tasks.problem_scores import Position
@@ -108,13 +110,7 @@ def load_streamed(path: str, name: str | None, split: str, key: str, options: Ma
     rows = list(open_rows(path, name, split, key, options).read(0))
     if not rows:
         raise ConfigError(EMPTY, key=key, value=path)
-    columns = columns_of(rows, path, key)
-    return Table(columns, [with_columns(row, columns) for row in rows])
-
-
-def with_columns(row: Row, columns: Sequence[str]) -> Row:
-    """The row with None for each column that it lacks."""
-    return {**dict.fromkeys(columns), **row}
+    return table_of(rows, path, key)
 
 
 @dataclass(frozen=True, slots=True)
