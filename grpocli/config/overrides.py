@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 
 from grpocli.config.build import Leaf, leaves
 
-PLAIN = re.compile(r"[\w/.:+-]+", re.ASCII)
+PLAIN = re.compile(r"[\w/.:+-]+|\?\?\?", re.ASCII)
 """Texts that Hydra reads without quotes, unless it reads something else than a text."""
 
 
@@ -53,11 +53,14 @@ def in_quotes(text: str, quote: Quote = Quote.single) -> str:
     return quoted
 
 
-def to_text(value: Any) -> str:
+def to_text(value: Any, quote: Quote = Quote.single) -> str:
     """A value in Hydra's syntax, with quotes around a text that needs them."""
-    if isinstance(value, list):
-        return f"[{','.join(map(to_text, value))}]"
-    if isinstance(value, str):
-        found = parse(f"+key={value}") if PLAIN.fullmatch(value) else None
-        return value if found and found._value == value else in_quotes(value)  # 5 and null are no texts
-    return str(Transformer.str(value))
+    if isinstance(value, list | tuple):
+        return f"[{','.join(to_text(one, quote) for one in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{to_text(key, quote)}:{to_text(one, quote)}' for key, one in value.items())}}}"
+    if isinstance(value, int | float | QuotedString | None):
+        return str(value).lower() if isinstance(value, bool) else str(Transformer.str(value))
+    text = str(value)
+    found = parse(f"+key={text}") if PLAIN.fullmatch(text) else None
+    return text if found and found._value == text else in_quotes(text, quote)  # 5 and null are no texts

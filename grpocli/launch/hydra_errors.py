@@ -26,12 +26,11 @@ from omegaconf.errors import OmegaConfBaseException
 from grpocli.config import yaml_text
 from grpocli.config.build import flat_keys
 from grpocli.config.foreign_names import choice_advice, key_advice
-from grpocli.config.overrides import in_quotes, parse, texts_of
+from grpocli.config.overrides import in_quotes, parse, texts_of, to_text
 from grpocli.config.parts import nearest, stored
 from grpocli.config.user_code import names_in
 from grpocli.errors import ConfigError
 from grpocli.launch.hydra_sources import cleared_hydra, conf_dir
-from grpocli.porting.overrides import hydra_value
 
 NEEDS_QUOTES = "text with commas, braces or other special characters needs quotes inside the shell's"
 SYNTAX = "write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed"
@@ -298,12 +297,12 @@ def _words_of(file: Path) -> Iterator[tuple[str, str]]:
     for entry in config.pop("defaults", ()):
         for name, choice in entry.items() if isinstance(entry, dict) else ():
             group = name.removeprefix("override ").lstrip("/")
-            yield group, f"{group}={hydra_value(choice)}"
+            yield group, f"{group}={to_text(choice)}"
     for key in flat_keys(config):
         value = OmegaConf.select(OmegaConf.create(config), key)
         if not isinstance(value, DictConfig):
             plain = OmegaConf.to_container(value) if isinstance(value, ListConfig) else value
-            yield key, f"{key}={hydra_value(plain)}"
+            yield key, f"{key}={to_text(plain)}"
 
 
 def _first_paragraph(text: str) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import yaml
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import Quote
 
 from grpocli.config.foreign_names import UNSTATED, Equivalent
+from grpocli.config.overrides import to_text
 from grpocli.porting.source import Unread, number_of
 from grpocli.tracking.text import clean
 
@@ -24,7 +24,6 @@ COLOCATED = (
     "vllm_args",
 )
 """Keys of engine=vllm_colocate."""
-PLAIN = re.compile(r"[\w/.:+-]+|\?\?\?", re.ASCII)
 MISSING = "???"
 """The value of a choice that the reader must make: a command with it does not train."""
 
@@ -45,7 +44,8 @@ class OverrideLine:
 
     @property
     def override(self) -> str:
-        return f"{self.key}={hydra_value(self.value)}"
+        text = to_text(self.value, Quote.double).replace("\n", "\\n")  # read as a line break by keys for text
+        return f"{self.key}={text}"
 
 
 @dataclass(slots=True)
@@ -178,20 +178,6 @@ def shortened(value: Any) -> str:
     """A value as text of at most 80 characters."""
     text = " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def hydra_value(value: Any) -> str:
-    """A value in the syntax of Hydra's overrides."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(hydra_value, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{hydra_value(key)}:{hydra_value(one)}' for key, one in value.items())}}}"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    text = str(value).replace("\n", "\\n")  # read as a line break by keys for text
-    if isinstance(value, int | float) or PLAIN.fullmatch(text):
-        return text
-    return str(QuotedString(text, Quote.double).with_quotes())
 
 
 def recipe(port: Port, origin: str) -> str:

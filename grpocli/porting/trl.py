@@ -17,8 +17,8 @@ from grpocli.config.foreign_names import (
     UNSTATED,
 )
 from grpocli.porting.overrides import MISSING, Numbers, Port
-from grpocli.porting.source import Data, ScriptSource, Unread, number_of
-from grpocli.porting.trl_data import path_of, rows_of, set_data, set_rewards
+from grpocli.porting.source import ScriptSource, Unread, number_of
+from grpocli.porting.trl_data import set_data, set_rewards
 from grpocli.training.schedule import ARGUMENTS
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}
@@ -72,12 +72,7 @@ class Translation(Numbers):
         self.source, self.prompts, self.functions = source, prompts, functions
         self.processes, self.assumed = processes or 1, processes is None
         self.port = Port(notes=list(source.notes))
-        for name, value in list(source.settings.items()):
-            if isinstance(value, float) and number_of(value) is None:
-                self.port.check(name, value, "it is not a finite number, and is left out")
-                del source.settings[name]
         self.updates = 1
-        self.pieces = self.accumulate = 1
 
     def get(self, name: str) -> Any:
         """A setting, or TRL's default if it is not set or not a literal."""
@@ -150,7 +145,8 @@ class Translation(Numbers):
         self.port.set(f"model.chat_template_arguments.{key}", value, name)
 
     def _schedule_argument(self, key: str, value: Any, name: str) -> None:
-        self.port.set(f"optim.schedule_arguments.{key}", value, name)
+        number = number_of(value) if isinstance(value, str) else None  # YAML's 1e-7 is a text
+        self.port.set(f"optim.schedule_arguments.{key}", value if number is None else number, name)
 
     def _model_key_of(self, key: str, value: Any, name: str) -> None:
         if value is None or key in ("device_map", "use_cache"):
@@ -374,26 +370,15 @@ class Translation(Numbers):
             self.port.set("train.steps", MISSING, note="max_steps is not read")
             return
         epochs = self.number("num_train_epochs")
-        counted = self._count()
         if self.prompts:
             steps = math.ceil(epochs * (self.prompts // prompts))
-            self.port.set(
-                "train.steps", max(1, steps), "num_train_epochs", note=f"{epochs:g} x {self.prompts} prompts{counted}"
-            )
+            self.port.set("train.steps", max(1, steps), "num_train_epochs", note=f"{epochs:g} x {self.prompts} prompts")
         else:
             self.port.set("train.steps", MISSING, note="the number of prompts is not known")
             sums = f"train.steps={epochs:g} x prompts / {prompts}"
             self.port.check(
                 "num_train_epochs", f"{epochs:g}", f"{sums}; give the number of its prompts with --prompts N"
             )
-
-    def _count(self) -> str:
-        """Count the prompts of a local file, unless their number is given. Returns where they are."""
-        data = self.source.data
-        if self.prompts is not None or not isinstance(data, Data):
-            return ""
-        self.prompts = rows_of(data, self.source.file.parent)
-        return f" in {path_of(data)}" if self.prompts else ""
 
     def _optimizer(self) -> None:
         port = self.port

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 from grpocli.config.foreign_names import TRAINER
@@ -62,8 +61,10 @@ def set_data(port: Port, source: ScriptSource, functions: str) -> None:
     if carried:
         lines = f"{'line' if len(carried) == 1 else 'lines'} {', '.join(str(step.line) for step in carried)}"
         port.set("task.processor", f"{functions}:{PROCESSOR}", note=f"the dataset's steps in {lines}")
+    elif any(one.name in BUILT_IN for one in source.rewards if isinstance(one, RewardCall)):
+        port.set("task.answer_column", "solution", note="the column of TRL's accuracy_reward")
     else:
-        _set_answer(port, source)
+        port.set("task.answer_column", None, note="rewards get columns by name")
     _remark_all(port, [step for step in data.steps if step not in carried] + source.loose)
     _set_evaluation(port, source, data)
 
@@ -73,26 +74,6 @@ def path_of(data: Data) -> str:
     files = data.files.get(data.split or "train") if isinstance(data.files, dict) else data.files
     first = files[0] if isinstance(files, list) and files else files
     return str(first) if data.path in FILES and first else data.path
-
-
-def rows_of(data: Data, folder: Path) -> int | None:
-    """The rows of a local JSONL file that all become prompts; None for other data. folder: that of the script."""
-    path = Path(path_of(data))
-    file = path if path.is_file() else folder / path
-    if data.path != "json" or file.suffix != ".jsonl" or not file.is_file() or "[" in (data.split or ""):
-        return None
-    if any(step.method in ("filter", "select", "train_test_split") or not step.plain for step in data.steps):
-        return None
-    with file.open("rb") as lines:
-        return sum(1 for line in lines if line.strip()) or None
-
-
-def _set_answer(port: Port, source: ScriptSource) -> None:
-    built_in = any(one.name in BUILT_IN for one in source.rewards if isinstance(one, RewardCall))
-    if built_in:
-        port.set("task.answer_column", "solution", note="the column of TRL's accuracy_reward")
-    else:
-        port.set("task.answer_column", None, note="rewards get columns by name")
 
 
 def _remark_all(port: Port, steps: list[DatasetStep]) -> None:

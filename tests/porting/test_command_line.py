@@ -119,12 +119,12 @@ def test_the_end_of_a_script_is_named(folder: Path, grpocli: Command) -> None:
     assert "save_model=out/final: the final model is RUN/model" in text
 
 
-def test_prompts_of_a_local_file_are_counted(folder: Path, grpocli: Command) -> None:
+def test_epochs_need_the_number_of_prompts(folder: Path, grpocli: Command) -> None:
     _, text, _ = grpocli("from-trl", "plain.py")
-    assert "train.steps=12" in overrides(text)  # 2 epochs of 12 prompts, 2 a step
-    assert "12 prompts in rows.jsonl" in text
+    assert "train.steps=???" in overrides(text)
+    assert "train.steps=2 x prompts / 2; give the number of its prompts with --prompts N" in text
     _, text, _ = grpocli("from-trl", "plain.py", "--prompts", "20")
-    assert "train.steps=20" in overrides(text)
+    assert "train.steps=20" in overrides(text)  # 2 epochs of 20 prompts, 2 a step
 
 
 def test_line_breaks_of_stop_strings_arrive(folder: Path, grpocli: Command) -> None:

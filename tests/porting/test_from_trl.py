@@ -74,10 +74,12 @@ def test_a_yaml_is_translated(tmp_path: Path) -> None:
     file.write_text(
         "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: [accuracy_reward]\nlearning_rate: 1e-5\n"
         "use_peft: true\nnum_train_epochs: 2\n"
+        "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-7}\n"
     )
     chosen = overrides(shell_script(ported(file, 1, 100)[0]))
     run = build_run(compose(chosen))
     assert run.optim.lr == 1e-5
+    assert run.optim.schedule_arguments == {"min_lr": 1e-7}
     assert run.train.steps == 200
     assert run.model.lora.rank == 16
     assert run.task.answer_column == "solution"
