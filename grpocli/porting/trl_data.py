@@ -139,7 +139,7 @@ def set_rewards(port: Port, source: ScriptSource, functions: str, weights: Any) 
         if reward.path:
             port.set("reward.model.path", reward.path, "reward_model_name_or_path")
         for name in sorted(UNPASSED & reward.words):
-            port.notes.append(f"{reward.name} gets no {name} here: it needs a default, which stands for it")
+            port.notes.append(f"{reward.name} reads {name}, which is not given here: its default stands for it")
         for theirs, ours in (("max_completion_len", "max_tokens"), ("soft_punish_cache", "buffer_tokens")):
             if known == "overlong" and isinstance(reward.arguments.get(theirs), int):
                 port.set(f"reward.overlong.{ours}", reward.arguments[theirs], theirs)
