@@ -205,7 +205,7 @@ def test_arguments_that_only_trl_passes_are_named(folder: Path, grpocli: Command
         "GRPOTrainer('a/b', f, GRPOConfig(max_prompt_length=99), load_dataset('c/d'))\n"
     )
     _, text, _ = grpocli("from-trl", "plain.py")
-    assert "# check: f gets no trainer_state here" in text
+    assert "# check: f reads trainer_state, which is not given here" in text
     assert {"rollout.max_prompt_tokens=99", "rollout.long_prompts=truncate"} <= set(overrides(text))
 
 

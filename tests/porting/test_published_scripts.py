@@ -186,12 +186,12 @@ SCRIPTS: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "state": (
         "def correct(completions, **kw): return kw.get('trainer_state')",
         set(),
-        ("correct gets no trainer_state",),
+        ("correct reads trainer_state",),
     ),
     "state's entry": (
         "def correct(completions, **kw): return kw['trainer_state']",
         set(),
-        ("correct gets no trainer_state",),
+        ("correct reads trainer_state",),
     ),
     "none": ("rewards = load_rewards", {"reward=???"}, ("reward_funcs=",)),
 }
