@@ -59,6 +59,7 @@ FORMS = [
         rf"(?:\{{\}} ?)?[_^]{COUNT} ?C_{COUNT}|(?<![A-Za-z])C_{COUNT}\^{COUNT}": r"\\binom{\1\3}{\2\4}",
         rf"(?:\{{\}} ?)?[_^]{COUNT} ?P_{COUNT}|(?<![A-Za-z])[AP]_{COUNT}\^{COUNT}": r"\\frac{\1\3!}{(\1\3-\2\4)!}",
         r"(?<=\d) ?\^ ?\{? ?(?:\\circ|o) ?\}?(?![\w{}])": r"^\\circ ",
+        r"(?:\^\\circ|\bdegrees?) *(?:\\unit )?([CF])(?:elsius|ahrenheit)?\b": r" \\unit \1 ",
         r"\^\\circ *(\d+) ?'(?!')(?: ?(\d+) ?(?:''|\"))?": r" degrees, \1 arcminutes, 0\2 arcseconds",
         r"(?<=\d) ?(?:''|\")": " inches ",
         r"(?<=\d) ?'": " feet ",
@@ -113,10 +114,13 @@ SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\s\d{3})+(?![\d,])")
 EXPONENT = re.compile(r"^([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)$")
 REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
 PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*\b(?:percent|per cent|pct)\b\.?)\s*$")
-DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?)\s*([CF]?)\s*$")
+DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?)\s*$")
 PRICE = re.compile(r"^([-+]?)\s*(\\?[$€£¥₹]|US\\?\$|Rs\.?|USD)\s*(?=[-\d.])|(?<=[\d}])\s*(\\?[$€£¥₹])\s*$")
 SQUARED = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
-SHORT = "mm|cm|dm|km|kg|mg|kJ|kW|ft|yd|mi|lbs?|oz|hrs?|sec|min|mL|ml|mph|rad|sq|cu|[ap]\\.?m\\.?|[AP]M|m|g|s|h|L"
+SHORT = (
+    "mm|cm|dm|km|kg|mg|k[JWNV]|[kM]?Hz|[kM]?Pa|mA|ft|yd|mi|lbs?|oz"
+    "|hrs?|sec|min|mL|ml|mph|rad|sq|cu|[ap]\\.?m\\.?|[AP]M|m|g|s|h|L"
+)
 WORD = r"[A-Za-z\u4e00-\u9fff]"
 FIRST = (
     rf"(?:{WORD}{{3,}}\.?|[\u4e00-\u9fff]+|\\unit [A-Za-z]+|(?:{SHORT})\.?"
@@ -227,7 +231,7 @@ def quantity(text: str) -> Quantity:
     unit = _unit(noun)
     rest, degrees = _without(DEGREES, text)
     if degrees and not re.search(FUNCTIONS, rest):
-        text, unit = rest, _unit(degrees[1] or "degree")
+        text, unit = rest, _unit("degree")
     if (price := PRICE.search(text)) and len(price[0]) < len(text):
         text, unit = PRICE.sub(r"\1", text), unit or _unit((price[2] or price[3]).replace("\\", ""))
     text = SPACED_THOUSANDS.sub(lambda found: re.sub(r"\s", "", found[0]), text)
