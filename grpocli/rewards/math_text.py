@@ -82,7 +82,7 @@ FORMS = [
 PHRASES = [
     (re.compile(pattern, re.I), form)
     for pattern, form in {
-        r"^no (?:solutions?|roots?)$|^(?:the )?empty set$|^无解$": r"\\emptyset",
+        r"^no (?:real )?(?:solutions?|roots?)$|^(?:the )?empty set$|^无解$": r"\\emptyset",
         r"^infinite(?:ly many)?(?: (?:real )?(?:solutions|roots))?$": "infinitely many",
         r"^no ([a-z]+ (?:solution|root))$": r"no \1s",
         r"^(\$\$|\$|\*\*|`)((?:(?!\1).)+)\1$": r"\2",
