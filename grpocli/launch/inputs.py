@@ -99,7 +99,7 @@ def _with_imports(files: Sequence[Path], roots: Sequence[Path]) -> list[Path]:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 level, base = getattr(node, "level", 0), getattr(node, "module", None)
                 names = [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
-                places = product([file.parents[level - 1]] if level else roots, names)
+                places = product(file.parents[level - 1 : level] if level else roots, names)
                 new = {path for place in places for path in _files_of_module(*place)} - found
                 found |= new
                 waiting += new

@@ -57,7 +57,7 @@ def from_command_line(overrides: Sequence[str], config_name: str = "train") -> l
     return rewritten([_unescaped(_quote(override)) for override in overrides], config_name)
 
 
-ODD = re.compile(r"[^\w\s/\\+.$%*@?|:=,\[\]{}()'\"-]", re.ASCII)
+ODD = re.compile(r"[^\w\s/\\+.$%*@?|:,\[\]{}()'\"-]", re.ASCII)
 """Characters that Hydra reads in quotes alone."""
 TEXT = re.compile(r"[^\s,\[\]{}()'\"]([^,\[\]{}()'\"]*[^\s,\[\]{}()'\"])?")
 """A text without quotes, in a list or alone."""
@@ -72,7 +72,7 @@ def _quote(override: str) -> str:
     key, _, value = override.partition("=")
     if "/" in value and texts_of(override) == [value]:
         folder, name = os.path.split(value)  # pathlib fails at long texts
-        if os.path.exists(value if "," in name and parse(override) else folder):  # noqa: PTH110
+        if os.path.exists(os.path.expanduser(value if "," in name and parse(override) else folder)):  # noqa: PTH110, PTH111
             return f"{key}={to_text(value)}"
     if not ODD.search(value) or parse(override):
         return override

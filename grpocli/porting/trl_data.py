@@ -71,7 +71,7 @@ def set_data(port: Port, source: ScriptSource, functions: str) -> None:
 
 def path_of(data: Data) -> str:
     """The folder, file or name on the hub."""
-    files = data.files.get(data.split or "train") if isinstance(data.files, dict) else data.files
+    files = data.files.get((data.split or "train").partition("[")[0]) if isinstance(data.files, dict) else data.files
     first = files[0] if isinstance(files, list) and files else files
     return str(first) if data.path in FILES and first else data.path
 
@@ -106,11 +106,12 @@ def _set_evaluation(port: Port, source: ScriptSource, data: Data) -> None:
     if any(step.method == "train_test_split" for step in given.steps):
         port.check("eval_dataset", "train_test_split(...)", "task.eval_size=N holds N prompts of the training data out")
         return
-    if given.path and path_of(given) != path_of(data):
+    other = given.path and path_of(given) != path_of(data)
+    if other:
         port.set("task.eval_path", path_of(given), "eval_dataset")
-    if given.split:
+    if given.split and (other or given.split != data.split):
         port.set("task.eval_split", given.split, "eval_dataset", "dataset_test_split")
-    elif given.path and path_of(given) == path_of(data):
+    elif given.path and not other:
         port.check("eval_dataset", path_of(given), "it is the training data; task.eval_size=N prompts are held out")
     if given.name != data.name and given.path:
         port.check("eval_dataset", given.name, "its configuration differs from the training data's")

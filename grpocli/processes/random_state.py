@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def keep_random_state() -> Iterator[None]:
-    """A block after which the random generators of Python, NumPy and torch are as before it."""
+def keep_random_state(seed: int | None = None) -> Iterator[None]:
+    """A block that begins with this seed, and after which the generators of Python, NumPy and torch are as before."""
     import numpy as np
     import torch
 
@@ -17,6 +17,10 @@ def keep_random_state() -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices):
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed)
+                torch.manual_seed(seed)
             yield
     finally:
         random.setstate(python)

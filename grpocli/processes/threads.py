@@ -41,7 +41,7 @@ def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 
 class BackgroundTask(Generic[T]):
-    """A function that runs in a thread for the duration of a `with` block. Leaving the block waits for it."""
+    """A function that runs in a thread during a `with` block, whose end waits for it, at most END_WITHIN seconds."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import signal
 import sys
 import threading
@@ -14,11 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import numpy as np
 import torch
 
 from grpocli.config.user_code import staying
 from grpocli.errors import RunError
+from grpocli.processes.random_state import keep_random_state
 
 if TYPE_CHECKING:
     from grpocli.rewards.reward import Sample
@@ -40,7 +39,7 @@ def isolated_state(name: str, samples: Sequence[Sample]) -> Iterator[None]:
     The reward's random numbers depend only on the samples, so that a resumed run repeats them, and drawing them does
     not change other random numbers of the process.
     """
-    with _settings(name), _random(seed_for(samples)), _descriptors(name), staying(name):
+    with _settings(name), keep_random_state(seed_for(samples)), _descriptors(name), staying(name):
         yield
 
 
@@ -213,17 +212,3 @@ def _identity(file: int) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
-
-
-@contextmanager
-def _random(seed: int) -> Iterator[None]:
-    python, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)

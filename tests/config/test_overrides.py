@@ -237,18 +237,20 @@ def test_paths_below_a_folder_with_any_name(name: str, tmp_path: Path, monkeypat
     assert (config.task.path, config.hydra.run.dir, config.seed) == (f"{here}/d.jsonl", f"{here}/run", 7)
 
 
-def test_a_sweep_over_paths_is_no_path(tmp_path: Path) -> None:
+def test_a_sweep_over_paths_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for sweep in (f"model={tmp_path}/a,tiny", f"task.path={tmp_path}/a.jsonl,b.jsonl"):
         assert from_command_line([sweep])[-1] == sweep
     (tmp_path / "a,tiny").mkdir()
     assert from_command_line([f"model={tmp_path}/a,tiny"]) == [f"model='{tmp_path}/a,tiny'"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert from_command_line(["task.path=~/a,tiny/d.jsonl"]) == ["task.path='~/a,tiny/d.jsonl'"]
 
 
 def test_texts_that_hydra_has_no_letters_for_need_no_quotes() -> None:
-    given = ["task.path=/home/josé/d.jsonl", "rollout.stop=[</s>,a b;]", "reward.format.pattern=^x"]
+    given = ["task.path=/home/josé/d.jsonl", "rollout.stop=[</s>,a b;,k=v]", "reward.format.pattern=^x"]
     assert from_command_line(given) == [
         "task.path='/home/josé/d.jsonl'",
-        "rollout.stop=['</s>','a b;']",
+        "rollout.stop=['</s>','a b;','k=v']",
         "reward.format.pattern='^x'",
     ]
     assert from_command_line(["reward.format.pattern=^[0-9]"]) == ["reward.format.pattern=^[0-9]"]  # of which part?

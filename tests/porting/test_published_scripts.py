@@ -210,6 +210,16 @@ def test_the_command_is_right_or_names_what_it_leaves_out(what: str, tmp_path: P
     assert all(any(one.startswith(check) for one in said) for check in checks), said
 
 
+def test_evaluation_on_the_training_data_is_named(tmp_path: Path) -> None:
+    loaded = "ds = load_dataset('json', data_files={'train': 'd.jsonl'}, split='train[:9]')\n"
+    tail = TAIL.replace("train_dataset=ds", "train_dataset=ds, eval_dataset=ds.select(range(3))")
+    (tmp_path / "train.py").write_text(f"{HEAD}{loaded}{tail}")
+    port, _ = ported(tmp_path / "train.py")
+    assert port.value("task.path") == "d.jsonl"
+    assert "task.eval_split" not in shell_script(port)
+    assert "# check: eval_dataset=d.jsonl: it is the training data" in shell_script(port)
+
+
 MAGIC = """%%capture
 !pip install trl \\
     datasets
