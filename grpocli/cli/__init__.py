@@ -9,7 +9,7 @@ import sys
 from grpocli.errors import GrpoError
 from grpocli.masking import masked
 from grpocli.processes.cpu_tuning import shorten_spinning, use_large_pages
-from grpocli.processes.node import GROUP_VARIABLES
+from grpocli.processes.node import leave_group
 from grpocli.processes.signals import StopSignal, handle_stops, restore
 from grpocli.processes.threads import end_process
 from grpocli.user_frames import from_user_code, raised
@@ -84,11 +84,10 @@ def main(argv: list[str] | None = None) -> None:
     shorten_spinning(os.environ)
     use_large_pages()
     open_closed()
-    for name in GROUP_VARIABLES:  # left over in a shell: this process is in no group
-        os.environ.pop(name, None)
     before = handle_stops(StopSignal(immediate=True).handle)  # until training handles them: clean up and exit
     try:
         try:
+            leave_group()
             code = run(args)
         finally:
             handle_stops(lambda *_: None)  # it is ending already, with its own code

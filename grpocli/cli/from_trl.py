@@ -108,7 +108,9 @@ def ported(
         launch.add(port)
     port.notes += [f"{place} lacks what could not be moved: {text}" for text in functions.left]
     if functions.text and rewards is None:
-        port.notes.append(f"{place} is not written: --rewards {place} moves the functions of {file.name} there")
+        port.notes.append(
+            f"{place} is not written: --rewards {shlex.quote(str(place))} moves the functions of {file.name} there"
+        )
     return port, functions.text
 
 
@@ -147,7 +149,7 @@ def _write_recipe(port: Port, file: Path, out: Path) -> None:
 
 def shell_script(port: Port) -> str:
     """The command as a script for bash: an override and a comment a line, then what to check."""
-    from grpocli.tracking.text import one_line
+    from grpocli.tracking.text import clean, one_line
 
     rows = [(shlex.quote(line.override), one_line(line.comment)) for line in port.lines]
     width = min(max(len(override) for override, _ in rows), 60)
@@ -155,7 +157,7 @@ def shell_script(port: Port) -> str:
     remarks = {"no counterpart": port.missing, "nothing to set": port.nothing, "check": port.notes}
     comments = [f"# {kind}: {one_line(text)}" for kind, texts in remarks.items() for text in texts]
     lines = ["overrides=(", *body, ")", 'grpocli train "${overrides[@]}"', *comments]
-    return "\n".join([*lines, *_trial(port)]) + "\n"
+    return clean("\n".join([*lines, *_trial(port)]) + "\n")
 
 
 def _trial(port: Port) -> list[str]:

@@ -5,11 +5,23 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from grpocli.errors import ConfigError
+
 GROUP_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
     *("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
 )
 """Variables by which a launcher (torchrun, accelerate, MPI) makes a process one of a group."""
+
+
+def leave_group() -> None:
+    """Forget a group's variables that are left over in a shell. Raises ConfigError below torchrun."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ and processes != "1":
+        hint = "start it once, without torchrun or accelerate launch"
+        raise ConfigError("grpocli starts them itself", key="hardware.processes", value=processes, hint=hint)
+    for name in GROUP_VARIABLES:
+        os.environ.pop(name, None)
 
 
 @dataclass(frozen=True, slots=True)

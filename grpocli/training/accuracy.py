@@ -132,9 +132,11 @@ class AccuracyRewards:
             low, high, kinds = min(scores), max(scores), len(set(scores))
             if kinds == 1 < len(scores) or (kinds > 2 and (low < 0 or high > 1)):
                 scored = f"the score {low:g}" if kinds == 1 else f"scores from {low:g} to {high:g}"
+                known = f", unless {'every' if low else 'no'} answer was right" if kinds == 1 and low in (0, 1) else ""
                 found[name] = (
                     f"reward.{name} gave all {len(scores)} completions of the evaluation {scored}, so it does not "
-                    "measure accuracy (the share of scores of 1 or more); eval.reward=NAME chooses the reward that does"
+                    f"measure accuracy (the share of scores of 1 or more){known}; "
+                    "eval.reward=NAME chooses the reward that does"
                 )
         return found
 

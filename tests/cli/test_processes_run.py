@@ -178,6 +178,14 @@ def test_variables_left_over_from_a_launcher_are_not_looked_at(tmp_path: Path, m
     assert not left.keys() & os.environ.keys()
 
 
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of its processes would train alone."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_here("train", *SMALL) == 2
+    assert "hardware.processes=2" in capsys.readouterr().err
+
+
 @pytest.mark.survival
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_processes_that_wait_for_another_machine(number: signal.Signals, tmp_path: Path) -> None:
