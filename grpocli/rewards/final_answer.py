@@ -2,7 +2,7 @@
 
 The thinking part is ignored. In the rest, the answer is the content of the last \\boxed{}; else of the last <answer>
 tag; else the text after the last "####" (GSM8K); else all of it, of which `math` takes the last expression.
-Every function takes time linear in the length of the text, even of hostile text.
+Every function takes time linear in the length of a completion, even of a hostile one.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
 COLOR = re.compile(r"\\(?:text)?color(?:box)?\s?(?:\[\w*\])?\s?\{[\w,.! ]{0,40}\}")
 DIGIT = re.compile(r"[0-9]")
 DIGIT_OR_COMMAND = re.compile(r"[0-9]|\\[A-Za-z]")
-PROSE = re.compile(r"[^\W\d_]{2,}[,;:]?\s+[^\W\d_]{2,}")
+PROSE = re.compile(r"(?<![^\W\d_])[^\W\d_]{2,}[,;:]?\s+[^\W\d_]{2,}")
 WORD = re.compile(r"[^\W\d_]{2,}")
 JOINED = re.compile(r"\W*(?:and\s+)?(?:(?:an?|one)\s+)?")
 STYLED = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}|[$*_`]")
@@ -186,7 +186,7 @@ def final_answer(text: str) -> str:
     return rest.strip() if answer is None else answer
 
 
-def spelled(text: str) -> str:
+def normalize_text(text: str) -> str:
     """The text in ASCII and LaTeX commands: 10⁸ as 10^{8}, √17 as \\sqrt{17}, usual marks and digits, no colors."""
     text = NEGATIVE.sub("-", COLOR.sub("", text))
     text = RAISED.sub(lambda found: f"^{{{normalize('NFKC', found[0])}}}", text)
@@ -201,18 +201,20 @@ def answer_expression(text: str) -> str:
     """
     rest = after_thinking(text)
     answer = marked(rest)
-    return last_expression(spelled(rest[-LONGEST:])) if answer is None else spelled(answer)
+    return last_expression(normalize_text(rest[-LONGEST:])) if answer is None else normalize_text(answer)
 
 
 def reference_expression(text: str) -> str:
     """The answer in a reference: what `answer_expression` finds, or all of a short text without a mark."""
     rest = after_thinking(text).strip()
+    if len(rest) > 200 or marked(rest) is not None or LONG.search(rest):
+        return answer_expression(text)
     formulas = _last_formulas(rest)
     before = _last_formula(rest[: formulas[0][0]]) if formulas else None
     several = before is not None and not STATED.match(rest, before[1], formulas[0][0])
-    if marked(rest) is not None or len(rest) > 200 or LONG.search(rest) or (formulas and not several):
+    if formulas and not several:
         return answer_expression(text)
-    return spelled(DOLLAR.sub("", rest) if several else rest)
+    return normalize_text(DOLLAR.sub("", rest) if several else rest)
 
 
 def chosen_letter(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpocli.rewards.final_answer import MULTIPLIERS, NO_UNIT, NUMERALS, depths
 
-FUNCTIONS = "(?:arc)?(?:sin|cos|tan|cot|tg|ctg)|csc|cotg|sinh|cosh|tanh|ln|log|lg|exp|gcd|lcm"
+FUNCTIONS = "(?:arc)?(?:sin|cos|tan|cot|tg|ctg)|csc|cosec|cotg|sinh|cosh|tanh|ln|log|lg|exp|gcd|lcm"
 COMMANDS = {
     "tg": "\\tan ", "ctg": "\\cot ", "cotg": "\\cot ", "arctg": "\\arctan ", "arcctg": "\\arccot ", "lg": "\\log_{10}",
     "varnothing": "\\emptyset ", "lbrace": "\\{", "rbrace": "\\}", "langle": "(", "rangle": ")",
@@ -20,8 +20,7 @@ COMMANDS = {
     "dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac", "nicefrac": "\\frac", "sfrac": "\\frac", "xfrac": "\\frac",
     "dots": "\\ldots ", "cdots": "\\ldots ", "simeq": "\\approx ", "cong": "\\approx ", "doteq": "\\approx ",
     "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "ast": "*", "imath": "i", "degree": "^\\circ ", "colon": ":",
-    "lor": " or ", "vee": " or ", "land": " and ", "wedge": " and ", "euro": "€", "cosec": "\\csc ",
-    "bot": "\\perp ", "vec": "\\overrightarrow ",
+    "lor": " or ", "vee": " or ", "land": " and ", "wedge": " and ", "euro": "€", "cosec": "\\csc ", "bot": "\\perp ",
     **dict.fromkeys(("displaystyle", "therefore", "limits", "rm", "bf", "it", "left", "right", "quad", "qquad"), " "),
     **dict.fromkeys(("left.", "right.", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "bigg", "Bigg"), " "),
 }  # fmt: skip
@@ -37,7 +36,6 @@ COUNT = r"(\{(?:\d+|[nkmr])\}|[\dnkmr])"
 FORMS = [
     (re.compile(pattern), form)
     for pattern, form in {
-        r"(?<!\\)\\\\(?=(?:[dt]?frac|left|right|sqrt|text|mathbb|pi|infty|begin|end|le|ge|cup|cdot)\b)": r"\\",
         r"\\!\s*": "",
         r"(?<!\\)\\[,;:> ]|~": " ",
         r"\\%": "%",
@@ -61,6 +59,7 @@ FORMS = [
         r"(?<=\d) ?\^ ?\{? ?(?:\\circ|o) ?\}?(?![\w{}])": r"^\\circ ",
         r"(?:\^\\circ|\bdegrees?) *(?:\\unit )?([CF])(?:elsius|ahrenheit)?\b": r" \\unit \1 ",
         r"\^\\circ *(\d+) ?'(?!')(?: ?(\d+) ?(?:''|\"))?": r" degrees, \1 arcminutes, 0\2 arcseconds",
+        r"(?<=\d) ?o'clock": "",
         r"(?<=\d) ?(?:''|\")": " inches ",
         r"(?<=\d) ?'": " feet ",
         r"\((1|i)\) ?(?=.*\((?:2|ii)\))": "(a) ",
@@ -86,7 +85,6 @@ PHRASES = [
         r"^infinite(?:ly many)?(?: (?:real )?(?:solutions|roots))?$": "infinitely many",
         r"^no ([a-z]+ (?:solution|root))$": r"no \1s",
         r"^(\$\$|\$|\*\*|`)((?:(?!\1).)+)\1$": r"\2",
-        r"^\\[(\[]((?:(?!\\[(\[]).)+)\\[)\]]$": r"\1",
         r"^all real numbers$": r"\\mathbb{R}",
         r"^(?:an?|the) (?=[a-z]{3})(?!and\b)|^\([A-J]\) (?=\d|\\frac|\\sqrt)|^(?:option|choice) (?=\(?[A-J]\)?$)"
         r"|^\\(?:implies|Rightarrow|because|sim) |^(?:if|when) |^(?:f ?\(x\)|y) ?= ?(?=\\begin\{cases)": "",
@@ -107,7 +105,9 @@ LEAD = re.compile(
 )
 """Words before an answer that are no part of it."""
 SPLIT = re.compile(r"\\begin|\\end|[([{)\]},;:]|(?<![<>!:])=|\\approx(?![a-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
-NUMERAL = re.compile(rf"^(?:([a-z]+ty)[- ])?({NUMERALS})$|(?<=_)(?:\{{ ?)?()({NUMERALS})(?: ?\}})?$", re.I)
+NUMERAL = re.compile(
+    rf"^(?:([a-z]+ty)[- ])?({NUMERALS})(?=$| (?!quarter))|(?<=_)(?:\{{ ?)?()({NUMERALS})(?: ?\}})?$", re.I
+)
 """A number in words, or the base of a numeral."""
 THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\s\d{3})+(?![\d,])")
@@ -117,20 +117,6 @@ PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*\b(?:percent|per cent|pct)\b\.?)\s*$")
 DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?)\s*$")
 PRICE = re.compile(r"^([-+]?)\s*(\\?[$€£¥₹]|US\\?\$|Rs\.?|USD)\s*(?=[-\d.])|(?<=[\d}])\s*(\\?[$€£¥₹])\s*$")
 SQUARED = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
-SHORT = (
-    "mm|cm|dm|km|kg|mg|k[JWNV]|[kM]?Hz|[kM]?Pa|mA|ft|yd|mi|lbs?|oz"
-    "|hrs?|sec|min|mL|ml|mph|rad|sq|cu|[ap]\\.?m\\.?|[AP]M|m|g|s|h|L"
-)
-WORD = r"[A-Za-z\u4e00-\u9fff]"
-FIRST = (
-    rf"(?:{WORD}{{3,}}\.?|[\u4e00-\u9fff]+|\\unit [A-Za-z]+|(?:{SHORT})\.?"
-    rf"|(?:(?<=[\d}}] )|(?<=[\d}}]))in|(?<= )[kcmnM]?(?:[KNJWVA]|Pa|Hz|[msgL]))(?![A-Za-z]){SQUARED}"
-)
-UNIT = re.compile(
-    rf"(?:(?<=[\d}})|])|(?<=\\pi)|(?<=[a-z])\s)\s*({FIRST}(?:\s*(?:/|\\cdot|\s)\s*{WORD}+\.?{SQUARED})*"
-    rf"|\\frac\s*\{{[a-z ]+\}}\s*\{{[a-z ]+{SQUARED}\}})\s*$"
-)
-UNKNOWN = re.compile(rf"(?!\s*(?:{SHORT}|or|in|by|to|of|at|[ei])\s*$)\s*[A-Za-z]{{1,2}}\s*")
 NAME = re.compile(r"(?:\\(?:triangle|angle|Delta)|[A-Za-z]\^\{?\d+\}?)$")
 """What is followed by a letter of its own, not by a unit: r^2 h."""
 REMARK = re.compile(r"(?<=[\d}])\s*\(\s*([A-Za-z]{2,}[A-Za-z ,.'/-]*)\)\s*$")
@@ -170,9 +156,22 @@ SIZES = {
     for name in names.split()
 }
 """The size of each unit, by name."""
+SPACED = "|".join(name for name in SIZES if len(name) < 3 and name not in ("C", "F", "in", "kT"))
+SHORT = (
+    "mm|cm|dm|km|kg|mg|k[JWNV]|[kM]?Hz|[kM]?Pa|mA|Wh|eV|ft|yd|mi|lbs?|oz"
+    "|hrs?|sec|min|mL|[cdkm]l|mph|rad|sq|cu|[ap]\\.?m\\.?|[AP]M|m|g|s|h|L"
+)
+WORD = r"[A-Za-z\u4e00-\u9fff]"
+FIRST = (
+    rf"(?:{WORD}{{3,}}\.?|[\u4e00-\u9fff]+|\\unit [A-Za-z]+|(?:{SHORT})\.?"
+    rf"|(?:(?<=[\d}}] )|(?<=[\d}}]))in|(?<= )(?:{SPACED}))(?![A-Za-z]){SQUARED}"
+)
+UNIT = re.compile(
+    rf"(?:(?<=[\d}})|])|(?<=\\pi)|(?<=[a-z])\s)\s*({FIRST}(?:\s*(?:/|\\cdot|\s)\s*{WORD}+\.?{SQUARED})*"
+    rf"|\\frac\s*\{{[a-z ]+\}}\s*\{{[a-z ]+{SQUARED}\}})\s*$"
+)
+UNKNOWN = re.compile(rf"(?!\s*(?:{SHORT}|or|in|by|to|of|at|[ei])\s*$)\s*[A-Za-z]{{1,2}}\s*")
 SQUARED_WORDS = re.compile(r"\b(?:square|sq|cubic|cu)\.? ([A-Za-z]+)|([A-Za-z]+) (?:squared|cubed)")
-NOUN = re.compile(r"(?!units|ways|times|numbers|solutions)([a-z]{2,}[a-rt-z])s", re.I)
-"""Things that are counted, in the plural."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +255,7 @@ def plain_number(text: str) -> Fraction | None:
     return None
 
 
-def split(text: str, *separators: str) -> list[str]:
+def split_members(text: str, *separators: str) -> list[str]:
     """Split at separators outside of brackets: "," ";" "=" ":" "and" "or" or "\\approx"."""
     parts, depth, start = [], 0, 0
     for found in SPLIT.finditer(text):
@@ -307,15 +306,10 @@ def _without(pattern: re.Pattern[str], text: str) -> tuple[str, re.Match[str] | 
 
 @cache
 def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
-    """Size and powers of the base units of a unit such as km/h or square feet; None if it is not known.
-
-    A single plural noun that is no unit, as apples, is a base unit of its own.
-    """
+    """Size and powers of the base units of a unit such as km/h or square feet; None if it is not known."""
     size, powers, sign = Fraction(1), Counter[str](), 1
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{(.*)\}", r"\1/\2", text)
     text = SQUARED_WORDS.sub(lambda found: f"{found[1] or found[2]}^{2 if 'sq' in found[0] else 3}", text)
-    if (noun := NOUN.fullmatch(text)) and not _known(text):
-        return size, ((noun[1].lower(), 1),)
     for word, exponent in re.findall(r"((?<!\\)(?<![A-Za-z])[A-Za-z.$€₹]+|/)(?:\s*\^\s*\{?\s*(-?\d))?", text):
         name = word.replace(".", "")
         if name in ("/", "per"):

@@ -29,7 +29,7 @@ from grpocli.rewards.math_text import (
     encloses,
     plain_number,
     quantity,
-    split,
+    split_members,
 )
 
 LARGEST_DIGITS = 10_000
@@ -131,9 +131,9 @@ def _list(text: str, brackets: str = "") -> Value:
     """Read members between commas, "and" and "or"; without any, a single value."""
     if not any(c in text for c in "([") and "\\{" not in text:
         text = THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
-    parts = split(text, ";")
-    if len(parts) == 1 or len(split(text, ",")) == 1:
-        parts = split(text, ",", ";", "and", "or")
+    parts = split_members(text, ";")
+    if len(parts) == 1 or len(split_members(text, ",")) == 1:
+        parts = split_members(text, ",", ";", "and", "or")
     if CHOICES.fullmatch(text):
         parts = re.findall("[A-J①-⑳]", text)
     parts = [
@@ -166,7 +166,7 @@ def _compound(members: Sequence[Value]) -> Value | None:
 
 def _chain(text: str) -> Value:
     """Read the sides of a chain of equations or approximations; without any, a single value."""
-    sides = [] if ORDER.search(text) else [_single(side) for side in split(text, "=", "\\approx") if side]
+    sides = [] if ORDER.search(text) else [_single(side) for side in split_members(text, "=", "\\approx") if side]
     if len(sides) < 2:
         return sides[0] if sides else _single(text)
     percent = sides[-1].source.percent and all(one.is_number for one in sides)
@@ -188,8 +188,8 @@ def _single(text: str) -> Value:
     if (opened[:1] in ("(", "[") or text.startswith("\\{")) and encloses(opened):
         brackets, inner = opened[0] + opened[-1], opened[1:-1].removesuffix("\\").strip()
         if inner:
-            return _list(inner, brackets if brackets == "{}" or len(split(inner, ",", ";")) > 1 else "")
-    parts = [_single(part) for part in split(text, ":")] if text.count(":") > 1 else []
+            return _list(inner, brackets if brackets == "{}" or len(split_members(inner, ",", ";")) > 1 else "")
+    parts = [_single(part) for part in split_members(text, ":")] if text.count(":") > 1 else []
     if parts and all(one.is_number for one in parts):
         ratios = tuple(replace(one, expression=one.expression / parts[0].expression, key="") for one in parts)
         return Value(_key(text), Quantity(text), members=ratios, brackets="::")
@@ -209,14 +209,16 @@ def _matrix(text: str, rows: Sequence[Sequence[Value]], expression: Any = None) 
 def _expression(text: str) -> Value:
     """Read a number with its unit, or an expression."""
     found, key = quantity(text), _key(text)
-    if TIME.match(found.text):
-        return Value(key, found, Symbol(found.text.replace(" ", "")))
+    if clock := TIME.match(found.text):
+        if int(clock[2]):
+            return Value(key, found, Symbol(found.text.replace(" ", "")))
+        found = replace(found, text=clock[1])  # 3:00 PM is 3 PM
     try:
         if found.base is not None:
             return Value(key, found, Integer(int(found.text, found.base)))  # ValueError: no numeral in this base
         if (plain := plain_number(found.text)) is not None:
             return Value(key, found, Rational(plain), "." in found.text)
-        expression = parsed(found.text)
+        expression = parse_latex(found.text)
         guard(expression)
         if isinstance(expression, MatrixBase | sympy.MatrixExpr):
             explicit = exact(sympy.Matrix(expression.doit()))
@@ -232,7 +234,7 @@ def _expression(text: str) -> Value:
 
 
 @lru_cache(maxsize=4096)
-def parsed(text: str) -> Any:
+def parse_latex(text: str) -> Any:
     """The sympy expression of LaTeX. Raises Unreadable, or whatever the parser raises."""
     if WORDS.search(text) or (CHANGES.search(text) and DIGIT.search(text)):
         raise Unreadable("it has words")

@@ -16,7 +16,7 @@ from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
 
 from grpocli.rewards.final_answer import answer_expression, choice, chosen_letter, reference_expression
 from grpocli.rewards.math_text import Quantity, plain_number, rounded_equal
-from grpocli.rewards.math_value import DIGITS, TIME, WORDS, Value, is_number, number, parsed, read
+from grpocli.rewards.math_value import DIGITS, TIME, WORDS, Value, is_number, number, parse_latex, read
 
 LONGEST_ANSWER = 2000
 """Most characters of an answer; four times the reference's length if that is more."""
@@ -31,6 +31,8 @@ POINT = re.compile(r"(?<!\d)0*(\d*)\.(\d+)")
 MIXED = re.compile(r"\d\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 SIDE_BY_SIDE = re.compile(r"[\d.)\]}]\s*[(\[]|[)\]]\s*\d|\d\s+\d|(?<![A-Za-z}\]^_])\{[\d.]+\}\s*\{")
 """Factors of a number without a sign between them: (51)(3), which the parser reads as 51 + 3."""
+TEMPERATURES = [{("degree", 1), (scale, 1)} for scale in "CF"]
+"""Units that are not told apart: -3 degrees may be degrees Celsius."""
 PRODUCT = re.compile(r"(?:\\times|\\cdot|\*)(?!\s*10\s*\^)")
 
 
@@ -53,7 +55,7 @@ def _right(reference: Value, answer: str, strict: bool) -> bool:
         return False
     if (clock := TIME.match(answer)) and reference.source.is_sum:  # 2:05 for 2 minutes and 5 seconds
         return reference.expression in {60**n * (60 * int(clock[1]) + int(clock[2])) for n in (0, 1)}
-    if clock and not TIME.match(reference.source.text):  # a ratio
+    if clock and int(clock[2]) and not TIME.match(reference.source.text):  # a ratio
         answer = answer.replace(":", "/")
     try:
         value = read(answer)
@@ -185,7 +187,9 @@ def _members_equal(a: Value, b: Value, strict: bool) -> bool:
     def agree(one: Value, other: Value) -> bool:
         return (not alike or one.source.noun == other.source.noun) and _equal(one, other, strict)
 
-    if kinds - {"{}", "cases"}:
+    labels = "".join(one.sides[0].key for one in ours if one.sides)
+    labelled = len(labels) == len(ours) and [*labels] == sorted({*labels})  # (a) 5 (b) 6 is 5, 6 in this order
+    if labelled or kinds - {"{}", "cases"}:
         return len(ours) == len(theirs) and all(map(agree, _by_name(ours), _by_name(theirs)))
     pairs = [[agree(one, other) for other in theirs] for one in ours]
     return all(map(any, pairs)) and all(map(any, zip(*pairs, strict=True)))
@@ -205,9 +209,9 @@ def _expressions_equal(a: Value, b: Value, strict: bool) -> bool:
     if strict and _evaluated(a) and not _evaluated(b, a):
         return False
     if x.unit and y.unit:
-        if x.unit[1] != y.unit[1]:
+        if x.unit[1] != y.unit[1] and {*x.unit[1], *y.unit[1]} not in TEMPERATURES:
             return False
-    elif x.is_sum or y.is_sum or (x.percent and y.unit) or (y.percent and x.unit):
+    elif x.is_sum or y.is_sum or (x.percent and (y.unit or y.noun)) or (y.percent and (x.unit or x.noun)):
         return False
     if a.is_number and b.is_number:
         ours, theirs, decimal = a.expression, b.expression, a.decimal or b.decimal
@@ -251,7 +255,7 @@ def _evaluated(value: Value, reference: Value | None = None) -> bool:
     if not text or not value.is_number:
         return reference is not None
     # without points, since the parser evaluates decimals at once
-    structure = parsed(POINT.sub(lambda found: (found[1] + found[2]).lstrip("0") or "0", text))
+    structure = parse_latex(POINT.sub(lambda found: (found[1] + found[2]).lstrip("0") or "0", text))
     return _is_value(structure, bool(PRODUCT.search(text)))
 
 
