@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import UserCode, part, require
 from grpocli.errors import ConfigError
-from grpocli.rewards.code_blocks import BLOCK, program
+from grpocli.rewards.code_blocks import BLOCK, program, symbols
 from grpocli.rewards.code_tests import function_name, problem_tests
 from grpocli.rewards.final_answer import END_TAG, TAG, after_thinking
 from grpocli.rewards.reward import Correctness, Failure, Sample, Score
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from grpocli.sandbox.sandbox import Limits, Submission
 
 KEY = "reward.code"
-WRONG = "def {name}(*_, **__): return 0.7316854019"
-"""A function whose result no test expects."""
+WRONG = ("0.7316854019", "None", "0")
+"""What functions return so that a test fails for one of them: true, without a meaning, and false as a number."""
 ROOT = re.compile(r"\W")
 """What ends the name in `Solution().method`, which tests take from the program."""
 
@@ -134,7 +134,7 @@ class CodeReward(Correctness):
         from grpocli.sandbox.sandbox import MOST_TIMEOUTS
 
         # the sandbox enforces the time limit, also without a program; the pool's timeout is for a sandbox that hangs
-        longest = 2 * self.timeout * MAX_SLOWDOWN * (MOST_TIMEOUTS + 2 * self.partial)
+        longest = (1 + len(WRONG)) * self.timeout * MAX_SLOWDOWN * (MOST_TIMEOUTS + 2 * self.partial)
         return shared_pool("grpocli.rewards.code:run_submission", self.workers, longest + 30)
 
 
@@ -195,16 +195,21 @@ def run_submission(
     submission["entry_point"] = ROOT.split(submission.get("entry_point", ""))[0]
     if "Solution" in tests.names and "class Solution" in submission.get("reference", ""):
         submission["entry_point"] = "Solution"  # the name of a method alone is none of the module's
-    if (block := program(submission["text"], (tests.names | {submission["entry_point"]}) - {""})) is not None:
+    names = tests.names - symbols(setup)[0]
+    if (block := program(submission["text"], (names | {submission["entry_point"]}) - {""})) is not None:
         submission |= {"text": "\n" + block, "whole": True}
     given = Submission(**submission)
     result = run(given, Limits(**limits), backend_named(backend, python), all_tests)
     if all(result.passed) or (all_tests and any(result.passed)):
-        wrong = "\n".join(WRONG.format(name=name) for name in sorted(tests.names - {*dir(builtins)}))
-        stand_in = replace(given, text=wrong, whole=True)
-        can_fail = _failed(stand_in, Limits(**limits), backend, python)
+        can_fail = [False] * len(result.passed)
+        for value in WRONG:
+            wrong = "\n".join(f"def {name}(*_, **__): return {value}" for name in sorted(names - {*dir(builtins)}))
+            failed = _failed(replace(given, text=wrong, whole=True), Limits(**limits), backend, python)
+            can_fail = [one or other for one, other in zip(can_fail, failed, strict=True)]
+            if all(can_fail):
+                break
         if not any(can_fail):
-            raise ValueError("its tests cannot fail: functions that return another number pass them")
+            raise ValueError("its tests cannot fail: functions that return another value pass them")
         result = replace(result, passed=[one for one, counts in zip(result.passed, can_fail, strict=True) if counts])
     return asdict(result)
 

@@ -83,5 +83,6 @@ def symbols(code: str) -> tuple[set[str], set[str]]:
         for table in tables:
             tables += table.get_children()
         defined = {one.get_name() for one in tables[0].get_symbols() if one.is_assigned() or one.is_imported()}
-        return defined, {one.get_name() for table in tables for one in table.get_symbols() if one.is_global()}
+        used = {one for table in tables for one in table.get_symbols() if one.is_global() and one.is_referenced()}
+        return defined, {one.get_name() for one in used}
     return set(), set()

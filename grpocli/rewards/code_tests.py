@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from doctest import DocTestParser
 from functools import lru_cache
 from typing import Any
 
-from grpocli.rewards.code_blocks import blocks, symbols
-from grpocli.rewards.written import parsed
+from grpocli.rewards.code_blocks import NOT_PYTHON, blocks, symbols
+from grpocli.rewards.written import read_written
 
 OF_PROGRAM = ("solution", "solutions", "main", "__main__", "your_module")
 """Modules from which published tests import the program."""
@@ -50,17 +49,18 @@ class ProblemTests:
     """The tests of a problem.
 
     cases: each is code, or a program's standard input and the output that it has to print. imports: of the tests, as
-    code. names: those that tests use, the program's among them.
+    code. names: the global ones that tests use. defined: their own.
     """
 
     entry_point: str = ""
     cases: list[str | tuple[str, str]] = field(default_factory=list)
     imports: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    defined: set[str] = field(default_factory=set)
 
     def add(self, value: Any) -> None:
         """Add code, an object with inputs and outputs, or a list of these, also as JSON text. Raises ValueError."""
-        value = parsed(value)
+        value = read_written(value)
         if isinstance(value, str):
             self._add_code(value)
         elif isinstance(value, dict):
@@ -97,6 +97,8 @@ class ProblemTests:
             if is_call:
                 self.cases.append(CALL.format(name=name, arguments=_arguments(one), wanted=_json(other)))
                 self.names |= {name, "Solution"}
+            elif one is None or other is None:
+                raise ValueError("a test of a script has null as its input or output")
             else:
                 texts = ("\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (one, other))
                 self.cases.append((next(texts), next(texts)))
@@ -109,23 +111,27 @@ class ProblemTests:
         if "pytest." not in code:
             code = code.replace("import pytest\n", "\n")
         try:
-            tree = ast.fix_missing_locations(_Checks().visit(ast.parse(code)))
+            tree = ast.parse(code)
+            of_program = [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and one.module in OF_PROGRAM]
+            text = ast.unparse(ast.fix_missing_locations(_Checks().visit(tree)))
         except SyntaxError as error:
             examples = DocTestParser().get_examples(code)
             if fenced := "\n".join(one for _, one in blocks(code)):
                 self.add(fenced)
             elif any(one.want for one in examples):
                 self.cases.append(DOCTEST.format(text=code))
-                self.names |= symbols("\n".join(one.source for one in examples))[1]
+                defined, used = symbols("\n".join(one.source for one in examples))
+                self.names |= used - defined
             else:
                 raise ValueError(f"its tests are not Python ({error.msg}): {code.strip()[:60]!r}") from error
             return
-        used = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
+        defined, used = symbols(text)
+        self.names |= used
+        self.defined |= defined - {name.name for one in of_program for name in one.names}
         calls = [call for one in tree.body for call in self._calls_of(one, used)]
-        self.cases += [f"{ast.unparse(tree)}\n{call}" for call in calls or [""]]
+        self.cases += [f"{text}\n{call}" for call in calls or [""]]
         imports = [one for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom)]
         self.imports += [ast.unparse(one) for one in imports if getattr(one, "module", "") != "__future__"]
-        self.names |= used
 
     def _calls_of(self, one: ast.stmt, used: set[str]) -> list[str]:
         if isinstance(one, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in one.bases):
@@ -177,12 +183,13 @@ def problem_tests(given: str) -> ProblemTests:
     value, entry_point = json.loads(given)
     found = ProblemTests(entry_point)
     found.add(value)
+    found.names -= found.defined
     return found
 
 
 def function_name(metadata: Any) -> str:
     """The function that the field `metadata` of a row or of a test names."""
-    found = parsed(metadata)
+    found = read_written(metadata)
     return str(found.get("func_name") or "") if isinstance(found, dict) else ""
 
 
@@ -191,11 +198,13 @@ def _arguments(given: Any) -> str:
     if isinstance(given, dict):
         return f"**{given!r}"
     if isinstance(given, str):
-        if re.match(r"\w+ *= *[^=\s]", text := given.strip()):
-            return text
+        text = given.strip()
         given = [_json(line) for line in text.splitlines()]
-        with suppress(ValueError, SyntaxError):
-            given = list(ast.literal_eval(f"{text},")) if given == [text] else given
+        with suppress(*NOT_PYTHON):
+            call = ast.parse(f"_({text})", mode="eval").body
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and (call.keywords or given == [text]):
+                named = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+                return f"*{[ast.literal_eval(one) for one in call.args]!r}, **{named!r}"
     return f"*{given if isinstance(given, list) else [given]!r}"
 
 

@@ -13,7 +13,7 @@ from grpocli.config.formula import Formula
 from grpocli.config.parts import base, nearest, require, section
 from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import final_answer
-from grpocli.rewards.written import parsed
+from grpocli.rewards.written import read_written
 from grpocli.types import Episode, Rollout, Text, begun
 
 
@@ -244,7 +244,7 @@ def accepted(value: Any) -> list[Any]:
     A text that is a list of texts, such as '["5", "6"]', is that list; [5, 6] is not, but an interval or a pair.
     """
     value = value.tolist() if hasattr(value, "tolist") else value  # of numpy
-    if isinstance(written := parsed(value), list) and all(isinstance(one, str) for one in written):
+    if isinstance(written := read_written(value), list) and all(isinstance(one, str) for one in written):
         value = written or value
     if isinstance(value, list | tuple):
         return [answer for one in value for answer in accepted(one)]

@@ -9,12 +9,13 @@ import warnings
 from contextlib import suppress
 from typing import Any
 
-LITERAL = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+LITERAL = r"""'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\\.)*+"?"""
+"""A text in quotes. One that is not closed is taken, too, or each of its quotes would be tried as the first."""
 NUMPY = re.compile(rf"""({LITERAL}|[}}\]])(\s+(?=['"{{\[]))?|\barray\(|,\s*dtype=\w+\)""", re.DOTALL)
 """A literal or a bracket, with the space that follows instead of a comma; what numpy writes around a list."""
 
 
-def parsed(value: Any) -> Any:
+def read_written(value: Any) -> Any:
     """The list or object that a text is in JSON, in Python, or as numpy and pandas print it; anything else as it is."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{", "array(")):
         for read in (json.loads, _python):

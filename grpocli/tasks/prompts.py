@@ -13,7 +13,7 @@ from grpocli.config.parts import ByColumn, nearest, template_fields
 from grpocli.environments.environment import TOOLS_KEY
 from grpocli.environments.tools import name_of, read_arguments
 from grpocli.errors import ConfigError
-from grpocli.rewards.written import parsed
+from grpocli.rewards.written import read_written
 from grpocli.tasks.json_rows import encodable, short
 from grpocli.types import PREFIX, Message, Prompt, Text
 
@@ -88,7 +88,7 @@ def in_messages(prompt: Any, where: str) -> Any:
     Raises ConfigError, naming `where`, for messages as text that cannot be read.
     """
     if isinstance(prompt, str) and WRITTEN.match(prompt):
-        prompt = parsed(prompt)
+        prompt = read_written(prompt)
         if isinstance(prompt, str):
             hint = "write them as JSON, or keep the data in .jsonl or .parquet"
             raise ConfigError(f"{where} has messages as text that cannot be read", key="task.prompt_column", hint=hint)

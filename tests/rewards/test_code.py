@@ -137,6 +137,39 @@ def test_five():
         pytest.param(ADD, "from solution import add as plus\nassert plus(5, 2) == 7", {}, id="import as"),
         pytest.param(ADD, "import solution as own\nassert own.add(5, 2) == 7", {}, id="import solution"),
         pytest.param(ADD, "for given, wanted in zip([[5, 2]], [7]):\n    assert add(*given) == wanted", {}, id="MBPP+"),
+        pytest.param(
+            f"{ADD}\n```\nresult = 7\n```", "result = add(5, 2)\nassert result == 7", {}, id="variable of the tests"
+        ),
+        pytest.param(
+            f"{ADD}\n```python\nclass Node: pass\n```",
+            ["class Node:\n    x = 5", "assert add(Node.x, 2) == 7"],
+            {},
+            id="class of the tests",
+        ),
+        pytest.param(
+            f"{ADD}\n```python\nten = 10\n```",
+            "assert add(ten, 2) == 12",
+            {"setup": "ten = 10"},
+            id="name of the setup",
+        ),
+        pytest.param(
+            f"{ADD}\n```python\nprint(3)\n```",
+            "from solution import add\nadd = [add][0]\nassert add(5, 2) == 7",
+            {},
+            id="name of the program and the tests",
+        ),
+        pytest.param(ADD, "assert add(5, 5)", {}, id="true"),
+        pytest.param(ADD, "assert add(2, 5) > 0", {}, id="above 0"),
+        pytest.param(
+            "```python\ndef add(text, a=0):\n    b = len(text)\n    return a + b\n```",
+            [
+                {"input": "x=y", "output": 3},
+                {"input": "x = 1 + 2", "output": 9},
+                {"input": "text='x', a=5", "output": 6},
+            ],
+            ENTRY,
+            id="text with an equals sign",
+        ),
     ],
 )
 def test_published_forms_of_tests_tell_right_programs_from_wrong_and_empty_ones(reward, right, tests, columns):
@@ -166,6 +199,8 @@ def test_published_forms_of_tests_tell_right_programs_from_wrong_and_empty_ones(
         ({"inputs": ["1 2"], "outputs": []}, "other outputs than one for each"),
         ("def test_add(pair):\n    assert add(*pair) == 7", "test_add takes arguments"),
         ([{"stdin": "1 2"}], "no input and output"),
+        ([{"input": "1 2", "output": None}], "null"),
+        ({"inputs": ["1 2", "5 2"], "outputs": ["3", None]}, "null"),
         ("import package_that_is_not_there\nassert add(5, 2) == 7", "ModuleNotFoundError.*reward.code.python"),
     ],
 )
@@ -193,6 +228,8 @@ def test_tests_that_test_nothing_do_not_count_in_a_share():
     reward = CodeReward(partial=True, timeout=3)
     try:
         assert reward([sample(ADD.replace("+", "*"), tests=["import math", *TESTS])]) == [0.5]
+        tests = ["assert add(7, 0)", "assert not add(4, -4)", "import math"]
+        assert reward([sample(PLAIN.replace("a + b", same), tests=tests) for same in ("False", "True")]) == [0.5, 0.5]
     finally:
         reward.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from decimal import Decimal
 
 import numpy as np
@@ -12,6 +13,7 @@ from grpocli.errors import ConfigError
 from grpocli.rewards.math import Math
 from grpocli.rewards.reward import Correctness, Failure
 from grpocli.rewards.text_match import ExactMatch, Number
+from grpocli.rewards.written import read_written
 
 
 def test_exact_match_ignores_only_surrounding_space(sample) -> None:
@@ -162,3 +164,10 @@ def test_right_and_wrong_scores_can_be_set(sample) -> None:
 def test_scores_that_evaluations_would_misread_are_refused(fields: dict[str, float], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"reward.exact_match.{problem}"):
         ExactMatch(**fields)
+
+
+@pytest.mark.parametrize("text", ["['" + "\\'" * 20_000, '["' + '\\"' * 20_000, "['" + "' '" * 20_000, "['\\"])
+def test_a_quote_that_is_not_closed_takes_no_time(text: str) -> None:
+    began = time.process_time()
+    assert read_written(text) == text
+    assert time.process_time() - began < 1
