@@ -6,11 +6,14 @@ import ast
 import builtins
 import re
 import symtable
+import textwrap
 from contextlib import suppress
 
 BLOCK = re.compile(
-    r"^(?P<indent>[ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})[^\w\n`~]*(?P<language>\w*)[^\n`]*\n"
-    r"(?P<code>.*?)(?:^[ \t>]*(?P=fence)[`~]*(?P<closed>(?![\w`~]))|\Z)",
+    r"^(?P<indent>[ \t>]*+(?:(?:[-*+]|\d+[.)])[ \t]+)?+)"
+    r"(?:(?:[^\n`~]|(?<!`)`{1,2}(?!`))*[^\n`~\w](?=`+(?:[Pp]y(?:thon)?3?)?[ \t\r]*\n))?"  # words before the fence
+    r"(?P<fence>`{3,}|~{3,})[^\w\n`~]*(?P<language>\w*)[^\n`]*\n"
+    r"(?P<code>.*?)(?:(?:^[ \t>]*|(?<=[^\s`])(?=`+[ \t\r]*$))(?P=fence)[`~]*(?P<closed>(?![\w`~]))|\Z)",
     re.MULTILINE | re.DOTALL,
 )
 MARK = re.compile(
@@ -35,8 +38,21 @@ def blocks(text: str) -> list[tuple[str, str]]:
     found = [one for one in BLOCK.finditer(text) if one["code"].strip()]
     if len(found) > 1 and found[-1]["closed"] is None:
         found.pop()
-    indents = [rf"(?m)^[ \t>]{{,{len(one['indent'])}}}" for one in found]
-    return [(one["language"].lower(), re.sub(i, "", one["code"])) for one, i in zip(found, indents, strict=True)]
+    read: list[tuple[str, str]] = []
+    for one in found:
+        code = re.sub(rf"(?m)^[ \t>]{{,{len(one['indent'])}}}", "", one["code"])
+        mark = MARK.match(code.lstrip())
+        read += blocks(code) if mark and mark["begin"] else [(one["language"].lower(), _dedent(code))]
+    return read
+
+
+def _dedent(code: str) -> str:
+    """The code without its indent, unless it has to stand in a function, which it returns from."""
+    with suppress(*NOT_PYTHON):
+        dedented = textwrap.dedent(code)
+        compile(dedented, "<program>", "exec", dont_inherit=True)
+        return dedented
+    return code
 
 
 def program(text: str, names: set[str]) -> str | None:

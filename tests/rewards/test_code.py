@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 
 import pytest
 
@@ -159,6 +160,12 @@ def test_five():
             id="name of the program and the tests",
         ),
         pytest.param(ADD, "assert add(5, 5)", {}, id="true"),
+        pytest.param(
+            "```python\ndef add(given):\n    a, b = given\n    given[:] = [a + b]\n```",
+            "given = [5, 2]\nadd(given)\nassert given == [7]",
+            {},
+            id="in place",
+        ),
         pytest.param(ADD, "assert add(2, 5) > 0", {}, id="above 0"),
         pytest.param(
             "```python\ndef add(text, a=0):\n    b = len(text)\n    return a + b\n```",
@@ -261,6 +268,15 @@ def test_the_program_may_stand_in_an_answer_tag(reward, text):
         ("```\nadd = lambda a, b: a + b\n```\n```python\nx = add(1, 2)\n```", ""),
         (f"```\n{PLAIN}```\n```json\n[]\n```", ""),
         (f"~~~python\n{PLAIN}~~~", ""),
+        (f"A `sum`: ```python\n{PLAIN}```\nThat is it.", ""),
+        (f"1. **Code:** ```\n{PLAIN}```\n```\n3\n```", ""),
+        (f"I write in ``` fences\nand use ```add``` once\n{ADD}", ""),
+        (f"```python\n{PLAIN[:-1]}```\nUsage:\n```\nadd(1, 2)```\n", ""),
+        (f"```python\n[BEGIN]\n{PLAIN}[DONE]\n```", ""),
+        (f"```\n\\begin{{code}}\n{PLAIN}\\end{{code}}\n```", ""),
+        (f"```python\n{textwrap.indent(PLAIN, '    ')}```", ""),
+        ("```python\n    return a + b\n```", "def add(a, b):\n"),
+        (f'```python\nmark = \'```\'\nfence = """Use: ```\n"""\n{PLAIN}```', ""),
         (f"```python\n{PLAIN}```<|im_end|>", ""),
         (f"```python\n{PLAIN}``` Done.", ""),
         (f"```python\n{PLAIN}```\n```bash\nls\n```\n".replace("\n", "\r\n"), ""),

@@ -110,6 +110,22 @@ def test_tests_may_use_keyword_arguments(sandbox):
     assert sandbox(program, "assert f(what=3, self=4, function=5) == (3, 4, 5)").passed == [True]
 
 
+def test_tests_see_the_arguments_that_a_function_without_a_result_changes(sandbox):
+    program = """
+class Node: pass
+
+def f(a, b, c, d=None):
+    a[0].append(1); b["x"] = a; c.discard(1); d and d.append(Node())
+
+def empty(a):
+    a.clear()
+    return []
+"""
+    test = "a, b, c, d = [[0]], {}, {1, 2}, [3]\nf(a, b, c, d=d)\nassert (a, b, c) == ([[0, 1]], {'x': [[0, 1]]}, {2})"
+    sort = "a = [2, 1]\nassert empty(a) == sorted(a)"
+    assert sandbox(program, f"{test}\nassert len(d) == 2", sort, "f([0], 1, 2)").passed == [True, False, False]
+
+
 def test_attributes_that_tests_set_are_set_in_the_program(sandbox):
     program = """
 class Node:

@@ -113,6 +113,12 @@ def _raised(error: BaseException) -> tuple[str, str]:
     return kind.__name__, text[:500]
 
 
+def _call(function: Any, /, *arguments: Any, **named: Any) -> tuple[Any, ...]:
+    """The result and, if it is None, the arguments: a function that works in place has changed them."""
+    result = function(*arguments, **named)
+    return (None, *arguments, *named.values()) if result is None else (result,)
+
+
 def _next(iterator: Any) -> tuple[bool, Any]:
     """Whether the iterator has ended, and its next value."""
     try:
@@ -122,7 +128,7 @@ def _next(iterator: Any) -> tuple[bool, Any]:
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, /, *arguments, **named: function(*arguments, **named),
+    "call": _call,
     "get": getattr,
     "set": setattr,
     "item": lambda value, key: value[key],

@@ -28,7 +28,15 @@ class Remote:
         self.__dict__.update(_ask=ask, _number=number, _kind=kind)
 
     def __call__(self, /, *arguments: Any, **named: Any) -> Any:
-        return self._ask("call", self, *arguments, **named)
+        result, *changed = self._ask("call", self, *arguments, **named)
+        if result is None:  # else a function could also empty a list with which its result is compared
+            for one, other in zip([*arguments, *named.values()], changed, strict=True):
+                if isinstance(one, list) and isinstance(other, list):
+                    one[:] = other
+                elif isinstance(one, dict | set) and type(one) is type(other):
+                    one.clear()
+                    one.update(other)
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return self._ask("get", self, name)
