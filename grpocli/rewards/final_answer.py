@@ -207,12 +207,11 @@ def answer_expression(text: str) -> str:
 def reference_expression(text: str) -> str:
     """The answer in a reference: what `answer_expression` finds, or all of a short text without a mark."""
     rest = after_thinking(text).strip()
-    if len(rest) > 200 or marked(rest) is not None or LONG.search(rest):
-        return answer_expression(text)
-    formulas = _last_formulas(rest)
+    short = len(rest) <= 200 and marked(rest) is None and not LONG.search(rest)
+    formulas = _last_formulas(rest) if short else []
     before = _last_formula(rest[: formulas[0][0]]) if formulas else None
     several = before is not None and not STATED.match(rest, before[1], formulas[0][0])
-    if formulas and not several:
+    if not short or (formulas and not several):
         return answer_expression(text)
     return normalize_text(DOLLAR.sub("", rest) if several else rest)
 

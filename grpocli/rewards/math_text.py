@@ -255,7 +255,7 @@ def plain_number(text: str) -> Fraction | None:
     return None
 
 
-def split_members(text: str, *separators: str) -> list[str]:
+def separate(text: str, *separators: str) -> list[str]:
     """Split at separators outside of brackets: "," ";" "=" ":" "and" "or" or "\\approx"."""
     parts, depth, start = [], 0, 0
     for found in SPLIT.finditer(text):
@@ -321,8 +321,6 @@ def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
             size *= (Fraction(number or 1) * (inner[0] if inner else 1)) ** power
             for kind, one in inner[1] if inner else ((known, 1),):
                 powers[kind] += power * one
-        elif sign < 0:
-            return None
     return (size, tuple(sorted((kind, power) for kind, power in powers.items() if power))) if powers else None
 
 

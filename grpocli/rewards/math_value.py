@@ -21,16 +21,7 @@ from sympy import Basic, Expr, Integer, MatrixBase, Mul, Pow, Rational, Symbol, 
 from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
 
 from grpocli.rewards.final_answer import CHANGES, DIGIT, depths
-from grpocli.rewards.math_text import (
-    THOUSANDS,
-    Quantity,
-    bare,
-    canonical,
-    encloses,
-    plain_number,
-    quantity,
-    split_members,
-)
+from grpocli.rewards.math_text import THOUSANDS, Quantity, bare, canonical, encloses, plain_number, quantity, separate
 
 LARGEST_DIGITS = 10_000
 """Most digits of a number that is computed."""
@@ -131,9 +122,9 @@ def _list(text: str, brackets: str = "") -> Value:
     """Read members between commas, "and" and "or"; without any, a single value."""
     if not any(c in text for c in "([") and "\\{" not in text:
         text = THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
-    parts = split_members(text, ";")
-    if len(parts) == 1 or len(split_members(text, ",")) == 1:
-        parts = split_members(text, ",", ";", "and", "or")
+    parts = separate(text, ";")
+    if len(parts) == 1 or len(separate(text, ",")) == 1:
+        parts = separate(text, ",", ";", "and", "or")
     if CHOICES.fullmatch(text):
         parts = re.findall("[A-J①-⑳]", text)
     parts = [
@@ -166,7 +157,7 @@ def _compound(members: Sequence[Value]) -> Value | None:
 
 def _chain(text: str) -> Value:
     """Read the sides of a chain of equations or approximations; without any, a single value."""
-    sides = [] if ORDER.search(text) else [_single(side) for side in split_members(text, "=", "\\approx") if side]
+    sides = [] if ORDER.search(text) else [_single(side) for side in separate(text, "=", "\\approx") if side]
     if len(sides) < 2:
         return sides[0] if sides else _single(text)
     percent = sides[-1].source.percent and all(one.is_number for one in sides)
@@ -188,8 +179,8 @@ def _single(text: str) -> Value:
     if (opened[:1] in ("(", "[") or text.startswith("\\{")) and encloses(opened):
         brackets, inner = opened[0] + opened[-1], opened[1:-1].removesuffix("\\").strip()
         if inner:
-            return _list(inner, brackets if brackets == "{}" or len(split_members(inner, ",", ";")) > 1 else "")
-    parts = [_single(part) for part in split_members(text, ":")] if text.count(":") > 1 else []
+            return _list(inner, brackets if brackets == "{}" or len(separate(inner, ",", ";")) > 1 else "")
+    parts = [_single(part) for part in separate(text, ":")] if text.count(":") > 1 else []
     if parts and all(one.is_number for one in parts):
         ratios = tuple(replace(one, expression=one.expression / parts[0].expression, key="") for one in parts)
         return Value(_key(text), Quantity(text), members=ratios, brackets="::")
