@@ -40,19 +40,19 @@ def blocks(text: str) -> list[tuple[str, str]]:
         found.pop()
     read: list[tuple[str, str]] = []
     for one in found:
-        code = re.sub(rf"(?m)^[ \t>]{{,{len(one['indent'])}}}", "", one["code"])
+        code = _dedent(one["code"], len(one["indent"]))
         mark = MARK.match(code.lstrip())
-        read += blocks(code) if mark and mark["begin"] else [(one["language"].lower(), _dedent(code))]
+        read += blocks(code) if mark and mark["begin"] else [(one["language"].lower(), code)]
     return read
 
 
-def _dedent(code: str) -> str:
-    """The code without its indent, unless it has to stand in a function, which it returns from."""
+def _dedent(code: str, most: int) -> str:
+    """The code without its indent, of which a part of a function or of a quote loses only that of the fence."""
     with suppress(*NOT_PYTHON):
         dedented = textwrap.dedent(code)
         compile(dedented, "<program>", "exec", dont_inherit=True)
         return dedented
-    return code
+    return re.sub(rf"(?m)^[ \t>]{{,{most}}}", "", code)
 
 
 def program(text: str, names: set[str]) -> str | None:
