@@ -215,8 +215,7 @@ def _expression(text: str) -> Value:
             explicit = exact(sympy.Matrix(expression.doit()))
             cells = [[Value("", Quantity(""), one) for one in row] for row in explicit.tolist()]
             return _matrix(text, cells, expression)
-        if i := [one for one in getattr(expression, "free_symbols", ()) if one.name == "i"]:
-            expression = expression.subs(i[0], sympy.I)
+        expression = imaginary(expression)
         return Value(key, found, exact(expression), bool(expression.atoms(sympy.Float)))
     except TooLarge:
         return Value(key, found, sympy.nan)  # a number that equals its own text only
@@ -243,6 +242,12 @@ def parse_latex(text: str) -> Any:
 def exact(expression: Any) -> Any:
     """The expression with each decimal fraction as an exact rational number."""
     return expression.xreplace({one: Rational(str(one)) for one in expression.atoms(sympy.Float)})
+
+
+def imaginary(expression: Any) -> Any:
+    """The expression with the letter i as the imaginary unit."""
+    i = [one for one in getattr(expression, "free_symbols", ()) if one.name == "i"]
+    return expression.subs(i[0], sympy.I) if i else expression
 
 
 def is_number(expression: Any) -> bool:

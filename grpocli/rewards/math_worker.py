@@ -16,12 +16,12 @@ from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
 
 from grpocli.rewards.final_answer import answer_expression, choice, chosen_letter, reference_expression
 from grpocli.rewards.math_text import Quantity, plain_number, rounded_equal
-from grpocli.rewards.math_value import DIGITS, TIME, WORDS, Value, is_number, number, parse_latex, read
+from grpocli.rewards.math_value import DIGITS, TIME, WORDS, Value, imaginary, is_number, number, parse_latex, read
 
 LONGEST_ANSWER = 2000
 """Most characters of an answer; four times the reference's length if that is more."""
 CALL = re.compile(
-    r"\\(?:sum|prod|int|lim|[dt]?binom|choose|gcd|lcm|max|min|log|ln|sin|cos|tan|cot|sec|csc|arc[a-z]+|exp|det"
+    r"\\(?:sum|prod|int|lim|Gamma|[dt]?binom|choose|gcd|lcm|max|min|log|ln|sin|cos|tan|cot|sec|csc|arc[a-z]+|exp|det"
     r"|[bp]?mod|lfloor|lceil|circ)(?![a-z])|!|\||\\begin(?=\{vmatrix|.*\\begin)|\\end\{.matrix\}\^"
     r"|(?<!frac\d\d)(?<=\d)\s*(?:\\cdot|\\times)?\s*(?=\\begin\{.matrix)",
     re.DOTALL,
@@ -206,7 +206,7 @@ def _expressions_equal(a: Value, b: Value, strict: bool) -> bool:
     x, y = a.source, b.source
     if a.expression is None or b.expression is None or x.base != y.base:
         return False
-    if strict and _evaluated(a) and not _evaluated(b, a):
+    if strict and (not _unknowns(b) <= _unknowns(a) or (_evaluated(a) and not _evaluated(b, a))):
         return False
     if x.unit and y.unit:
         if x.unit[1] != y.unit[1] and {*x.unit[1], *y.unit[1]} not in TEMPERATURES:
@@ -259,24 +259,35 @@ def _evaluated(value: Value, reference: Value | None = None) -> bool:
     return _is_value(structure, bool(PRODUCT.search(text)))
 
 
+def _unknowns(value: Value) -> set[Any]:
+    """The letters of an expression, and the kinds of its derivatives and integrals."""
+    operators = value.expression.atoms(sympy.Derivative, sympy.Integral) if isinstance(value.expression, Basic) else ()
+    return {one.name for one in getattr(value.expression, "free_symbols", ())} | set(map(type, operators))
+
+
 def _calls(value: Value) -> set[str]:
     return set(CALL.findall(value.source.text))
 
 
 def _is_value(node: Any, products: bool) -> bool:
-    """Whether no sum or product has two rational members. products: whether the text has a multiplication sign."""
+    """Whether no sum or product has two rational members, and nothing irrational cancels, as in \\frac{5\\pi}{\\pi}.
+
+    products: whether the text has a multiplication sign.
+    """
     args = getattr(node, "args", ())
     if not all(_is_value(one, products) for one in args if isinstance(one, Basic)):
         return False
     if isinstance(node, Add):
         return sum(_computes_to_rational(one) for one in args) <= 1
     if isinstance(node, Mul):
-        return sum(_is_factor(one, products) for one in args) <= 1
+        cancels = _computes_to_rational(node) and not all(map(_computes_to_rational, args))
+        return not cancels and sum(_is_factor(one, products) for one in args) <= 1
     return True
 
 
 def _computes_to_rational(node: Any) -> bool:
-    """Whether its value is rational, as for \\sqrt{9} and \\pi/\\pi."""
+    """Whether its value is rational, as for \\sqrt{9}, \\pi/\\pi and i^2."""
+    node = imaginary(node)
     return is_number(node) and bool(node.doit().is_Rational)
 
 
