@@ -100,8 +100,17 @@ CHOSEN = re.compile(
     r"(?:(?i:\b(?:answer|option|choice))|选)(?i:\s+is)?[\s:(]{0,5}(?:(?i:option|choice|is)\s)?[\s:(]{0,5}" + A_LETTER
 )
 LEADING = re.compile(r"\(?([A-J])(?=[).:]|\s*$)")
-CHOICE = re.compile(r"(?:(?i:answer|option|choice)\s*:?\s*)?(?:\(?([A-J])\)?\.?|\(([A-J])\)[\s\\,]+\S.*)")
+CHOICE = re.compile(
+    r"(?:(?i:answer|option|choice)\s*:?\s*)?\(?([A-J])(?:\)?\.?|(?:\)[\s\\,]|[.:]\s)(?!.*\b[A-J]\s?[).:=])[\s\\,]*\S.*)"
+)
 """A reference that is a choice."""
+NAMED = r"(?:the |option |choice |answer |be )*\(?[A-J]\b\)?(?:(?:,|,? and|,? or) \(?[A-J]\b\)?)*"
+REJECTED = re.compile(
+    r"\b(?i:not|never|cannot|none of|eliminat\w+|rul\w+ out|reject\w*|exclud\w+|discard\w*|except|instead of"
+    rf"|(?:any|all|every)[\w ]{{0,20}} but|(?:other|rather) than)(?: for)? {NAMED}|{NAMED} (?:(?:is|are|can|must|be) )*"
+    r"(?:wrong|false|incorrect|impossible|eliminated|ruled out|rejected|excluded|fails?)\b"
+)
+"""Choices that are said to be no answer."""
 LETTER = re.compile(r"(?<![\w'\\^.+*/=-])" + A_LETTER)
 ANOTHER = re.compile(r"[).]?\s*(?:,|/|or\b|and\b)\s*\(?[A-J](?![\w'])")
 NO_CHOICE = re.compile(r"[=+^/<>\\]|\b(?:not|no|never|wrong|incorrect|except|neither)\b|n't\b", re.I)
@@ -224,7 +233,7 @@ def chosen_letter(text: str) -> str:
     """
     rest = after_thinking(text)
     answer = marked(rest)
-    plain = STYLED.sub(r"\1", (rest if answer is None else answer)[-LONGEST:]).strip()
+    plain = REJECTED.sub("", STYLED.sub(r"\1", (rest if answer is None else answer)[-LONGEST:])).strip()
     found = next(reversed(list(CHOSEN.finditer(plain))), None) or LEADING.match(plain)
     if found:
         return "" if ANOTHER.match(plain, found.end(1)) else found[1]
@@ -236,7 +245,7 @@ def chosen_letter(text: str) -> str:
 def choice(reference: str) -> str:
     """The letter of a reference to one of the choices A to J, as B, (B), Answer: B or (B) 42; else empty."""
     found = CHOICE.fullmatch(STYLED.sub(r"\1", final_answer(reference)).strip())
-    return (found[1] or found[2]) if found else ""
+    return found[1] if found else ""
 
 
 def last_expression(text: str) -> str:
