@@ -39,7 +39,7 @@ CHANGES = re.compile(
 
 NO_UNIT = re.compile(
     rf"{CHANGES.pattern}|{BEGIN}(?:and|or|to|if|than|is|are|was|{NUMERALS}|(?:{'|'.join(MULTIPLIERS)})s?){END}"
-    rf"|{BEGIN}(?:wrong|false|incorrect)\W*$",
+    rf"|{BEGIN}(?:wrong|false|incorrect|more|less|fewer|greater|larger|smaller|higher|lower|couple|score)\W*$",
     re.I,
 )
 """Words that a unit or noun after a number does not contain: CHANGES, and words that join a second number."""

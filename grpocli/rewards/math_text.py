@@ -52,7 +52,7 @@ FORMS = [
         r"\{([.,])\}(?=\d)": r"\1",
         r"\\mu ?(?=[A-Za-z])": "micro",
         r"([kM]?)\\Omega": r" \1ohm ",
-        r"\\(?:hspace|vspace|tag|label)\*? ?\{[^{}]*\}": "",
+        r"\\(?:hspace|vspace|tag|label|[hv]?phantom)\*? ?\{[^{}]*\}": "",
         r"\\(max|min|gcd|lcm) ?\\\{([^{}]*)\\\}": r"\\\1(\2)",
         rf"(?:\{{\}} ?)?[_^]{COUNT} ?C_{COUNT}|(?<![A-Za-z])C_{COUNT}\^{COUNT}": r"\\binom{\1\3}{\2\4}",
         rf"(?:\{{\}} ?)?[_^]{COUNT} ?P_{COUNT}|(?<![A-Za-z])[AP]_{COUNT}\^{COUNT}": r"\\frac{\1\3!}{(\1\3-\2\4)!}",
@@ -132,16 +132,19 @@ METRIC = {
     "N newton": "1000 g m/s^2", "J joule": "1 N m", "W watt": "1 J/s", "Wh": "3600 J", "Pa pascal": "1 N/m^2",
     "Hz hertz": "1 /s", "V volt": "1 W/A", "ohm": "1 V/A", "L l liter litre": "0.001 m^3", "T tesla": "1 V s/m^2",
     "coulomb": "1 A s", "farad": "1 A s/V", "henry": "1 V s/A", "eV": "1.602176634E-19 J",
+    "cal calorie": "4.184 J", "bar": "100000 Pa",
 }  # fmt: skip
 """Units that take prefixes, each with its size in other units; 1 alone for a base unit."""
 UNITS = METRIC | {
     "in inch inche": "0.0254 m", "ft foot feet": "0.3048 m", "yd yard": "0.9144 m", "mi mile": "1609.344 m",
     "acre": "4046.8564224 m^2", "ha hectare": "10000 m^2", "quart": "0.946352946 L", "gallon": "3.785411784 L",
-    "oz ounce": "28.349523125 g", "lb pound": "453.59237 g", "ton tonne": "1000000 g", "mph": "1 mi/h",
+    "oz ounce": "28.349523125 g", "lb pound £ GBP": "453.59237 g", "ton tonne": "1000000 g", "mph": "1 mi/h",
     "min minute": "60 s", "h hr hour": "3600 s", "day": "86400 s", "week": "604800 s", "month": "1", "year": "12 month",
     "degree": "1", "arcminute": "1/60 degree", "arcsecond": "1/3600 degree", "dollar $ USD US$": "1",
-    "cent": "0.01 dollar", "rupee Rs ₹": "1", "euro € EUR": "1",
-    **dict.fromkeys(("yuan", "am", "pm", "radian", "C", "F"), "1"),
+    "cent": "0.01 dollar", "rupee Rs ₹": "1", "euro € EUR": "1", "yen yuan ¥": "1",
+    "atm atmosphere": "101325 Pa", "psi": "6894.757293168 Pa", "mmHg torr": "133.322387415 Pa", "knot": "463/900 m/s",
+    "pint": "0.473176473 L", "radian rad": "1",
+    **dict.fromkeys(("franc", "peso", "am", "pm", "C", "F"), "1"),
 }  # fmt: skip
 PREFIXES = {"k": 3, "kilo": 3, "c": -2, "centi": -2, "d": -1, "deci": -1, "m": -3, "milli": -3, "micro": -6, "n": -9,
             "nano": -9, "M": 6, "mega": 6, "G": 9, "giga": 9}  # fmt: skip
@@ -310,7 +313,7 @@ def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
     size, powers, sign = Fraction(1), Counter[str](), 1
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{(.*)\}", r"\1/\2", text)
     text = SQUARED_WORDS.sub(lambda found: f"{found[1] or found[2]}^{2 if 'sq' in found[0] else 3}", text)
-    for word, exponent in re.findall(r"((?<!\\)(?<![A-Za-z])[A-Za-z.$€₹]+|/)(?:\s*\^\s*\{?\s*(-?\d))?", text):
+    for word, exponent in re.findall(r"((?<!\\)(?<![A-Za-z])[A-Za-z.$€£¥₹]+|/)(?:\s*\^\s*\{?\s*(-?\d))?", text):
         name = word.replace(".", "")
         if name in ("/", "per"):
             sign = -1

@@ -52,6 +52,7 @@ SET = re.compile(
     r"^[A-Za-z]\s*\\in(?![a-z])|^\\\{\s*([a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:]\s*(?=[^=]*\1)([^=]*)\\\}$"
 )
 WORDS = re.compile(r"(?<![\\A-Za-z{])(?:[A-Za-z]{4,}|[A-Za-z]{2,} +[A-Za-z]{2,}|[A-Za-z]{3,} (?=\d))")
+CUT_OFF = re.compile(r"(?<![\d.])\d+\s*\\ldots")
 MATRIX = re.compile(
     r"^\\begin\{([pbB]?matrix|smallmatrix|array|cases)\}(?:\{[lcr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}$", re.DOTALL
 )
@@ -226,7 +227,7 @@ def _expression(text: str) -> Value:
 @lru_cache(maxsize=4096)
 def parse_latex(text: str) -> Any:
     """The sympy expression of LaTeX. Raises Unreadable, or whatever the parser raises."""
-    if WORDS.search(text) or (CHANGES.search(text) and DIGIT.search(text)):
+    if WORDS.search(text) or CUT_OFF.search(text) or (CHANGES.search(text) and DIGIT.search(text)):
         raise Unreadable("it has words")
     if HUGE.search(text):
         raise TooLarge("it is too large")

@@ -31,6 +31,7 @@ POINT = re.compile(r"(?<!\d)0*(\d*)\.(\d+)")
 MIXED = re.compile(r"\d\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 SIDE_BY_SIDE = re.compile(r"[\d.)\]}]\s*[(\[]|[)\]]\s*\d|\d\s+\d|(?<![A-Za-z}\]^_])\{[\d.]+\}\s*\{")
 """Factors of a number without a sign between them: (51)(3), which the parser reads as 51 + 3."""
+ANGLES = {("degree", 1), ("radian", 1)}
 TEMPERATURES = [{("degree", 1), (scale, 1)} for scale in "CF"]
 """Units that are not told apart: -3 degrees may be degrees Celsius."""
 PRODUCT = re.compile(r"(?:\\times|\\cdot|\*)(?!\s*10\s*\^)")
@@ -209,7 +210,7 @@ def _expressions_equal(a: Value, b: Value, strict: bool) -> bool:
     if strict and (not _unknowns(b) <= _unknowns(a) or (_evaluated(a) and not _evaluated(b, a))):
         return False
     if x.unit and y.unit:
-        if x.unit[1] != y.unit[1] and {*x.unit[1], *y.unit[1]} not in TEMPERATURES:
+        if x.unit[1] != y.unit[1] and {*x.unit[1], *y.unit[1]} not in [*TEMPERATURES, ANGLES]:
             return False
     elif x.is_sum or y.is_sum or (x.percent and (y.unit or y.noun)) or (y.percent and (x.unit or x.noun)):
         return False
@@ -217,7 +218,10 @@ def _expressions_equal(a: Value, b: Value, strict: bool) -> bool:
         ours, theirs, decimal = a.expression, b.expression, a.decimal or b.decimal
         if x.unit and y.unit and x.unit != y.unit:
             ours *= Rational(x.unit[0] / y.unit[0])
-        return any(_numbers_equal(ours * p, theirs * q, decimal) for p, q in {(1, 1), (_scale(x), _scale(y))})
+        scales = {(1, 1), (_scale(x), _scale(y))}
+        if x.unit and y.unit and {*x.unit[1], *y.unit[1]} == ANGLES:
+            scales.remove((1, 1))
+        return any(_numbers_equal(ours * p, theirs * q, decimal) for p, q in scales)
     return bool(sympy_expr_eq(a.expression, b.expression, 6, 15))
 
 
@@ -276,6 +280,8 @@ def _is_value(node: Any, products: bool) -> bool:
     """
     args = getattr(node, "args", ())
     if not all(_is_value(one, products) for one in args if isinstance(one, Basic)):
+        return False
+    if oo in args and {*args} - {oo, -1}:
         return False
     if isinstance(node, Add):
         return sum(_computes_to_rational(one) for one in args) <= 1
