@@ -61,14 +61,17 @@ class Math(Correctness):
 
     def votes(self, samples: Sequence[Sample]) -> list[str]:
         """The answers; answers of equal value get the same text, so that 0.5 and \\frac{1}{2} are one answer."""
+        answers = list(map(self.vote, samples))
+        values = {text: plain_number(text) for text in answers}
         first: dict[Fraction | str, str] = {}
-        texts = [first.setdefault(plain_number(text) or text, text) for text in map(self.vote, samples)]
-        others = [text for text in first.values() if plain_number(text) is None]
+        texts = [first.setdefault(text if (value := values[text]) is None else value, text) for text in answers]
+        others = [text for text in first.values() if values[text] is None]
         parsed = self._pool().map([[text, None] for text in others])
         alone = {text for text, score in zip(others, parsed, strict=True) if isinstance(score, Failure)}
         votes: dict[str, str] = {}
         for text in first.values():  # one that is empty, or not read in time, is equal only to itself
             known = [one for one in dict.fromkeys(votes.values()) if not alone & {one, text}]
+            known = [one for one in known if None in (values[one], values[text])]  # numbers in digits differ
             same = self._pool().map([[one, text, False] for one in known])
             votes[text] = next((one for one, score in zip(known, same, strict=True) if score == 1), text)
         return [votes[text] for text in texts]
