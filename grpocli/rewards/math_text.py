@@ -36,6 +36,7 @@ COUNT = r"(\{(?:\d+|[nkmr])\}|[\dnkmr])"
 FORMS = [
     (re.compile(pattern), form)
     for pattern, form in {
+        r"(?<!\\)\\\\(?=(?:[dt]?frac|left|right|sqrt|text|mathbb|pi|infty|begin|end|le|ge|cup|cdot)\b)": r"\\",
         r"\\!\s*": "",
         r"(?<!\\)\\[,;:> ]|~": " ",
         r"\\%": "%",
@@ -113,7 +114,7 @@ THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\s\d{3})+(?![\d,])")
 EXPONENT = re.compile(r"^([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)$")
 REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
-PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*\b(?:percent|per cent|pct)\b\.?)\s*$")
+PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*\b(?:percent(?:age)?|per cent|pct)\b\.?)\s*$")
 DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?)\s*$")
 PRICE = re.compile(r"^([-+]?)\s*(\\?[$€£¥₹]|US\\?\$|Rs\.?|USD)\s*(?=[-\d.])|(?<=[\d}])\s*(\\?[$€£¥₹])\s*$")
 SQUARED = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
