@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.trainer_launcher import command
@@ -62,6 +63,29 @@ def test_files_hold_the_weights_cast_as_torch_casts(tmp_path: Path, dtype: torch
     for name, tensor in WEIGHTS.items():
         assert read[name].dtype == dtype
         assert torch.equal(read[name], tensor.to(dtype))
+
+
+class CopiesFromDevice(TorchDispatchMode):
+    """Notes the dtype of every copy to the CPU from `meta`, which stands for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].is_cpu and args[1].is_meta:
+            self.dtypes.append(args[1].dtype)
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_of_a_gpu_are_cast_there(tmp_path: Path, dtype: torch.dtype) -> None:
+    shape = (100, 7)
+    file = BucketFile(tmp_path / "w", file_size([("w", shape)], dtype))
+    with CopiesFromDevice() as copies:
+        file.write([("w", shape)], [torch.empty(shape, device="meta")], dtype)
+    assert copies.dtypes == [dtype]
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:

@@ -207,7 +207,8 @@ class BucketFile:
             count = math.prod(shape)
             if count:
                 target = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=at).view(shape)
-                target.copy_(tensor)
+                # a blocking copy from a GPU would cast here, after twice the bytes
+                target.copy_(tensor if tensor.is_cpu else tensor.to(dtype))
             at += count * dtype.itemsize
 
     def flush(self) -> None:
