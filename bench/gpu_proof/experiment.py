@@ -16,6 +16,7 @@ A result has
     machine    {"device", "driver", "torch", ... , "commit"}, see `machine.py`
     when       the end, in UTC
     log        the last lines of its output, if it failed
+    struck     {figure: why it says nothing, e.g. a time taken beside other experiments}; may be absent
 
 The file is replaced as a whole after each experiment, so an experiment that was cut short is absent from it.
 """
@@ -95,14 +96,14 @@ class Law:
         return {
             "figure": self.figure,
             "text": self.text,
-            "low": _limit(self.low),
-            "high": _limit(self.high),
+            "low": limit(self.low),
+            "high": limit(self.high),
             "measured": value,
             "holds": self.low <= value <= self.high if checked and isinstance(value, int | float) else None,
         }
 
 
-def _limit(value: float) -> float | None:
+def limit(value: float) -> float | None:
     return None if math.isinf(value) else value
 
 

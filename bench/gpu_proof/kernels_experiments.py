@@ -76,6 +76,14 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+def as_a_run(setting: Setting) -> str:
+    """Set for the process what a run sets, cuDNN's attention off among it; the device's name."""
+    from grpocli.distributed.world import World
+    from grpocli.hardware.hardware import Single
+
+    return str(World(Single(device=setting.device)).device)
+
+
 @experiment(
     "machine",
     "what the GPU computes and moves, beside what the plan takes from its data sheet",
@@ -121,12 +129,8 @@ def capabilities(setting: Setting) -> Measured:
 def settings(setting: Setting) -> Measured:
     import torch
 
-    from grpocli.distributed.world import World
-    from grpocli.hardware.hardware import Single
-
-    world = World(Single(device=setting.device))
     return {
-        "device": str(world.device),
+        "device": as_a_run(setting),
         "cudnn_attention_off": not torch.backends.cuda.cudnn_sdp_enabled(),
         "float32_exact": torch.get_float32_matmul_precision() == "highest",
     }
@@ -135,7 +139,7 @@ def settings(setting: Setting) -> Measured:
 @experiment(
     "kernels",
     "cuDNN's plans: causal attention, forward and backward, at lengths 640, 641 and 642",
-    between("new_length_with_ms", 300, 1000, "ms for a new length, attention by cuDNN allowed"),
+    at_least("new_length_with_ms", 20, "ms for a new length, attention by cuDNN allowed: why grpocli switches it off"),
     at_most("known_length_with_ms", 5, "ms for a known length, allowed"),
     at_most("new_length_without_ms", 5, "ms for a new length, switched off as grpocli does"),
     true("flash_without", "flash attention's kernel runs then"),
@@ -175,6 +179,7 @@ def masked_call(setting: Setting) -> Measured:
 
     from grpocli.models import sdpa
 
+    as_a_run(setting)
     queries, keys = (64, 80) if setting.small else (8192, 10240)
     query, key, value = (
         torch.randn(1, 12, n, 128, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
@@ -194,6 +199,38 @@ def masked_call(setting: Setting) -> Measured:
     names = kernels_of(call)
     found |= {"efficient": has_kernel(names, "fmha", "efficient"), "added_mib": added_mib(call)}
     return found | {"kernels": [name[:80] for name in names]}
+
+
+@experiment(
+    "kernels",
+    "attention with a mask of 1,024 queries: MiB that each layer keeps, at 2,048 keys and at 2,043",
+    *(
+        at_most(f"kept_{word}", 1.1, f"{word} width: those beyond the operands over those of the mask in bfloat16")
+        for word in ("even", "odd")
+    ),
+    needs=("gpu",),
+)
+def mask_of_odd_width(setting: Setting) -> Measured:
+    import torch
+
+    from grpocli.models import sdpa
+
+    as_a_run(setting)
+    found: Measured = {}
+    for word, keys in (("even", 2048), ("odd", 2043)):
+        query, key, value = (
+            torch.randn(1, 14, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for n in (1024, keys, keys)
+        )
+        mask = torch.ones(1024, keys, dtype=torch.bool, device="cuda").tril(keys - 1024)
+        call = partial(sdpa.on_gpu, query, key, value, mask, 1, {"dropout_p": 0.0, "scale": None})
+        found[f"ms_{word}"] = typical_ms(call, "cuda", 20)  # allocates workspaces, too
+        before = torch.cuda.memory_allocated()
+        outs = [call() for _ in range(8)]
+        kept = (torch.cuda.memory_allocated() - before) / 8 - outs[0].nbytes - 1024 * 14 * 4  # and log-sum-exps
+        del outs
+        found |= {f"kept_mib_{word}": kept / MIB, f"kept_{word}": kept / (2 * mask.numel())}
+    return found
 
 
 @experiment(
@@ -310,6 +347,7 @@ def equal_to_the_cpu(setting: Setting) -> Measured:
     from grpocli.training.packing import Packed
     from grpocli.training.packing_check import pack
 
+    as_a_run(setting)
     rows, found = random_rows(setting.small), dict[str, Any]()
     reference = little_policy("cpu", "float32")
     assert pack(reference, None)
@@ -335,6 +373,7 @@ def packed_and_padded(setting: Setting) -> Measured:
     from grpocli.training.packing import Packed, Padded
     from grpocli.training.packing_check import pack
 
+    as_a_run(setting)
     rows, found = random_rows(setting.small), dict[str, Any]()
     groups = [[row for row in rows if row.group == group] for group in range(4)]
     for dtype in ("float32", "bfloat16"):
@@ -360,6 +399,7 @@ def flex_and_sdpa(setting: Setting) -> Measured:
     from grpocli.training.packing import FlexPacked, Packed
     from grpocli.training.packing_check import pack
 
+    as_a_run(setting)
     rows, found = random_rows(setting.small), dict[str, Any]()
     for dtype in ("float32", "bfloat16"):
         both, ms = [], []

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from experiment import EXPECTED, EXPERIMENTS, FAILED, NOT_RUN, STAGES, UNEXPECTED, Experiment, Results, in_order
+from experiment import EXPECTED, EXPERIMENTS, FAILED, NOT_RUN, STAGES, UNEXPECTED, Experiment, Results, in_order, limit
 
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PAGE = DOCS / "gpu.json", DOCS / "gpu.md"
@@ -59,9 +59,13 @@ def rows_of(one: Experiment, results: Results) -> list[str]:
         seen = by_figure.get(law.figure, {})
         first = f"`{one.name}`: {one.question}" if number == 0 else ""
         why = f": {found['reason']}" if found["reason"] else ""
-        measured = shown(seen.get("measured"))
+        measured, struck = shown(seen.get("measured")), found.get("struck", {}).get(law.figure)
         if not found["laws"]:
             verdict = f"{found['verdict']}{why}" if number == 0 else ""
+        elif struck:
+            measured, verdict = f"~~{measured}~~" if measured else "", f"not judged: {struck}"
+        elif seen and any(seen[end] != limit(getattr(law, end)) for end in ("low", "high")):
+            verdict = "measured before its law changed"
         elif measured or (law.gpu and found["size"] == "small"):
             verdict = holds(seen.get("holds"))
         else:

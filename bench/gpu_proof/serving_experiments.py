@@ -270,6 +270,18 @@ def watched_colocation(found: dict[str, Any], device: str) -> Iterator[None]:
 
 @experiment(
     "colocated",
+    "LoRA with vLLM in the trainer's process: five steps",
+    *SERVED_LAWS,
+    needs=("vllm",),
+    seconds=150,
+)
+def lora_colocated(setting: Setting) -> Measured:
+    keys = ["model.lora.rank=16", "optim.lr=2e-4", "model.dtype=bfloat16"]
+    return served(setting, "run", "engine=vllm_colocate", EAGER, *keys)
+
+
+@experiment(
+    "colocated",
     "a weight that never arrives is refused by the canary",
     true("refused", "the first sync fails"),
     needs=("vllm",),

@@ -1,6 +1,7 @@
 """sync=nccl and sync=ipc: vLLM's own trainer engines, which call our servers through `TransferClient`.
 
-Neither has run on a GPU yet; the tests cover the calls to the servers. The first sync imports vLLM, which is slow.
+sync=ipc has run on one H100, sync=nccl on no GPU yet; the tests cover the calls to the servers.
+The first sync imports vLLM, which is slow.
 CUDA IPC handles travel as JSON instead of a pickle: `encode_handles` in the trainer, `decode_handles` in `worker.py`.
 """
 
