@@ -65,6 +65,16 @@ def test_files_hold_the_weights_cast_as_torch_casts(tmp_path: Path, dtype: torch
         assert torch.equal(read[name], tensor.to(dtype))
 
 
+def test_only_floating_point_buffers_of_a_checkpoint_are_loaded_into_a_colocated_vllm() -> None:
+    model = torch.nn.Linear(2, 3).bfloat16()
+    model.register_buffer("bias_of_experts", torch.ones(4))
+    model.register_buffer("frequencies", torch.ones(5), persistent=False)
+    model.register_buffer("steps", torch.ones(1, dtype=torch.long))
+    policy: Any = SimpleNamespace(model=model)
+    sent = list(PolicyWeights(policy, torch.bfloat16).buffers())
+    assert [(name, tensor.dtype) for name, tensor in sent] == [("bias_of_experts", torch.float32)]
+
+
 class CopiesFromDevice(TorchDispatchMode):
     """Notes the dtype of every copy to the CPU from `meta`, which stands for a GPU."""
 

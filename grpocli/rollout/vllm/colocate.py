@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -137,7 +138,7 @@ class ColocateEngine(Engine):
         return sent
 
     def _load(self, version: int | str) -> int:
-        stream = self.weights.stream()
+        stream = itertools.chain(self.weights.stream(), self.weights.buffers())
         try:
             return self.llm.load(stream, version)
         finally:

@@ -78,6 +78,16 @@ class PolicyWeights:
             whole = part.to(self.dtype).full_tensor() if hasattr(part, "full_tensor") else part
             yield from self._as_known(name, whole)
 
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of a checkpoint, such as GLM-4.5's expert biases, for a vLLM that has not read one.
+
+        They never change, and need the dtype that they have: biases in bfloat16 choose other experts.
+        """
+        saved = self.policy.model.state_dict()
+        for name, buffer in self.policy.model.named_buffers():
+            if name in saved and buffer.is_floating_point():
+                yield from self._as_known(name, buffer)
+
     def shapes(self) -> list[ParameterShape]:
         """The names and shapes of the parameters of `stream`, without a gather."""
         model = self.policy.model
