@@ -208,7 +208,7 @@ GRPO_CONFIG = {
     "vllm_gpu_memory_utilization": default(
         0.3,
         "engine=vllm engine.gpu_memory_utilization={}",
-        "0.9 for a server, which has its GPUs alone; 0.3 for engine=vllm_colocate",
+        "null: 0.9 of a server's own GPUs, 0.4 of GPUs that also train; 0.3 for engine=vllm_colocate",
     ),
     "vllm_max_model_length": default(None, "engine=vllm engine.max_model_len={}"),
     "vllm_tensor_parallel_size": default(1, "engine=vllm engine.tensor_parallel={}"),
@@ -702,7 +702,7 @@ NEMO_RL = {
         "", "engine.vllm_args.enable_expert_parallel=true", default=1
     ),
     "policy.generation.vllm_cfg.gpu_memory_utilization": default(
-        0.6, "engine=vllm engine.gpu_memory_utilization={}", "0.9 for a server, 0.3 for engine=vllm_colocate"
+        0.6, "engine=vllm engine.gpu_memory_utilization={}", "null: 0.9 of a server's own GPUs, 0.4 of shared ones"
     ),
     "policy.generation.vllm_cfg.max_model_len": default(
         "${policy.max_total_sequence_length}", "engine=vllm engine.max_model_len={}", "as many as the run needs"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from grpocli.config.user_parts import choice_of
+from grpocli.rollout.vllm.config import VllmOptions
 from grpocli.tasks.mixture import tasks_of
 
 if TYPE_CHECKING:
@@ -84,6 +85,9 @@ def _devices(run: Run, devices: Devices) -> list[str]:
         return []
     each = f"{_count(run.hardware.train_nodes, 'machine')}, each: " if run.hardware.nodes > 1 else ""
     serve = f"; serve on {_count(nodes, 'machine')}" if nodes else ""
+    engine = run.engine.resolved()
+    if devices.rollout and isinstance(engine, VllmOptions):
+        serve = f", {engine.memory_share(devices.shared is not False):g} of its memory for vLLM"
     return [f"devices {each}{devices}{serve}"]
 
 

@@ -326,6 +326,7 @@ def prepare(
         served_path=_served(run, model_path, dtype, view),
         max_num_seqs=max(run.rollout.group_size, run.eval.samples),
         gpus=devices.rollout,
+        shares_gpus=devices.shared is not False,
         nodes=nodes,
     )
     return TrainerJob(engine, None, node.session if node else "")

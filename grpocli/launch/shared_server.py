@@ -69,7 +69,7 @@ class Serve:
     max_model_len: int | None = interpolate("engine.max_model_len")
     """Most tokens of prompt and completion; null: the model's own limit."""
     gpu_memory_utilization: float | None = interpolate("engine.gpu_memory_utilization")
-    """Share of a GPU's memory that vLLM may take."""
+    """Share of a GPU's memory that vLLM may take; null: 0.9."""
     enforce_eager: bool | None = interpolate("engine.enforce_eager")
     """true: no compilation; null: true on a CPU."""
     quantization: str | None = interpolate("engine.quantization")

@@ -111,7 +111,7 @@ def _engine(run: Run) -> Any:
 
     if not isinstance(run.engine, AutoEngine):
         return run.engine
-    return Vllm(gpu_memory_utilization=0.4) if device_kind(run) == "cuda" else Transformers()
+    return Vllm() if device_kind(run) == "cuda" else Transformers()
 
 
 def _dtype(run: Run, size: ModelSize, resources: Resources) -> str:

@@ -23,10 +23,6 @@ class AutoEngine(EnginePart):
 
     def resolved(self) -> EnginePart:
         """The choice for this machine. Imports torch, which is slow."""
-        return self._choose(own_gpus=False)
-
-    def _choose(self, own_gpus: bool) -> EnginePart:
-        """The choice for this machine. own_gpus: vLLM has GPUs without a trainer, which would need their memory too."""
         from importlib.util import find_spec
 
         import torch
@@ -34,13 +30,13 @@ class AutoEngine(EnginePart):
         if torch.cuda.is_available() and find_spec("vllm") is not None:
             from grpocli.rollout.vllm.engine_parts import Vllm
 
-            return Vllm(gpu_memory_utilization=0.9 if own_gpus else 0.4)
+            return Vllm()
         from grpocli.rollout.transformers_engine import Transformers
 
         return Transformers()
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        return self._choose(own_gpus=job.transport == "nccl").launch(job)  # NCCL never shares a GPU
+        return self.resolved().launch(job)
 
     def connect(self, context: EngineContext) -> Engine:
         return self.resolved().connect(context)

@@ -68,6 +68,7 @@ class EngineJob:
     served_path: the folder that vLLM serves; None: model_path.
     architecture: the class of the model to serve; None: that of its config.
     gpus: of servers on this machine, as in CUDA_VISIBLE_DEVICES; empty on a CPU.
+    shares_gpus: a trainer computes on some of `gpus`, too.
     nodes: the number of rollout nodes; 0: this machine serves.
     progress: called during the launch; not part of the saved job.
     """
@@ -85,6 +86,7 @@ class EngineJob:
     trust_remote_code: bool = False
     max_num_seqs: int = 1
     gpus: tuple[str, ...] = ()
+    shares_gpus: bool = False
     nodes: int = 0
     head_dtype: str | None = None
     served_path: str | None = None

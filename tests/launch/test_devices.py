@@ -21,6 +21,7 @@ from grpocli.rollout.transformers_engine import Transformers
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server_files import new_engine_folder
 from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.view import View
 
 EIGHT = [str(i) for i in range(8)]
 
@@ -166,3 +167,14 @@ def test_engine_auto_that_chooses_vllm_needs_rollout_nodes() -> None:
     run = build_run(compose(["hardware=multinode", "hardware.rollout_nodes=0", "engine=auto"]))
     with pytest.raises(ConfigError, match=r"hardware\.rollout_nodes=0: engine=vllm needs machines for its servers"):
         check_nodes(run, Vllm())
+
+
+@pytest.mark.parametrize(
+    ("serve", "shared", "share"), [(("0",), True, 0.4), (("1", "2"), True, 0.4), (("2",), False, 0.9)]
+)
+def test_a_server_and_the_opening_know_whether_its_gpus_also_train(
+    serve: tuple[str, ...], shared: bool, share: float, tmp_path: Path
+) -> None:
+    run, here = build_run(compose(["engine=vllm"])), Devices(2, ("0", "1"), serve)
+    assert any(f"{share} of its memory for vLLM" in line for line in plan_lines(run, here))
+    assert launch_run.prepare(run, RunDir(tmp_path), View(), here).engine.shares_gpus == shared

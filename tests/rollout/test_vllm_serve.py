@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from grpocli.config.overrides import to_text
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.compose import compose
 from grpocli.launch.shared_server import SHORT, Serve, build_server_config, how_to_use, serve
@@ -110,7 +111,7 @@ def test_help_names_every_short_key_and_fits_a_terminal(help_text: str) -> None:
     for name in (*SHORT, "model", "dtype", "host", "port", "lora_rank", "sync"):
         assert f"\n  {name}=" in help_text, name
     for name in ("tensor_parallel", "data_parallel", "gpu_memory_utilization", "cpu_kv_cache_gb"):
-        assert f"{name}={getattr(Vllm(), name)} " in help_text, "the help shows another default"
+        assert f"{name}={to_text(getattr(Vllm(), name))} " in help_text, "the help shows another default"
     assert "engine.vllm_args.NAME=VALUE" in help_text
     assert "engine.base_url=http://127.0.0.1:8000" in help_text
 

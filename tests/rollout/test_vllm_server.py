@@ -75,6 +75,14 @@ def test_the_command_differs_between_cpu_and_gpu() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "shared", "share"), [(None, False, "0.9"), (None, True, "0.4"), (0.7, False, "0.7"), (0.7, True, "0.7")]
+)
+def test_vllm_takes_less_of_a_gpu_that_also_trains(given: float | None, shared: bool, share: str) -> None:
+    spec = replace(SPEC, job=replace(SPEC.job, shares_gpus=shared))
+    assert flags(Vllm(gpu_memory_utilization=given), cpu=False, spec=spec)["--gpu-memory-utilization"] == share
+
+
+@pytest.mark.parametrize(
     ("most", "cpu", "limit"),
     [(128, True, None), (129, True, "129"), (256, False, None), (300, False, "1024"), (2000, False, "2000")],
 )

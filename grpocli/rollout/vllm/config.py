@@ -40,7 +40,7 @@ START_KEYS = ("replicas", "port", "tensor_parallel", "data_parallel", "quantizat
 class CommonOptions(EnginePart):
     """The keys that both engines have, each with its own default, and the properties that follow from them."""
 
-    gpu_memory_utilization: float
+    gpu_memory_utilization: float | None
     max_model_len: int | None
     quantization: str | None
     vllm_args: dict[str, Any]
@@ -55,7 +55,8 @@ class CommonOptions(EnginePart):
         return self.quantization is not None
 
     def _check_limits(self) -> None:
-        require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "must be above 0, at most 1")
+        share = self.gpu_memory_utilization
+        require(self, "gpu_memory_utilization", share is None or 0 < share <= 1, "must be above 0, at most 1")
         require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
 
     def _check_hf_overrides(self, name: str) -> None:
@@ -94,8 +95,9 @@ class VllmOptions(CommonOptions):
     patience: int = 120
     """Seconds to repeat a request to a server at base_url that reports that it is busy or failing (408, 409, 425, 429,
     500, 502, 503, 504)."""
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that vLLM may take, above 0 and at most 1."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory that vLLM may take, above 0 and at most 1; null: 0.4 of a GPU that also trains, else
+    0.9."""
     cpu_kv_cache_gb: int = 1
     """Size of the KV cache on a CPU, in GiB."""
     tensor_parallel: int = 1
@@ -140,6 +142,10 @@ class VllmOptions(CommonOptions):
         files = self.api_key_file
         named = files[self.urls.index(url)] if isinstance(files, list | tuple) else files
         return None if named is None else str(named)
+
+    def memory_share(self, shared: bool) -> float:
+        """The share of a GPU's memory that vLLM may take. shared: a trainer computes there, too."""
+        return self.gpu_memory_utilization or (0.4 if shared else 0.9)
 
     @property
     def server_gpus(self) -> int:
@@ -217,7 +223,7 @@ RESERVED_COLOCATED = frozenset(
 class ColocateOptions(CommonOptions):
     """The keys of `engine=vllm_colocate`."""
 
-    gpu_memory_utilization: float = 0.3
+    gpu_memory_utilization: float = 0.3  # less than a server's 0.4: it serves the prompts of one process alone
     """Share of a GPU's memory that vLLM may take while it generates, beside the trainer's; above 0 and at most 1."""
     cpu_kv_cache_gb: int = 1
     """Size of the KV cache on a CPU, in GiB, in each trainer process."""

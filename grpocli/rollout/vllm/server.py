@@ -98,7 +98,7 @@ def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
         "speculative-config": options.speculative or None,
         "tensor-parallel-size": options.tensor_parallel,
         "data-parallel-size": None if options.data_parallel == 1 else options.data_parallel,
-        "gpu-memory-utilization": None if cpu else options.gpu_memory_utilization,
+        "gpu-memory-utilization": None if cpu else options.memory_share(spec.job.shares_gpus),
         "max-num-seqs": max_num_seqs_option(spec.job.max_num_seqs, cpu),
         "enforce-eager": (cpu if options.enforce_eager is None else options.enforce_eager) or None,
         "enable-prefix-caching": caches_prefixes(spec.job.served, cpu),
