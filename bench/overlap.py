@@ -20,19 +20,17 @@ from pathlib import Path
 GRPOCLI = str(Path(sys.executable).with_name("grpocli"))
 
 
-def rows(staleness: int, args: argparse.Namespace) -> list[dict[str, float]]:
-    """The metrics of a run's steps, without the first two."""
-    options = [
-        "recipe=multiplication",
-        f"model.path={args.model}",
-        "engine=vllm",
-        "eval.problems=0",
-        "rollout.prompts_per_step=2",
-        "checkpoint.every=0",
-        f"train.steps={args.steps}",
-        f"rollout.max_completion_tokens={args.tokens}",
+def overrides(staleness: int, model: str, steps: int, tokens: int) -> list[str]:
+    return [
+        *("recipe=multiplication", f"model.path={model}", "engine=vllm", "eval.problems=0", "checkpoint.every=0"),
+        *("rollout.prompts_per_step=2", f"rollout.max_completion_tokens={tokens}", f"train.steps={steps}"),
         f"rollout.max_staleness={staleness}",
     ]
+
+
+def rows(staleness: int, args: argparse.Namespace) -> list[dict[str, float]]:
+    """The metrics of a run's steps, without the first two."""
+    options = overrides(staleness, args.model, args.steps, args.tokens)
     env, prefix = dict(os.environ), []
     if not args.unbound:
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "1", "OMP_NUM_THREADS": "1"}

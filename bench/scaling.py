@@ -27,16 +27,18 @@ WAYS = {
 SHOWN = ("time/step", "time/rollout", "time/train")
 
 
+BATCH = [
+    *("hardware.device=cpu", "task=arithmetic", "eval.problems=0", "checkpoint.every=0"),
+    *("rollout.prompts_per_step=8", "rollout.group_size=8", "rollout.max_completion_tokens=54"),
+    *("rollout.max_prompt_tokens=10", "train.micro_batch_tokens=2048"),
+]
+
+
 def measured(way: str, model: list[str], steps: int) -> dict[str, float]:
     """The medians of one run."""
     overrides, threads = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
-        options = [
-            *("hardware.device=cpu", "task=arithmetic", "eval.problems=0", "checkpoint.every=0"),
-            *("rollout.prompts_per_step=8", "rollout.group_size=8", "rollout.max_completion_tokens=54"),
-            *("rollout.max_prompt_tokens=10", "train.micro_batch_tokens=2048", f"train.steps={steps}"),
-            *(*model, *overrides, f"hydra.run.dir={folder}/run"),
-        ]
+        options = [*BATCH, *model, *overrides, f"train.steps={steps}", f"hydra.run.dir={folder}/run"]
         env = {**os.environ, "OMP_NUM_THREADS": threads}
         run = subprocess.Popen([GRPOCLI, "train", *options], stdout=subprocess.DEVNULL, env=env)
         _, status, used = os.wait4(run.pid, 0)

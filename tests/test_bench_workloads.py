@@ -2,26 +2,60 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "bench" / "side_by_side"
+from grpocli.launch.compose import compose
+
+BENCH = Path(__file__).parents[1] / "bench"
+FOLDER = BENCH / "side_by_side"
 
 
 @pytest.fixture(scope="module")
-def workloads() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("side_by_side_workloads", FOLDER / "workloads.py")
-    assert spec
-    assert spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def bench() -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a file of bench/ as it imports its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in (BENCH, FOLDER):
+            patch.syspath_prepend(str(folder))
+        yield importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def workloads(bench: Callable[[str], ModuleType]) -> ModuleType:
+    return bench("workloads")
+
+
+def test_every_run_of_every_benchmark_composes(bench: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """Names of workloads hold commas and spaces, which values of keys must quote."""
+    side, memory, simulated = map(bench, ("grpocli_side", "memory", "simulated"))
+    scaling, overlap, small, kinds = map(bench, ("scaling", "overlap", "small_gpus", "multiplication"))
+    options, rows = bench("optimizations").OPTIMIZATIONS.values(), bench("long_rows")
+    model = ["model=hf", f"model.path={tmp_path}"]
+    for name, work in side.ALL.items():
+        run = compose(side.overrides(name, str(tmp_path), tmp_path))
+        assert work.sampled or run.engine.workload == name
+    given = side.overrides("smoke", str(tmp_path), tmp_path)
+    runs = [[*given, *one.both, *more] for one in options for more in (one.options, one.with_it)]
+    runs += [[*given, *more] for more in rows.WAYS.values()]
+    runs += [[*memory.SHORT, *memory.BATCH, *more, *model] for _, *more in memory.CASES.values()]
+    runs += [[*scaling.BATCH, *model, *more] for more, _ in scaling.WAYS.values()]
+    runs += [[*small.RECIPE, *more] for more in small.KINDS.values()]
+    runs += [overlap.overrides(1, str(tmp_path), 7, 32)]
+    runs += [kinds.overrides(tmp_path, str(tmp_path), 1, engine) for engine in ("vllm", "transformers")]
+    runs += [
+        simulated.options_of(case, own, ["http://127.0.0.1:1", "http://127.0.0.1:2"][: case.servers[1]], str(tmp_path))
+        for case in simulated.CASES.values()
+        for own in (*case.measured, case.predicted)
+    ]
+    for overrides in runs:
+        compose(overrides)
 
 
 def test_needed_tokens_are_prompts_once_and_rows_with_a_gradient(workloads: ModuleType) -> None:

@@ -20,6 +20,7 @@ from grpocli.cli import main as grpocli
 from grpocli.rollout.engine import Engine, EnginePart, OnGroup, ignore_group
 from grpocli.types import Completion, Request, Sampling
 
+HERE = Path(__file__).parent
 TRL = [  # the loss of TRL's defaults, so that both compute the same gradient
     *("algorithm=grpo", "algorithm.kl.beta=0", "algorithm/aggregate=token_mean"),
 ]
@@ -58,29 +59,36 @@ class GivenEngine(Engine):
         """Nothing to stop."""
 
 
+def overrides(name: str, folder: str, scratch: Path) -> list[str]:
+    """Those of a workload's run, on the model and the prompts in two folders. A name may hold commas and spaces."""
+    work = ALL[name]
+    prompts, held_out, reward = scratch / "prompts.jsonl", scratch / "held_out.jsonl", HERE / "workloads.py"
+    # the given completions have no log-probs of this model, so their gap to the trainer's says nothing
+    given = [f"engine={__file__}:Given", f"engine.workload='{name}'", "rollout.max_prob_error=null"]
+    return [
+        *("model=hf", f"model.path={folder}", "model.dtype=bfloat16"),
+        *([f"engine={work.engine}"] if work.sampled else given),
+        *TRL,
+        *("task=jsonl", f"task.path={prompts}", f"task.eval_path={held_out}", "task.answer_column=null"),
+        *("reward=[python]", f"reward.python.function={reward}:reward"),
+        *(f"rollout.prompts_per_step={work.groups}", f"rollout.group_size={work.rows}"),
+        *(f"rollout.max_prompt_tokens={work.prompt}", f"rollout.max_completion_tokens={work.longest}"),
+        *("eval.problems=0", "checkpoint.every=0", f"hydra.run.dir={scratch / 'run'}"),
+        *(f"optim.lr={work.rate}", f"train.micro_batch_tokens={work.micro_batch}"),
+    ]
+
+
 def main() -> None:
     name, folder, steps, *more = sys.argv[1:]
-    work = ALL[name]
     own_tokenizer()
-    with tempfile.TemporaryDirectory() as scratch:
-        prompts, other, run = (Path(scratch) / name for name in ("prompts.jsonl", "held_out.jsonl", "run"))
-        write_prompts(work.prompts(), prompts)
-        write_prompts(["t5"], other)  # otherwise one of the other rows would be held out
-        # the given completions have no log-probs of this model, so their gap to the trainer's says nothing
-        given = [f"engine={__file__}:Given", f"engine.workload={name}", "rollout.max_prob_error=null"]
-        engine = [f"engine={work.engine}"] if work.sampled else given
-        options = [
-            *("model=hf", f"model.path={folder}", "model.dtype=bfloat16", *engine, *TRL),
-            *("task=jsonl", f"task.path={prompts}", f"task.eval_path={other}", "task.answer_column=null"),
-            *("reward=[python]", f"reward.python.function={Path(__file__).with_name('workloads.py')}:reward"),
-            *(f"rollout.prompts_per_step={work.groups}", f"rollout.group_size={work.rows}"),
-            *(f"rollout.max_prompt_tokens={work.prompt}", f"rollout.max_completion_tokens={work.longest}"),
-            *("eval.problems=0", "checkpoint.every=0", f"train.steps={steps}", f"hydra.run.dir={run}"),
-            *(f"optim.lr={work.rate}", f"train.micro_batch_tokens={work.micro_batch}", *more),
-        ]
+    with tempfile.TemporaryDirectory() as made:
+        scratch = Path(made)
+        write_prompts(ALL[name].prompts(), scratch / "prompts.jsonl")
+        write_prompts(["t5"], scratch / "held_out.jsonl")  # otherwise one of the other rows would be held out
+        options = [*overrides(name, folder, scratch), f"train.steps={steps}", *more]
         with suppress_output(), suppress(SystemExit):
             grpocli(["train", *options])
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (scratch / "run" / "metrics.jsonl").read_text().splitlines()]
     if len(rows) != int(steps):
         raise SystemExit(f"{len(rows)} of {steps} steps: the run has failed")
     logs = [{key: row[key] for key in ("grad_norm", "reward")} for row in rows]
@@ -115,5 +123,5 @@ def device() -> str:
 
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # for trainer processes
+    os.environ["PYTHONPATH"] = str(HERE)  # for trainer processes
     main()

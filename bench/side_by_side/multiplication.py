@@ -32,13 +32,12 @@ SIDES = {
 }
 
 
-def grpocli_command(folder: Path, model: str, seed: int, engine: str) -> list[str]:
-    options = [
+def overrides(folder: Path, model: str, seed: int, engine: str) -> list[str]:
+    return [
         *("recipe=multiplication", f"model.path={model}", "model.dtype=bfloat16", f"engine={engine}"),
         *("eval.problems=0", "checkpoint.every=0", f"seed={seed}"),
         *(f"optim.lr={W8.rate}", f"train.steps={W8.steps}", f"hydra.run.dir={folder}"),
     ]
-    return [str(Path(sys.executable).with_name("grpocli")), "train", *options]
 
 
 def watch_grpocli(folder: Path, model: str, seed: int, engine: str) -> dict[str, Any]:
@@ -49,9 +48,8 @@ def watch_grpocli(folder: Path, model: str, seed: int, engine: str) -> dict[str,
     seconds: list[float] = []
     rows: list[dict[str, Any]] = []
     with folder.with_suffix(".log").open("w") as log:
-        run = subprocess.Popen(
-            grpocli_command(folder, model, seed, engine), stdout=log, stderr=log, env=env, cwd=HERE.parents[1]
-        )
+        command = [str(Path(sys.executable).with_name("grpocli")), "train", *overrides(folder, model, seed, engine)]
+        run = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=HERE.parents[1])
         try:
             while run.poll() is None and W8.arrived([row["reward"] for row in rows]) is None:
                 time.sleep(0.05)
