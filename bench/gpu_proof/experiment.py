@@ -136,6 +136,17 @@ class Setting:
         """Whether sizes are those of a test on a CPU."""
         return self.device == "cpu"
 
+    @property
+    def saved(self) -> Path:
+        """The file of `save`."""
+        return Path(f"{self.folder}.part")
+
+    def save(self, figures: Measured) -> None:
+        """Keep the figures that an experiment has so far: those of its result if it fails later."""
+        new = Path(f"{self.saved}.new")
+        new.write_text(json.dumps(figures))
+        new.replace(self.saved)
+
 
 @dataclass(frozen=True)
 class Experiment:

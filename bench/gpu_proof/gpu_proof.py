@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
@@ -164,8 +165,9 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         log, answer = folder / f"{one.name}.log", folder / f"{one.name}.json"
         answer.unlink(missing_ok=True)
-        setting = {"device": self.setting.device, "model": self.setting.model, "folder": str(folder / one.name)}
-        command = [self.python, str(HERE / "gpu_proof.py"), "--one", one.name, str(answer), json.dumps(setting)]
+        own = replace(self.setting, folder=str(folder / one.name))
+        own.saved.unlink(missing_ok=True)
+        command = [self.python, str(HERE / "gpu_proof.py"), "--one", one.name, str(answer), json.dumps(own.__dict__)]
         command += [word for file in self.files for word in ("--add", file)]
         log.unlink(missing_ok=True)
         began, end, limit = time.monotonic(), "", one.limit(self.setting.device)
@@ -182,7 +184,9 @@ class Runner:
         if result["verdict"] != FAILED or (answer.exists() and seconds < limit):  # else the deadline is the reason
             return result | {"machine": {k: v for k, v in self.machine.items() if k != "has"}, "seconds": seconds}
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return outcome(FAILED, self.machine, self.setting.device, reason=end, seconds=seconds, log="\n".join(lines))
+        so_far = json.loads(own.saved.read_text()) if own.saved.exists() else {}
+        log_lines = "\n".join(lines)
+        return outcome(FAILED, self.machine, own.device, reason=end, seconds=seconds, measured=so_far, log=log_lines)
 
 
 def _ending(code: int) -> str:
@@ -210,7 +214,8 @@ def run_one(name: str, answer: Path, setting: Setting) -> None:
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a failure is a result)
         lines = traceback.format_exc().splitlines()[-LOG_LINES:]
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        result = outcome(FAILED, {}, setting.device, reason=reason, log="\n".join(lines))
+        so_far = json.loads(setting.saved.read_text()) if setting.saved.exists() else {}
+        result = outcome(FAILED, {}, setting.device, reason=reason, measured=so_far, log="\n".join(lines))
     else:
         verdict, laws = checked(one, measured, setting.device)
         unchecked = setting.small and all(law["holds"] is None for law in laws)
