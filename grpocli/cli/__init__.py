@@ -9,6 +9,7 @@ import sys
 from grpocli.errors import GrpoError
 from grpocli.masking import masked
 from grpocli.processes.cpu_tuning import shorten_spinning, use_large_pages
+from grpocli.processes.libraries import quiet_libraries
 from grpocli.processes.node import leave_group
 from grpocli.processes.signals import StopSignal, handle_stops, restore
 from grpocli.processes.threads import end_process
@@ -83,6 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     args = sys.argv[1:] if argv is None else argv
     shorten_spinning(os.environ)
     use_large_pages()
+    quiet_libraries()
     open_closed()
     before = handle_stops(StopSignal(immediate=True).handle)  # until training handles them: clean up and exit
     try:

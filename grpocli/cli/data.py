@@ -46,12 +46,10 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
     from grpocli.launch.compose import build_run
     from grpocli.launch.ready import check_data
-    from grpocli.launch.trainer_process import quiet_libraries
     from grpocli.tasks.data_view import SPLITS, DataView
     from grpocli.tracking.live_view import status_view
     from grpocli.tracking.metrics import to_json
 
-    quiet_libraries()
     run = build_run(composed(args.overrides, args.config_dir))
     check_data(run)
     status = status_view()

@@ -110,14 +110,12 @@ def _with_whole_weights(run: Run) -> Run:
 def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult]:
     from grpocli.hardware.devices import devices_of
     from grpocli.launch.run import prepare
-    from grpocli.launch.trainer_process import quiet_libraries
     from grpocli.tracking.live_view import status_view
     from grpocli.tracking.run_dir import RunDir
 
     models = _models(args)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("exists already", key="--out", value=out, hint="give another folder")
-    quiet_libraries()
     view = status_view()
     try:
         out_dir = RunDir(out, "--out")

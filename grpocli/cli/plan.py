@@ -108,7 +108,6 @@ def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) 
     """The plan, and changes that need less memory if it does not fit, or hardly."""
     view.stage("loading libraries")
     from grpocli.launch.compose import build_run
-    from grpocli.launch.trainer_process import quiet_libraries
     from grpocli.launch.validate import check_context_parallel, check_shares, check_splits
     from grpocli.plan.plan import load_libraries, make_plan
     from grpocli.plan.report import advice
@@ -116,7 +115,6 @@ def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) 
     def again(change: list[str]) -> Plan:
         return make_plan(build_run(composed([*args.overrides, *change], args.config_dir)), asked)
 
-    quiet_libraries()
     load_libraries()
     plan = make_plan(run, asked, view.stage)
     check_shares(run, plan.resources.trainers)

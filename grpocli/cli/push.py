@@ -27,7 +27,6 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     from grpocli.hub import hub_api
     from grpocli.launch.push import Pusher
-    from grpocli.launch.trainer_process import quiet_libraries
     from grpocli.tracking.run_dir import RunDir
     from grpocli.tracking.runs import check_run
     from grpocli.tracking.text import clean
@@ -36,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
     run_dir = RunDir(args.run)
     if run_dir.is_running():
         raise ConfigError("is running; hub.push=OWNER/NAME pushes it at its end", key="RUN", value=args.run)
-    quiet_libraries()
     api = hub_api(bars=sys.stderr.isatty())
     print(clean(Pusher(run_dir, _hub(args), "--to", api).push(_progress)))
     return 0

@@ -95,10 +95,8 @@ def _folder(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 @contextmanager
 def _replay(run_folder: Path, args: argparse.Namespace, steps: Sequence[int], view: View) -> Iterator[Replay]:
-    from grpocli.launch.trainer_process import quiet_libraries
 
     view.stage("loading libraries")
-    quiet_libraries()
     from grpocli.replay.sessions import sessions_of
     from grpocli.tracking.run_dir import RunDir
 

@@ -55,11 +55,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--examples {args.examples}: must be 0 (all) or more")
     from grpocli.launch.compose import build_run
     from grpocli.launch.ready import check_data
-    from grpocli.launch.trainer_process import quiet_libraries
     from grpocli.tasks.prompt_source import doubtful_choices
     from grpocli.tracking.live_view import status_view
 
-    quiet_libraries()
     run = build_run(composed(args.overrides, args.config_dir))
     check_data(run)
     warn_of_rewards(run.reward.values())

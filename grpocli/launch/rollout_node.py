@@ -19,7 +19,7 @@ from grpocli.errors import ConfigError, GrpoError
 from grpocli.http import is_loopback
 from grpocli.launch.run import READY_WITHIN
 from grpocli.launch.trainer_job import wait_for_job
-from grpocli.launch.trainer_process import quiet_libraries
+from grpocli.processes.libraries import quiet_libraries
 from grpocli.processes.node import Node
 from grpocli.processes.signals import handle_stops
 from grpocli.tracking.text import clean

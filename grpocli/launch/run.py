@@ -32,7 +32,7 @@ from grpocli.launch.resume import changes
 from grpocli.launch.run_pushes import push_finished
 from grpocli.launch.trainer_job import TrainerJob, wait_for_job
 from grpocli.launch.trainer_launcher import SETTLE, clean, resume_marker, stop_file
-from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error, quiet_libraries
+from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error
 from grpocli.launch.validate import (
     check_context_parallel,
     check_nodes,
@@ -134,7 +134,6 @@ def _run_locked(
     from grpocli.tracking.live_view import make_view
 
     view = make_view()
-    quiet_libraries()
     try:
         run_dir.check_writable(resuming=resuming)
         run_dir.restore()  # after a kill
@@ -451,7 +450,6 @@ def train_on_other_machine(run: Run, run_dir: RunDir, node: Node) -> float | Non
     """
     from grpocli.launch.trainer_launcher import train_in_processes
 
-    quiet_libraries()
     devices = devices_of(run.hardware, run.engine.resolved())
     with stop_signal() as stop:
         with stop.immediately():

@@ -277,6 +277,7 @@ def main() -> None:
     """One of several trainer processes: accelerate runs `python -m grpocli.launch.trainer_process RUN_DIR`."""
     from grpocli.launch.trainer_launcher import stop_file
     from grpocli.processes.heartbeat import DONE, HeartbeatWriter
+    from grpocli.processes.libraries import quiet_libraries
     from grpocli.processes.reaper import die_with_parent
     from grpocli.processes.signals import StopSignal, enable_crash_tracebacks, handle_stops
     from grpocli.processes.threads import end_process
@@ -369,17 +370,6 @@ def redirect_output(path: Path) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
-
-
-def quiet_libraries() -> None:
-    """Switch off the libraries' progress bars and advice, which would tear the live view. Warnings go to the log."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DATASETS_VERBOSITY", "error")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    logging.captureWarnings(True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
 
 if __name__ == "__main__":

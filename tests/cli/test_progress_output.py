@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,21 @@ def test_the_installation_prints_its_steps(tmp_path: Path) -> None:
     assert 'echo "installing' in recipe
     assert "pip install" in recipe
     assert "--quiet" not in recipe
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("before", ["", "import transformers"], ids=["", "imported before"])
+def test_libraries_show_no_bars_of_their_own(before: str) -> None:
+    """In no command, also where a program imports them before it calls grpocli."""
+    script = f"""{before}
+import contextlib
+from grpocli.cli import main
+with contextlib.suppress(SystemExit):
+    main(["--version"])
+import datasets, transformers
+print(transformers.utils.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled())"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False True"
 
 
 class RecordingView(View):

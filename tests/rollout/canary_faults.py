@@ -27,8 +27,8 @@ from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy
 from transformers import AutoModelForCausalLM
 
 from grpocli.errors import EngineError
-from grpocli.launch.trainer_process import quiet_libraries
 from grpocli.models.lora import Lora, attach
+from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm import lora, weight_verifier, worker
 from grpocli.rollout.vllm.client import ServerClient

@@ -23,7 +23,7 @@ from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, expected_logprobs
 from transformers.utils.logging import disable_progress_bar
 
 from grpocli.errors import EngineError
-from grpocli.launch.trainer_process import quiet_libraries
+from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm.colocate import _parameters
 from grpocli.rollout.vllm.engine_parts import VllmColocate

@@ -15,8 +15,8 @@ from rollout.vllm_tiny import TOKENIZER, Alone
 from transformers import LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from grpocli.launch.trainer_process import quiet_libraries
 from grpocli.models.head import widen_head
+from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.rollout.vllm.external_server import head_misfit

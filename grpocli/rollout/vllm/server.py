@@ -249,7 +249,7 @@ def wait_healthy(
                     return
             if start:
                 start.read()
-                progress(0, 0, f"vLLM is {start.phase}", start.last)
+                progress(0, 0, f"vLLM is {start.phase}", start.done)
             if stop_event and stop_event.is_set():
                 raise EngineError("the run ended while the vLLM server started")
             if time.monotonic() > deadline:

@@ -22,7 +22,7 @@ PYDANTIC_WORDS = re.compile(
 )
 NOT_THE_CAUSE = re.compile(r"Engine core initialization failed|EngineDeadError|CancelledError|KeyboardInterrupt")
 PREFIX = re.compile(r"^(?:\(\S+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[\S+\] )?")  # of vLLM's log lines
-NEWS = re.compile(r"(?:^|\) )INFO \d|\d%\|")  # lines that tell of progress; warnings stay in the log
+SHARE = re.compile(r"\b(\d{1,3})% ?(?:Completed )?\|")  # of a progress bar
 PYDANTIC_LINES = 8  # lines after "validation error for" with the details
 OPTIONS = {
     **RENAMED,
@@ -90,14 +90,17 @@ PHASES = (
 
 
 class StartupLog:
-    """The progress of a server's start according to its log. since: the byte at which this server's output begins."""
+    """The phase of a server's start, and how much of it is done, according to its log; other lines stay there.
+
+    since: the byte at which this server's output begins.
+    """
 
     def __init__(self, log: Path, since: int = 0) -> None:
         self.log, self.at = log, since
-        self.phase, self.last = "loading libraries", ""
+        self.phase, self.done = "loading libraries", ""
 
     def read(self) -> None:
-        """Read the lines added since the last call; `phase` is the current phase, `last` the last line."""
+        """Read the lines added since the last call; `phase` is the current phase, `done` its bar's `45 %` or empty."""
         try:
             with self.log.open("rb") as file:
                 file.seek(self.at)
@@ -108,9 +111,10 @@ class StartupLog:
         self.at += whole
         for line in added[:whole].decode(errors="replace").splitlines():
             text = PREFIX.sub("", line).strip()
-            if text and NEWS.search(line):
-                self.last = text
-            self.phase = next((phase for pattern, phase in PHASES if re.search(pattern, text)), self.phase)
+            begun = next((phase for pattern, phase in PHASES if re.search(pattern, text)), self.phase)
+            share = SHARE.search(text)
+            self.done = f"{share[1]} %" if share else self.done if begun == self.phase else ""
+            self.phase = begun
 
 
 def failure_cause(log: Path, since: int = 0) -> str:

@@ -1,0 +1,22 @@
+"""What the libraries print by themselves: progress bars and advice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+
+def quiet_libraries() -> None:
+    """Switch off the libraries' progress bars and advice, which would tear the live view. Warnings go to the log."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DATASETS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:  # imported before, by a program that calls grpocli: the variables come too late
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+    logging.captureWarnings(True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
