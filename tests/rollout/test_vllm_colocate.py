@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ class Recorded:
         self.alive = 0
         self.version = ""
 
-    def wake_up(self, tags: list[str]) -> None:
+    def wake_up(self, tags: Sequence[str] = ("all",)) -> None:
         self.calls.append(f"wake {' '.join(tags)}")
 
     def sleep(self, level: int) -> None:
@@ -87,6 +89,36 @@ def recorded(tmp_path: Path) -> tuple[ColocateEngine, Recorded]:
     server.policy = policy
     job = EngineJob(str(tmp_path / "model"), "float32", 128, tmp_path, seed=0)
     return ColocateEngine(server, EngineContext(job, policy, TOKENIZER, Alone())), llm  # type: ignore[arg-type]
+
+
+class SleepingMemory(Recorded):
+    """Memory that cannot be freed while it is unmapped, as vLLM's allocator on a GPU has it."""
+
+    def __init__(self, room: bool) -> None:
+        super().__init__()
+        self.room, self.mapped = room, True
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shutdown))
+
+    def sleep(self, level: int) -> None:
+        self.mapped = False
+
+    def wake_up(self, tags: Sequence[str] = ("all",)) -> None:
+        if not self.room:
+            raise RuntimeError("CUDA Error: out of memory")
+        self.mapped = True
+
+    def shutdown(self) -> None:
+        self.calls.append("freed" if self.mapped else "CUDA Error: invalid argument")
+
+
+@pytest.mark.parametrize(("room", "end"), [(True, "freed"), (False, "CUDA Error: invalid argument")])
+def test_it_wakes_up_before_it_ends(room: bool, end: str, tmp_path: Path) -> None:
+    """A run that has failed for want of memory still ends with its own error."""
+    llm = SleepingMemory(room)
+    server = InProcessLLM(llm, VllmEnvironment(), torch.float32, can_sleep=True, log=tmp_path / "log")
+    server.sleep()
+    server.close()
+    assert llm.calls == [end]
 
 
 LOAD = ["start", "update", "finish"]

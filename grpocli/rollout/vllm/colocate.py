@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.rollout.engine import EngineContext, EngineJob, OnGroup
     from grpocli.rollout.vllm.config import ColocateOptions
+
+logger = logging.getLogger(__name__)
 
 
 class ColocateEngine(Engine):
@@ -268,6 +271,12 @@ class InProcessLLM:
         if self.llm is None:
             return
         with self._vllm_call("stop"), _keep_trainers_group():
+            if self.asleep:  # memory that sleeps would be unmapped a second time
+                torch.cuda.empty_cache()
+                try:
+                    self.llm.wake_up()
+                except RuntimeError as error:  # no room, after a failure in the update: the driver complains, no more
+                    logger.warning("vLLM ends asleep: %s", error)
             self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         gc.collect()
