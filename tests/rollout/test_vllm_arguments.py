@@ -13,7 +13,10 @@ from grpocli.rollout.vllm.validate import MANY, SWITCHES, option_words
 
 LISTED = """
 import json
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser  # vLLM 0.33
+except ImportError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 actions = make_arg_parser(FlexibleArgumentParser(add_help=False))._actions

@@ -13,17 +13,17 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: object())
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.34.1.dev3", "0.25.1"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.35.1.dev3", "0.25.1"])
 def test_a_version_with_another_interface_for_weights_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """Otherwise the first sync would fail, long after the start."""
     monkeypatch.setattr(checks, "_installed", lambda: version)
     with pytest.raises(
-        ConfigError, match=rf"engine=vllm: vLLM {version} is installed, .* pip install 'vllm<0\.33,>=0\.32'"
+        ConfigError, match=rf"engine=vllm: vLLM {version} is installed, .* pip install 'vllm<0\.34,>=0\.32'"
     ):
         checks.check_vllm("vllm")
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev5+gabc", None])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev5+gabc", "0.33.0", None])
 def test_a_supported_version_passes(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(checks, "_installed", lambda: version)
     checks.check_vllm("vllm")

@@ -612,9 +612,13 @@ def test_a_source_yields_the_declared_weights() -> None:
     pytest.importorskip("vllm")
     weights = PolicyWeights(context().policy, torch.bfloat16)
     source = transport_gpu.WeightSource(weights)
-    source.stream = weights.stream()
-    declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
-    assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
+    declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata]
+    assert source.metadata == source.metadata()  # as vLLM 0.33 reads it and as 0.32 does
+    assert source.implements_iter_full()
+    assert source.owned_names(rank=1) == [name for name, _, _ in declared]
+    for read in (iter, transport_gpu.WeightSource.iter_full):
+        source.stream = weights.stream()
+        assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in read(source)]
 
 
 def test_workers_of_several_servers_are_one_group(tmp_path: Path) -> None:

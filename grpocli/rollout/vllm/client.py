@@ -43,6 +43,8 @@ REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_wei
 LARGEST_ANSWER = 2**30
 """Bytes of an answer: several times the size of a group of the longest completions."""
 FIRST_DELAY = 0.5  # seconds at most before the first retry at a busy server
+PAUSED = "Generation is paused"  # with 503, the answer of vLLM 0.33 to a request during a pause; 0.32 holds the request
+PAUSED_DELAY = 0.25  # seconds before such a request is repeated
 
 
 class Refused(EngineError):
@@ -134,7 +136,7 @@ class ServerClient:
         limit = LARGEST_ANSWER if path == GENERATE else LARGEST
         try:
             async with httpx.AsyncClient(**http_options(endpoint)) as http:
-                call = asyncio.ensure_future(bounded(http, method, path, limit, json=body))
+                call = asyncio.ensure_future(_after_a_pause(http, method, path, limit, body))
                 try:
                     while not (await asyncio.wait({call}, timeout=min(HEARTBEAT, timeout.left)))[0]:
                         await self._check(endpoint, http, path, timeout)
@@ -353,6 +355,17 @@ class ServerClient:
         with well_formed(self.endpoint, GENERATE):
             (choice,) = self.post(GENERATE, {"model": self.model, **body})["choices"]
             return choice["token_ids"], [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+
+
+async def _after_a_pause(
+    http: httpx.AsyncClient, method: str, path: str, limit: int, body: dict[str, Any] | None
+) -> httpx.Response:
+    """The answer, for which the request waits until the server is not paused, as if the server had held it."""
+    while True:
+        response = await bounded(http, method, path, limit, json=body)
+        if response.status_code != 503 or PAUSED not in response.text:
+            return response
+        await asyncio.sleep(PAUSED_DELAY)
 
 
 @contextmanager

@@ -8,9 +8,9 @@ trainer's process for `engine=vllm_colocate`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -87,8 +87,11 @@ class ShmWeightTransfer(LoaderWeightTransfer):
         self.files.forget()
 
     def receive_weights(self, update_info: ShmUpdate) -> None:
+        """Load a file, which may hold only a part of the model."""
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
         weights = self.files.tensors(update_info.file, weights_folder(), update_info.keep)
-        with partial_load(), without_packing_embeddings(self.model):
+        with disable_mtp_completeness_check(), without_packing_embeddings(self.model):
             self.model.load_weights(iter(weights))
         keep_waiting_weights(self.model)
 
@@ -105,15 +108,6 @@ def keep_waiting_weights(model: torch.nn.Module) -> None:
             for name, value in bound.arguments.items():
                 if isinstance(value, torch.Tensor) and not value.is_meta:
                     bound.arguments[name] = value.clone()
-
-
-def partial_load() -> AbstractContextManager[None]:
-    """Allow a file to hold only a part of the model; newer vLLM versions check for multi-token-prediction layers."""
-    try:
-        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-    except ImportError:
-        return nullcontext()
-    return cast("AbstractContextManager[None]", disable_mtp_completeness_check())
 
 
 def embeddings(model: torch.nn.Module) -> list[Any]:
@@ -147,7 +141,7 @@ def pack_heads(model: torch.nn.Module) -> None:
 
 
 def pack_experts(model: torch.nn.Module) -> None:
-    """Pack experts for a CPU's kernels: vLLM 0.32 does so at its start only, and would read new ones as packed ones."""
+    """Pack experts for a CPU's kernels: vLLM does so at its start only, and would read new ones as packed ones."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     for module in model.modules():
