@@ -14,6 +14,7 @@ from grpocli.rollout.vllm.client import GENERATE, MODEL, Refused, ServerClient
 from grpocli.rollout.vllm.lora import lora_misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import Endpoint, serve_file
+from grpocli.rollout.vllm.validate import check_vllm, vllm_version
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
@@ -106,6 +107,8 @@ def _check(client: ServerClient, job: EngineJob) -> None:
         served = client.get("/server_info?config_format=json")["vllm_config"]
         _check_generate(client)
         problem = misfit(served, job) or lora_misfit(served, job)
+        if not problem and job.transport != "shm" and not job.lora_rank:
+            problem = version_misfit(str(client.get("/version")["version"]), job.transport)
     except Refused as error:
         raise ConfigError(_advice(client, error), key="engine.base_url", value=url) from error
     except EngineError as error:
@@ -141,6 +144,23 @@ def _version(client: ServerClient) -> str:
         return f" (vLLM {client.get('/version')['version']})"
     except (EngineError, KeyError, TypeError, ValueError):
         return ""
+
+
+def version_misfit(theirs: str, transport: str) -> str:
+    """The reason why the trainer's vLLM cannot send weights to a server's; "" if it can.
+
+    The two sides of a transfer fit only within a minor version: 0.33 sends an empty update for unchanged parameters,
+    which 0.32 would label as new weights. With sync=shm and adapters the trainer does not use its vLLM. Raises
+    ConfigError unless it has a supported one.
+    """
+    check_vllm("vllm")
+    ours = vllm_version()
+    if ours.split(".")[:2] == theirs.split(".")[:2]:
+        return ""
+    return (
+        f"that server runs vLLM {theirs}, and sync={transport} sends with the trainer's vLLM {ours}: install the same "
+        "version for both, or give vllm-serve and train sync=shm"
+    )
 
 
 def misfit(served: dict[str, Any], job: EngineJob) -> str:

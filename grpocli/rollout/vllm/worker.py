@@ -164,7 +164,7 @@ class JsonIpcUpdate(IPCWeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class JsonIpcWeightTransfer(IPCWeightTransferEngine):  # type: ignore[misc]
-    """sync=ipc: vLLM's own engine, with handles as JSON instead of a pickle. It has not run on a GPU yet."""
+    """sync=ipc: vLLM's own engine, with handles as JSON instead of a pickle."""
 
     update_info_cls = JsonIpcUpdate
 
