@@ -61,13 +61,13 @@ commands
 examples
   grpocli train                                       teach a tiny model to add, on a CPU, in minutes
   grpocli train algorithm=dapo train.steps=20         another algorithm, fewer steps
-  grpocli train model=qwen2.5-1.5b task=gsm8k 'reward=[math]' engine=vllm
+  grpocli train model=qwen2.5-0.5b task=gsm8k 'reward=[math]' engine=vllm
   grpocli train -m algorithm=grpo,dapo,drgrpo,dgpo seed=0,1
   grpocli train resume=runs/DATE/TIME                 continue exactly where the run stopped
   grpocli train --cfg job                             print the composed config
   grpocli from-trl train_grpo.py                      the command for a script of TRL
   grpocli doctor recipe=dapo-small                    is this machine ready for it?
-  grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8    does it fit?
+  grpocli plan recipe=qwen2.5-72b-slurm               does it fit its five machines?
   grpocli explain algorithm=dgpo vs algorithm=grpo    compare two objectives
   grpocli explain rollout.group_size                  what a key does, and its name in TRL
   grpocli watch runs                                  a live page about all runs, also those that begin later
