@@ -47,6 +47,7 @@ def test_every_run_of_every_benchmark_composes(bench: Callable[[str], ModuleType
     runs += [[*memory.SHORT, *memory.BATCH, *more, *model] for _, *more in memory.CASES.values()]
     runs += [[*scaling.BATCH, *model, *more] for more, _ in scaling.WAYS.values()]
     runs += [[*small.RECIPE, *more] for more in small.KINDS.values()]
+    runs += [["engine=vllm", "recipe=multiplication", f"model.path={tmp_path}", *bench("startup").SMALL]]
     runs += [overlap.overrides(1, str(tmp_path), 7, 32)]
     runs += [kinds.overrides(tmp_path, str(tmp_path), 1, engine) for engine in ("vllm", "transformers")]
     runs += [

@@ -209,10 +209,20 @@ def server_processes() -> list[int]:
     return found
 
 
+COLOCATED_LAWS = (*SERVED_LAWS, at_most("cuda_errors", 0, "errors of CUDA in vLLM's log, when it ends too"))
+
+
+def colocated(setting: Setting, *keys: str) -> Measured:
+    """`served` with vLLM in the trainer's process, where the memory of a vLLM that sleeps must not be freed."""
+    found = served(setting, "run", "engine=vllm_colocate", EAGER, *keys)
+    log = Path(setting.folder, "run", "logs", "vllm.log").read_text(errors="replace")
+    return found | {"cuda_errors": log.count("CUDA Error")}
+
+
 @experiment(
     "colocated",
     "vLLM in the trainer's process: weights, sleep, load",
-    *SERVED_LAWS,
+    *COLOCATED_LAWS,
     at_least("freed_share", 0.9, "share of vLLM's memory that sleep gives back", gpu=True),
     at_most("load_seconds", 1, "seconds to wake and load", gpu=True),
     true("stream_kept", "the trainer's stream is the one from before vLLM's start", gpu=True),
@@ -222,7 +232,7 @@ def server_processes() -> list[int]:
 def colocated_run(setting: Setting) -> Measured:
     found: dict[str, Any] = {}
     with watched_colocation(found, setting.device):
-        served_run = served(setting, "run", "engine=vllm_colocate", EAGER)
+        served_run = colocated(setting)
     loads = found.pop("loads", [])
     return found | served_run | {"load_seconds": statistics.median(loads) if loads else None, "loads": loads}
 
@@ -271,13 +281,13 @@ def watched_colocation(found: dict[str, Any], device: str) -> Iterator[None]:
 @experiment(
     "colocated",
     "LoRA with vLLM in the trainer's process: five steps",
-    *SERVED_LAWS,
+    *COLOCATED_LAWS,
     needs=("vllm",),
     seconds=150,
 )
 def lora_colocated(setting: Setting) -> Measured:
     keys = ["model.lora.rank=16", "optim.lr=2e-4", "model.dtype=bfloat16"]
-    return served(setting, "run", "engine=vllm_colocate", EAGER, *keys)
+    return colocated(setting, *keys)
 
 
 @experiment(

@@ -270,8 +270,8 @@ class InProcessLLM:
         """End vLLM and free its memory, but keep the trainer's own process group."""
         if self.llm is None:
             return
-        with self._vllm_call("stop"), _keep_trainers_group():
-            if self.asleep:  # memory that sleeps would be unmapped a second time
+        with self._vllm_call("stop"), output_to(self.log), _keep_trainers_group():
+            if self.asleep:  # vLLM's allocator would release memory that sleeps a second time
                 torch.cuda.empty_cache()
                 try:
                     self.llm.wake_up()
