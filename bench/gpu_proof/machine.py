@@ -1,17 +1,15 @@
-"""What a machine is and has: `python machine.py` prints it as JSON."""
+"""What a machine is and has."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-COMMIT_VARIABLE = "GPU_PROOF_COMMIT"
-"""Names the commit where the clone has come without its history."""
+CARRY, COMMIT = ROOT / ".carry", "commit"
+"""What has travelled with a clone that has come without its history, and the file there that names its commit."""
 
 
 def facts() -> dict[str, Any]:
@@ -36,7 +34,9 @@ def facts() -> dict[str, Any]:
 
 def commit() -> str:
     """The commit of the clone, and whether files have changed since."""
-    known = _output("git", "rev-parse", "--short", "HEAD") or os.environ.get(COMMIT_VARIABLE, "unknown")
+    if not (ROOT / ".git").exists():
+        return (CARRY / COMMIT).read_text() if (CARRY / COMMIT).exists() else "unknown"
+    known = _output("git", "rev-parse", "--short", "HEAD") or "unknown"
     return f"{known} and changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else known
 
 
@@ -63,7 +63,3 @@ def _output(*command: str) -> str:
         return ""
     lines = done.stdout.strip().splitlines()
     return lines[0].strip() if done.returncode == 0 and lines else ""
-
-
-if __name__ == "__main__":
-    print(json.dumps(facts()))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from experiment import Measured, Setting, at_most, experiment
-from run import one
+from training_runs import side
 from updates_experiments import gradient_apart, model_folder, seconds, update, workload
 
 
@@ -19,13 +17,13 @@ from updates_experiments import gradient_apart, model_folder, seconds, update, w
         for kind in ("even", "skewed")
     ),
     needs=("trl",),
-    seconds=400,
+    seconds=180,
 )
 def beside_trl(setting: Setting) -> Measured:
     found: Measured = {}
     for kind in ("even", "skewed"):
         name = workload(setting, f"0.5B, {kind}")
-        theirs = one("trl_side.py", sys.executable, name, model_folder(setting, name), 5)
+        theirs = side("trl_side", name, model_folder(setting, name), 5)
         ours = update(setting, name, 5)
         found |= {
             f"time_{kind}": seconds(ours) / seconds(theirs),

@@ -21,7 +21,7 @@ SHORT = ["model.warm_start_steps=20", "eval.problems=4"]
     "the default run, warm start included",
     at_least("accuracy", 0.8, "greedy accuracy at the end", gpu=True),
     at_most("seconds_per_step", 0.5, "seconds a step", gpu=True),
-    seconds=180,
+    seconds=60,
 )
 def default_run(setting: Setting) -> Measured:
     keys = [*SHORT, "train.steps=2"] if setting.small else []
@@ -58,7 +58,7 @@ def pretrained_model(setting: Setting) -> Measured:
     at_most("weights", 1e-3, "largest difference of the final weights"),
     at_most("steps_before_the_kill", 4, "steps before the kill, of 5"),
     between("steps", 5, 5, "steps of both together"),
-    seconds=240,
+    seconds=120,
 )
 def kill_and_resume(setting: Setting) -> Measured:
     keys = ["engine=transformers", *RESUMED, *(SHORT[:1] if setting.small else []), "train.steps=5"]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,51 +18,6 @@ from training_runs import fresh, mean, median, metrics, model_keys, train, train
 
 SHARED = ["engine=vllm", "engine.gpu_memory_utilization=0.4"]
 EAGER = "engine.enforce_eager=true"
-GENERATE = """
-import json, sys
-from vllm import LLM, SamplingParams
-
-if __name__ == "__main__":
-    llm = LLM(model=sys.argv[1], enforce_eager=True, max_model_len=256, gpu_memory_utilization=0.4)
-    sampling = SamplingParams(max_tokens=32, temperature=0, logprobs=0)
-    (output,) = llm.generate([{"prompt_token_ids": list(range(20, 60))}], [sampling], use_tqdm=False)
-    done = output.outputs[0]
-    scores = [entry[token].logprob for entry, token in zip(done.logprobs, done.token_ids)]
-    print("found: " + json.dumps([list(done.token_ids), scores]))
-"""
-
-
-def served_model(setting: Setting) -> str:
-    """A folder with a model that vLLM can serve: the pretrained one, or one with random weights."""
-    from updates_experiments import model_folder
-
-    return setting.model or str(model_folder(setting, "W1" if setting.small else "0.5B, even"))
-
-
-@experiment(
-    "serving",
-    "vLLM loads on this torch and generates, eager",
-    at_least("tokens", 1, "tokens"),
-    at_most("gap", 0.1, "mean difference from the trainer's log-probs of these tokens, nats"),
-    needs=("vllm",),
-    seconds=150,
-)
-def vllm_generates(setting: Setting) -> Measured:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from grpocli.training.policy import Policy
-
-    folder, began = served_model(setting), time.monotonic()
-    done = subprocess.run([sys.executable, "-c", GENERATE, folder], capture_output=True, text=True)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("found: ")), None)
-    if line is None:
-        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-1500:]}")
-    ids, scores = json.loads(line.removeprefix("found: "))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(setting.device)
-    own = Policy(model, model, torch.bfloat16).score([*range(20, 60), *ids])[-len(ids) :]
-    gaps = [abs(a - b) for a, b in zip(own, scores, strict=True)]
-    return {"tokens": len(ids), "gap": statistics.mean(gaps), "seconds": time.monotonic() - began}
 
 
 @contextmanager
@@ -128,7 +80,7 @@ SERVED_LAWS = (
     at_least("transfers_by_ipc", 6, "transfers by CUDA IPC, the canary's included"),
     at_most("sync_update_seconds", 0.5, "seconds of an update of the server's weights"),
     needs=("gpu", "vllm"),
-    seconds=240,
+    seconds=150,
 )
 def sync_by_ipc(setting: Setting) -> Measured:
     return served(setting, "run", *SHARED, EAGER, "sync=auto")
@@ -139,7 +91,7 @@ def sync_by_ipc(setting: Setting) -> Measured:
     "the same by shared memory",
     *SERVED_LAWS,
     needs=("vllm",),
-    seconds=240,
+    seconds=90,
 )
 def sync_by_shm(setting: Setting) -> Measured:
     return served(setting, "run", *SHARED, EAGER, "sync=shm")
@@ -164,7 +116,7 @@ def sync_by_nccl(setting: Setting) -> Measured:
     at_least("steps", 5, "steps"),
     at_most("gap", 0.25, "largest mean difference of a probe, nats"),
     needs=("vllm",),
-    seconds=240,
+    seconds=150,
 )
 def lora_adapters(setting: Setting) -> Measured:
     return served(setting, "run", *SHARED, EAGER, "model.lora.rank=16", "optim.lr=2e-4", "model.dtype=bfloat16")
@@ -176,7 +128,7 @@ def lora_adapters(setting: Setting) -> Measured:
     at_least("steps", 6, "steps of the run"),
     at_least("killed", 1, "processes of the server that were killed"),
     needs=("vllm",),
-    seconds=300,
+    seconds=150,
 )
 def killed_server(setting: Setting) -> Measured:
     killed: list[int] = []
@@ -227,7 +179,7 @@ def colocated(setting: Setting, *keys: str) -> Measured:
     at_most("load_seconds", 1, "seconds to wake and load", gpu=True),
     true("stream_kept", "the trainer's stream is the one from before vLLM's start", gpu=True),
     needs=("vllm",),
-    seconds=300,
+    seconds=110,
 )
 def colocated_run(setting: Setting) -> Measured:
     found: dict[str, Any] = {}
@@ -295,7 +247,7 @@ def lora_colocated(setting: Setting) -> Measured:
     "a weight that never arrives is refused by the canary",
     true("refused", "the first sync fails"),
     needs=("vllm",),
-    seconds=240,
+    seconds=120,
 )
 def lost_weight(setting: Setting) -> Measured:
     from grpocli.rollout.vllm.weight_sync import PolicyWeights
@@ -342,7 +294,7 @@ def completions(folder: Path) -> list[list[int]]:
     *(at_most(f"error_{n}", 1.1, f"{n} sequences: mean exp of the gap between log-probs") for n in (64, 256, 1024)),
     at_least("gain", 2, "times as many tokens a second with 1,024 as with 64"),
     needs=("gpu", "vllm"),
-    seconds=520,
+    seconds=300,
 )
 def cuda_graphs(setting: Setting) -> Measured:
     found: Measured = {}
@@ -357,7 +309,7 @@ def cuda_graphs(setting: Setting) -> Measured:
     *SERVED_LAWS,
     at_least("transfers_by_ipc", 6, "transfers by CUDA IPC, the canary's included"),
     needs=("gpu", "vllm"),
-    seconds=300,
+    seconds=200,
 )
 def automatic_engine(setting: Setting) -> Measured:
     return served(setting, "run", "engine=auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import statistics
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiment import Setting
+from forks import forked
 
 TIMES = ("time/", "memory/", "engine/", "sync/seconds", "sync/bytes")
 """Prefixes of metrics that differ between two equal runs."""
@@ -34,11 +36,33 @@ def train(setting: Setting, name: str, *keys: str) -> Path:
 
 
 def output(command: Sequence[str], allowed: Sequence[int] = (0,)) -> str:
-    """What a command prints. Raises RuntimeError with the end of it if its exit code is not allowed."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode not in allowed:
-        raise RuntimeError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-TAIL:]}")
-    return done.stdout
+    """What a command prints; `-m grpocli` in a fork. Raises RuntimeError with the end of it for other exit codes."""
+    if command[1:3] == ["-m", "grpocli"]:
+        from grpocli.cli import main
+
+        code, out, err = forked(lambda: main(list(command[3:])))
+    else:
+        done = subprocess.run(command, capture_output=True, text=True)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    if code not in allowed:
+        raise RuntimeError(f"exit code {code}: {(out + err)[-TAIL:]}")
+    return out
+
+
+def side(script: str, name: str, folder: Path, steps: int, *keys: str) -> dict[str, Any]:
+    """What a side of bench/side_by_side (`grpocli_side`, `trl_side`) prints for a workload, in a fork."""
+
+    def call() -> None:
+        if script == "trl_side":
+            sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL would import parts of it that are not carried
+        sys.argv = [f"{script}.py", name, str(folder), str(steps), *keys]
+        importlib.import_module(script).main()
+
+    code, out, err = forked(call)
+    if code:
+        raise RuntimeError(f"{script} {name}: exit code {code}: {err[-TAIL:]}")
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
 
 
 def train_here(setting: Setting, name: str, *keys: str) -> Path:

@@ -120,7 +120,7 @@ class LateLoader:
     at_most("wrong_with_one_buffer", 0, "with one buffer, as grpocli asks for"),
     at_least("wrong_with_two_buffers", 1, "with two, vLLM's default: the race that the one buffer avoids"),
     needs=("gpu", "vllm"),
-    seconds=90,
+    seconds=80,
 )
 def bucket_race(setting: Setting) -> Measured:
     import torch
@@ -166,7 +166,7 @@ class CopiedGroup:
     at_least("sent_mib", 64, "MiB sent each time"),
     at_most("old", 0, "bytes of these that are old"),
     needs=("gpu", "vllm"),
-    seconds=90,
+    seconds=80,
 )
 def sent_after_a_change(setting: Setting) -> Measured:
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import statistics
@@ -15,8 +16,8 @@ from typing import Any
 from unittest.mock import patch
 
 from experiment import Measured, Setting, at_most, between, experiment
-from run import PEAK, WARM, one
-from training_runs import apart, output
+from run import PEAK, WARM
+from training_runs import apart, output, side
 from workloads import ALL, Workload, make_model
 
 ROOT = Path(__file__).parents[2]
@@ -48,15 +49,22 @@ def workload(setting: Setting, name: str) -> str:
 
 def model_folder(setting: Setting, name: str) -> Path:
     """The folder of the workload's model, made once for all experiments."""
-    folder = Path(setting.folder).parent / ALL[name].model.replace(" ", "-")
-    if not (folder / "tokenizer.json").exists():  # written last
-        make_model(ALL[name].model, folder)
+    return made_model(ALL[name].model, Path(setting.folder).parent)
+
+
+def made_model(model: str, work: Path) -> Path:
+    """Make a model in a folder below `work`, unless it is there; only one process does."""
+    folder = work / model.replace(" ", "-")
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "tokenizer.json").exists():  # written last
+            make_model(model, folder)
     return folder
 
 
 def update(setting: Setting, name: str, steps: int, *keys: str) -> dict[str, Any]:
     """Steps of grpocli on a workload, in another process: the output of grpocli_side.py."""
-    return one("grpocli_side.py", sys.executable, name, model_folder(setting, name), steps, *keys, *device(setting))
+    return side("grpocli_side", name, model_folder(setting, name), steps, *keys, *device(setting))
 
 
 def device(setting: Setting) -> tuple[str, ...]:
@@ -77,7 +85,7 @@ def gradient_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     "the update at skewed lengths, 0.5B, without cuDNN's plans and with them",
     between("times_as_fast", 2, 100, "times as fast without them", gpu=True),
     at_most("gradient_apart", 0.03, "relative difference of the first gradient norm"),
-    seconds=180,
+    seconds=150,
 )
 def skewed_update(setting: Setting) -> Measured:
     name, steps = workload(setting, "0.5B, skewed"), 3 if setting.small else 5
@@ -130,7 +138,7 @@ def _short(file: str) -> str:
     "operations of an update's micro-batches that wait for the GPU, 0.5B, skewed lengths",
     at_most("waits_per_micro_batch", 0, "waits a micro-batch"),
     needs=("gpu",),
-    seconds=120,
+    seconds=60,
 )
 def host_synchronizations(setting: Setting) -> Measured:
     import grpocli_side
@@ -159,7 +167,7 @@ def flops_share(work: Workload, run: dict[str, Any]) -> float | None:
     "the share of the GPU's bfloat16 peak that an update of 1.5B needs",
     between("share_even", 0.15, 0.45, "lengths of 512", gpu=True),
     between("share_skewed", 0.1, 0.45, "skewed lengths up to 2,048", gpu=True),
-    seconds=180,
+    seconds=110,
 )
 def model_flops(setting: Setting) -> Measured:
     found: Measured = {}
@@ -190,7 +198,7 @@ def planned_gib(setting: Setting, name: str, keys: tuple[str, ...]) -> float:
     "updates",
     "memory of an update, planned over measured, 0.5B, prompts of 128 and 512 new",
     *(between(f"ratio_{kind}", 0.85, 1.15, kind, gpu=True) for kind in MEMORY),
-    seconds=240,
+    seconds=110,
 )
 def memory_against_plan(setting: Setting) -> Measured:
     name, found = workload(setting, "0.5B, even"), dict[str, Any]()
@@ -205,7 +213,7 @@ def memory_against_plan(setting: Setting) -> Measured:
     "packed rows by flex attention beside sdpa, and compiled layers beside eager ones, 0.5B",
     *(at_most(f"time_{name}", 1, f"{name}: time over that of the default", gpu=True) for name in CHOICES),
     *(at_most(f"gradient_apart_{name}", 0.03, f"{name}: difference of the gradient norms") for name in CHOICES),
-    seconds=400,
+    seconds=150,
 )
 def kernel_choices(setting: Setting) -> Measured:
     found: Measured = {}
@@ -225,7 +233,7 @@ def kernel_choices(setting: Setting) -> Measured:
     "FSDP2 on one process beside plain torch: gradient norms and seconds of an update, float32 and bfloat16",
     at_most("apart_float32", 1e-4, "float32: relative difference of the gradient norms"),
     at_most("apart_bfloat16", 0.03, "bfloat16: the same"),
-    seconds=120,
+    seconds=60,
 )
 def fsdp2_on_one_process(setting: Setting) -> Measured:
     from grpocli.rollout.vllm.server import free_port
