@@ -23,6 +23,7 @@ import torch
 from workloads import WORKLOADS, make_model
 
 from grpocli.rollout.attention import float32_attention
+from grpocli.rollout.kv_cache import cache_argument
 from grpocli.rollout.sampler import sample
 from grpocli.types import Request, Sampling
 
@@ -55,7 +56,7 @@ def bare(model: Any, dtype: torch.dtype, compiled: bool) -> Callable[[], None]:
             input_ids=token_B1,
             position_ids=position_1.view(1, 1).expand(ROWS, 1),
             attention_mask=mask,
-            past_key_values=cache,
+            **{cache_argument(type(model).forward): cache},
             use_cache=True,
             cache_position=position_1,
         ).logits

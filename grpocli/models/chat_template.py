@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import date, datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from grpocli.chat_clock import CLOCK, DAY, dated
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 SWITCHES = ("enable_thinking", "thinking")
 """Variables with which chat templates turn thinking on and off."""
-DAY = "2025-07-01"
-"""What chat templates take for today: a day after the dates up to which the models of the presets know the world."""
-CLOCK = "strftime_now"
-"""The function with which a chat template writes today's date."""
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", CLOCK}
 """Names in a chat template that the user cannot set."""
 GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -43,8 +39,7 @@ def arguments_of(part: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
         if thinking is not None:
             arguments[_switch(read, arguments, thinking)] = thinking
     if CLOCK in str(tokenizer.chat_template):
-        today = date.fromisoformat(getattr(part, "date", DAY))
-        arguments[CLOCK] = datetime.combine(today, datetime.min.time()).strftime
+        arguments["chat_template"] = dated(tokenizer.get_chat_template(), getattr(part, "date", DAY))
     return arguments
 
 

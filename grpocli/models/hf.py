@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
+from grpocli.chat_clock import DAY
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
 from grpocli.hub import PREFIX, check_folder, model_folder, why_unreachable
 from grpocli.models import lora
-from grpocli.models.chat_template import DAY
 from grpocli.models.loading import ModelPart, Progress, configured_end_ids, end_token_ids
 
 if TYPE_CHECKING:

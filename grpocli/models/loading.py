@@ -237,6 +237,13 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Compute activations again in the backward pass instead of keeping them."""
+    # transformers 5.24 renames it
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`; if it lacks a padding token, the end token serves as one."""
     from transformers import AutoTokenizer

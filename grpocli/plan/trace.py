@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.frozen_linear import multiply
+from grpocli.models.loading import checkpoint_activations
 from grpocli.plan.model_size import empty_model, quantized_linear, with_layers
 from grpocli.plan.resources import shares_weights
 from grpocli.training.activation_offload import ActivationOffload
@@ -171,7 +172,7 @@ def _micro_batch_bytes(
         quantize(model, run.model, dtype)
         _fake_weights(model, dtype if shares_weights(run) else torch.float32, frozen=dtype if quantized else None)
         if run.train.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)

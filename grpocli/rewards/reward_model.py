@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
+from grpocli.chat_clock import DAY, dated
 from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
 from grpocli.hub import check_folder, model_folder
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 KEY = "reward.model.path"
-TODAY = datetime(2025, 7, 1)
-"""What a reward model's chat template takes for today, so that scores are the same on every day; as model.date."""
 
 
 @part("reward", "model", package="reward.model")
@@ -120,7 +118,8 @@ class Classifier:
                 problem = "has no chat template, but the prompts are conversations"
                 raise ConfigError(problem, key=KEY, value=self.reward.path)
             messages = [*sample.prompt, *sample.completion]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=TODAY.strftime)
+            template = dated(self.tokenizer.get_chat_template(), DAY)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids[-self.reward.max_tokens :]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.types import Request
+
+
+@lru_cache
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """The argument of a model's forward that takes the cache: transformers 5.24 renames it."""
+    return "cache" if "cache" in signature(forward).parameters else "past_key_values"
 
 
 class PreallocatedKVLayer(DynamicLayer):  # type: ignore[misc]

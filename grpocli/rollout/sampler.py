@@ -10,7 +10,7 @@ import torch
 
 from grpocli.progress import UNWATCHED, Watch
 from grpocli.rollout.distribution import draw, sampling_logits
-from grpocli.rollout.kv_cache import cached_row, can_reuse, fill_cache
+from grpocli.rollout.kv_cache import cache_argument, cached_row, can_reuse, fill_cache
 from grpocli.rollout.sampling import StopStrings, first_occurrence
 from grpocli.types import Completion, Request, ReusableKV, Sampling
 
@@ -121,7 +121,7 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
         input_ids=ids_PL,
         attention_mask=mask_PL,
         position_ids=(mask_PL.cumsum(1) - 1).clamp(min=0)[:, -ids_PL.shape[1] :],
-        past_key_values=cache,
+        **{cache_argument(type(model).forward): cache},
         use_cache=True,
         logits_to_keep=1,
     )
@@ -130,7 +130,7 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
         seen_PV = first_occurrence(*whole, 0, out.logits.shape[-1]) < 0
     repeats = torch.tensor([r.n for r in requests], device=device)
     rows = _Rows(
-        cache=out.past_key_values,
+        cache=cache,
         row=torch.arange(len(requests), device=device),
         attention_BL=None if mask_PL.all() else mask_PL,
         position_B=mask_PL.sum(1),
@@ -172,7 +172,7 @@ def _advance(model: PreTrainedModel, rows: _Rows, token_B: Tensor) -> None:
         input_ids=token_B.unsqueeze(1),
         attention_mask=rows.attention_BL,
         position_ids=rows.position_B.unsqueeze(1),
-        past_key_values=rows.cache,
+        **{cache_argument(type(model).forward): rows.cache},
         use_cache=True,
         logits_to_keep=1,
     )

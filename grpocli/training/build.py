@@ -17,6 +17,7 @@ from grpocli.errors import ConfigError
 from grpocli.models.loading import (
     FLEX,
     PACKING,
+    checkpoint_activations,
     configured_end_ids,
     end_token_ids,
     load_model,
@@ -269,7 +270,7 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, 
     """The policy and its optimizer."""
     model = load_policy(run.model, job.model_path, path, run.seed, job.dtype, world.device)
     if run.train.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     dtype = getattr(torch, job.dtype)
     wrapped, optimizer = world.parallel.prepare(model, dtype, partial(make_optimizer, run.optim))
     policy = Policy(model, wrapped, dtype, world.parallel)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from packaging.version import Version
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 
 from grpocli.files import write_atomic
 from grpocli.models.tiny import make_tokenizer
@@ -68,7 +69,8 @@ class Architecture:
     """A model type of transformers, its tiny config, and the cells of its row in docs/models.md.
 
     rows: `packed`, `padded`, or `window`: packed where no row is longer than the sliding window. lora: the layers of
-    model.lora.target_modules=all-linear. vllm: what engine=vllm does on a CPU.
+    model.lora.target_modules=all-linear. vllm: what engine=vllm does on a CPU. since: the first
+    transformers with it.
     """
 
     model_type: str
@@ -78,6 +80,12 @@ class Architecture:
     lora: tuple[str, ...] = ALL
     vllm: str = "not tried"
     note: str = ""
+    since: str = ""
+
+    @property
+    def installed(self) -> bool:
+        """The transformers that is installed has it."""
+        return not self.since or Version(__version__) >= Version(self.since)
 
     @property
     def has_window(self) -> bool:
@@ -188,6 +196,36 @@ ARCHITECTURES = [
         (*(set(ATTENTION) - {"o_proj"}), "in_proj", "out_proj", "w1", "w2", "w3"),
         vllm=OTHER,
     ),
+    Architecture("kolibri1", "Kolibri 1", WINDOW | EXPERTS | SHARED, "window", since="5.20"),
+    Architecture(
+        "flint",
+        "Flint",
+        WINDOW | EXPERTS | SHARED | {"mlp_only_layers": [0]},
+        "padded",
+        note="eager attention with sinks",
+        since="5.21",
+    ),
+    Architecture("internlm3", "InternLM3", since="5.23"),
+    Architecture("iquestcoder", "IQuest-Coder", since="5.23"),
+    Architecture(
+        "lfm3",
+        "LFM3",
+        {"layer_types": ["conv", FULL]},
+        "padded",
+        (*ATTENTION, "g_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
+        since="5.23",
+    ),
+    Architecture("exaone", "EXAONE 3.x", since="5.24"),
+    Architecture("sarvam_moe", "Sarvam-30B", GLM_EXPERTS | {"moe_intermediate_size": 32}, since="5.24"),
+    Architecture(
+        "lara_mini",
+        "Lara Mini",
+        GATED_DELTA | EXPERTS | SHARED,
+        "padded",
+        (*ALL, *DELTA_LORA),
+        since="5.24",
+    ),
+    Architecture("apertus1p5_text", "Apertus 1.5", lora=(*ATTENTION, "down_proj", "up_proj"), since="5.24"),
 ]
 
 
@@ -206,7 +244,8 @@ def _lines() -> Iterator[list[str]]:
     for one in ARCHITECTURES:
         rows = {"window": "packed up to the sliding window, else padded"}.get(one.rows, one.rows)
         more = f" ({one.note})" if one.note else ""
-        yield [f"`{one.model_type}`", one.families, rows + more, _layers(one), "yes", one.vllm]
+        needs = f" (transformers {one.since})" if one.since else ""
+        yield [f"`{one.model_type}`", one.families + needs, rows + more, _layers(one), "yes", one.vllm]
 
 
 def _layers(one: Architecture) -> str:

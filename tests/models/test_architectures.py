@@ -41,11 +41,20 @@ from grpocli.types import Row, Sampling
 
 __all__ = ["world"]
 
-NAMES = [one.model_type for one in ARCHITECTURES]
 KINDS = ("qwen3", "qwen3_moe", "qwen3_5_text", "gemma3_text", "lfm2")
 """An architecture of each kind: dense, mixture, recurrent, sliding window, convolutional."""
 every_architecture = pytest.mark.parametrize(
-    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.survival) for name in NAMES]
+    "name",
+    [
+        pytest.param(
+            one.model_type,
+            marks=[
+                pytest.mark.skipif(not one.installed, reason=f"needs transformers {one.since}"),
+                *([] if one.model_type in KINDS else [pytest.mark.survival]),
+            ],
+        )
+        for one in ARCHITECTURES
+    ],
 )
 LONGEST = 64
 
@@ -138,12 +147,14 @@ def test_lora_on_experts_is_refused(targets: list[str]) -> None:
 
 
 def test_a_cap_on_attention_is_kept(tmp_path: Path) -> None:
-    """sdpa would leave Gemma 2's out."""
+    """sdpa would leave Gemma 2's out; transformers 5.24 refuses it."""
     capped = replace(architecture("gemma2"), config=architecture("gemma2").config | {"attn_logit_softcapping": 0.5})
     part, ids = HuggingFace(path=str(capped.save(tmp_path))), torch.arange(7, 40)[None]
-    sdpa = HuggingFace(path=str(tmp_path), attention="sdpa")
-    found, without = (load_model(one, str(tmp_path))(ids).logits for one in (part, sdpa))
-    assert (found - without).abs().max() > 0.1
+    model = load_model(part, str(tmp_path))
+    found = model(ids).logits
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    assert (found - model(ids).logits).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(("name", "stacked"), [("qwen3_moe", True), ("mixtral", False), ("granitemoehybrid", False)])

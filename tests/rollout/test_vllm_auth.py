@@ -109,7 +109,8 @@ class Routes:
         from starlette.types import Receive, Scope, Send
 
         self.reached: list[str] = []
-        web = FastAPI(root_path=root_path)
+        web = FastAPI()
+        web.root_path = root_path
         web.get("/health")(lambda: self.reached.append("health"))
         web.post("/update_weights")(lambda: self.reached.append("update"))
 

@@ -9,6 +9,7 @@ import torch
 from little import SHAPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grpocli.models.loading import checkpoint_activations
 from grpocli.training import activation_offload
 from grpocli.training.activation_offload import ActivationOffload, offloading
 
@@ -36,7 +37,7 @@ def gradients(model: LlamaForCausalLM, context: object, bfloat16: bool) -> list[
 def test_gradients_are_the_same_to_the_bit(little_model, bfloat16: bool, checkpointing: bool) -> None:
     model = copy.deepcopy(little_model)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     plain = gradients(model, lambda one: offloading(False, one), bfloat16)
     here = gradients(model, lambda one: offloading(True, one), bfloat16)
     moved = gradients(model, lambda one: ActivationOffload(one.parameters(), devices=("cpu",)), bfloat16)
@@ -62,7 +63,7 @@ def test_weights_and_small_tensors_stay(little_model) -> None:
 def test_the_stored_model_has_less_to_keep() -> None:
     """With checkpointing, what is moved is one input for each layer."""
     model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_hidden_layers": 3})).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     offload = ActivationOffload(model.parameters(), devices=("cpu",))
     with offload:
         hidden = model.model(IDS).last_hidden_state

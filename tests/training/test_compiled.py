@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
+from grpocli.models.loading import checkpoint_activations
 from grpocli.models.lora import Lora, attach
 from grpocli.training import compiled
 from grpocli.training.compiled import compile_layers
@@ -47,7 +48,7 @@ def a_policy(kind: str) -> tuple[Policy, Reference]:
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.1)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     policy = Policy(model, model, torch.float32)
     reference = Reference(initial, policy) if kind == "packed" else BaseReference(policy)
     assert pack(policy, reference)

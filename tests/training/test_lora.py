@@ -19,7 +19,7 @@ from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.hardware.hardware import Single
 from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import load_policy
+from grpocli.models.loading import checkpoint_activations, load_policy
 from grpocli.models.lora import Lora, attach
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample
@@ -114,7 +114,7 @@ def test_micro_batches_and_gradient_checkpointing_change_nothing(little_model, w
     for checkpointing, tokens in ((False, 10_000), (True, 10_000), (False, 20)):
         policy = lora_policy(little_model, world)
         if checkpointing:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(policy.model)
         up = updater(policy, world, micro_batch_tokens=tokens)
         norms = [step(up, rows)["grad_norm"] for _ in range(2)]
         results.append((norms, torch.cat([p.detach().flatten() for p in policy.model.parameters()])))

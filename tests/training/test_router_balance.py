@@ -20,6 +20,7 @@ from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import checkpoint_activations
 from grpocli.models.routers import check_has_routers, recorded, routers
 from grpocli.training.optim import AdamW
 from grpocli.training.packing_check import pack
@@ -61,7 +62,7 @@ def updated(
     """The gradient and the metrics of an update."""
     mine = copy.deepcopy(model)
     if checkpointed:
-        mine.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(mine)
     policy = Policy(mine, mine, torch.float32, world.parallel)
     policy.shared_with = world.context_parallel
     assert not packed or pack(policy, None, world)

@@ -22,6 +22,7 @@ from grpocli.distributed.world import World
 from grpocli.distributed.zero import Zero3
 from grpocli.hardware.hardware import Single
 from grpocli.models.head import widen_head
+from grpocli.models.loading import checkpoint_activations
 from grpocli.models.lora import Lora, attach, is_adapted
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample
@@ -153,7 +154,7 @@ def descended(world: World, folder: Path, name: str, kind: str = "") -> dict[str
     dtype = torch.bfloat16 if name in IN_BFLOAT16 else torch.float32
     policy, optimizer = loaded(world, folder / "model", descent, name == "lora", dtype, name == "float32 head")
     if name == "checkpointing":
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(policy.model)
     policy.packed = FlexPacked if kind == "flex" else Packed
     limit = 0.3 if name == "clipped" else 0.0
     updater = updater_of(
