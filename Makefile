@@ -12,9 +12,11 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
 # A file's tests share fixtures, so one worker runs them; tests/conftest.py puts long files first. On two cores, a third
 # worker computes while another waits for a server.
 TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# What `make test-fast` and the tiers of other versions run.
+FAST := "not (processes or vllm or browser or slow or survival or slurm or zero or parity)"
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test-fast test test-survival test-slurm test-zero test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu gpu-proof gpu-carry clean
+.PHONY: help train test-fast test test-survival test-slurm test-zero test-newest test-oldest test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu gpu-proof gpu-carry clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -23,7 +25,7 @@ train: $(VENV)/.ready-to-train ## make the environment and run the default train
 	$(BIN)/grpocli train $(ARGS)
 
 test-fast: setup ## the tests without processes, vLLM, whole runs and slow ones: about two minutes on two cores
-	$(TESTS) -m "not (processes or vllm or browser or slow or survival or slurm or zero or parity)" $(ARGS)
+	$(TESTS) -m $(FAST) $(ARGS)
 
 test: setup ## every test that runs anywhere, real vLLM included: about ten minutes on two cores
 	$(TESTS) $(ARGS)
@@ -37,6 +39,11 @@ test-slurm: setup ## runs on a SLURM cluster that is installed and started here 
 test-zero: setup .venv-zero/.ready ## zero2 and zero3, with DeepSpeed built for the CPU in an environment beside .venv
 	.venv-zero/bin/python -m pytest tests/training/test_processes.py -m "survival or zero" $(ARGS)
 
+test-newest: .venv-newest/.ready ## test-fast's tests with the newest release of everything, without vLLM
+test-oldest: .venv-oldest/.ready ## test-fast's tests with the oldest releases that pyproject.toml allows, without vLLM
+test-newest test-oldest: test-%:
+	.venv-$*/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m $(FAST) $(ARGS)
+
 chromium: ## install Chromium and its driver for the tests of the report's page (root on Debian; elsewhere install them yourself)
 	@command -v chromium > /dev/null && command -v chromedriver > /dev/null || \
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } || \
@@ -44,11 +51,14 @@ chromium: ## install Chromium and its driver for the tests of the report's page 
 
 # test-slurm runs beside the others: it mostly waits for SLURM. test-zero runs the tests of three processes, too,
 # so test-survival leaves their file out.
-test-all: setup chromium ## every test, what CI runs: test, test-survival, test-slurm, and test-zero and parity where they install
+test-all: setup chromium ## every test, what CI runs: test, test-survival, test-slurm, and test-zero, test-newest, test-oldest and parity where they install
 	@tiers="test test-survival"; failed=0; elsewhere=; \
 	if $(MAKE) --no-print-directory .venv-zero/.ready; \
 	then tiers="$$tiers test-zero"; elsewhere=--ignore=tests/training/test_processes.py; \
 	else echo "left out: test-zero, because DeepSpeed cannot be built here"; fi; \
+	for versions in newest oldest; do \
+	  if $(MAKE) --no-print-directory .venv-$$versions/.ready; then tiers="$$tiers test-$$versions"; \
+	  else echo "left out: test-$$versions, because these releases cannot be installed here"; fi; done; \
 	if $(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare; then tiers="$$tiers parity"; \
 	else echo "left out: parity, because TRL cannot be installed here"; fi; \
 	log=$$(mktemp); $(MAKE) --no-print-directory test-slurm > "$$log" 2>&1 & slurm=$$!; \
@@ -134,7 +144,7 @@ gpu-carry: setup ## what gpu-proof needs on a machine without a network, in .car
 	UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/python bench/gpu_proof/carry.py $(ARGS)
 
 clean: ## remove the environments and what tools left behind
-	rm -rf $(VENV) .venv-parity .venv-zero .venv-gpu .venv-release .gpu-proof .carry dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-zero .venv-newest .venv-oldest .venv-gpu .venv-release .gpu-proof .carry dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -163,6 +173,14 @@ $(VENV)/.ready-to-develop: $(BIN)/uv $(PINS)
 	$(PYTHON) -c 'import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path if p.endswith("-packages")]' \
 	  > $$(.venv-gpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
 	$(PYTHON) -m pip --python .venv-gpu/bin/python install --quiet -e . -r requirements/parity.txt $(PIP_FLAGS)
+
+# Resolved without requirements/: the newest of everything, and the oldest of what pyproject.toml names.
+.venv-newest/.ready: RESOLUTION := highest
+.venv-oldest/.ready: RESOLUTION := lowest-direct
+.venv-newest/.ready .venv-oldest/.ready: $(BIN)/uv pyproject.toml
+	$(PYTHON) -m venv --clear --without-pip $(@D)
+	UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/uv pip install \
+	  --python $(@D)/bin/python --resolution $(RESOLUTION) -e '.[dev]'
 	@touch $@
 
 # no wheel, and its set-up wants torch; nothing is compiled
