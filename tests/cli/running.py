@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,13 +44,17 @@ def start(*argv: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str]:
-    """Wait for a process. Returns its exit code and output. A process that does not end is killed."""
+    """Wait for a process. Returns its exit code and output, which holds no progress bar of a library.
+
+    A process that does not end is killed.
+    """
     try:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         out, _ = process.communicate()
         raise AssertionError(f"it took longer than {timeout} s:\n{out}") from None
+    assert not re.search(r"\d%\||it/s\]", out), out
     return process.returncode, out
 
 

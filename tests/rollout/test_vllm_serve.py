@@ -312,6 +312,6 @@ def test_the_phases_of_a_start_are_read_from_the_log(tmp_path: Path) -> None:
             file.flush()
             start.read()
             assert start.phase == before, "half a line is not read yet"
-            file.write(line[20:] + "\n")
+            file.write(line[20:] + ("\r" if "%|" in line else "\n"))
         start.read()
         assert (start.phase, start.done) == (phase or before, done)

@@ -107,7 +107,7 @@ class StartupLog:
                 added = file.read()
         except FileNotFoundError:
             return
-        whole = added.rfind(b"\n") + 1
+        whole = max(added.rfind(b"\n"), added.rfind(b"\r")) + 1  # a bar ends its line only when it is full
         self.at += whole
         for line in added[:whole].decode(errors="replace").splitlines():
             text = PREFIX.sub("", line).strip()
