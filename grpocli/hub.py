@@ -189,21 +189,20 @@ def request_problem(error: BaseException) -> str:
     return f"{type(error).__name__}: {CREDENTIALS.sub('//', cause)}"[:300]
 
 
-def hub_api(bars: bool = False) -> Any:
-    """A client of the hub, with the token that huggingface_hub finds. bars: show its progress bars."""
+def hub_api() -> Any:
+    """A client of the hub, with the token that huggingface_hub finds."""
     from huggingface_hub import HfApi
 
     from grpocli.version import __version__
 
-    quiet_client(bars)
+    quiet_client()
     return HfApi(library_name="grpocli", library_version=__version__)
 
 
-def quiet_client(bars: bool = False) -> None:
-    """Let huggingface_hub print nothing; its errors are exceptions. bars: but its progress bars."""
+def quiet_client() -> None:
+    """Let huggingface_hub print nothing; its errors are exceptions."""
     from huggingface_hub.utils.logging import set_verbosity_error
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     set_verbosity_error()  # type: ignore[no-untyped-call]
-    if not bars:
-        disable_progress_bars()
+    disable_progress_bars()

@@ -35,8 +35,7 @@ def main(argv: Sequence[str]) -> int:
     run_dir = RunDir(args.run)
     if run_dir.is_running():
         raise ConfigError("is running; hub.push=OWNER/NAME pushes it at its end", key="RUN", value=args.run)
-    api = hub_api(bars=sys.stderr.isatty())
-    print(clean(Pusher(run_dir, _hub(args), "--to", api).push(_progress)))
+    print(clean(Pusher(run_dir, _hub(args), "--to", hub_api()).push(_progress)))
     return 0
 
 

@@ -208,10 +208,9 @@ def _export(rows: Iterable[RolloutRow], files: Sequence[Path], target: str) -> i
 
 
 def _export_table(rows: list[RolloutRow], schema: Any, target: str, what: str) -> int:
-    from datasets import Dataset, disable_progress_bars
+    from datasets import Dataset
     from pyarrow import Table
 
-    disable_progress_bars()
     table = Dataset(Table.from_pylist(rows, schema=schema))
     if target.startswith("hub:"):
         _to_hub(table, target)

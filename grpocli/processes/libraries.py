@@ -18,5 +18,9 @@ def quiet_libraries() -> None:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
+    if "datasets" in sys.modules:
+        from datasets import disable_progress_bars
+
+        disable_progress_bars()
     logging.captureWarnings(True)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request

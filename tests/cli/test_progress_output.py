@@ -31,7 +31,7 @@ def test_the_installation_prints_its_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("before", ["", "import transformers"], ids=["", "imported before"])
+@pytest.mark.parametrize("before", ["", "import datasets, transformers"], ids=["", "imported before"])
 def test_libraries_show_no_bars_of_their_own(before: str) -> None:
     """In no command, also where a program imports them before it calls grpocli."""
     script = f"""{before}
