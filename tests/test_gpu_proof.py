@@ -313,7 +313,10 @@ def test_options_that_cannot_be_meant_are_refused(options: list[str], said: str)
     assert done.stderr == f"{said}\n"
 
 
-def test_one_call_at_a_time_writes_into_a_folder(proof: ModuleType, tmp_path: Path) -> None:
+def test_one_call_at_a_time_writes_into_a_folder(
+    proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "GRACE", 0.0)
     with proof.held(tmp_path), pytest.raises(SystemExit, match="another call writes there"), proof.held(tmp_path):
         pass
     with proof.held(tmp_path):

@@ -339,11 +339,15 @@ def held(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise SystemExit(f"--out {folder}: cannot be written to: {error.strerror}") from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            problem = "another call writes there: wait for it, or choose another --out"
-            raise SystemExit(f"--out {folder}: {problem}") from None
+        until = time.monotonic() + 2 * GRACE
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)  # experiments of a call that was killed hold it until their guards have ended them
+            if time.monotonic() > until:
+                raise SystemExit(f"--out {folder}: another call writes there: wait for it, or choose another --out")
         yield
 
 
