@@ -57,6 +57,7 @@ def bytes_kept(name: str, folder: str, checkpointing: bool) -> tuple[int, int]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from grpocli.models.loading import checkpoint_activations
     from grpocli.training.activation_offload import LEAST, ActivationOffload
     from grpocli.training.micro_batch import MicroBatch
     from grpocli.training.packing_check import pack
@@ -66,7 +67,7 @@ def bytes_kept(name: str, folder: str, checkpointing: bool) -> tuple[int, int]:
     work: Workload = ALL[name]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     policy = Policy(model, model, torch.bfloat16)
     assert pack(policy, None)
     rows = [
