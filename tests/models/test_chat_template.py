@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from chat_families import CHAT_FAMILIES
 
+from grpocli.chat_clock import dated
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
@@ -180,6 +182,15 @@ def test_a_prompt_does_not_depend_on_the_day(family: str, tmp_path: Path, monkey
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)  # the clock
     assert prompt_text(tokenizer) == today
     assert "31" in prompt_text(loaded(family, tmp_path, date="2031-01-31"))
+
+
+@pytest.mark.parametrize("format_", ["%d %B %Y", "%-d %b %y, %A", "%Y-%m-%d", "%H:%M", "today"])
+@pytest.mark.parametrize("around", ["{}", "\n  {}", "{{% if strftime_now is defined %}}{}{{% endif %}}"])
+def test_the_clock_of_a_template_writes_as_strftime(format_: str, around: str, tmp_path: Path) -> None:
+    tokenizer = CHAT_FAMILIES["qwen3"].tokenizer()
+    tokenizer.chat_template = dated(around.format(f"{{{{ strftime_now('{format_}') }}}}"), "2031-01-05")
+    expected = date(2031, 1, 5).strftime(format_)
+    assert prompt_text(tokenizer) == ("\n  " if around.startswith("\n") else "") + expected
 
 
 def test_a_date_is_a_day() -> None:
