@@ -439,3 +439,36 @@ def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
     }
     holds = {law["figure"]: law["holds"] for law in found["skewed_update"]["laws"]}
     assert holds == {"times_as_fast": None, "gradient_apart": True}
+
+
+def test_a_row_says_what_its_figure_is_worth(proof: ModuleType) -> None:
+    """A figure that says nothing is struck out, and a law that has changed or is new does not judge an old figure."""
+    from dataclasses import replace
+
+    import page
+    from experiment import EXPECTED, Experiment, Results, at_most, checked, outcome
+
+    laws, measured = [at_most(name, 2, name) for name in "abcd"], dict.fromkeys("abc", 1)
+    one = Experiment("one", "machine", "", tuple(laws), lambda setting: {}, (), 1)
+    before = replace(one, laws=(*laws[:2], at_most("c", 1, "c")))
+    result = outcome(EXPECTED, {"device": "GPU"}, "cuda", measured=measured, laws=checked(before, measured, "cuda")[1])
+    found = Results(Path("absent.json"))
+    found.experiments["one"] = result | {"struck": {"b": "taken beside others"}}
+    assert [row.split(" | ")[-2:] for row in page.rows_of(one, found)] == [
+        ["1", "as expected |"],
+        ["~~1~~", "not judged: taken beside others |"],
+        ["1", "measured before its law changed |"],
+        ["", "not run: its law is newer |"],
+    ]
+
+
+def test_an_experiment_has_the_settings_of_a_run(proof: ModuleType) -> None:
+    import torch
+    from experiment import Setting
+
+    proof.load()
+    from kernels_experiments import as_a_run
+
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert as_a_run(Setting("cpu", None, "")) == "cpu"
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -56,10 +56,12 @@ from machine import CARRY, ROOT, facts
 
 GROUPS = ("kernels", "transfers", "updates", "runs", "serving", "peer")
 PLAN = (
-    "default_run,beside_trl,kernel_choices,model_flops,memory_against_plan+host_synchronizations,lora_adapters,"
-    "kill_and_resume,skewed_update,flex_and_sdpa,capabilities,head_columns,float32_head,cudnn_plans,masked_call,"
+    "default_run,beside_trl,kernel_choices,model_flops,step_profile,"
+    "memory_against_plan+host_synchronizations,lora_adapters,kill_and_resume,skewed_update,"
+    "flex_and_sdpa,capabilities,head_columns,float32_head,cudnn_plans,masked_call,"
     "settings+equal_to_the_cpu+packed_and_padded+ipc_handles+mask_of_odd_width+fsdp2_on_one_process+bucket_race+"
-    "sent_after_a_change,lost_weight,killed_server,automatic_engine,colocated_run,sync_by_ipc,sync_by_shm,cuda_graphs"
+    "sent_after_a_change,lost_weight,killed_server,automatic_engine,colocated_run,sync_by_ipc,ipc_of_half_a_billion,"
+    "lora_colocated,sync_by_shm,cuda_graphs"
 )
 """First what has not been seen. Those joined by + are not about times, and run together. Others follow."""
 AT_ONCE = 5
@@ -76,7 +78,7 @@ IMPORTED = (
     *("grpocli.launch.trainer_process", "grpocli.distributed.fsdp2", "grpocli.rollout.vllm.engine", "grpocli_side"),
 )
 """What forks need. Nothing here may touch the GPU."""
-PACKED = (".log", ".json", ".jsonl", ".md", ".yaml")
+PACKED = (".log", ".json", ".jsonl", ".md", ".txt", ".yaml")
 
 
 def load(files: Sequence[str] = ()) -> None:

@@ -8,23 +8,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from experiment import Measured, Setting, at_least, at_most, between, experiment, true
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 
 if TYPE_CHECKING:
-    import torch
-
     from grpocli.training.packing import Layout
     from grpocli.training.policy import Policy
     from grpocli.types import Row
 
-    Scored = tuple[torch.Tensor, torch.Tensor]
-
+Scored = tuple[torch.Tensor, torch.Tensor]
 MIB = 2**20
 
 
 def synchronize(device: str) -> None:
-    import torch
-
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -45,8 +43,6 @@ def typical_ms(call: Callable[[], object], device: str, times: int = 5) -> float
 
 def added_mib(call: Callable[[], object]) -> float:
     """The largest memory that torch has allocated on the GPU during the call, beyond that before it."""
-    import torch
-
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -57,9 +53,6 @@ def added_mib(call: Callable[[], object]) -> float:
 
 def kernels_of(call: Callable[[], object]) -> list[str]:
     """The names of the GPU's kernels that a call starts."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
@@ -92,8 +85,6 @@ def as_a_run(setting: Setting) -> str:
     between("copy_share", 0.6, 1.05, "share of its memory bandwidth in a copy", gpu=True),
 )
 def capabilities(setting: Setting) -> Measured:
-    import torch
-
     from grpocli.plan.resources import GPUS
 
     n = 256 if setting.small else 8192
@@ -127,8 +118,6 @@ def capabilities(setting: Setting) -> Measured:
     true("float32_exact", "float32 products are not made in TF32"),
 )
 def settings(setting: Setting) -> Measured:
-    import torch
-
     return {
         "device": as_a_run(setting),
         "cudnn_attention_off": not torch.backends.cuda.cudnn_sdp_enabled(),
@@ -146,13 +135,11 @@ def settings(setting: Setting) -> Measured:
     needs=("gpu",),
 )
 def cudnn_plans(setting: Setting) -> Measured:
-    import torch
-
     def call(n: int) -> None:
         query, key, value = (
             torch.randn(1, 14, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
         )
-        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+        scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
 
     found: Measured = {}
     for allowed, word in ((True, "with"), (False, "without")):
@@ -163,6 +150,7 @@ def cudnn_plans(setting: Setting) -> Measured:
         names = kernels_of(lambda: call(640))
         found |= {f"new_length_{word}_ms": statistics.median(new), f"known_length_{word}_ms": statistics.median(known)}
         found |= {f"flash_{word}": has_kernel(names, "flash"), f"cudnn_{word}": has_kernel(names, "cudnn")}
+        setting.save(found)
     return found
 
 
@@ -174,9 +162,6 @@ def cudnn_plans(setting: Setting) -> Measured:
     at_most("error", 0.02, "relative error of the first 64 queries beside float32"),
 )
 def masked_call(setting: Setting) -> Measured:
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
     from grpocli.models import sdpa
 
     as_a_run(setting)
@@ -211,8 +196,6 @@ def masked_call(setting: Setting) -> Measured:
     needs=("gpu",),
 )
 def mask_of_odd_width(setting: Setting) -> Measured:
-    import torch
-
     from grpocli.models import sdpa
 
     as_a_run(setting)
@@ -241,8 +224,6 @@ def mask_of_odd_width(setting: Setting) -> Measured:
     at_most("difference", 1e-3, "largest difference of log-probs, nats"),
 )
 def head_columns(setting: Setting) -> Measured:
-    import torch
-
     from grpocli.training import logprobs
     from grpocli.types import Sampling
 
@@ -271,7 +252,6 @@ def head_columns(setting: Setting) -> Measured:
 
 def little_policy(device: str, dtype: str) -> Policy:
     """A Llama with random weights that are far from uniform; the same for every device and dtype."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from grpocli.training.policy import Policy
@@ -305,8 +285,6 @@ def random_rows(small: bool) -> list[Row]:
 
 def scored(policy: Policy, batches: Sequence[Sequence[Row]], layout: type[Layout]) -> Scored:
     """Log-probs of all rows, and the gradient of their sum weighted by advantages, in one tensor each."""
-    import torch
-
     from grpocli.training.micro_batch import MicroBatch
     from grpocli.types import Sampling
 
@@ -338,11 +316,7 @@ AGREEMENT = (
 )
 
 
-@experiment(
-    "kernels",
-    "the GPU's log-probs and gradients beside the CPU's in float32, packed rows",
-    *AGREEMENT,
-)
+@experiment("kernels", "the GPU's log-probs and gradients beside the CPU's in float32, packed rows", *AGREEMENT)
 def equal_to_the_cpu(setting: Setting) -> Measured:
     from grpocli.training.packing import Packed
     from grpocli.training.packing_check import pack
@@ -356,6 +330,7 @@ def equal_to_the_cpu(setting: Setting) -> Measured:
         policy = little_policy(setting.device, dtype)
         assert pack(policy, None)
         found |= beside(scored(policy, [rows], Packed), exact, dtype)
+        setting.save(found)
     return found
 
 
@@ -385,6 +360,7 @@ def packed_and_padded(setting: Setting) -> Measured:
         found[f"logp_{dtype}"] = float((packed_logp - padded_logp).abs().max())
         found[f"gradient_{dtype}"] = relative(packed_gradient, padded_gradient)
         found[f"split_{dtype}"] = relative(split_gradient, packed_gradient)
+        setting.save(found)
     return found
 
 
@@ -410,6 +386,7 @@ def flex_and_sdpa(setting: Setting) -> Measured:
             both.append(scored(policy, [rows], layout))
             ms.append(typical_ms(partial(scored, policy, [rows], layout), setting.device))
         found |= beside(both[1], both[0], dtype) | {f"ms_{dtype}": ms, f"time_{dtype}": ms[1] / ms[0]}
+        setting.save(found)
     return found
 
 
@@ -420,8 +397,6 @@ def flex_and_sdpa(setting: Setting) -> Measured:
     at_most("slower", 2, "times as slow as the product in bfloat16", gpu=True),
 )
 def float32_head(setting: Setting) -> Measured:
-    import torch
-
     from grpocli.models.head import product, product_of_float32
 
     n = 128 if setting.small else 4096

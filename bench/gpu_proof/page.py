@@ -64,7 +64,9 @@ def rows_of(one: Experiment, results: Results) -> list[str]:
             verdict = f"{found['verdict']}{why}" if number == 0 else ""
         elif struck:
             measured, verdict = f"~~{measured}~~" if measured else "", f"not judged: {struck}"
-        elif seen and any(seen[end] != limit(getattr(law, end)) for end in ("low", "high")):
+        elif not seen:
+            verdict = "not run: its law is newer"
+        elif any(seen[end] != limit(getattr(law, end)) for end in ("low", "high")):
             verdict = "measured before its law changed"
         elif measured or (law.gpu and found["size"] == "small"):
             verdict = holds(seen.get("holds"))

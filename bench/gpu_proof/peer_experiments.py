@@ -23,8 +23,9 @@ def beside_trl(setting: Setting) -> Measured:
     found: Measured = {}
     for kind in ("even", "skewed"):
         name = workload(setting, f"0.5B, {kind}")
-        theirs = side("trl_side", name, model_folder(setting, name), 5)
         ours = update(setting, name, 5)
+        setting.save(found | {f"own_seconds_{kind}": ours["seconds"], f"own_gib_{kind}": ours["GiB"]})
+        theirs = side("trl_side", name, model_folder(setting, name), 5)
         found |= {
             f"time_{kind}": seconds(ours) / seconds(theirs),
             f"memory_{kind}": ours["GiB"] / theirs["GiB"],
@@ -32,4 +33,5 @@ def beside_trl(setting: Setting) -> Measured:
             f"seconds_{kind}": [ours["seconds"], theirs["seconds"]],
             f"gib_{kind}": [ours["GiB"], theirs["GiB"]],
         }
+        setting.save(found)
     return found

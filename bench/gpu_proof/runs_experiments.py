@@ -64,6 +64,8 @@ def kill_and_resume(setting: Setting) -> Measured:
     keys = ["engine=transformers", *RESUMED, *(SHORT[:1] if setting.small else []), "train.steps=5"]
     calm = train(setting, "calm", *keys)
     again = train(setting, "again", *keys)
+    repeated = differences(again, calm)
+    setting.save({"weights_of_a_repeat": repeated["weights"]})
     folder = fresh(setting, "killed")
     run = subprocess.Popen(command(setting, folder, *keys), stdout=subprocess.DEVNULL, start_new_session=True)
     while len(metrics(folder)) < 2 and run.poll() is None:
@@ -72,7 +74,7 @@ def kill_and_resume(setting: Setting) -> Measured:
     run.wait()
     steps = len(metrics(folder))
     output([*command(setting, folder)[:4], f"resume={folder}"])
-    found, repeated = differences(folder, calm), differences(again, calm)
+    found = differences(folder, calm)
     own, usual = found["weights"], repeated["weights"]
     return {
         "steps_before_the_kill": steps,
@@ -106,4 +108,5 @@ def two_processes(setting: Setting) -> Measured:
     for name, chosen in PROCESSES.items():
         row = metrics(train(setting, name, *keys, *chosen))[0]
         found |= {f"apart_{name}": apart(row["grad_norm"], alone["grad_norm"]), f"reward_{name}": row["reward"]}
+        setting.save(found)
     return found | {"reward": alone["reward"]}

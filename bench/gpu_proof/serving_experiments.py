@@ -7,14 +7,16 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from experiment import Measured, Setting, at_least, at_most, experiment, true
-from training_runs import fresh, mean, median, metrics, model_keys, train, train_here
+import torch
+from experiment import Law, Measured, Setting, at_least, at_most, experiment, true
+from training_runs import fresh, mean, median, metrics, model_keys, side_here, train, train_here
+from updates_experiments import device, model_folder
 
 SHARED = ["engine=vllm", "engine.gpu_memory_utilization=0.4"]
 EAGER = "engine.enforce_eager=true"
@@ -73,53 +75,66 @@ SERVED_LAWS = (
 )
 
 
-@experiment(
+def of_a_run(
+    name: str,
+    stage: str,
+    question: str,
+    *laws: Law,
+    keys: Sequence[str],
+    needs: Sequence[str] = ("vllm",),
+    seconds: float,
+) -> None:
+    """Register an experiment that is `served` with some keys."""
+
+    def run(setting: Setting) -> Measured:
+        return served(setting, "run", *keys)
+
+    run.__name__ = name
+    experiment(stage, question, *SERVED_LAWS, *laws, needs=tuple(needs), seconds=seconds)(run)
+
+
+BY_IPC = at_least("transfers_by_ipc", 6, "transfers by CUDA IPC, the canary's included")
+UPDATED = at_most("sync_update_seconds", 0.5, "seconds of an update of the server's weights")
+of_a_run(
+    "sync_by_ipc",
     "serving",
     "a server on the trainer's GPU, sync=auto, which takes ipc: every weight by a canary, then five steps",
-    *SERVED_LAWS,
-    at_least("transfers_by_ipc", 6, "transfers by CUDA IPC, the canary's included"),
-    at_most("sync_update_seconds", 0.5, "seconds of an update of the server's weights"),
+    *(BY_IPC, UPDATED),
+    keys=[*SHARED, EAGER, "sync=auto"],
     needs=("gpu", "vllm"),
     seconds=150,
 )
-def sync_by_ipc(setting: Setting) -> Measured:
-    return served(setting, "run", *SHARED, EAGER, "sync=auto")
 
 
 @experiment(
     "serving",
-    "the same by shared memory",
-    *SERVED_LAWS,
-    needs=("vllm",),
-    seconds=90,
-)
-def sync_by_shm(setting: Setting) -> Measured:
-    return served(setting, "run", *SHARED, EAGER, "sync=shm")
-
-
-@experiment(
-    "serving",
-    "the same by NCCL, to a server on another GPU",
-    *SERVED_LAWS,
-    at_most("sync_update_seconds", 0.5, "seconds of an update of the server's weights"),
-    needs=("two gpus", "vllm"),
-    seconds=240,
-)
-def sync_by_nccl(setting: Setting) -> Measured:
-    keys = ["hardware.train_devices=1", "hardware.rollout_devices=1", "sync=nccl"]
-    return served(setting, "run", "engine=vllm", EAGER, *keys)
-
-
-@experiment(
-    "serving",
-    "LoRA: adapters in the server, each kind of layer by a canary",
-    at_least("steps", 5, "steps"),
-    at_most("gap", 0.25, "largest mean difference of a probe, nats"),
+    "the same for 0.5B, 1 GB in buckets: three steps",
+    at_least("steps", 3, "steps"),
+    SERVED_LAWS[1],
+    at_most("seconds_of_a_transfer", 1, "seconds of a transfer", gpu=True),
     needs=("vllm",),
     seconds=150,
 )
-def lora_adapters(setting: Setting) -> Measured:
-    return served(setting, "run", *SHARED, EAGER, "model.lora.rank=16", "optim.lr=2e-4", "model.dtype=bfloat16")
+def ipc_of_half_a_billion(setting: Setting) -> Measured:
+    found, name = dict[str, Any](), "smoke, vLLM" if setting.small else "0.5B, vLLM"
+    with watched_syncs(found):
+        side_here(name, model_folder(setting, name), 3, *SHARED[1:], EAGER, *device(setting))
+    took = found["by_ipc"]
+    found |= {"steps": 3, "transfers": len(took), "gap": max(found["gaps"])}
+    return found | ({"seconds_of_a_transfer": statistics.median(took)} if took else {})
+
+
+of_a_run("sync_by_shm", "serving", "the same by shared memory", keys=[*SHARED, EAGER, "sync=shm"], seconds=90)
+of_a_run(
+    *("sync_by_nccl", "serving", "the same by NCCL, to a server on another GPU"),
+    UPDATED,
+    keys=["engine=vllm", EAGER, "hardware.train_devices=1", "hardware.rollout_devices=1", "sync=nccl"],
+    needs=("two gpus", "vllm"),
+    seconds=240,
+)
+LORA = ("model.lora.rank=16", "optim.lr=2e-4", "model.dtype=bfloat16")
+question = "LoRA: adapters in the server, each kind of layer by a canary"
+of_a_run("lora_adapters", "serving", question, keys=[*SHARED, EAGER, *LORA], seconds=150)
 
 
 @experiment(
@@ -192,8 +207,6 @@ def colocated_run(setting: Setting) -> Measured:
 @contextmanager
 def watched_colocation(found: dict[str, Any], device: str) -> Iterator[None]:
     """A block in which vLLM's memory, sleeps and loads in this process are measured."""
-    import torch
-
     from grpocli.rollout.vllm import colocate
 
     start, sleep, load = colocate.start, colocate.InProcessLLM.sleep, colocate.InProcessLLM.load
@@ -223,23 +236,15 @@ def watched_colocation(found: dict[str, Any], device: str) -> Iterator[None]:
         found.setdefault("loads", []).append(time.perf_counter() - began)
         return sent
 
-    with (
-        patch.object(colocate, "start", started),
-        patch.multiple(colocate.InProcessLLM, sleep=slept, load=loaded),
-    ):
+    with patch.object(colocate, "start", started), patch.multiple(colocate.InProcessLLM, sleep=slept, load=loaded):
         yield
 
 
 @experiment(
-    "colocated",
-    "LoRA with vLLM in the trainer's process: five steps",
-    *COLOCATED_LAWS,
-    needs=("vllm",),
-    seconds=150,
+    "colocated", "LoRA with vLLM in the trainer's process: five steps", *COLOCATED_LAWS, needs=("vllm",), seconds=150
 )
 def lora_colocated(setting: Setting) -> Measured:
-    keys = ["model.lora.rank=16", "optim.lr=2e-4", "model.dtype=bfloat16"]
-    return colocated(setting, *keys)
+    return colocated(setting, *LORA)
 
 
 @experiment(
@@ -300,19 +305,12 @@ def cuda_graphs(setting: Setting) -> Measured:
     found: Measured = {}
     for sequences in (64, 256, 1024):
         found |= repeated_sampling(setting, f"run_{sequences}", sequences)[1]
+        setting.save(found)
     return found | {"gain": found["tokens_per_second_1024"] / found["tokens_per_second_64"]}
 
 
-@experiment(
-    "graphs",
-    "engine=auto, nothing else chosen: compiled vLLM beside the trainer, weights by ipc",
-    *SERVED_LAWS,
-    at_least("transfers_by_ipc", 6, "transfers by CUDA IPC, the canary's included"),
-    needs=("gpu", "vllm"),
-    seconds=200,
-)
-def automatic_engine(setting: Setting) -> Measured:
-    return served(setting, "run", "engine=auto")
+question = "engine=auto, nothing else chosen: compiled vLLM beside the trainer, weights by ipc"
+of_a_run("automatic_engine", "graphs", question, BY_IPC, keys=["engine=auto"], needs=("gpu", "vllm"), seconds=200)
 
 
 @experiment(

@@ -79,6 +79,14 @@ def train_here(setting: Setting, name: str, *keys: str) -> Path:
     return folder
 
 
+def side_here(name: str, folder: Path, steps: int, *keys: str) -> None:
+    """A run of `grpocli_side` on a workload in this process, whose functions an experiment may have replaced."""
+    import grpocli_side
+
+    sys.argv = ["grpocli_side.py", name, str(folder), str(steps), *keys]
+    grpocli_side.main()
+
+
 def fresh(setting: Setting, name: str) -> Path:
     """A folder of an experiment that does not exist."""
     folder = Path(setting.folder) / name

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import cProfile
 import fcntl
 import json
 import os
+import pstats
 import statistics
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from experiment import Measured, Setting, at_most, between, experiment
+from kernels_experiments import little_policy, milliseconds, random_rows
 from run import PEAK, WARM
-from training_runs import apart, output, side
+from torch.profiler import ProfilerActivity, profile
+from training_runs import apart, output, side, side_here, train_here
 from workloads import ALL, Workload, make_model
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +46,8 @@ MEMORY = {
     "lora": ("model.lora.rank=16",),
 }
 """Configs whose planned memory is compared with the measured one."""
+PROFILED, PROFILED_IN_PYTHON = 3, 5
+"""Steps whose updates are profiled, each of which the profile makes slower."""
 
 
 def workload(setting: Setting, name: str) -> str:
@@ -91,6 +99,7 @@ def skewed_update(setting: Setting) -> Measured:
     name, steps = workload(setting, "0.5B, skewed"), 3 if setting.small else 5
     folder = model_folder(setting, name)
     without = update(setting, name, steps)
+    setting.save({"seconds_without": without["seconds"], "gib": without["GiB"]})
     command = [sys.executable, "-c", WITH_CUDNN, str(SIDE), name, str(folder), str(steps), *device(setting)]
     allowed = json.loads(output(command).splitlines()[-1])
     return {
@@ -105,8 +114,6 @@ def skewed_update(setting: Setting) -> Measured:
 @contextmanager
 def synchronizations(found: Counter[str]) -> Iterator[None]:
     """A block in which the lines of Python that wait for the GPU within an update's micro-batches are counted."""
-    import torch
-
     from grpocli.training.update import Updater
 
     accumulate = Updater.accumulate
@@ -133,6 +140,69 @@ def _short(file: str) -> str:
     return "/".join(Path(file).parts[-3:])
 
 
+@contextmanager
+def profiled_updates(found: Measured, word: str, tables: Path, device: str) -> Iterator[None]:
+    """A block whose updates are timed; one goes through torch's profiler and one through Python's, into `tables`."""
+    from grpocli.training.trainer import Trainer
+
+    update, took = Trainer.update, found.setdefault(f"update_ms_{word}", [])
+
+    def watched(self: Any, *given: Any) -> None:
+        call, step = partial(update, self, *given), self.state.step
+        if step not in (PROFILED, PROFILED_IN_PYTHON):
+            took.append(milliseconds(call, device))
+            return
+        with tables.open("a") as file:
+            if step == PROFILED:
+                kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+                with profile(activities=kinds, acc_events=True) as seen:
+                    milliseconds(call, device)
+                events = seen.key_averages()
+                found.update({f"{name}_{word}": value for name, value in counted(events).items()})
+                for order in ("self_cpu_time_total", "self_device_time_total"):
+                    table = events.table(sort_by=order, row_limit=30, max_name_column_width=80)
+                    print(f"{word}, by {order}\n{table}", file=file)
+            else:
+                watch = cProfile.Profile()
+                watch.runcall(call)
+                for order in ("cumulative", "tottime"):
+                    print(f"{word}, Python by {order}", file=file)
+                    pstats.Stats(watch, stream=file).sort_stats(order).print_stats(45)
+
+    with patch.object(Trainer, "update", watched):
+        yield
+
+
+def counted(events: Any) -> Measured:
+    """What a profile says: milliseconds of the GPU, kernels launched, operations, and waits for the GPU."""
+
+    def count(*words: str, start: str = "") -> int:
+        return sum(one.count for one in events if one.key.startswith(start) and all(w in one.key for w in words))
+
+    kernels = [one.self_device_time_total for one in events if one.device_type.name == "CUDA"]
+    found: Measured = {"gpu_ms": sum(kernels) / 1e3, "launches": count("LaunchKernel")}
+    return found | {"operations": count(start="aten::"), "waits": count("Synchronize", start="cuda")}
+
+
+@experiment(
+    "updates",
+    "where an update's time goes, the built-in model and 0.5B at lengths of 512: its profile in profile.txt",
+    at_most("launches_tiny", 2000, "kernels launched in an update of the built-in model", gpu=True),
+    at_most("waits_tiny", 10, "waits for the GPU in it", gpu=True),
+    seconds=190,
+)
+def step_profile(setting: Setting) -> Measured:
+    found, name = dict[str, Any](), workload(setting, "0.5B, even")
+    tables, steps = Path(setting.folder, "profile.txt"), PROFILED_IN_PYTHON + 2
+    with profiled_updates(found, "tiny", tables, setting.device):
+        short = ["model.warm_start_steps=20", "eval.problems=4"] if setting.small else []
+        train_here(setting, "run", "engine=transformers", f"train.steps={steps}", *short)
+    setting.save(found)
+    with profiled_updates(found, "half_a_billion", tables, setting.device):
+        side_here(name, model_folder(setting, name), steps, *device(setting))
+    return found
+
+
 @experiment(
     "updates",
     "operations of an update's micro-batches that wait for the GPU, 0.5B, skewed lengths",
@@ -141,12 +211,9 @@ def _short(file: str) -> str:
     seconds=60,
 )
 def host_synchronizations(setting: Setting) -> Measured:
-    import grpocli_side
-
     name, found = "0.5B, skewed", Counter[str]()
-    sys.argv = ["grpocli_side.py", name, str(model_folder(setting, name)), "3"]
     with synchronizations(found):
-        grpocli_side.main()
+        side_here(name, model_folder(setting, name), 3)
     batches = found.pop("micro-batches")
     return {
         "micro_batches": batches,
@@ -177,6 +244,7 @@ def model_flops(setting: Setting) -> Measured:
         tokens = sum(sum(ALL[name].lengths(step)) for step in range(WARM, 5))
         found |= {f"share_{kind}": flops_share(ALL[name], run), f"seconds_{kind}": run["seconds"]}
         found |= {f"gib_{kind}": run["GiB"], f"tokens_per_second_{kind}": tokens / sum(run["seconds"][WARM:])}
+        setting.save(found)
     return found
 
 
@@ -205,6 +273,7 @@ def memory_against_plan(setting: Setting) -> Measured:
     for kind, keys in MEMORY.items():
         planned, measured = planned_gib(setting, name, keys), update(setting, name, 3, *keys)["GiB"]
         found |= {f"planned_{kind}": planned, f"measured_{kind}": measured, f"ratio_{kind}": planned / measured}
+        setting.save(found)
     return found
 
 
@@ -225,6 +294,7 @@ def kernel_choices(setting: Setting) -> Measured:
         run = update(setting, work, 8, *keys)
         found |= {f"time_{name}": seconds(run) / seconds(usual[work]), f"seconds_{name}": run["seconds"]}
         found |= {f"gradient_apart_{name}": gradient_apart(run, usual[work]), f"gib_{name}": run["GiB"]}
+        setting.save(found)
     return found
 
 
@@ -251,9 +321,6 @@ def fsdp2_on_one_process(setting: Setting) -> Measured:
 
 def gradient_norm(setting: Setting, parallel: str, dtype: str) -> float:
     """The gradient norm of an update of a little model on packed rows."""
-    import torch
-    from kernels_experiments import little_policy, random_rows
-
     from grpocli.distributed.fsdp2 import Fsdp2
     from grpocli.distributed.parallel import SingleProcess
     from grpocli.distributed.world import World

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,12 @@ GPU = {
 }
 WHOLE = {"whole run": Workload("8 x 8, 16 tokens", "0.4M", 8, 8, longest=16, sampled=True, times=50, rate=1e-3)}
 SMOKE = {"smoke": Workload("2 x 4 rows of 12 + 8 tokens, for the tests of the benchmarks", "0.4M", rows=4, longest=8)}
-ALL = WORKLOADS | LINEAR | LONG_ROWS | GPU | WHOLE | SMOKE
+SERVED = {
+    f"{name}, vLLM": replace(work, longest=longest, sampled=True, engine="vllm")
+    for name, work, longest in (("0.5B", GPU["0.5B, even"], 64), ("smoke", SMOKE["smoke"], 8))
+}
+"""For a transfer of 1 GB to a server, and the same for a CPU."""
+ALL = WORKLOADS | LINEAR | LONG_ROWS | GPU | WHOLE | SMOKE | SERVED
 
 
 def peak() -> float:

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -648,6 +649,25 @@ def test_a_failed_transfer_is_completed(tmp_path: Path) -> None:
     assert server.calls == ["start_update"]
     with pytest.raises(EngineError, match="start_update failed"):
         client.check()
+
+
+@pytest.mark.parametrize("fails", ["", "update"])
+def test_the_bucket_of_a_failed_sync_is_released(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps an exported block until its reader says that it is done, which one that was killed never does."""
+    released: list[Any] = []
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_release_ipc_counter", lambda *given, device: released.append((*given, device))
+    )
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: released.append("collected"))
+    transport = transport_gpu.IpcTransport(PolicyWeights(context().policy, torch.bfloat16), 64, 0)
+    transport._engine = SimpleNamespace(
+        gpu_uuid="GPU-1", send_weights=lambda: transport.client.update_weights({"ipc_handles": {"GPU-1": HANDLE}})
+    )
+    server: Any = Server(tmp_path, fails=fails)
+    server.prepared = True
+    with pytest.raises(EngineError, match="update failed") if fails else nullcontext():
+        transport.send([server], iter(()), 1)
+    assert released == ([(HANDLE[11], HANDLE[12], HANDLE[6]), "collected"] if fails else [])
 
 
 def test_a_broadcast_that_failed_is_aborted_once(tmp_path: Path) -> None:

@@ -76,9 +76,10 @@ class TransferClient:
         self.servers: Sequence[ServerClient] = ()
         self.version: int | str = 0
         self.failure: EngineError | None = None
+        self.exported: Handles = {}
 
     def begin(self, servers: Sequence[ServerClient], version: int | str) -> None:
-        self.servers, self.version, self.failure = servers, version, None
+        self.servers, self.version, self.failure, self.exported = servers, version, None, {}
 
     def check(self) -> None:
         if self.failure:
@@ -93,7 +94,8 @@ class TransferClient:
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         if update_info.get("ipc_handles") is not None:
-            update_info = {**update_info, "ipc_handles": encode_handles(update_info["ipc_handles"])}
+            self.exported = update_info["ipc_handles"]
+            update_info = {**update_info, "ipc_handles": encode_handles(self.exported)}
         info = {name: value for name, value in update_info.items() if value is not None}
         self._each(lambda server: server.update(info))
 
@@ -226,6 +228,8 @@ class IpcTransport:
     def _hand_over(self) -> None:
         wait_for_weights()
         self._engine.send_weights()
+        if self.client.failure and self.client.exported:
+            release(self.client.exported[self._engine.gpu_uuid])
 
     def _make(self) -> Any:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -272,6 +276,12 @@ ARGUMENTS = 15
 the reference counter's handle and offset, the event's handle, and whether to wait for it."""
 
 Handles = dict[str, tuple[Any, ...]]
+
+
+def release(arguments: tuple[Any, ...]) -> None:
+    """Free an exported bucket in the place of its reader: torch keeps it until a reader that has died would say so."""
+    torch.UntypedStorage._release_ipc_counter(*arguments[11:13], device=arguments[6])
+    torch.cuda.ipc_collect()
 
 
 def encode_handles(handles: Handles) -> dict[str, list[Any]]:
