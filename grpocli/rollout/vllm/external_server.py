@@ -149,9 +149,8 @@ def _version(client: ServerClient) -> str:
 def version_misfit(theirs: str, transport: str) -> str:
     """The reason why the trainer's vLLM cannot send weights to a server's; "" if it can.
 
-    The two sides of a transfer fit only within a minor version: 0.33 sends an empty update for unchanged parameters,
-    which 0.32 would label as new weights. With sync=shm and adapters the trainer does not use its vLLM. Raises
-    ConfigError unless it has a supported one.
+    The sides fit only within a minor: 0.33 sends an empty update for unchanged parameters, which 0.32 would label as
+    new weights. sync=shm and adapters use no vLLM of the trainer's. Raises ConfigError unless it has a supported one.
     """
     check_vllm("vllm")
     ours = vllm_version()
