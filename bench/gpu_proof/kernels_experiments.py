@@ -125,6 +125,13 @@ def settings(setting: Setting) -> Measured:
     }
 
 
+def operands(device: str, heads: int, width: int, queries: int, keys: int) -> list[torch.Tensor]:
+    """Queries, keys and values in bfloat16, and the causal mask of the last queries."""
+    of = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return [*(torch.randn(1, heads, n, width, **of) for n in (queries, keys, keys)), mask]  # type: ignore[call-overload]
+
+
 @experiment(
     "kernels",
     "cuDNN's plans: causal attention, forward and backward, at lengths 640, 641 and 642",
@@ -136,9 +143,7 @@ def settings(setting: Setting) -> Measured:
 )
 def cudnn_plans(setting: Setting) -> Measured:
     def call(n: int) -> None:
-        query, key, value = (
-            torch.randn(1, 14, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-        )
+        query, key, value, _ = operands("cuda", 14, 64, n, n)
         scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
 
     found: Measured = {}
@@ -166,11 +171,7 @@ def masked_call(setting: Setting) -> Measured:
 
     as_a_run(setting)
     queries, keys = (64, 80) if setting.small else (8192, 10240)
-    query, key, value = (
-        torch.randn(1, 12, n, 128, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
-        for n in (queries, keys, keys)
-    )
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=setting.device).tril(keys - queries)
+    query, key, value, mask = operands(setting.device, 12, 128, queries, keys)
 
     def call() -> torch.Tensor:
         out = sdpa.on_gpu(query, key, value, mask, 1, {"dropout_p": 0.0, "scale": None})
@@ -201,11 +202,7 @@ def mask_of_odd_width(setting: Setting) -> Measured:
     as_a_run(setting)
     found: Measured = {}
     for word, keys in (("even", 2048), ("odd", 2043)):
-        query, key, value = (
-            torch.randn(1, 14, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            for n in (1024, keys, keys)
-        )
-        mask = torch.ones(1024, keys, dtype=torch.bool, device="cuda").tril(keys - 1024)
+        query, key, value, mask = operands("cuda", 14, 64, 1024, keys)
         call = partial(sdpa.on_gpu, query, key, value, mask, 1, {"dropout_p": 0.0, "scale": None})
         found[f"ms_{word}"] = typical_ms(call, "cuda", 20)  # allocates workspaces, too
         before = torch.cuda.memory_allocated()

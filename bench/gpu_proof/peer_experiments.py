@@ -6,22 +6,20 @@ from experiment import Measured, Setting, at_most, experiment
 from training_runs import side
 from updates_experiments import gradient_apart, model_folder, seconds, update, workload
 
+KINDS = ("even", "skewed")
+
 
 @experiment(
     "peer",
     "updates beside TRL's, 0.5B: the time and the memory of grpocli over TRL's",
-    *(at_most(f"time_{kind}", 1, f"{kind}: time", gpu=True) for kind in ("even", "skewed")),
-    *(at_most(f"memory_{kind}", 1, f"{kind}: memory", gpu=True) for kind in ("even", "skewed")),
-    *(
-        at_most(f"gradient_apart_{kind}", 0.03, f"{kind}: difference of the gradient norms")
-        for kind in ("even", "skewed")
-    ),
+    *(at_most(f"{of}_{kind}", 1, f"{kind}: {of}", gpu=True) for of in ("time", "memory") for kind in KINDS),
+    *(at_most(f"gradient_apart_{kind}", 0.03, f"{kind}: difference of the gradient norms") for kind in KINDS),
     needs=("trl",),
     seconds=180,
 )
 def beside_trl(setting: Setting) -> Measured:
     found: Measured = {}
-    for kind in ("even", "skewed"):
+    for kind in KINDS:
         name = workload(setting, f"0.5B, {kind}")
         ours = update(setting, name, 5)
         setting.save(found | {f"own_seconds_{kind}": ours["seconds"], f"own_gib_{kind}": ours["GiB"]})

@@ -9,11 +9,9 @@ import subprocess
 import time
 
 from experiment import Measured, Setting, at_least, at_most, between, experiment
-from training_runs import apart, command, differences, fresh, mean, median, metrics, model_keys, output, train
+from training_runs import SHORT, apart, command, differences, fresh, mean, median, metrics, model_keys, output, train
 
 RESUMED = ["eval.problems=0", "checkpoint.every=1", "rollout.prompts_per_step=8", "rollout.group_size=8"]
-SHORT = ["model.warm_start_steps=20", "eval.problems=4"]
-"""For a CPU."""
 
 
 @experiment(
@@ -52,9 +50,7 @@ def pretrained_model(setting: Setting) -> Measured:
 @experiment(
     "runs",
     "a run killed with SIGKILL after two steps and resumed, beside an undisturbed one",
-    at_most(
-        "beyond_a_repeat", 3, "difference of the final weights, in differences of two undisturbed runs (0 of 0 is 0)"
-    ),
+    at_most("beyond_a_repeat", 3, "difference of the final weights, in those of two undisturbed runs (0 of 0 is 0)"),
     at_most("weights", 1e-3, "largest difference of the final weights"),
     at_most("steps_before_the_kill", 4, "steps before the kill, of 5"),
     between("steps", 5, 5, "steps of both together"),

@@ -286,11 +286,8 @@ def completions(folder: Path) -> list[list[int]]:
     from pyarrow import parquet
 
     files = sorted((folder / "rollouts").glob("*.parquet"))
-    return [
-        ids
-        for file in files
-        for ids in parquet.read_table(file, columns=["completion_ids"])["completion_ids"].to_pylist()
-    ]
+    tables = (parquet.read_table(file, columns=["completion_ids"]) for file in files)
+    return [ids for table in tables for ids in table["completion_ids"].to_pylist()]
 
 
 @experiment(

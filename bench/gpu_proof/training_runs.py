@@ -18,6 +18,8 @@ from forks import forked
 
 TIMES = ("time/", "memory/", "engine/", "sync/seconds", "sync/bytes")
 """Prefixes of metrics that differ between two equal runs."""
+SHORT = ("model.warm_start_steps=20", "eval.problems=4")
+"""The built-in model on a CPU."""
 TAIL = 1500  # characters of a failed command's output
 
 Rows = list[dict[str, Any]]

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -174,33 +176,18 @@ def sent_after_a_change(setting: Setting) -> Measured:
     size, count = 2**20, 64
     weights = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(count)]
 
-    class Weights:
-        dtype = torch.uint8
+    how = packing(4 * size)
+    sizes = {"buffer_size_bytes": how["packed_buffer_size_bytes"], "num_buffers": how["packed_num_buffers"]}
+    policy: Any = SimpleNamespace(dtype=torch.uint8, bytes=lambda: size * count)
 
-        def bytes(self) -> int:
-            return size * count
-
-    class Engine:
-        """vLLM's trainer engine without servers: its producer, in streams of its own."""
-
-        def __init__(self, source: Any, group: CopiedGroup) -> None:
-            self.source, self.group = source, group
-
-        def send_weights(self) -> None:
-            how = packing(4 * size)
-            packed_nccl_broadcast_producer(
-                iter(self.source),
-                self.group,
-                0,
-                lambda item: item[1],
-                buffer_size_bytes=how["packed_buffer_size_bytes"],
-                num_buffers=how["packed_num_buffers"],
-            )
+    def send(source: Any, group: CopiedGroup) -> None:
+        """As vLLM's trainer engine, without servers: its producer, in streams of its own."""
+        packed_nccl_broadcast_producer(iter(source), group, 0, lambda item: item[1], **sizes)
 
     old, sent = [], []
     for value in range(1, 6):
-        transport, group = NcclTransport(Weights(), 4 * size), CopiedGroup()  # type: ignore[arg-type]
-        transport._engine = Engine(transport.source, group)
+        transport, group = NcclTransport(policy, 4 * size), CopiedGroup()
+        transport._engine = SimpleNamespace(send_weights=partial(send, transport.source, group))
         torch.cuda.synchronize()
         torch.cuda._sleep(50_000_000)  # as kernels that come before the change, tens of milliseconds
         for weight in weights:

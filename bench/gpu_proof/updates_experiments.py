@@ -23,16 +23,9 @@ from experiment import Measured, Setting, at_most, between, experiment
 from kernels_experiments import little_policy, milliseconds, random_rows
 from run import PEAK, WARM
 from torch.profiler import ProfilerActivity, profile
-from training_runs import apart, output, side, side_here, train_here
+from training_runs import SHORT, apart, output, side, side_here, train_here
 from workloads import ALL, Workload, make_model
 
-ROOT = Path(__file__).parents[2]
-SIDE = ROOT / "bench" / "side_by_side"
-WITH_CUDNN = (
-    "import sys, torch; sys.path.insert(0, sys.argv[1]); torch.backends.cuda.enable_cudnn_sdp = lambda on: None; "
-    "sys.argv[:2] = ['grpocli_side.py']; import grpocli_side; grpocli_side.main()"
-)
-"""The same side, in which attention by cuDNN stays as torch has it."""
 CHOICES = {
     "flex_skewed": ("skewed", ("model.attention=flex_attention",)),
     "flex_prompts": ("prompts", ("model.attention=flex_attention",)),
@@ -71,7 +64,7 @@ def made_model(model: str, work: Path) -> Path:
 
 
 def update(setting: Setting, name: str, steps: int, *keys: str) -> dict[str, Any]:
-    """Steps of grpocli on a workload, in another process: the output of grpocli_side.py."""
+    """Steps of grpocli on a workload, in a fork: the output of grpocli_side.py."""
     return side("grpocli_side", name, model_folder(setting, name), steps, *keys, *device(setting))
 
 
@@ -97,11 +90,10 @@ def gradient_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 )
 def skewed_update(setting: Setting) -> Measured:
     name, steps = workload(setting, "0.5B, skewed"), 3 if setting.small else 5
-    folder = model_folder(setting, name)
     without = update(setting, name, steps)
     setting.save({"seconds_without": without["seconds"], "gib": without["GiB"]})
-    command = [sys.executable, "-c", WITH_CUDNN, str(SIDE), name, str(folder), str(steps), *device(setting)]
-    allowed = json.loads(output(command).splitlines()[-1])
+    with patch.object(torch.backends.cuda, "enable_cudnn_sdp", lambda on: None):  # it stays as torch has it
+        allowed = update(setting, name, steps)
     return {
         "times_as_fast": seconds(allowed) / seconds(without),
         "seconds_without": without["seconds"],
@@ -195,7 +187,7 @@ def step_profile(setting: Setting) -> Measured:
     found, name = dict[str, Any](), workload(setting, "0.5B, even")
     tables, steps = Path(setting.folder, "profile.txt"), PROFILED_IN_PYTHON + 2
     with profiled_updates(found, "tiny", tables, setting.device):
-        short = ["model.warm_start_steps=20", "eval.problems=4"] if setting.small else []
+        short = SHORT if setting.small else []
         train_here(setting, "run", "engine=transformers", f"train.steps={steps}", *short)
     setting.save(found)
     with profiled_updates(found, "half_a_billion", tables, setting.device):
@@ -312,10 +304,8 @@ def fsdp2_on_one_process(setting: Setting) -> Measured:
     os.environ.update(place | {"MASTER_PORT": str(free_port())})
     found: Measured = {}
     for dtype in ("float32", "bfloat16"):
-        norms = {}
-        for parallel in ("plain", "fsdp2"):
-            norms[parallel] = gradient_norm(setting, parallel, dtype)
-        found |= {f"norms_{dtype}": list(norms.values()), f"apart_{dtype}": apart(norms["fsdp2"], norms["plain"])}
+        norms = [gradient_norm(setting, parallel, dtype) for parallel in ("plain", "fsdp2")]
+        found |= {f"norms_{dtype}": norms, f"apart_{dtype}": apart(*norms)}
     return found
 
 
