@@ -48,6 +48,7 @@ from grpocli.rewards.python import PythonReward
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync_config import locate_servers
 from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
+from grpocli.rollout.vllm.validate import flag_of
 from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 from grpocli.tasks.task import columns_of
 from grpocli.tracking.callbacks import check_callback
@@ -323,6 +324,7 @@ def prepare(
         revision=getattr(run.model, "revision", None),
         trust_remote_code=getattr(run.model, "trust_remote_code", False),
         served_path=_served(run, model_path, dtype, view),
+        dummy=split == "train" and _starts_dummy(run, model_path),
         max_num_seqs=max(run.rollout.group_size, run.eval.samples),
         gpus=devices.rollout,
         shares_gpus=devices.shared is not False,
@@ -352,6 +354,23 @@ def _served(run: Run, model_path: str, dtype: str, view: View) -> str | None:
 
     view.stage("writing the weights that 4 bits stand for, which vLLM serves")
     return dequantized_base(run.model, model_path, dtype, run.hardware.device)
+
+
+def _starts_dummy(run: Run, model_path: str) -> bool:
+    """Whether the run's own vLLM servers need no real weights, because every sync sends all that they read.
+
+    Syncs send no buffers, such as the expert biases of GLM-4.5.
+    """
+    from grpocli.models.loading import model_without_weights
+    from grpocli.rollout.vllm.engine_parts import Vllm
+
+    engine = run.engine.resolved()
+    if not isinstance(engine, Vllm) or engine.base_url or run.model.lora.rank or engine.quantizes or engine.speculative:
+        return False
+    if any(flag_of(name) == "load-format" for name in engine.vllm_args):
+        return False
+    model = model_without_weights(run.model, model_path)
+    return not model.state_dict().keys() & dict(model.named_buffers()).keys()
 
 
 def _check_teachers(run: Run, model_path: str, view: View) -> None:

@@ -66,6 +66,7 @@ class EngineJob:
     lora_rank: 0 if all weights are trained. quantized: the engine rounds weights (engine.quantization).
     revision, trust_remote_code: as for the trainer's model.
     served_path: the folder that vLLM serves; None: model_path.
+    dummy: vLLM servers of the run start with random weights, so that the first sync proves itself.
     architecture: the class of the model to serve; None: that of its config.
     gpus: of servers on this machine, as in CUDA_VISIBLE_DEVICES; empty on a CPU.
     shares_gpus: a trainer computes on some of `gpus`, too.
@@ -91,6 +92,7 @@ class EngineJob:
     head_dtype: str | None = None
     served_path: str | None = None
     architecture: str | None = None
+    dummy: bool = False
     progress: Progress = field(default=unreported, compare=False, repr=False)
 
     @property

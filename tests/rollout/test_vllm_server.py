@@ -110,7 +110,8 @@ def test_a_server_has_the_settings_of_the_job(job: EngineJob) -> None:
     assert "--trust-remote-code" in given
     assert "--enable-lora" in given
     assert (spec.job.sync_folder, spec.port_key, spec.host) == ("/shared", "port", "127.0.0.1")
-    assert not {"--revision", "--trust-remote-code", "--enable-lora"} & set(
+    assert flags(Vllm(), spec=ServerSpec(replace(job, dummy=True), 1))["--load-format"] == "dummy"
+    assert not {"--revision", "--trust-remote-code", "--enable-lora", "--load-format"} & set(
         flags(Vllm(), spec=ServerSpec(job, 1, None))
     )
 

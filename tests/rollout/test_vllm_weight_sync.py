@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from models.architectures import architecture
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpocli.errors import ConfigError, EngineError
+from grpocli.launch.compose import build_run, compose
+from grpocli.launch.run import _starts_dummy
 from grpocli.launch.trainer_launcher import command
 from grpocli.rollout import sync_config
 from grpocli.rollout.engine import EngineJob
@@ -213,7 +216,7 @@ class Server:
         self.calls: list[str] = []
         self.infos: list[dict[str, Any]] = []
         self.loaded: dict[str, torch.Tensor] = {}
-        self.fails, self.version, self.scores = fails, version, scores
+        self.fails, self.version, self.scores, self.sampled = fails, version, scores, -1.0
         self._files = MappedFiles()
 
     def init_transfer(self, info: dict[str, Any]) -> None:
@@ -241,6 +244,10 @@ class Server:
     def score(self, token_ids: list[int], first: bool) -> list[float]:
         self._call("score first" if first else "score")
         return [self.scores] * 31
+
+    def sample(self, token_ids: list[int], tokens: int) -> tuple[list[int], list[float]]:
+        self._call("sample")
+        return [1] * tokens, [self.sampled] * tokens
 
     def world_size(self) -> int:
         return 2
@@ -285,14 +292,17 @@ def sync_for(servers: Any, world: Any = ALONE, *, in_flight: bool = False, **opt
     return make_synchronizer(servers, context(world, in_flight=in_flight, **options))
 
 
-def context(world: Any = ALONE, *, transport: str = "shm", in_flight: bool = False, **options: Any) -> Any:
+def context(
+    world: Any = ALONE, *, transport: str = "shm", in_flight: bool = False, dummy: bool = False, **options: Any
+) -> Any:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
     policy = SimpleNamespace(
         model=SimpleNamespace(config=config, parameters=lambda: iter(WEIGHTS.values())),
         weights=lambda: iter(WEIGHTS.items()),
-        score=lambda ids: [-1.0] * 31,
+        score=lambda ids: [-1.0] * (len(ids) - 1),
     )
     job = SimpleNamespace(lora_rank=0, dtype="float32", transport=transport, quantized=False, gpus=(), max_tokens=40)
+    job.dummy = dummy
     sync = sync_config.ShmSyncConfig(**{"canary": False} | options)
     return SimpleNamespace(
         job=job, policy=policy, world=world, sync=sync, in_flight=in_flight, before_change=lambda: None
@@ -323,6 +333,50 @@ def two() -> Any:
 
 
 UPDATE = ["start_update", "update", "finish_update", "reset_prefix_cache", "weight_version"]
+
+
+def test_a_server_with_random_weights_gets_no_canary_but_fills_its_cache_first(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    sync = make_synchronizer([server], context(dummy=True, canary=True))  # type: ignore[list-item]
+    server.sampled = -3.0  # keys and values of the random weights
+    with pytest.raises(EngineError, match="does not have the trainer's weights"):
+        sync(1)
+    first = ["weight_version", "pause wait", "init_transfer", *UPDATE, "resume", "score", "sample"]
+    assert server.calls == ["sample", *first]
+    server.calls.clear()
+    server.sampled = -1.0
+    sync(1)
+    assert server.calls[-2:] == ["score", "sample"], "the next attempt looks for them again"
+    server.calls.clear()
+    sync(2)
+    assert "sample" not in server.calls
+    replaced = Server(tmp_path, fails="sample")
+    with pytest.raises(EngineError, match="sample failed"):
+        make_synchronizer([replaced], context(dummy=True, canary=True))(1)  # type: ignore[list-item]
+    assert not replaced.proven
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "dummy"),
+    [
+        ("llama", [], True),
+        ("glm4_moe", [], False),  # its expert biases are buffers, which a sync to servers does not send
+        ("llama", ["model.lora.rank=4"], False),
+        ("llama", ["engine.base_url=http://x:1"], False),
+        ("llama", ["engine.quantization=fp8"], False),
+        ("llama", ["engine.speculative={method:ngram,num_speculative_tokens:4}"], False),
+        ("llama", ["engine.vllm_args={load-format:auto}"], False),
+        ("llama", ["engine=vllm_colocate"], False),
+    ],
+)
+def test_which_runs_start_servers_with_random_weights(
+    model: str, words: list[str], dummy: bool, tmp_path: Path
+) -> None:
+    architecture(model).build_config().save_pretrained(tmp_path)
+    run = build_run(compose(["engine=vllm", "model=hf", f"model.path={tmp_path}", *words]))
+    assert _starts_dummy(run, str(tmp_path)) == dummy
+
+
 BYTES = 4 * sum(t.numel() for t in WEIGHTS.values())
 
 

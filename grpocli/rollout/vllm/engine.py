@@ -74,7 +74,7 @@ class VllmEngine(Engine):
         check_sampling: Callable[[], None] | None = None,
         vocabulary: int | None = None,
     ) -> None:
-        """version: the servers' weights; None if another run may have changed them.
+        """version: the servers' weights; None if they may be any.
 
         check_sampling: called once, in every process, after the first sync. vocabulary: the model's number of tokens.
         """
@@ -95,7 +95,7 @@ class VllmEngine(Engine):
         Collective. Raises EngineError if a request fails, EngineGone if a lost server does not come back in time.
         """
         if self.version is None:
-            raise EngineError("an external vLLM server may have any weights: sync before the first completion")
+            raise EngineError("a vLLM server may have any weights: sync before the first completion")
         check_temperature(sampling)
         version, synced = self.version, self._synced  # read first, because a sync may come meanwhile
         bodies = [body(request, sampling, self._stop) for request in requests]
@@ -251,7 +251,7 @@ def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
         pool,
         make_synchronizer(clients, context),
         stop_token_ids(context.policy.model, context.tokenizer),
-        version=0 if options.base_url is None else None,
+        version=0 if options.base_url is None and not job.dummy else None,
         world=context.world,
         reconnector=reconnector(options, job, context.stopping),
         recover=context.recover,

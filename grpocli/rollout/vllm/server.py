@@ -91,6 +91,7 @@ def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
         "tokenizer-revision": revision,
         "trust-remote-code": spec.job.trust_remote_code or None,
         "dtype": spec.job.dtype,
+        "load-format": "dummy" if spec.job.dummy else None,
         "hf-overrides": hf_overrides(options.vllm_args, spec.job),
         "seed": spec.job.seed,
         "max-model-len": spec.max_model_len,

@@ -14,7 +14,7 @@ import torch
 from grpocli.errors import EngineError
 from grpocli.rollout.vllm import canary
 from grpocli.rollout.vllm.client import CANARY, call_all
-from grpocli.rollout.vllm.weight_verifier import WeightVerifier
+from grpocli.rollout.vllm.weight_verifier import SAMPLED, WeightVerifier
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, PolicyView
@@ -137,6 +137,7 @@ class WeightSync:
     """Sends a version of the weights and verifies it. Every process calls it; the main one sends; all fail together.
 
     A new server gets a canary first (`canary.py`): it must follow weights that are far from any that it may have kept.
+    One that starts with random weights (`EngineJob.dummy`) needs none.
 
     Running requests finish first. With `context.in_flight` they are frozen and resumed instead: vLLM then recomputes
     their keys and values with the new weights before it samples their next token.
@@ -153,7 +154,8 @@ class WeightSync:
         self._make_transport, self.transport = make_transport, make_transport()
         self.weights = self.transport.weights
         self._before_change = context.before_change
-        self._after_canary = False  # whether no sync of true weights has been verified since a canary was sent
+        self._dummy = context.job.dummy  # whether a new server has random weights
+        self._after_canary = False  # whether caches may hold other weights' keys: none were verified since a canary
         self.pause_mode = "keep" if context.in_flight else "wait"
         self.verifier = WeightVerifier(context)
 
@@ -169,7 +171,8 @@ class WeightSync:
         unproven = [k for k, server in enumerate(self.servers) if not server.proven]
         due, unproven = self.world.broadcast_object((due, unproven if self.verifier.canary else []))
         if unproven:
-            self._send_canary([self.servers[k] for k in unproven])
+            prove = self._sample_dummy if self._dummy else self._send_canary
+            prove([self.servers[k] for k in unproven])
         proven = time.perf_counter()
         sent, failure = self._transfer(self.transport, self.servers, version)
         updated = time.perf_counter()
@@ -202,6 +205,23 @@ class WeightSync:
                 failure = self._send_changed(servers, start, changed)
         if failure:
             raise EngineError(failure)
+        for server in servers:
+            server.proven = True
+
+    def _sample_dummy(self, servers: Sequence[ServerClient]) -> None:
+        """Fill the caches of new servers, whose random weights prove the first sync as a canary would. Collective.
+
+        Raises EngineError in every process.
+        """
+        failure = ""
+        if self.world.is_main:
+            try:
+                call_all(servers, lambda server: server.sample(self.verifier.long_prompt, SAMPLED))
+            except EngineError as error:
+                failure = str(error)
+        if failure := self.world.broadcast_object(failure):
+            raise EngineError(failure)
+        self._after_canary = True
         for server in servers:
             server.proven = True
 
