@@ -58,7 +58,8 @@ def test_a_yaml_with_a_module_path_still_works() -> None:
 
 
 def test_functions_that_run_commands_are_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be imported"):
+    """By Hydra, or by grpocli where Hydra is 1.3.2."""
+    with pytest.raises(ConfigError, match=r"cannot be imported|is not a part of a run"):
         build(OmegaConf.create({"_target_": "os.system", "command": "true"}))
 
 

@@ -114,6 +114,7 @@ class SleepingMemory(Recorded):
 @pytest.mark.parametrize(("room", "end"), [(True, "freed"), (False, "CUDA Error: invalid argument")])
 def test_it_wakes_up_before_it_ends(room: bool, end: str, tmp_path: Path) -> None:
     """A run that has failed for want of memory still ends with its own error."""
+    pytest.importorskip("vllm")
     llm = SleepingMemory(room)
     server = InProcessLLM(llm, VllmEnvironment(), torch.float32, can_sleep=True, log=tmp_path / "log")
     server.sleep()
