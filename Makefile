@@ -7,11 +7,13 @@ ARGS   ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 # uv looks where pip is configured to look, and nowhere else.
-UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/uv pip install \
+FIND_LINKS := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)"
+UV := $(FIND_LINKS) $(BIN)/uv pip install \
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
 # A file's tests share fixtures, so one worker runs them; tests/conftest.py puts long files first. On two cores, a third
 # worker computes while another waits for a server.
-TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+TESTS := $(BIN)/python $(PYTEST)
 # What `make test-fast` and the tiers of other versions run.
 FAST := "not (processes or vllm or browser or slow or survival or slurm or zero or parity)"
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
@@ -42,7 +44,7 @@ test-zero: setup .venv-zero/.ready ## zero2 and zero3, with DeepSpeed built for 
 test-newest: .venv-newest/.ready ## test-fast's tests with the newest release of everything, without vLLM
 test-oldest: .venv-oldest/.ready ## test-fast's tests with the oldest releases that pyproject.toml allows, without vLLM
 test-newest test-oldest: test-%:
-	.venv-$*/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m $(FAST) $(ARGS)
+	.venv-$*/bin/python $(PYTEST) -m $(FAST) $(ARGS)
 
 chromium: ## install Chromium and its driver for the tests of the report's page (root on Debian; elsewhere install them yourself)
 	@command -v chromium > /dev/null && command -v chromedriver > /dev/null || \
@@ -138,7 +140,7 @@ gpu-proof: ## see docs/gpu.md: all that has to be seen once on a GPU (PYTHON=...
 	else $(MAKE) --no-print-directory .venv-gpu/.ready && .venv-gpu/bin/python bench/gpu_proof/gpu_proof.py $(ARGS); fi
 
 gpu-carry: setup ## what gpu-proof needs on a machine without a network, in .carry/: two minutes (ARGS=--no-vllm)
-	UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/python bench/gpu_proof/carry.py $(ARGS)
+	$(FIND_LINKS) $(BIN)/python bench/gpu_proof/carry.py $(ARGS)
 
 clean: ## remove the environments and what tools left behind
 	rm -rf $(VENV) .venv-parity .venv-zero .venv-newest .venv-oldest .venv-gpu .venv-release .gpu-proof .carry dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -170,14 +172,14 @@ $(VENV)/.ready-to-develop: $(BIN)/uv $(PINS)
 	$(PYTHON) -c 'import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path if p.endswith("-packages")]' \
 	  > $$(.venv-gpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
 	$(PYTHON) -m pip --python .venv-gpu/bin/python install --quiet -e . -r requirements/parity.txt $(PIP_FLAGS)
+	@touch $@
 
 # Resolved without requirements/: the newest of everything, and the oldest of what pyproject.toml names.
 .venv-newest/.ready: RESOLUTION := highest
 .venv-oldest/.ready: RESOLUTION := lowest-direct
 .venv-newest/.ready .venv-oldest/.ready: $(BIN)/uv pyproject.toml
 	$(PYTHON) -m venv --clear --without-pip $(@D)
-	UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/uv pip install \
-	  --python $(@D)/bin/python --resolution $(RESOLUTION) -e '.[dev]'
+	$(FIND_LINKS) $(BIN)/uv pip install --python $(@D)/bin/python --resolution $(RESOLUTION) -e '.[dev]'
 	@touch $@
 
 # no wheel, and its set-up wants torch; nothing is compiled

@@ -32,6 +32,7 @@ def workloads(bench: Callable[[str], ModuleType]) -> ModuleType:
     return bench("workloads")
 
 
+@pytest.mark.slow
 def test_every_run_of_every_benchmark_composes(bench: Callable[[str], ModuleType], tmp_path: Path) -> None:
     """Names of workloads hold commas and spaces, which values of keys must quote."""
     side, memory, simulated = map(bench, ("grpocli_side", "memory", "simulated"))

@@ -53,8 +53,6 @@ LEFT_OUT = re.compile(
     r"|^vllm/third_party/(deep_gemm|fmha_sm100|tml_fa4)/|^vllm/vllm_flash_attn/cute/|^vllm/kernels/helion/configs"
 )
 """Files that are not packed: FlashAttention 2, experts, MLA and DeepGEMM of vLLM among them."""
-
-
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
@@ -143,13 +141,9 @@ def build(with_vllm: bool) -> None:
         list(pool.map(lambda job: pack(*job), jobs))
     (CARRY / COMMIT).write_text(commit())
     listed = ["git", "ls-files", "-z", "-co", "--exclude-standard"]
-    names = subprocess.run(listed, capture_output=True, check=True, cwd=ROOT).stdout.split(b"\0")
-    tree = sum(
-        os.lstat(ROOT / os.fsdecode(name)).st_size
-        for name in names
-        if name and os.path.lexists(ROOT / os.fsdecode(name))
-    )
-    print(checked_size(tree, sum(path.stat().st_size for path in CARRY.iterdir())))
+    names = subprocess.run(listed, capture_output=True, check=True, cwd=ROOT, text=True).stdout.split("\0")
+    tree = [path for path in map(ROOT.joinpath, names) if path.is_file()]
+    print(checked_size(*(sum(path.stat().st_size for path in paths) for paths in (tree, CARRY.iterdir()))))
 
 
 def unpack_archive(archive: Path, site: Path, mark: Path) -> None:

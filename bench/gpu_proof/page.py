@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import re
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,7 @@ from experiment import EXPECTED, EXPERIMENTS, FAILED, NOT_RUN, STAGES, UNEXPECTE
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PAGE = DOCS / "gpu.json", DOCS / "gpu.md"
 BEGIN, END = "<!-- gpu proof -->", "<!-- end of gpu proof -->"
-NOBODY = "Not run yet: no GPU could be had. Every row below has still to be seen."
+HOLDS = {True: "as expected", False: "**not as expected**", None: "not checked"}
 
 
 def table(results: Results) -> str:
@@ -29,10 +28,9 @@ def table(results: Results) -> str:
 
 def summary(results: Results) -> str:
     """How many experiments have which verdict, on which machines, and which have still to be seen."""
-    known = {name: found for name, found in results.experiments.items() if name in EXPERIMENTS}
-    ran = {name: found for name, found in known.items() if found["verdict"] != NOT_RUN}
+    ran = {name: results.experiments[name] for name in EXPERIMENTS if results.has(name)}
     if not ran:
-        return NOBODY
+        return "None of the experiments has run."
     counts = Counter(found["verdict"] for found in ran.values())
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (EXPECTED, UNEXPECTED, FAILED) if counts[verdict])
     machines = "; ".join(dict.fromkeys(_line(machine_of(found)) for found in ran.values()))
@@ -54,6 +52,7 @@ def rows_of(one: Experiment, results: Results) -> list[str]:
     """A row for each law of an experiment; the first has its name and question."""
     found = results.experiments.get(one.name, {"verdict": NOT_RUN, "reason": "", "laws": []})
     by_figure = {law["figure"]: law for law in found["laws"]}
+    commits = {known["machine"].get("commit") for known in results.experiments.values()}  # an earlier one may be kept
     rows = []
     for number, law in enumerate(one.laws):
         seen = by_figure.get(law.figure, {})
@@ -69,32 +68,20 @@ def rows_of(one: Experiment, results: Results) -> list[str]:
         elif any(seen[end] != limit(getattr(law, end)) for end in ("low", "high")):
             verdict = "measured before its law changed"
         elif measured or (law.gpu and found["size"] == "small"):
-            verdict = holds(seen.get("holds"))
+            verdict = HOLDS[seen.get("holds")]
         else:
             verdict = "**no figure**"
-        if number == 0 and one.name in results.experiments and len(commits_of(results)) > 1:
+        if number == 0 and one.name in results.experiments and len(commits) > 1:
             verdict += f" ({found['machine'].get('commit')})"
-        rows.append(f"| {first} | {law.text}: {law.range} | {measured} | {_cell(verdict)} |")
+        verdict = _line(verdict).replace("|", "\\|")
+        rows.append(f"| {first} | {law.text}: {law.range} | {measured} | {verdict} |")
     return rows
-
-
-def commits_of(results: Results) -> set[str | None]:
-    """The commits of all results: an earlier one is kept when an experiment is not run again."""
-    return {found["machine"].get("commit") for found in results.experiments.values()}
-
-
-def holds(answer: bool | None) -> str:
-    return {True: "as expected", False: "**not as expected**", None: "not checked"}[answer]
 
 
 def shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, int | float) else ""
-
-
-def _cell(text: str) -> str:
-    return _line(text).replace("|", "\\|")
 
 
 def _line(text: str) -> str:
@@ -125,8 +112,6 @@ def render(files: list[Path]) -> None:
     """Add results of a GPU to docs/gpu.json and write the table of docs/gpu.md. Raises SystemExit for a CPU's."""
     known = Results(DATA)
     for file in files:
-        if not file.is_file():
-            raise SystemExit(f"--render {file}: there is no such file")
         found = Results(file).experiments
         if any(result["size"] == "small" or result["machine"].get("device") == "CPU" for result in found.values()):
             raise SystemExit(f"{file} has results of a CPU, which test the script and say nothing about a GPU")
@@ -140,7 +125,5 @@ def render(files: list[Path]) -> None:
 
 def rendered(text: str, results: Results) -> str:
     """The page with the table between its markers."""
-    inner = re.escape(BEGIN) + ".*?" + re.escape(END)
-    if not re.search(inner, text, re.DOTALL):
-        raise SystemExit(f"{PAGE} has no {BEGIN} ... {END} to write into")
-    return re.sub(inner, lambda _: f"{BEGIN}\n{table(results)}\n{END}", text, flags=re.DOTALL)
+    (before, _, rest), new = text.partition(BEGIN), f"{BEGIN}\n{table(results)}\n{END}"
+    return before + new + rest.partition(END)[2]

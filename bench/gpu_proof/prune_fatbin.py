@@ -9,41 +9,28 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-MAGIC = 0xBA55ED50
+HEAD = struct.pack("<IHH", 0xBA55ED50, 1, 16)
+"""How a container begins: its magic number, its version, and the size of its head, which ends with that of the rest."""
 PTX, ELF = 1, 2
 
 
 def pruned(library: bytes, architecture: int) -> bytearray:
     """A library, the whole file, without the code of other architectures than 90 (sm_90) or so."""
     data = bytearray(library)
-    for start, length in sections(library, b".nv_fatbin"):
-        for begin, stop in containers(library, start, start + length):
-            left = kept(entries(library, begin, stop), architecture)
-            struct.pack_into("<Q", data, begin - 8, len(left))
-            data[begin:stop] = left + bytes(stop - begin - len(left))
+    for begin, stop in containers(library):
+        left = kept(entries(library, begin, stop), architecture)
+        struct.pack_into("<Q", data, begin - 8, len(left))
+        data[begin:stop] = left + bytes(stop - begin - len(left))
     return data
 
 
-def sections(data: bytes, name: bytes) -> Iterator[tuple[int, int]]:
-    """Offset and length of an ELF file's sections of a name."""
-    (table,) = struct.unpack_from("<Q", data, 0x28)
-    size, count, strings = struct.unpack_from("<HHH", data, 0x3A)
-    heads = [struct.unpack_from("<IIQQQQ", data, table + k * size) for k in range(count)]
-    for head in heads:
-        start = heads[strings][4] + head[0]
-        if data[start : data.index(b"\0", start)] == name:
-            yield head[4], head[5]
-
-
-def containers(data: bytes, at: int, end: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of the entries of each container, whose size stands right before them."""
-    while at + 16 <= end:
-        magic, _, header, size = struct.unpack_from("<IHHQ", data, at)
-        if magic != MAGIC:
-            at += 8
-            continue
-        yield at + header, at + header + size
-        at += header + size
+def containers(data: bytes) -> Iterator[tuple[int, int]]:
+    """Begin and end of the entries of each container."""
+    at = data.find(HEAD)
+    while at >= 0:
+        (size,) = struct.unpack_from("<Q", data, at + 8)
+        yield at + 16, at + 16 + size
+        at = data.find(HEAD, at + 16 + size)
 
 
 def entries(data: bytes, at: int, end: int) -> list[tuple[int, int, bytes]]:

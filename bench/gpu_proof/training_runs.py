@@ -6,7 +6,6 @@ import importlib
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,36 +36,6 @@ def train(setting: Setting, name: str, *keys: str) -> Path:
     return folder
 
 
-def output(command: Sequence[str], allowed: Sequence[int] = (0,)) -> str:
-    """What a command prints; `-m grpocli` in a fork. Raises RuntimeError with the end of it for other exit codes."""
-    if command[1:3] == ["-m", "grpocli"]:
-        from grpocli.cli import main
-
-        code, out, err = forked(lambda: main(list(command[3:])))
-    else:
-        done = subprocess.run(command, capture_output=True, text=True)
-        code, out, err = done.returncode, done.stdout, done.stderr
-    if code not in allowed:
-        raise RuntimeError(f"exit code {code}: {(out + err)[-TAIL:]}")
-    return out
-
-
-def side(script: str, name: str, folder: Path, steps: int, *keys: str) -> dict[str, Any]:
-    """What a side of bench/side_by_side (`grpocli_side`, `trl_side`) prints for a workload, in a fork."""
-
-    def call() -> None:
-        if script == "trl_side":
-            sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL would import parts of it that are not carried
-        sys.argv = [f"{script}.py", name, str(folder), str(steps), *keys]
-        importlib.import_module(script).main()
-
-    code, out, err = forked(call)
-    if code:
-        raise RuntimeError(f"{script} {name}: exit code {code}: {err[-TAIL:]}")
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
-
-
 def train_here(setting: Setting, name: str, *keys: str) -> Path:
     """The same in this process, whose functions an experiment may have replaced."""
     from grpocli.cli import main
@@ -81,12 +50,31 @@ def train_here(setting: Setting, name: str, *keys: str) -> Path:
     return folder
 
 
-def side_here(name: str, folder: Path, steps: int, *keys: str) -> None:
-    """A run of `grpocli_side` on a workload in this process, whose functions an experiment may have replaced."""
-    import grpocli_side
+def output(command: Sequence[str], allowed: Sequence[int] = (0,)) -> str:
+    """What a command of grpocli prints, in a fork. Raises RuntimeError with the end of it for other exit codes."""
+    from grpocli.cli import main
 
-    sys.argv = ["grpocli_side.py", name, str(folder), str(steps), *keys]
-    grpocli_side.main()
+    code, out, err = forked(lambda: main(list(command[3:])))
+    if code not in allowed:
+        raise RuntimeError(f"exit code {code}: {(out + err)[-TAIL:]}")
+    return out
+
+
+def side(script: str, name: str, folder: Path, steps: int, *keys: str) -> dict[str, Any]:
+    """What a side of bench/side_by_side (`grpocli_side`, `trl_side`) prints for a workload, in a fork."""
+
+    code, out, err = forked(lambda: side_here(name, folder, steps, *keys, script=script))
+    if code:
+        raise RuntimeError(f"{script} {name}: exit code {code}: {err[-TAIL:]}")
+    return dict(json.loads(out.splitlines()[-1]))
+
+
+def side_here(name: str, folder: Path, steps: int, *keys: str, script: str = "grpocli_side") -> None:
+    """The same in this process, whose functions an experiment may have replaced."""
+    if script == "trl_side":
+        sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL would import parts of it that are not carried
+    sys.argv = [f"{script}.py", name, str(folder), str(steps), *keys]
+    importlib.import_module(script).main()
 
 
 def fresh(setting: Setting, name: str) -> Path:
@@ -119,15 +107,14 @@ def differences(one: Path, other: Path) -> dict[str, Any]:
     """How far two runs are apart: whether metrics are equal, and the largest difference of weights."""
     from safetensors.torch import load_file
 
-    rows, others = ([_repeatable(row) for row in metrics(folder)] for folder in (one, other))
+    rows, others = (
+        [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in metrics(folder)]
+        for folder in (one, other)
+    )
     weights, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
     apart = [float((weights[name].double() - theirs[name].double()).abs().max()) for name in weights]
     names = sorted({k for a, b in zip(rows, others, strict=False) for k in a.keys() | b.keys() if a.get(k) != b.get(k)})
     return {"metrics": names, "weights": max(apart)}
-
-
-def _repeatable(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not key.startswith(TIMES)}
 
 
 def model_keys(setting: Setting) -> list[str]:
