@@ -93,12 +93,12 @@ def of_a_run(
     experiment(stage, question, *SERVED_LAWS, *laws, needs=tuple(needs), seconds=seconds)(run)
 
 
-BY_IPC = at_least("transfers_by_ipc", 6, "transfers by CUDA IPC, the canary's included")
+BY_IPC = at_least("transfers_by_ipc", 5, "transfers by CUDA IPC")
 UPDATED = at_most("sync_update_seconds", 0.5, "seconds of an update of the server's weights")
 of_a_run(
     "sync_by_ipc",
     "serving",
-    "a server on the trainer's GPU, sync=auto, which takes ipc: every weight by a canary, then five steps",
+    "a server on the trainer's GPU that starts with dummy weights, sync=auto, which takes ipc: five steps",
     *(BY_IPC, UPDATED),
     keys=[*SHARED, EAGER, "sync=auto"],
     needs=("gpu", "vllm"),

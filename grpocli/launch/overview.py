@@ -87,7 +87,7 @@ def _devices(run: Run, devices: Devices) -> list[str]:
     serve = f"; serve on {_count(nodes, 'machine')}" if nodes else ""
     engine = run.engine.resolved()
     if devices.rollout and isinstance(engine, VllmOptions):
-        serve = f", {engine.memory_share(devices.shared is not False):g} of its memory for vLLM"
+        serve = f", {engine.memory_share(devices.shared is not False):g} of the memory for vLLM"
     return [f"devices {each}{devices}{serve}"]
 
 
