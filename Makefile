@@ -143,7 +143,7 @@ gpu-carry: setup ## what gpu-proof needs on a machine without a network, in .car
 	$(FIND_LINKS) $(BIN)/python bench/gpu_proof/carry.py $(ARGS)
 
 clean: ## remove the environments and what tools left behind
-	rm -rf $(VENV) .venv-parity .venv-zero .venv-newest .venv-oldest .venv-gpu .venv-release .gpu-proof .carry dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-zero .venv-newest .venv-oldest .venv-gpu .venv-release .gpu-proof .carry .carry-* dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -177,6 +177,21 @@ def test_a_call_ends_by_itself_and_names_what_is_left(own: Path) -> None:
     assert "45 s do not suffice for lasts, differs" in out
 
 
+def test_a_call_with_nothing_to_run_still_writes_the_page(own: Path) -> None:
+    run(own, "settings")
+    page = own.parent / "out" / "results.md"
+    written = page.read_text()
+    page.unlink()
+    run(own, "settings")
+    assert page.read_text() == written
+
+
+def test_an_unknown_name_is_refused_before_anything_is_imported(own: Path) -> None:
+    with start(own, "settings,nope") as call:
+        out, _ = call.communicate(timeout=120)
+    assert (call.returncode, out) == (1, "")
+
+
 def test_plus_joins_experiments_and_commas_follow(proof: ModuleType) -> None:
     proof.load()
     groups = [[one.name for one in group] for group in proof.chosen("settings+masked_call,peer")]
@@ -348,6 +363,37 @@ def test_too_much_to_carry_is_refused(proof: ModuleType) -> None:
     assert carry.checked_size(9 * 2**20, 48 * 2**20) == "the clone has 9.0 MiB, .carry 48.0 MiB: 57.0 MiB of 64 MiB"
     with pytest.raises(SystemExit, match="of 64 MiB, too much to carry"):
         carry.checked_size(20 * 2**20, 48 * 2**20)
+
+
+def test_a_carry_folder_takes_its_place_when_it_is_whole_and_small_enough(
+    proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import carry
+
+    monkeypatch.setattr(carry, "ROOT", tmp_path)
+    monkeypatch.setattr(carry, "CARRY", folder := tmp_path / ".carry")
+    (tmp_path / "requirements").mkdir()
+    for name in ("parity", "constraints"):
+        (tmp_path / "requirements" / f"{name}.txt").touch()
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "requirements"))
+    with pytest.raises(SystemExit, match="could not be fetched, see above"):
+        carry.build(with_vllm=False)
+    shutil.rmtree(tmp_path / "requirements")
+    monkeypatch.setattr(carry, "fetch", lambda names, target: target.mkdir())
+    monkeypatch.setattr(carry, "size_of_clone", lambda: 9 * 2**20)
+    carry.build(with_vllm=False)
+    before = sorted(path.name for path in folder.iterdir())
+    assert before == ["base.tar.xz", "commit"]
+    (folder / "earlier").touch()
+    monkeypatch.setattr(carry, "LIMIT", 9)
+    with pytest.raises(SystemExit, match="too much to carry"):
+        carry.build(with_vllm=False)
+    assert (folder / "earlier").exists()
+    monkeypatch.setattr(carry, "LIMIT", 64)
+    carry.build(with_vllm=False)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.fixture

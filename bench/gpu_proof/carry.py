@@ -1,4 +1,4 @@
-"""What travels to a machine with a GPU and no network, in .carry/: `python carry.py [--no-vllm]` makes it.
+"""What travels to a machine with a GPU and no network, in .carry/: `make gpu-carry [ARGS=--no-vllm]` makes it.
 
 Archives for a folder of sys.path: what grpocli needs there beside torch, transformers, accelerate, peft and what comes
 with them, TRL, and vLLM for one dense model on one architecture with what its server imports. `gpu_proof.py` unpacks
@@ -7,6 +7,7 @@ them; nothing is installed there. The clone and the folder together are refused 
 
 from __future__ import annotations
 
+import argparse
 import compileall
 import lzma
 import os
@@ -77,7 +78,8 @@ def fetch(names: Sequence[str], target: Path) -> None:
     known = {normalized(name): version for name, version in pins.items()}
     wanted = [f"{name}=={known[name]}" if name in known else name for name in names]
     uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
-    subprocess.run([*uv, "--python-version", PYTHON, "--python-platform", PLATFORM, *wanted], check=True)
+    if subprocess.run([*uv, "--python-version", PYTHON, "--python-platform", PLATFORM, *wanted]).returncode:
+        raise SystemExit(f"packages could not be fetched, see above: {CARRY} is as it was")
 
 
 def add_metadata(target: Path) -> None:
@@ -122,13 +124,13 @@ def checked_size(tree: int, carried: int) -> str:
 
 
 def build(with_vllm: bool) -> None:
-    shutil.rmtree(CARRY, ignore_errors=True)
-    CARRY.mkdir()
-    with tempfile.TemporaryDirectory(dir=CARRY) as scratch, ThreadPoolExecutor(2) as pool:
-        base, served = Path(scratch) / "base", Path(scratch) / "served"
+    """Make the folder, which takes the place of an earlier one when it is whole and small enough."""
+    with tempfile.TemporaryDirectory(dir=ROOT, prefix=".carry-") as scratch, ThreadPoolExecutor(2) as pool:
+        base, served, new = (Path(scratch) / name for name in ("base", "served", "new"))
+        new.mkdir()
         fetch(BASE, base)
         add_metadata(base)
-        jobs = [(CARRY / "base.tar.xz", base, packable(base))]
+        jobs = [(new / "base.tar.xz", base, packable(base))]
         if with_vllm:
             fetch(VLLM, served)
             found = packable(served)
@@ -137,13 +139,20 @@ def build(with_vllm: bool) -> None:
             libraries.sort(key=lambda path: -path.stat().st_size)
             others = [path for path in found if path not in libraries]
             parts = {"kernels": libraries[::2], "libraries": libraries[1::2], "vllm": others}
-            jobs = [*((CARRY / f"{name}.tar.xz", served, part) for name, part in parts.items()), *jobs]
+            jobs = [*((new / f"{name}.tar.xz", served, part) for name, part in parts.items()), *jobs]
         list(pool.map(lambda job: pack(*job), jobs))
-    (CARRY / COMMIT).write_text(commit())
+        (new / COMMIT).write_text(commit())
+        said = checked_size(size_of_clone(), sum(path.stat().st_size for path in new.iterdir()))
+        shutil.rmtree(CARRY, ignore_errors=True)
+        new.rename(CARRY)
+    print(said)
+
+
+def size_of_clone() -> int:
+    """The bytes of the files that git tracks or does not ignore."""
     listed = ["git", "ls-files", "-z", "-co", "--exclude-standard"]
     names = subprocess.run(listed, capture_output=True, check=True, cwd=ROOT, text=True).stdout.split("\0")
-    tree = [path for path in map(ROOT.joinpath, names) if path.is_file()]
-    print(checked_size(*(sum(path.stat().st_size for path in paths) for paths in (tree, CARRY.iterdir()))))
+    return sum(path.stat().st_size for path in map(ROOT.joinpath, names) if path.is_file())
 
 
 def unpack_archive(archive: Path, site: Path, mark: Path) -> None:
@@ -183,4 +192,8 @@ def prepare(work: Path) -> list[int]:
 
 
 if __name__ == "__main__":
-    build("--no-vllm" not in sys.argv)
+    parser = argparse.ArgumentParser(
+        prog="make gpu-carry", description="Put what gpu-proof needs without a network into .carry/."
+    )
+    parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
+    build(not parser.parse_args().no_vllm)

@@ -344,12 +344,12 @@ def run(args: argparse.Namespace, work: Path, began: float) -> None:
 
     background = prepare(work)
     helpers = [child(read_ahead, 1, 2)]
+    load(args.add)
+    groups = chosen(args.only)  # before the imports, which take most of a minute on some machines
+    wanted = [one for group in groups for one in group]
     note(f"{sys.executable} imports torch and grpocli; work in {work}")
     for name in IMPORTED:
         importlib.import_module(name)
-    load(args.add)
-    groups = chosen(args.only)
-    wanted = [one for group in groups for one in group]
     for pid in background:
         os.waitpid(pid, 0)
     machine = machine_facts()
@@ -377,6 +377,7 @@ def run(args: argparse.Namespace, work: Path, began: float) -> None:
         pack_files(work, args.out / "files.tar.xz")
     if left:
         note(f"{seconds:g} s do not suffice for {', '.join(left)}: run it again to go on")
+    page.write_page(results, args.out / "results.md")  # a call that had nothing to run has not written it
     note(f"all results so far: {args.out / 'results.md'}")
 
 
