@@ -12,7 +12,7 @@ DIRECTIVES = ("-d", "-m", *"aAbBcdFHIjmMpSuwxXyY")
 """What follows % in its formats."""
 
 
-def dated(template: str, day: str) -> str:
+def with_date(template: str, day: str) -> str:
     """A chat template whose clock stands at the day YEAR-MONTH-DAY: a macro, since transformers passes no functions."""
     today = date.fromisoformat(day)
     written = "".join(f"|replace({f'%{one}'!r}, {today.strftime(f'%{one}')!r})" for one in DIRECTIVES)

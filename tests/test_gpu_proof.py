@@ -177,6 +177,7 @@ def test_a_call_ends_by_itself_and_names_what_is_left(own: Path) -> None:
     assert "45 s do not suffice for lasts, differs" in out
 
 
+@pytest.mark.processes
 def test_a_call_with_nothing_to_run_still_writes_the_page(own: Path) -> None:
     run(own, "settings")
     page = own.parent / "out" / "results.md"
@@ -186,6 +187,7 @@ def test_a_call_with_nothing_to_run_still_writes_the_page(own: Path) -> None:
     assert page.read_text() == written
 
 
+@pytest.mark.processes
 def test_an_unknown_name_is_refused_before_anything_is_imported(own: Path) -> None:
     with start(own, "settings,nope") as call:
         out, _ = call.communicate(timeout=120)

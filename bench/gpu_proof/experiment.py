@@ -11,10 +11,9 @@ A result has
     measured   {figure: a number, a text or a list}
     laws       [{"figure", "text", "low", "high", "measured", "holds"}]; low or high is null if there is no limit, and
                holds is null for a law that says nothing about this device or without its figure
-    seconds    of the experiment
     size       "full" on a GPU, "small" on a CPU
     machine    {"device", "driver", "torch", ... , "commit"}, see `machine.py`
-    when       the end, in UTC
+    seconds    of the experiment; when: its end, in UTC
     log        the last lines of its output, if it failed
     struck     {figure: why it says nothing, e.g. a time taken beside other experiments}; may be absent
 
@@ -34,7 +33,6 @@ from typing import Any
 
 SCHEMA = 1
 EXPECTED, UNEXPECTED, FAILED, NOT_RUN = "as expected", "not as expected", "failed", "not run"
-VERDICTS, SIZES = (EXPECTED, UNEXPECTED, FAILED, NOT_RUN), ("full", "small")
 KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("verdict", "reason", "size", "when", "log"), str),
     **{"measured": dict, "laws": list, "machine": dict, "seconds": (int, float)},
@@ -60,8 +58,7 @@ STAGES = {
 }
 """By value: first what is cheap and decides most."""
 
-CPU_TIMES = 3
-"""How much longer an experiment may take on a CPU, where others may compute, too."""
+CPU_TIMES = 3  # as long may an experiment take on a CPU, where others may compute, too
 
 Measured = dict[str, Any]
 
@@ -179,8 +176,7 @@ def experiment(
 
     def register(function: Callable[[Setting], Measured]) -> Callable[[Setting], Measured]:
         name = function.__name__
-        assert stage in STAGES, stage
-        assert set(needs) <= set(NEEDS), needs
+        assert {stage, *needs} <= {*STAGES, *NEEDS}, (stage, needs)
         EXPERIMENTS[name] = Experiment(name, stage, question, laws, function, needs, seconds)
         return function
 
@@ -200,34 +196,20 @@ def checked(one: Experiment, measured: Measured, device: str) -> tuple[str, list
     return (UNEXPECTED if broken else EXPECTED), laws
 
 
-def outcome(
-    verdict: str,
-    machine: dict[str, Any],
-    device: str,
-    *,
-    reason: str = "",
-    measured: Measured | None = None,
-    laws: list[dict[str, Any]] | None = None,
-    seconds: float = 0.0,
-    log: str = "",
-) -> dict[str, Any]:
-    """A result of the file."""
-    return {
+def outcome(verdict: str, machine: dict[str, Any], device: str, **given: Any) -> dict[str, Any]:
+    """A result of the file. given: its reason, measured, laws, seconds and log, as far as there are any."""
+    result: dict[str, Any] = {"reason": "", "measured": {}, "laws": [], "seconds": 0.0, "log": "", **given}
+    return result | {
         "verdict": verdict,
-        "reason": reason,
-        "measured": {name: _finite(value) for name, value in (measured or {}).items()},
-        "laws": laws or [],
-        "seconds": round(seconds, 1),
+        "measured": {  # JSON has no number that is not finite; no law holds for such a text
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in result["measured"].items()
+        },
+        "seconds": round(result["seconds"], 1),
         "size": "small" if device == "cpu" else "full",
         "machine": {key: value for key, value in machine.items() if key != "has"},
         "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "log": log,
     }
-
-
-def _finite(value: object) -> object:
-    """A number that is not finite as a text, since JSON has none; no law holds for it."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
@@ -247,7 +229,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 def _is_result(result: dict[str, Any]) -> bool:
     return (
         all(isinstance(result[key], kind) for key, kind in KINDS.items())
-        and (result["verdict"] in VERDICTS and result["size"] in SIZES)
+        and (result["verdict"] in (EXPECTED, UNEXPECTED, FAILED, NOT_RUN) and result["size"] in ("full", "small"))
         and all(isinstance(value, str) for value in result["machine"].values())
         and all(isinstance(law["figure"], str) for law in result["laws"])
     )

@@ -48,7 +48,7 @@ from experiment import (
 from forks import GRACE, Guarded, child, forked
 from machine import CARRY, ROOT, facts
 
-GROUPS = ("kernels", "transfers", "updates", "runs", "serving", "peer")
+GROUPS = ("kernels", "transfers", "updates", "runs", "serving")
 PLAN = (
     "default_run,beside_trl,kernel_choices,model_flops,step_profile,"
     "memory_against_plan+host_synchronizations,lora_adapters,kill_and_resume,skewed_update,"
@@ -290,9 +290,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=existing, metavar="FOLDER", help="a pretrained model")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--list", action="store_true", help="print the stages and experiments")
-    parser.add_argument(
-        "--render", nargs="*", type=existing, metavar="FILE", help="add to docs/gpu.json, write docs/gpu.md"
-    )
+    parser.add_argument("--render", nargs="*", type=existing, metavar="FILE", help="add results to docs/gpu.md")
     parser.add_argument("--add", action="append", default=[], type=existing, metavar="FILE.py", help="experiments")
     return parser.parse_args()
 
@@ -350,6 +348,8 @@ def run(args: argparse.Namespace, work: Path, began: float) -> None:
     note(f"{sys.executable} imports torch and grpocli; work in {work}")
     for name in IMPORTED:
         importlib.import_module(name)
+    for one in wanted if args.again else ():
+        results.experiments.pop(one.name, None)
     for pid in background:
         os.waitpid(pid, 0)
     machine = machine_facts()
@@ -362,8 +362,6 @@ def run(args: argparse.Namespace, work: Path, began: float) -> None:
     elif any(one.stage in ("updates", "peer") and not results.has(one.name) for one in wanted):
         helpers.append(child(partial(make_models, work), 1, 2))
     note(", ".join(f"{key} {value}" for key, value in machine.items() if value and key != "has"))
-    for one in wanted if args.again else ():
-        results.experiments.pop(one.name, None)
     before = {results.experiments[one.name]["machine"].get("commit") for one in wanted if results.has(one.name)}
     if others := before - {machine["commit"]}:
         note(f"{args.out} has results of commit {', '.join(map(repr, others))}, which stay: --again runs them anew")

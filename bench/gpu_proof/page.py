@@ -41,10 +41,8 @@ def summary(results: Results) -> str:
 
 def machine_of(found: dict[str, Any]) -> str:
     """`NVIDIA H100 80GB HBM3, driver 580, torch 2.11.0, vLLM 0.32.0, commit 1234567`."""
-    machine = found["machine"]
-    words = [machine.get("device", "unknown")]
-    for key, name in (("driver", "driver"), ("torch", "torch"), ("vllm", "vLLM"), ("commit", "commit")):
-        words += [f"{name} {machine[key]}"] if machine.get(key) else []
+    names = {"device": "", "driver": "driver ", "torch": "torch ", "vllm": "vLLM ", "commit": "commit "}
+    words = [f"{name}{found['machine'][key]}" for key, name in names.items() if found["machine"].get(key)]
     return ", ".join(words) + (" (small sizes: a test of the script)" if found["size"] == "small" else "")
 
 

@@ -76,13 +76,7 @@ SERVED_LAWS = (
 
 
 def of_a_run(
-    name: str,
-    stage: str,
-    question: str,
-    *laws: Law,
-    keys: Sequence[str],
-    needs: Sequence[str] = ("vllm",),
-    seconds: float,
+    name: str, stage: str, question: str, *laws: Law, keys: list[str], needs: Sequence[str] = ("vllm",), seconds: float
 ) -> None:
     """Register an experiment that is `served` with some keys."""
 

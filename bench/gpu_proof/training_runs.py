@@ -21,8 +21,6 @@ SHORT = ("model.warm_start_steps=20", "eval.problems=4")
 """The built-in model on a CPU."""
 TAIL = 1500  # characters of a failed command's output
 
-Rows = list[dict[str, Any]]
-
 
 def command(setting: Setting, folder: Path, *keys: str) -> list[str]:
     options = [*keys, f"hardware.device={setting.device}", f"hydra.run.dir={folder}"]
@@ -84,7 +82,7 @@ def fresh(setting: Setting, name: str) -> Path:
     return folder
 
 
-def metrics(folder: Path) -> Rows:
+def metrics(folder: Path) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -332,3 +332,32 @@ def gradient_norm(setting: Setting, parallel: str, dtype: str) -> float:
     logp_BT = policy.scores(batch, Sampling(1)).logp
     own.backward(wrapped, (logp_BT.where(batch.mask.bool(), 0.0) * batch.advantages.unsqueeze(1)).sum())
     return float(own.update(wrapped, optimizer, 0.0, 0.0))
+
+
+PEER_KINDS = ("even", "skewed")
+
+
+@experiment(
+    "peer",
+    "updates beside TRL's, 0.5B: the time and the memory of grpocli over TRL's",
+    *(at_most(f"{of}_{kind}", 1, f"{kind}: {of}", gpu=True) for of in ("time", "memory") for kind in PEER_KINDS),
+    *(at_most(f"gradient_apart_{kind}", 0.03, f"{kind}: difference of the gradient norms") for kind in PEER_KINDS),
+    needs=("trl",),
+    seconds=180,
+)
+def beside_trl(setting: Setting) -> Measured:
+    found: Measured = {}
+    for kind in PEER_KINDS:
+        name = workload(setting, f"0.5B, {kind}")
+        ours = update(setting, name, 5)
+        setting.save(found | {f"own_seconds_{kind}": ours["seconds"], f"own_gib_{kind}": ours["GiB"]})
+        theirs = side("trl_side", name, model_folder(setting, name), 5)
+        found |= {
+            f"time_{kind}": seconds(ours) / seconds(theirs),
+            f"memory_{kind}": ours["GiB"] / theirs["GiB"],
+            f"gradient_apart_{kind}": gradient_apart(ours, theirs),
+            f"seconds_{kind}": [ours["seconds"], theirs["seconds"]],
+            f"gib_{kind}": [ours["GiB"], theirs["GiB"]],
+        }
+        setting.save(found)
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from grpocli.chat_clock import CLOCK, DAY, dated
+from grpocli.chat_clock import CLOCK, DAY, with_date
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 
@@ -39,7 +39,7 @@ def arguments_of(part: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
         if thinking is not None:
             arguments[_switch(read, arguments, thinking)] = thinking
     if CLOCK in str(tokenizer.chat_template):
-        arguments["chat_template"] = dated(tokenizer.get_chat_template(), getattr(part, "date", DAY))
+        arguments["chat_template"] = with_date(tokenizer.get_chat_template(), getattr(part, "date", DAY))
     return arguments
 
 

@@ -102,11 +102,11 @@ def devices(inputs: PlanInputs) -> list[Device]:
         return _cpus(inputs, trainer)
     if not resources.servers:
         return [Device("training GPU", resources.trainers, resources.memory, tuple(trainer))]
-    of_one = inputs.engine.memory_share(resources.shared)
-    share = of_one * resources.memory
+    part = inputs.engine.memory_share(resources.shared)
+    share = part * resources.memory
     serving = Device("vLLM GPU", resources.servers * resources.tensor_parallel, share, _server_items(inputs, share))
     if resources.shared:
-        trainer.append(Item("vLLM", share, share, f"{of_one:g} of the same GPU (engine.gpu_memory_utilization)"))
+        trainer.append(Item("vLLM", share, share, f"{part:g} of the same GPU (engine.gpu_memory_utilization)"))
     return [Device("training GPU", resources.trainers, resources.memory, tuple(trainer)), serving]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from grpocli.chat_clock import DAY, dated
+from grpocli.chat_clock import DAY, with_date
 from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
 from grpocli.hub import check_folder, model_folder
@@ -118,7 +118,7 @@ class Classifier:
                 problem = "has no chat template, but the prompts are conversations"
                 raise ConfigError(problem, key=KEY, value=self.reward.path)
             messages = [*sample.prompt, *sample.completion]
-            template = dated(self.tokenizer.get_chat_template(), DAY)
+            template = with_date(self.tokenizer.get_chat_template(), DAY)
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids[-self.reward.max_tokens :]

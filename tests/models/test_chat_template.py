@@ -10,7 +10,7 @@ import pytest
 import torch
 from chat_families import CHAT_FAMILIES
 
-from grpocli.chat_clock import dated
+from grpocli.chat_clock import with_date
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
@@ -188,7 +188,7 @@ def test_a_prompt_does_not_depend_on_the_day(family: str, tmp_path: Path, monkey
 @pytest.mark.parametrize("around", ["{}", "\n  {}", "{{% if strftime_now is defined %}}{}{{% endif %}}"])
 def test_the_clock_of_a_template_writes_as_strftime(format_: str, around: str, tmp_path: Path) -> None:
     tokenizer = CHAT_FAMILIES["qwen3"].tokenizer()
-    tokenizer.chat_template = dated(around.format(f"{{{{ strftime_now('{format_}') }}}}"), "2031-01-05")
+    tokenizer.chat_template = with_date(around.format(f"{{{{ strftime_now('{format_}') }}}}"), "2031-01-05")
     expected = date(2031, 1, 5).strftime(format_)
     assert prompt_text(tokenizer) == ("\n  " if around.startswith("\n") else "") + expected
 
