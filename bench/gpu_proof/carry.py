@@ -173,7 +173,9 @@ def prepare(work: Path) -> list[int]:
     archives, site = [] if installed else sorted(CARRY.glob("*.tar.xz")), work / "site"
     if not archives and not installed:
         raise SystemExit(f"{sys.executable} has no grpocli, and {CARRY} no packages: see docs/gpu.md")
-    work.mkdir(parents=True, exist_ok=True)
+    work.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if work.stat().st_uid != os.getuid():  # its packages are imported
+        raise SystemExit(f"--work {work} belongs to somebody else: choose another")
     paths = [str(path) for path in (ROOT, ROOT / "bench" / "gpu_proof", ROOT / "bench" / "side_by_side", site)]
     sys.path[:0] = paths
     given = VARIABLES | {name: str(work / folder) for name, folder in CACHES.items()}

@@ -15,6 +15,7 @@ import argparse
 import fcntl
 import importlib
 import json
+import math
 import os
 import runpy
 import shutil
@@ -277,13 +278,20 @@ def existing(text: str) -> Path:
     return Path(text).resolve()
 
 
+def duration(text: str) -> float:
+    """A finite time above 0."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0, and finite")
+    return float(text)
+
+
 def arguments() -> argparse.Namespace:
     out = Path(os.environ.get("OUT") or ROOT / ".gpu-proof")
-    work = Path(tempfile.gettempdir(), "gpu-proof") if os.environ.get("OUT") else None
+    work = Path(tempfile.gettempdir(), f"gpu-proof-{os.getuid()}") if os.environ.get("OUT") else None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="A,B+C", help="stages or experiments; all by default")
     parser.add_argument("--again", action="store_true", help="run them although they have results")
-    parser.add_argument("--seconds", type=float, help="after which this call ends by itself (500; on a CPU 3600)")
+    parser.add_argument("--seconds", type=duration, help="after which this call ends by itself (500; on a CPU 3600)")
     parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="for small files of results ($OUT)")
     parser.add_argument("--work", type=Path, default=work, metavar="FOLDER", help="for models and runs (below --out)")
     parser.add_argument("--resume", type=existing, metavar="FILE", help="earlier results, if --out has none")

@@ -110,7 +110,9 @@ def _task(config: DictConfig, resume: Resume | None) -> float | None:
 
     from grpocli.launch.output_dir import write_record
     from grpocli.launch.run import launch
+    from grpocli.processes.libraries import quiet_libraries
 
+    quiet_libraries()  # a launcher of Hydra's may have started this process
     warn_of_escapes(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
     if resume:

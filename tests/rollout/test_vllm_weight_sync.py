@@ -705,7 +705,7 @@ def test_a_failed_transfer_is_completed(tmp_path: Path) -> None:
         client.check()
 
 
-@pytest.mark.parametrize("fails", ["", "update"])
+@pytest.mark.parametrize("fails", ["", "update", "finish_update"])
 def test_the_bucket_of_a_failed_sync_is_released(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps an exported block until its reader says that it is done, which one that was killed never does."""
     released: list[Any] = []
@@ -714,14 +714,18 @@ def test_the_bucket_of_a_failed_sync_is_released(fails: str, tmp_path: Path, mon
     )
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: released.append("collected"))
     transport = transport_gpu.IpcTransport(PolicyWeights(context().policy, torch.bfloat16), 64, 0)
-    transport._engine = SimpleNamespace(
-        gpu_uuid="GPU-1", send_weights=lambda: transport.client.update_weights({"ipc_handles": {"GPU-1": HANDLE}})
-    )
+
+    def send() -> None:
+        transport.client.update_weights({"ipc_handles": {"GPU-1": HANDLE}})
+        transport.client.finish_weight_update()
+
+    transport._engine = SimpleNamespace(gpu_uuid="GPU-1", send_weights=send)
     server: Any = Server(tmp_path, fails=fails)
     server.prepared = True
-    with pytest.raises(EngineError, match="update failed") if fails else nullcontext():
+    with pytest.raises(EngineError, match=f"{fails} failed") if fails else nullcontext():
         transport.send([server], iter(()), 1)
-    assert released == ([(HANDLE[11], HANDLE[12], HANDLE[6]), "collected"] if fails else [])
+    unread = [(HANDLE[11], HANDLE[12], HANDLE[6]), "collected"]
+    assert released == (unread if fails == "update" else []), "a server that has read it has said so to torch"
 
 
 def test_a_broadcast_that_failed_is_aborted_once(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def _check(client: ServerClient, job: EngineJob) -> None:
         _check_generate(client)
         problem = misfit(served, job) or lora_misfit(served, job)
         if not problem and job.transport != "shm" and not job.lora_rank:
-            problem = version_misfit(str(client.get("/version")["version"]), job.transport)
+            problem = version_misfit(str(client.get("/version")["version"])[:40], job.transport)
     except Refused as error:
         raise ConfigError(_advice(client, error), key="engine.base_url", value=url) from error
     except EngineError as error:
@@ -141,7 +141,7 @@ def _advice(client: ServerClient, error: Refused) -> str:
 def _version(client: ServerClient) -> str:
     """` (vLLM 0.9.1)`, or "" if the server does not report its version."""
     try:
-        return f" (vLLM {client.get('/version')['version']})"
+        return f" (vLLM {str(client.get('/version')['version'])[:40]})"
     except (EngineError, KeyError, TypeError, ValueError):
         return ""
 

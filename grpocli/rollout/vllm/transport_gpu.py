@@ -100,6 +100,8 @@ class TransferClient:
         self._each(lambda server: server.update(info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if not self.failure:
+            self.exported = {}  # the servers have read it, and said so to torch
         self._each(lambda server: server.finish_update(self.version))
 
     def _each(self, call: Callable[[ServerClient], None]) -> None:
