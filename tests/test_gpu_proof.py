@@ -427,12 +427,12 @@ def bare(proof: ModuleType, tmp_path: Path) -> tuple[Path, Path]:
 def test_a_bare_folder_runs_is_killed_and_goes_on(bare: tuple[Path, Path], own: Path) -> None:
     """From .carry alone: nothing is installed, and of what another folder has, only earlier results are needed."""
     clone, python = bare
-    out, begun = own.parent / "out", own.parent / "gpu-proof" / "lasts" / "begun"
+    out, work = own.parent / "out", own.parent / f"gpu-proof-{os.getuid()}"
     command = [str(python), "bench/gpu_proof/gpu_proof.py", "--add", str(own), "--only", "settings+packages,lasts"]
     env = {"OUT": str(out), "TMPDIR": str(own.parent), "HOME": str(own.parent), "PATH": os.environ["PATH"]}
     until = time.monotonic() + 200
     with subprocess.Popen(command, cwd=clone, env=env | {"LASTS": "600"}) as call:
-        while not begun.exists():
+        while not (work / "lasts" / "begun").exists():
             assert call.poll() is None
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -441,7 +441,7 @@ def test_a_bare_folder_runs_is_killed_and_goes_on(bare: tuple[Path, Path], own: 
     assert {name: result["verdict"] for name, result in found.items()} == dict.fromkeys(
         ("settings", "packages"), "as expected"
     )
-    assert found["packages"]["measured"]["hydra"] == str(own.parent / "gpu-proof" / "site" / "hydra")
+    assert found["packages"]["measured"]["hydra"] == str(work / "site" / "hydra")
     assert found["settings"]["machine"]["commit"] == "1234567"
     (out / "results.json").rename(clone / ".carry" / "results.json")
     subprocess.run(command, cwd=clone, env=env, check=True)
