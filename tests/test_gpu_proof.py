@@ -152,7 +152,7 @@ def test_each_experiment_has_a_result_whatever_it_does(own: Path) -> None:
 
 @pytest.mark.survival
 def test_a_call_that_is_killed_leaves_whole_results_and_the_next_goes_on(own: Path) -> None:
-    begun = own.parent / "gpu-proof" / "lasts" / "begun"
+    begun = own.parent / f"gpu-proof-{os.getuid()}" / "lasts" / "begun"
     until = time.monotonic() + 120
     with start(own, "works,lasts", LASTS="600") as call:
         while not begun.exists():
