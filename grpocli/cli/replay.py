@@ -95,7 +95,6 @@ def _folder(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 @contextmanager
 def _replay(run_folder: Path, args: argparse.Namespace, steps: Sequence[int], view: View) -> Iterator[Replay]:
-
     view.stage("loading libraries")
     from grpocli.replay.sessions import sessions_of
     from grpocli.tracking.run_dir import RunDir

@@ -74,7 +74,7 @@ class VllmEngine(Engine):
         check_sampling: Callable[[], None] | None = None,
         vocabulary: int | None = None,
     ) -> None:
-        """version: the servers' weights; None if they may be any.
+        """version: of the servers' weights; None before the first sync to servers that may have any.
 
         check_sampling: called once, in every process, after the first sync. vocabulary: the model's number of tokens.
         """

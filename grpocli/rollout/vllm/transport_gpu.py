@@ -281,7 +281,7 @@ Handles = dict[str, tuple[Any, ...]]
 
 
 def release(arguments: tuple[Any, ...]) -> None:
-    """Free an exported bucket in the place of its reader: torch keeps it until a reader that has died would say so."""
+    """Free an exported bucket whose reader has died: torch would wait for the reader's release for ever."""
     torch.UntypedStorage._release_ipc_counter(*arguments[11:13], device=arguments[6])
     torch.cuda.ipc_collect()
 

@@ -155,7 +155,7 @@ class WeightSync:
         self.weights = self.transport.weights
         self._before_change = context.before_change
         self._dummy = context.job.dummy  # whether a new server has random weights
-        self._after_canary = False  # whether caches may hold other weights' keys: none were verified since a canary
+        self._stale_caches = False  # whether servers may have cached the keys of a canary or of random weights
         self.pause_mode = "keep" if context.in_flight else "wait"
         self.verifier = WeightVerifier(context)
 
@@ -177,12 +177,12 @@ class WeightSync:
         sent, failure = self._transfer(self.transport, self.servers, version)
         updated = time.perf_counter()
         if not failure and due:
-            failure = self._verify(version, caches=self._after_canary)
+            failure = self._verify(version, caches=self._stale_caches)
         if failure:
             raise EngineError(failure)
         if due:
             self.verifier.passed()
-        self._after_canary = False
+        self._stale_caches = False
         return {
             "sync/bytes": float(sent),
             "sync/seconds/canary": proven - began,
@@ -201,7 +201,7 @@ class WeightSync:
         with canary.weights(self.policy):
             changed = self._score()
             if self.world.broadcast_object(canary.tells(start, changed)):
-                self._after_canary = True
+                self._stale_caches = True
                 failure = self._send_changed(servers, start, changed)
         if failure:
             raise EngineError(failure)
@@ -221,7 +221,7 @@ class WeightSync:
                 failure = str(error)
         if failure := self.world.broadcast_object(failure):
             raise EngineError(failure)
-        self._after_canary = True
+        self._stale_caches = True
         for server in servers:
             server.proven = True
 
