@@ -559,7 +559,8 @@ def test_sharded_weights_are_gathered_in_lockstep(tmp_path: Path) -> None:
     """Two processes hold half of every parameter each: one sync succeeds, another fails in the middle."""
     script = Path(__file__).with_name("sharded_sync.py")
     launcher = command(2, tmp_path)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
+    tests = str(Path(__file__).parents[1])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR", "PYTHONPATH": tests}
     done = subprocess.run(
         [*launcher[: launcher.index("--module")], str(script), str(tmp_path)],
         env=env,
