@@ -68,7 +68,9 @@ def main(folder: Path) -> None:
     policy = Policy(model, model, torch.bfloat16)
     server: Any = Replica(folder)
     server.model = replica
-    job = SimpleNamespace(lora_rank=0, dtype="bfloat16", transport="shm", quantized=False, gpus=(), max_tokens=40)
+    job = SimpleNamespace(
+        lora_rank=0, dtype="bfloat16", transport="shm", quantized=False, gpus=(), max_tokens=40, dummy=False
+    )
     context = EngineContext(job, policy, None, world, ShmSyncConfig())  # type: ignore[arg-type]
     sync = make_synchronizer([server], context)
     assert sync.weights.sharded
