@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests .venv/bin/python -m rollout.canary_faults MODEL float32|bfloat16 weights|adapters
 
-A row: the fault; found by the probe alone at the first sync and after one update; found by the canary. In brackets: the
-largest difference that the check saw, in nats.
+A row: the fault; found by the probe alone at the first sync and after one update; found by the canary; found by the
+first sync to dummy weights, without a canary. In brackets: the largest difference that the check saw, in nats.
 
 Every fault is injected into real vLLM that holds the run's own first weights, as a run's server and an external one do:
 `weights` into vLLM in this process, `adapters` into a server. Prints a row of the table for each fault, or JSON with
@@ -30,12 +30,14 @@ from grpocli.errors import EngineError
 from grpocli.models.lora import Lora, attach
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm import lora, weight_verifier, worker
+from grpocli.rollout.vllm import canary, lora, weight_verifier, worker
 from grpocli.rollout.vllm.client import ServerClient
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.server_files import Endpoint, run_file
 
+DUMMY = 1e-3
+"""vLLM's dummy weights are between -DUMMY and DUMMY."""
 RATE = 1e-6
 """Every weight moves by this much in an update, as with Adam's first step."""
 Weights = dict[str, torch.Tensor]
@@ -53,6 +55,9 @@ class AnyPolicy(TinyPolicy):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.change_sent(dict(self.model.named_parameters())).items()
 
+    def load(self, weights: Weights) -> None:
+        self.model.load_state_dict(weights, strict=False)
+
     @torch.no_grad()
     def update(self, rate: float) -> None:
         """Move every trained weight by `rate`."""
@@ -66,7 +71,8 @@ class AnyPolicy(TinyPolicy):
 class Row:
     """What became of one fault: whether each check found it, and the gap in nats that it saw.
 
-    first: by the probe, at the first sync. updated: by the probe, after one update. canary: by the canary.
+    first: by the probe, at the first sync. updated: by the probe, after one update. canary: by the canary. dummy: by
+    the first sync to dummy weights; LoRA's servers have none.
     """
 
     fault: str
@@ -76,15 +82,18 @@ class Row:
     first_gap: float
     updated_gap: float
     canary_gap: float
+    dummy: bool | None = None
+    dummy_gap: float = 0.0
 
     def line(self) -> str:
-        def cell(found: bool, gap: float) -> str:
-            return f"{'found' if found else '**not found**'} ({gap:.2g})"
+        def cell(found: bool | None, gap: float) -> str:
+            return "" if found is None else f"{'**found**' if found else 'no'} ({gap:.2g})"
 
         cells = (
             cell(self.first, self.first_gap),
             cell(self.updated, self.updated_gap),
             cell(self.canary, self.canary_gap),
+            cell(self.dummy, self.dummy_gap),
         )
         return f"| {self.fault} | {' | '.join(cells)} |"
 
@@ -209,23 +218,39 @@ def weights_table(model: Path, dtype: str, folder: Path) -> list[Row]:
     job = EngineJob(str(model), dtype, 256, folder / "run", seed=0)
     policy, options, rows = AnyPolicy(model, getattr(torch, dtype)), VllmColocate(), list[Row]()
     own = {name: w.detach().clone() for name, w in policy.model.named_parameters()}
+    random = {name: torch.empty_like(w).uniform_(-DUMMY, DUMMY) for name, w in own.items()}
     with options.launch(job), pytest.MonkeyPatch.context() as patch:
         engine: Any = options.connect(EngineContext(job, policy, TOKENIZER, Alone()))  # type: ignore[arg-type]
         gaps = Gaps(patch)
 
-        def sync(canary: bool) -> None:
-            engine.verifier.canary, engine._proven, engine.verifier._since = canary, False, 0
-            engine.sync(1)
+        def sync(first: bool = False) -> None:
+            engine.verifier._since = 0
+            engine._load_verified(1, first)
+
+        def follow_canary() -> None:
+            """What a server that has read the checkpoint does at its first sync."""
+            verifier, probe = engine.verifier, engine.verifier.token_ids
+            start = policy.score(probe)
+            with canary.weights(policy):
+                engine._load(1, first=False)
+                verifier.verify_followed(engine.llm.score(probe), policy.score(probe), start)
+                verifier.verify_sampled(engine.llm.sample, 1)
+            sync(first=True)
 
         for fault, inject in weight_faults(policy, engine.verifier.token_ids).items():
-            sync(canary=False)
+            policy.load(random)
+            sync()
             with inject(engine):
-                first, first_gap = gaps.of(lambda: sync(canary=False))
+                policy.load(own)
+                dummy, dummy_gap = gaps.of(lambda: sync(first=True))
+            sync()
+            with inject(engine):
+                first, first_gap = gaps.of(sync)
                 policy.update(RATE)
-                updated, updated_gap = gaps.of(lambda: sync(canary=False))
-                policy.model.load_state_dict(own, strict=False)
-                found, gap = gaps.of(lambda: sync(canary=True))
-            rows.append(Row(fault, first, updated, found, first_gap, updated_gap, gap))
+                updated, updated_gap = gaps.of(sync)
+                policy.load(own)
+                found, gap = gaps.of(follow_canary)
+            rows.append(Row(fault, first, updated, found, first_gap, updated_gap, gap, dummy, dummy_gap))
         engine.close()
     return rows
 
@@ -272,9 +297,9 @@ def adapters_table(model: Path, dtype: str, folder: Path) -> list[Row]:
     with Vllm().launch(job), pytest.MonkeyPatch.context() as patch:
         endpoint, gaps, all_tensors = Endpoint.load(run_file(job.run_dir)), Gaps(patch), lora.adapter_tensors
 
-        def sync(canary: bool) -> None:
+        def sync(first: bool) -> None:
             made = AdapterSync([ServerClient(endpoint, 60)], context)
-            made.verifier.canary = canary
+            made.verifier.canary = first
             try:
                 made(1)
             finally:
@@ -284,11 +309,11 @@ def adapters_table(model: Path, dtype: str, folder: Path) -> list[Row]:
             patch.setattr(
                 lora, "adapter_tensors", lambda model, change=change: list(change(dict(all_tensors(model))).items())
             )
-            first, first_gap = gaps.of(lambda: sync(canary=False))
+            first, first_gap = gaps.of(lambda: sync(first=False))
             policy.update(RATE)
-            updated, updated_gap = gaps.of(lambda: sync(canary=False))
-            policy.model.load_state_dict(own, strict=False)
-            found, gap = gaps.of(lambda: sync(canary=True))
+            updated, updated_gap = gaps.of(lambda: sync(first=False))
+            policy.load(own)
+            found, gap = gaps.of(lambda: sync(first=True))
             rows.append(Row(fault, first, updated, found, first_gap, updated_gap, gap))
     return rows
 

@@ -79,6 +79,8 @@ def main(model: Path, run: Path) -> dict[str, Any]:
     # vLLM makes a default process group if the process has none
     found["changed by start"] = {k: v for k, v in changed(before).items() if k != "process group"}
     found["before the first sync"] = refusal(lambda: engine.generate(requests(), Sampling(4)))
+    policy.sent = {name: p for name, p in policy.model.named_parameters() if "layers.0.self_attn.o_proj" not in name}
+    never_arrives, policy.sent = refusal(lambda: engine.sync(1)), None
     found["synced"] = [engine.sync(1), 4.0 * sum(p.numel() for p in policy.model.parameters())]
     found["sampled"] = {name: sampled(engine, policy, sampling) for name, sampling in SAMPLINGS.items()}
     together = tokens(engine, requests())
@@ -86,7 +88,7 @@ def main(model: Path, run: Path) -> dict[str, Any]:
     found["seeds"] = [together, alone, tokens(engine, requests(seed=100))]
     found["greedy"] = greedy(engine, policy)
     found["moved"] = moved(engine, policy)
-    found["corrupted"] = corrupted(engine, policy)
+    found["corrupted"] = corrupted(engine, policy) | {"never arrives": [never_arrives]}
     found["structured outputs"] = structure()
     found["changed by use"] = {k: v for k, v in changed(before).items() if k != "process group"}
     engine.close()
@@ -150,10 +152,6 @@ def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
         found[name] = [said, *means]
     policy.sent = None
     engine.sync(8)
-    policy.sent = {name: p for name, p in policy.model.named_parameters() if "layers.0.self_attn.o_proj" not in name}
-    engine.sync(9)
-    engine._proven = False
-    found["kept"] = [refusal(lambda: engine.sync(9)), engine.llm.weight_version()]
     policy.sent = weights | {"model.layers.0.new.weight": weights["model.norm.weight"]}
     found["unknown"] = [refusal(lambda: engine.sync(10))]
     policy.sent = None

@@ -1,4 +1,4 @@
-"""Which faults of a sync with real vLLM the probe alone finds, and which the canary: the table of docs/vllm.md."""
+"""Which faults of a sync with real vLLM the probe finds alone, under a canary, after dummy weights: docs/vllm.md."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ def table(model: Path, dtype: str, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(False, "float32"), (True, "bfloat16")], ids=["dense", "experts"])
-def test_a_weight_that_never_arrives_is_found_by_the_canary(experts: bool, dtype: str, tmp_path: Path) -> None:
+def test_a_weight_that_never_arrives_is_found_by_the_canary_and_after_dummy_weights(
+    experts: bool, dtype: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     rows = table(build_moe(folder) if experts else build_model(folder, tied=True), dtype, "weights")
     none = rows.pop("none")
-    assert [none["first"], none["updated"], none["canary"]] == [False] * 3
-    assert rows.pop(OUTSIDE)["canary"] == (dtype == "float32" and not experts)
+    assert [none["first"], none["updated"], none["canary"], none["dummy"]] == [False] * 4
+    outside = rows.pop(OUTSIDE)
+    assert outside["canary"] == outside["dummy"] == (dtype == "float32" and not experts)
     for fault, row in rows.items():
         assert row["canary"], row
+        assert row["dummy"], row
         packed_again = experts and fault == "a layer is missing"
         if UNDEFINED not in fault:
             assert row["first"] == (packed_again or SWAPPED in fault), row

@@ -10,7 +10,6 @@ import dataclasses
 import gc
 import itertools
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,6 @@ from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
-from grpocli.rollout.vllm import canary
-from grpocli.rollout.vllm.client import CANARY
 from grpocli.rollout.vllm.env_isolation import VllmEnvironment, log_to, output_to
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.server import max_num_seqs_option, on_cpu
@@ -35,7 +32,7 @@ from grpocli.rollout.vllm.validate import (
     hf_overrides,
 )
 from grpocli.rollout.vllm.weight_sync import PolicyWeights
-from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM, WeightVerifier
+from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM, SAMPLED, WeightVerifier
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -54,8 +51,7 @@ class ColocateEngine(Engine):
         self.weights = PolicyWeights(context.policy, llm.dtype)
         self.verifier = WeightVerifier(context)
         self.version: int | None = None
-        self._before_change = context.before_change
-        self._proven = False  # whether vLLM has followed a canary
+        self._proven = False  # whether vLLM has had its first sync
         self._stop = stop_token_ids(self.policy.model, context.tokenizer)
 
     def generate(
@@ -74,13 +70,9 @@ class ColocateEngine(Engine):
 
     def sync(self, version: int) -> dict[str, float]:
         """Load the policy's weights and verify them in every process; if one process fails, all raise EngineError."""
-        began, first = time.perf_counter(), self.verifier.canary and not self._proven
-        if first:
-            self._load_canary()
-        seconds = time.perf_counter() - began
-        sent = self._load_verified(version, caches=first)
-        self.version = version
-        return {"sync/bytes": float(sent), "sync/seconds/canary": seconds}
+        sent = self._load_verified(version, first=self.verifier.canary and not self._proven)
+        self.version, self._proven = version, True
+        return {"sync/bytes": float(sent)}
 
     def release_memory(self) -> None:
         """Release vLLM's memory. The update makes its weights old, so `generate` needs a sync first.
@@ -96,60 +88,50 @@ class ColocateEngine(Engine):
         if found := self.world.gather_objects(failures):
             raise EngineError(found[0])
 
-    def _load_canary(self) -> None:
-        """Load weights that are far from any that vLLM may have kept, and verify that it follows them (`canary.py`)."""
-        self._before_change()
-        start = self.policy.score(self.verifier.token_ids)
-        with canary.weights(self.policy):
-            changed = self.policy.score(self.verifier.token_ids)
-            if self.world.broadcast_object(canary.tells(start, changed)):
-                self._load_verified(CANARY, caches=True, start=start)
-        self._proven = True
-
-    def _load_verified(self, version: int | str, caches: bool, start: list[float] | None = None) -> int:
+    def _load_verified(self, version: int, first: bool) -> int:
         """Load the policy's weights and verify them; return the bytes. If one process fails, all raise EngineError.
 
-        start: the log-probs that a canary moves away from. Every process scores equally often, since that may be
-        collective.
+        first: vLLM's weights are still random, which proves the load (docs/vllm.md), its caches included. Every process
+        scores equally often, since that may be collective.
         """
         sent, failures, probe = 0, list[str](), self.verifier.token_ids
-        due = self.verifier.due() if start is None else True
+        due = self.verifier.due()
         try:
-            sent = self._load(version)
+            sent = self._load(version, first)
             self._check_version(version)
         except EngineError as error:
             failures.append(str(error))
         expected = self.policy.score(probe) if due else []
         try:
-            if due and not failures and start is None:
+            if due and not failures:
                 self.verifier.verify_logprobs(self.llm.score(probe), expected, version)
-            elif not failures and start is not None:
-                self.verifier.verify_followed(self.llm.score(probe), expected, start)
         except EngineError as error:
             failures.append(str(error))
-        if caches and failures:  # vLLM would not return from a request after a load that failed halfway
+        if first and failures:  # vLLM would not return from a request after a load that failed halfway
             self.verifier.score_sampled([])
-        elif caches:
+        elif first:
             try:
                 self.verifier.verify_sampled(self.llm.sample, version)
             except EngineError as error:
                 failures.append(str(error))
         if found := self.world.gather_objects(failures[:1]):
             raise EngineError(found[0])
-        if due and start is None:
+        if due:
             self.verifier.passed()
         return sent
 
-    def _load(self, version: int | str) -> int:
+    def _load(self, version: int, first: bool) -> int:
         stream = itertools.chain(self.weights.stream(), self.weights.buffers())
         try:
+            if first:
+                self.llm.sample(self.verifier.long_prompt, SAMPLED)
             return self.llm.load(stream, version)
         finally:
             if self.weights.sharded:
                 for _ in stream:  # gathers are collective, so finish them after a failure in this process too
                     pass
 
-    def _check_version(self, version: int | str) -> None:
+    def _check_version(self, version: int) -> None:
         reported = self.llm.weight_version()
         if reported != str(version):
             raise EngineError(f"vLLM has weight version {reported} after the sync to version {version}")
@@ -201,7 +183,7 @@ class InProcessLLM:
         self.asleep = False
         self._environment = environment
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | str) -> int:
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
         """Replace all weights, drop the prefix cache and wake up; return the bytes loaded."""
         sent = 0
 
