@@ -62,7 +62,7 @@ class SyncConfig:
     """Largest mean difference of the server's log-probs from the trainer's, in nats; null: the value for the dtype
     (`grpocli.rollout.vllm.weight_verifier.TOLERANCE`)."""
     canary: bool = True
-    """Send a new server other weights first, and require that its log-probs follow; costs one more transfer."""
+    """Send a new server that has read the checkpoint other weights first, which its log-probs must follow."""
 
     def __post_init__(self) -> None:
         require(self, "verify_every", self.verify_every >= 1, "must be at least 1: every sync")
