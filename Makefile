@@ -53,11 +53,13 @@ chromium: ## install Chromium and its driver for the tests of the report's page 
 
 # test-slurm runs beside the others: it mostly waits for SLURM. test-zero runs the tests of three processes, too,
 # so test-survival leaves their file out.
-test-all: setup chromium ## every test, what CI runs: test, test-survival, test-slurm, and test-zero and parity where they install
+test-all: setup chromium ## every test, what CI runs: test, test-survival, test-slurm; test-zero, test-newest, parity where they install
 	@tiers="test test-survival"; failed=0; elsewhere=; \
 	if $(MAKE) --no-print-directory .venv-zero/.ready; \
 	then tiers="$$tiers test-zero"; elsewhere=--ignore=tests/training/test_processes.py; \
 	else echo "left out: test-zero, because DeepSpeed cannot be built here"; fi; \
+	if $(MAKE) --no-print-directory .venv-newest/.ready; then tiers="$$tiers test-newest"; \
+	else echo "left out: test-newest, because these releases cannot be installed here"; fi; \
 	if $(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare; then tiers="$$tiers parity"; \
 	else echo "left out: parity, because TRL cannot be installed here"; fi; \
 	log=$$(mktemp); $(MAKE) --no-print-directory test-slurm > "$$log" 2>&1 & slurm=$$!; \
