@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from grpocli.cli.hydra_app import composed, parser_of
@@ -113,7 +114,8 @@ def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) 
     from grpocli.plan.report import advice
 
     def again(change: list[str]) -> Plan:
-        return make_plan(build_run(composed([*args.overrides, *change], args.config_dir)), asked)
+        same = replace(asked, devices=plan.resources.devices)
+        return make_plan(build_run(composed([*args.overrides, *change], args.config_dir)), same)
 
     load_libraries()
     plan = make_plan(run, asked, view.stage)

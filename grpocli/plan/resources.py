@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
+from grpocli.hardware.devices import split
+from grpocli.hardware.hardware import Multinode
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -85,7 +87,8 @@ class Resources:
     operations and 1e12 bytes per second of one device. link: bytes per second that a trainer receives from others.
     trainers: processes on all machines. servers: copies of the model on vLLM servers that the run starts, each on
     `tensor_parallel` devices. shared: servers use the trainers' devices. train_nodes, rollout_nodes: machines that
-    train, and further ones that serve. assumed: sentences about values that were not measured.
+    train, and further ones that serve. devices: GPUs of the machine, with hardware=single. assumed: sentences about
+    values that were not measured.
     """
 
     kind: str
@@ -99,6 +102,7 @@ class Resources:
     shared: bool
     train_nodes: int
     rollout_nodes: int
+    devices: int | None
     assumed: tuple[str, ...]
 
     @property
@@ -110,10 +114,12 @@ def find_resources(run: Run, engine: Any, options: DeviceOptions) -> Resources:
     """The resources of a run. engine: the run's engine, with engine=auto resolved."""
     kind = device_kind(run)
     device, assumed = _gpu(options) if kind == "cuda" else _cpu(options)
-    servers, tensor_parallel = _servers(engine)
+    tensor_parallel = engine.tensor_parallel if engine.server_gpus else 1
     rollout_nodes = run.hardware.rollout_nodes
-    servers *= max(1, rollout_nodes)
-    trainers, shared, more = _split(run, kind, servers * tensor_parallel, options)
+    servers = engine.server_gpus // tensor_parallel * max(1, rollout_nodes)
+    trainers, shared, devices = _split(run, kind, engine, options)
+    if devices:
+        assumed = (*assumed, f"{devices} GPU{'s' if devices > 1 else ''} on the machine (--devices)")
     several = run.hardware.nodes - rollout_nodes > 1
     link = min(device.link, BETWEEN_MACHINES * run.hardware.devices_per_node) if several else device.link
     return Resources(
@@ -128,7 +134,8 @@ def find_resources(run: Run, engine: Any, options: DeviceOptions) -> Resources:
         shared,
         run.hardware.nodes - rollout_nodes,
         rollout_nodes,
-        (*assumed, *more),
+        devices,
+        assumed,
     )
 
 
@@ -183,36 +190,20 @@ def _cpu(options: DeviceOptions) -> tuple[Gpu, tuple[str, ...]]:
     )
 
 
-def _servers(engine: Any) -> tuple[int, int]:
-    """Copies of the model on vLLM servers that the run starts, and the GPUs of each copy."""
-    from grpocli.rollout.vllm.engine_parts import Vllm
+def _split(run: Run, kind: str, engine: Any, options: DeviceOptions) -> tuple[int, bool, int | None]:
+    """Trainer processes, whether servers share their devices, and the GPUs of the machine with hardware=single.
 
-    if not isinstance(engine, Vllm) or engine.base_url is not None:
-        return 0, 1
-    return engine.replicas * engine.data_parallel, engine.tensor_parallel
-
-
-def _split(run: Run, kind: str, serving: int, options: DeviceOptions) -> tuple[int, bool, tuple[str, ...]]:
-    """Trainer processes, whether servers share their devices, and assumptions."""
-    from grpocli.hardware.hardware import Multinode
-
+    Without `--devices` and a GPU, the fewest with which the run starts. Raises ConfigError as the run does.
+    """
     hardware = run.hardware
     if isinstance(hardware, Multinode):
-        return hardware.processes, hardware.rollout_nodes == 0, ()
+        return hardware.processes, hardware.rollout_nodes == 0, None
     if kind == "cpu":
-        return hardware.processes or 1, True, ()
-    devices = options.devices or gpus_here() or max(hardware.processes or 1, 1)
-    train = _number(hardware.train_devices) or hardware.processes
-    if train and train > devices:
-        key = "hardware.processes" if hardware.train_devices == "auto" else "hardware.train_devices"
-        raise ConfigError(f"is more than the {devices} GPUs of the machine (--devices)", key=key, value=train)
-    apart = (train or 1) + serving <= devices
-    trainers = train or (devices - serving if serving and apart else devices)
-    return trainers, not apart, (f"{devices} GPU{'s' if devices > 1 else ''} on the machine (--devices)",)
-
-
-def _number(devices: Any) -> int | None:
-    """The number of devices in hardware.train_devices; None for auto."""
-    if devices == "auto":
-        return None
-    return devices if isinstance(devices, int) else len(devices)
+        return hardware.processes or 1, True, None
+    train, serve = hardware.processes or 1, engine.server_gpus
+    devices = options.devices or gpus_here() or (serve if train <= serve else train + serve)
+    try:
+        found = split(hardware, engine, [str(number) for number in range(devices)])
+    except ConfigError as error:
+        raise error.with_note("--devices") from error
+    return found.processes, found.shared is not False, devices

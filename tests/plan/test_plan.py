@@ -524,7 +524,11 @@ def test_the_bytes_of_logits_are_those_of_the_head() -> None:
         (["--devices", "1001"], "leaves some of 1000 trainer processes without data"),
         (
             ["--devices", "4", "hardware.processes=100"],
-            "hardware.processes=100: is more than the 4 GPUs of the machine",
+            "hardware.processes=100: each process needs its own GPU, and 3 are left to train (--devices)",
+        ),
+        (
+            ["--devices", "1", "engine.replicas=2"],
+            "engine.replicas=2: needs 2 GPUs, 1 for each server, and there are 1",
         ),
         (["--devices", "4", "hardware.context_parallel=2"], "must divide the number of trainer processes, 3"),
         (["hardware.processes=2", "hardware.context_parallel=2", "model=gemma3-1b"], "not every layer of this model"),
@@ -534,3 +538,19 @@ def test_what_training_refuses_is_not_planned(words: list[str], said: str, grpoc
     code, out, err = grpocli("plan", "hardware.device=cuda", "engine=vllm", *words)
     assert (code, out) == (2, "")
     assert said in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "shared", "gpus"),
+    [
+        ([], 1, True, 1),
+        (["engine.replicas=2"], 2, True, 2),
+        (["hardware.processes=2"], 2, False, 3),
+        (["engine=transformers", "hardware.processes=2"], 2, False, 2),
+    ],
+)
+def test_the_fewest_gpus_with_which_a_run_starts_are_assumed(
+    overrides: list[str], processes: int, shared: bool, gpus: int
+) -> None:
+    found = planned("hardware.device=cuda", "engine=vllm", *overrides).resources
+    assert (found.trainers, found.shared, found.devices) == (processes, shared, gpus)
