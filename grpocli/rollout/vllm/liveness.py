@@ -12,6 +12,7 @@ from grpocli.http import TooLong, bounded, json_of
 CHECK_TIMEOUT = 5.0  # seconds for one check of a server
 LARGEST = 16_000_000  # bytes of an answer without completions
 LONGEST = 10  # timeouts after which a call fails, even if the server makes progress
+PAUSED = "by another run or by one that was killed in a sync; give each run its own server, or start this one again"
 TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 GENERATED = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -20,11 +21,11 @@ class Liveness:
     """The signs of progress of one server, shared by all calls of this process.
 
     last_sign: the monotonic time of the last answer to any call, or of the last token computed for any client.
-    served: the monotonic time of the last successful call.
+    served: the monotonic time of the last successful call. paused: whether the server held requests at the last check.
     """
 
     def __init__(self) -> None:
-        self.last_sign = self.served = 0.0
+        self.last_sign, self.served, self.paused = 0.0, 0.0, False
         self._tokens: float | None = None
 
     def note(self) -> None:
@@ -40,7 +41,8 @@ class Liveness:
         if tokens is not None and self._tokens is not None and tokens != self._tokens:
             self.note()
         self._tokens = tokens
-        if pause_counts and await is_paused(http):
+        self.paused = pause_counts and await is_paused(http)
+        if self.paused:
             self.note()
 
 
@@ -62,7 +64,8 @@ class ProgressTimeout:
         """The end of the error message when the timeout has passed."""
         if time.monotonic() < self.began + LONGEST * self.timeout:
             return f"nor made progress, within {self.timeout:g} s (engine.request_timeout)"
-        return f"within {LONGEST} times engine.request_timeout={self.timeout:g} s"
+        paused = f": it is paused, {PAUSED}" if self.liveness.paused else ""
+        return f"within {LONGEST} times engine.request_timeout={self.timeout:g} s{paused}"
 
 
 async def tokens_computed(http: httpx.AsyncClient, kinds: re.Pattern[str] = TOKENS) -> float | None:
