@@ -24,7 +24,7 @@ FOLDER = ROOT / "bench" / "gpu_proof"
 OWN = """
 import os, signal, time
 from pathlib import Path
-from experiment import NotRun, at_most, experiment
+from experiment import at_most, experiment
 
 @experiment("machine", "within its law", at_most("number", 2, "a number"))
 def works(setting):
@@ -55,10 +55,6 @@ def hangs(setting):
 def elsewhere(setting):
     return {"number": 1}
 
-@experiment("machine", "finds that it cannot run", at_most("number", 2, "a number"))
-def declines(setting):
-    raise NotRun("nothing to see here")
-
 @experiment("machine", "has what was carried", at_most("number", 2, "a number"))
 def packages(setting):
     import hydra
@@ -77,7 +73,6 @@ VERDICTS = {
     "crashes": "failed",
     "hangs": "failed",
     "elsewhere": "not run",
-    "declines": "not run",
 }
 
 
@@ -106,14 +101,14 @@ def start(own: Path, names: str, *options: str, **environment: str) -> subproces
     """Start the script on a CPU, with the experiments of a file."""
     command = [sys.executable, str(FOLDER / "gpu_proof.py"), "--add", str(own), "--device", "cpu", "--only", names]
     env = {**os.environ, "OUT": str(own.parent / "out"), "TMPDIR": str(own.parent), **environment}
-    return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def run(own: Path, names: str, *options: str) -> str:
     """The output of a call that succeeds."""
     with start(own, names, *options) as call:
-        out, _ = call.communicate(timeout=600)
-    assert call.returncode == 0, out
+        out, err = call.communicate(timeout=600)
+    assert call.returncode == 0, err
     return out
 
 
@@ -141,7 +136,6 @@ def test_each_experiment_has_a_result_whatever_it_does(own: Path) -> None:
     assert found["hangs"]["measured"] == {"one side": 6}
     assert not running("sleep 600.125"), "what an experiment started ends with it, in a session of its own, too"
     assert found["elsewhere"]["reason"] == "needs a GPU"
-    assert found["declines"]["reason"] == "nothing to see here"
     assert found["works"]["machine"]["device"] == "CPU"
     page = (own.parent / "out" / "results.md").read_text()
     assert "| `works`: within its law | a number: at most 2 | 1 | as expected |" in page
@@ -194,14 +188,27 @@ def test_an_unknown_name_is_refused_before_anything_is_imported(own: Path) -> No
     assert (call.returncode, out) == (1, "")
 
 
+@pytest.mark.processes
+def test_a_call_does_not_share_its_work_folder(proof: ModuleType, own: Path) -> None:
+    """Both take the one in the temporary directory, whatever their --out."""
+    with (
+        proof.held("--work", own.parent / f"gpu-proof-{os.getuid()}"),
+        start(own, "works", OUT=str(own.parent / "other")) as call,
+    ):
+        out, err = call.communicate(timeout=120)
+    assert (call.returncode, out) == (1, "")
+    assert f"gpu-proof-{os.getuid()}: another call writes there: choose another --work" in err
+
+
 def test_plus_joins_experiments_and_commas_follow(proof: ModuleType) -> None:
     proof.load()
     groups = [[one.name for one in group] for group in proof.chosen("settings+masked_call,peer")]
     assert groups == [["settings", "masked_call"], ["beside_trl"]]
     every = [one.name for group in proof.chosen("") for one in group]
     assert sorted(every) == sorted(one.name for one in proof.in_order()), "each once"
-    with pytest.raises(SystemExit, match="--only nope: there are machine, "):
-        proof.chosen("settings,nope")
+    for names, unknown in (("settings,nope", "nope"), (",,", ",,"), ("settings+", r"settings\+")):
+        with pytest.raises(SystemExit, match=f"^--only {unknown}: there are machine, "):
+            proof.chosen(names)
 
 
 def test_a_driver_that_hangs_ends_the_call(proof: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +259,7 @@ def test_results_of_a_cpu_do_not_reach_the_page(proof: ModuleType, tmp_path: Pat
     from experiment import EXPECTED, Results, outcome
 
     found = Results(tmp_path / "results.json")
-    found.put("settings", outcome(EXPECTED, {"device": "CPU"}, "cpu"))
+    found.put("settings", {"device": "CPU"}, "cuda", 1.0, outcome(EXPECTED))
     with pytest.raises(SystemExit, match="results of a CPU"):
         page.render([found.path])
 
@@ -264,8 +271,8 @@ def test_texts_of_results_are_data(proof: ModuleType, tmp_path: Path, monkeypatc
     evil = "\x1b[31mred\n# head\x07<script>alert(1)</script>|[a](javascript:x)\u202e"
     machine = dict.fromkeys(("device", "driver", "torch", "commit"), evil)
     found = Results(tmp_path / "results.json")
-    found.put("settings", outcome(EXPECTED, machine, "cuda", measured={"speed": evil}, reason=evil))
-    found.put("capabilities", outcome(FAILED, machine, "cuda", reason=evil, log=f"{evil}\n```\n# head"))
+    found.put("settings", machine, "cuda", 1.0, outcome(EXPECTED, measured={"speed": evil}, reason=evil))
+    found.put("capabilities", machine, "cuda", 1.0, outcome(FAILED, reason=evil, log=f"{evil}\n```\n# head"))
     copy = tmp_path / "gpu.md"
     copy.write_text(page.PAGE.read_text())
     monkeypatch.setattr(page, "PAGE", copy)
@@ -304,9 +311,10 @@ def test_a_size_or_verdict_that_is_none_is_refused(proof: ModuleType, tmp_path: 
     from experiment import EXPECTED, Results, outcome
 
     for change in ({"size": "small, no"}, {"verdict": "fine"}, {"machine": {"device": 3}}, {"laws": [1]}):
-        Results(file := tmp_path / "results.json").put(
-            "settings", outcome(EXPECTED, {"device": "GPU"}, "cuda") | change
-        )
+        found = Results(file := tmp_path / "results.json")
+        found.put("settings", {"device": "GPU"}, "cuda", 1.0, outcome(EXPECTED))
+        found.experiments["settings"] |= change
+        found.save()
         with pytest.raises(SystemExit, match="damaged or of another version"):
             Results(file)
         file.unlink()
@@ -326,12 +334,13 @@ def test_one_call_at_a_time_writes_into_a_folder(
     proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proof, "GRACE", 0.0)
-    with proof.held(tmp_path), pytest.raises(SystemExit, match="another call writes there"), proof.held(tmp_path):
+    refused = pytest.raises(SystemExit, match="another call writes there")
+    with proof.held("--out", tmp_path), refused, proof.held("--out", tmp_path):
         pass
-    with proof.held(tmp_path):
+    with proof.held("--out", tmp_path):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="cannot be written to"), proof.held(tmp_path / "file"):
+    with pytest.raises(SystemExit, match="cannot be written to"), proof.held("--out", tmp_path / "file"):
         pass
 
 
@@ -368,7 +377,7 @@ def test_too_much_to_carry_is_refused(proof: ModuleType) -> None:
 
 
 def test_a_carry_folder_takes_its_place_when_it_is_whole_and_small_enough(
-    proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import carry
 
@@ -381,6 +390,9 @@ def test_a_carry_folder_takes_its_place_when_it_is_whole_and_small_enough(
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "requirements"))
     with pytest.raises(SystemExit, match="could not be fetched, see above"):
         carry.build(with_vllm=False)
+    monkeypatch.setattr(carry.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match=r"^strip, .* is missing: install binutils"):
+        carry.build(with_vllm=True)
     shutil.rmtree(tmp_path / "requirements")
     monkeypatch.setattr(carry, "fetch", lambda names, target: target.mkdir())
     monkeypatch.setattr(carry, "size_of_clone", lambda: 9 * 2**20)
@@ -393,6 +405,14 @@ def test_a_carry_folder_takes_its_place_when_it_is_whole_and_small_enough(
         carry.build(with_vllm=False)
     assert (folder / "earlier").exists()
     monkeypatch.setattr(carry, "LIMIT", 64)
+    with monkeypatch.context() as during:
+        during.setattr(sys, "argv", ["carry.py", "--no-vllm"])
+        during.setattr(carry, "pack", lambda *_: (signal.raise_signal(signal.SIGINT), time.sleep(0.5)))
+        during.setattr(os, "_exit", sys.exit)
+        with pytest.raises(SystemExit):
+            carry.main()
+    assert capsys.readouterr().err == f"stopped: {folder} is as it was\n"
+    assert (folder / "earlier").exists()
     carry.build(with_vllm=False)
     assert sorted(path.name for path in folder.iterdir()) == before
     assert list(tmp_path.iterdir()) == [folder]
@@ -407,7 +427,7 @@ def bare(proof: ModuleType, tmp_path: Path) -> tuple[Path, Path]:
     for name in ("bench", "grpocli", "hydra_plugins", "conf", "recipes"):
         shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
     (clone / ".carry").mkdir()
-    found = [one for one in distributions() if one.name and carry.normalized(one.name) in carry.BASE]
+    found = [one for one in distributions() if one.name and one.name.replace("_", "-") in carry.BASE]
     files = [site / str(file) for one in found for file in one.files or () if file.parts[0] != ".."]
     carry.pack(clone / ".carry" / "base.tar.xz", site, [file for file in files if file.suffix != ".pyc"])
     carry.add_metadata(tmp_path / "own")
@@ -486,9 +506,9 @@ def test_a_row_says_what_its_figure_is_worth(proof: ModuleType) -> None:
     laws, measured = [at_most(name, 2, name) for name in "abcd"], dict.fromkeys("abc", 1)
     one = Experiment("one", "machine", "", tuple(laws), lambda setting: {}, (), 1)
     before = replace(one, laws=(*laws[:2], at_most("c", 1, "c")))
-    result = outcome(EXPECTED, {"device": "GPU"}, "cuda", measured=measured, laws=checked(before, measured, "cuda")[1])
+    result = outcome(EXPECTED, measured=measured, laws=checked(before, measured, "cuda")[1])
     found = Results(Path("absent.json"))
-    found.experiments["one"] = result | {"struck": {"b": "taken beside others"}}
+    found.experiments["one"] = result | {"machine": {}, "size": "full", "struck": {"b": "taken beside others"}}
     assert [row.split(" | ")[-2:] for row in page.rows_of(one, found)] == [
         ["1", "as expected |"],
         ["~~1~~", "not judged: taken beside others |"],
@@ -505,5 +525,5 @@ def test_an_experiment_has_the_settings_of_a_run(proof: ModuleType) -> None:
     from kernels_experiments import as_a_run
 
     torch.backends.cuda.enable_cudnn_sdp(True)
-    assert as_a_run(Setting("cpu", None, "")) == "cpu"
+    assert as_a_run(Setting("cpu", None, Path())) == "cpu"
     assert not torch.backends.cuda.cudnn_sdp_enabled()

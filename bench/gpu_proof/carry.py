@@ -66,19 +66,12 @@ CACHES = {"GRPOCLI_CACHE": "cache", "VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR
 """Variables of processes; those that are set already stay. Caches are folders below that of work."""
 
 
-def normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def fetch(names: Sequence[str], target: Path) -> None:
     """Unpack the wheels of packages into a folder, in the versions of requirements/."""
-    pinned = [ROOT / "requirements" / f"{name}.txt" for name in ("parity", "constraints")]
-    lines = [line.partition("#")[0].strip() for file in pinned for line in file.read_text().splitlines()]
-    pins = dict(line.split("==") for line in lines if "==" in line)
-    known = {normalized(name): version for name, version in pins.items()}
-    wanted = [f"{name}=={known[name]}" if name in known else name for name in names]
     uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
-    if subprocess.run([*uv, "--python-version", PYTHON, "--python-platform", PLATFORM, *wanted]).returncode:
+    for name in ("parity", "constraints"):
+        uv += ["--constraint", str(ROOT / "requirements" / f"{name}.txt")]
+    if subprocess.run([*uv, "--python-version", PYTHON, "--python-platform", PLATFORM, *names]).returncode:
         raise SystemExit(f"packages could not be fetched, see above: {CARRY} is as it was")
 
 
@@ -125,7 +118,10 @@ def checked_size(tree: int, carried: int) -> str:
 
 def build(with_vllm: bool) -> None:
     """Make the folder, which takes the place of an earlier one when it is whole and small enough."""
-    with tempfile.TemporaryDirectory(dir=ROOT, prefix=".carry-") as scratch, ThreadPoolExecutor(2) as pool:
+    if with_vllm and not shutil.which("strip"):
+        raise SystemExit("strip, which makes vLLM's libraries small enough to carry, is missing: install binutils")
+    pool = ThreadPoolExecutor(2)  # not waited for after Ctrl-C
+    with tempfile.TemporaryDirectory(dir=ROOT, prefix=".carry-", ignore_cleanup_errors=True) as scratch:
         base, served, new = (Path(scratch) / name for name in ("base", "served", "new"))
         new.mkdir()
         fetch(BASE, base)
@@ -143,7 +139,8 @@ def build(with_vllm: bool) -> None:
         list(pool.map(lambda job: pack(*job), jobs))
         (new / COMMIT).write_text(commit())
         said = checked_size(size_of_clone(), sum(path.stat().st_size for path in new.iterdir()))
-        shutil.rmtree(CARRY, ignore_errors=True)
+        if CARRY.exists():
+            CARRY.rename(Path(scratch) / "earlier")
         new.rename(CARRY)
     print(said)
 
@@ -173,7 +170,6 @@ def prepare(work: Path) -> list[int]:
     archives, site = [] if installed else sorted(CARRY.glob("*.tar.xz")), work / "site"
     if not archives and not installed:
         raise SystemExit(f"{sys.executable} has no grpocli, and {CARRY} no packages: see docs/gpu.md")
-    work.mkdir(mode=0o700, parents=True, exist_ok=True)
     if work.stat().st_uid != os.getuid():  # its packages are imported
         raise SystemExit(f"--work {work} belongs to somebody else: choose another")
     paths = [str(path) for path in (ROOT, ROOT / "bench" / "gpu_proof", ROOT / "bench" / "side_by_side", site)]
@@ -193,9 +189,17 @@ def prepare(work: Path) -> list[int]:
     return unpacking
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        prog="make gpu-carry", description="Put what gpu-proof needs without a network into .carry/."
-    )
+def main() -> None:
+    about = "Put what gpu-proof needs without a network into .carry/."
+    parser = argparse.ArgumentParser(prog="make gpu-carry", description=about)
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
-    build(not parser.parse_args().no_vllm)
+    arguments = parser.parse_args()
+    try:
+        build(not arguments.no_vllm)
+    except KeyboardInterrupt:
+        print(f"stopped: {CARRY} is as it was", file=sys.stderr, flush=True)
+        os._exit(1)  # threads that still pack would be waited for
+
+
+if __name__ == "__main__":
+    main()

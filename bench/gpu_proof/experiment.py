@@ -33,9 +33,9 @@ from typing import Any
 
 SCHEMA = 1
 EXPECTED, UNEXPECTED, FAILED, NOT_RUN = "as expected", "not as expected", "failed", "not run"
-KINDS: dict[str, type | tuple[type, ...]] = {
+KINDS: dict[str, type] = {
     **dict.fromkeys(("verdict", "reason", "size", "when", "log"), str),
-    **{"measured": dict, "laws": list, "machine": dict, "seconds": (int, float)},
+    **{"measured": dict, "laws": list, "machine": dict},
 }
 NEEDS = {
     "gpu": "needs a GPU",
@@ -58,13 +58,11 @@ STAGES = {
 }
 """By value: first what is cheap and decides most."""
 
+FIGURES = "figures.json"
+"""In an experiment's folder: what it has saved."""
 CPU_TIMES = 3  # as long may an experiment take on a CPU, where others may compute, too
 
 Measured = dict[str, Any]
-
-
-class NotRun(Exception):
-    """Raised by an experiment that finds that it cannot run here; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class Setting:
 
     device: str
     model: str | None
-    folder: str
+    folder: Path
 
     @property
     def small(self) -> bool:
@@ -135,14 +133,7 @@ class Setting:
 
     def save(self, figures: Measured) -> None:
         """Keep the figures that an experiment has so far: those of its result if it fails later."""
-        new = Path(f"{self.folder}.part.new")
-        new.write_text(json.dumps(figures))
-        new.replace(f"{self.folder}.part")
-
-    def figures_so_far(self) -> Measured:
-        """Those of the last `save`."""
-        file = Path(f"{self.folder}.part")
-        return dict(json.loads(file.read_text())) if file.exists() else {}
+        write(self.folder / FIGURES, figures)
 
 
 @dataclass(frozen=True)
@@ -161,9 +152,9 @@ class Experiment:
         """Seconds after which it counts as hung."""
         return self.seconds if device == "cuda" else CPU_TIMES * self.seconds
 
-    def missing(self, machine: dict[str, Any]) -> str:
-        """The reason why it cannot run on this machine; "" if it can."""
-        return next((NEEDS[need] for need in self.needs if not machine["has"].get(need)), "")
+    def missing(self, has: dict[str, bool]) -> str:
+        """The reason why it cannot run on a machine that has this; "" if it can."""
+        return next((NEEDS[need] for need in self.needs if not has.get(need)), "")
 
 
 EXPERIMENTS: dict[str, Experiment] = {}
@@ -196,20 +187,24 @@ def checked(one: Experiment, measured: Measured, device: str) -> tuple[str, list
     return (UNEXPECTED if broken else EXPECTED), laws
 
 
-def outcome(verdict: str, machine: dict[str, Any], device: str, **given: Any) -> dict[str, Any]:
-    """A result of the file. given: its reason, measured, laws, seconds and log, as far as there are any."""
-    result: dict[str, Any] = {"reason": "", "measured": {}, "laws": [], "seconds": 0.0, "log": "", **given}
-    return result | {
-        "verdict": verdict,
-        "measured": {  # JSON has no number that is not finite; no law holds for such a text
-            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in result["measured"].items()
-        },
-        "seconds": round(result["seconds"], 1),
-        "size": "small" if device == "cpu" else "full",
-        "machine": {key: value for key, value in machine.items() if key != "has"},
-        "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    }
+def outcome(verdict: str, **given: Any) -> dict[str, Any]:
+    """What an experiment says of a result. given: its reason, measured, laws and log, as far as there are any."""
+    result: dict[str, Any] = {"verdict": verdict, "reason": "", "measured": {}, "laws": [], "log": "", **given}
+    for name, value in result["measured"].items():
+        if isinstance(value, float) and not math.isfinite(value):  # which JSON lacks; no law holds for such a text
+            result["measured"][name] = str(value)
+    return result
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Replace a file of JSON as a whole."""
+    new = path.with_suffix(".new")
+    with new.open("w", encoding="utf-8") as file:
+        json.dump(found, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
@@ -246,17 +241,11 @@ class Results:
         """Whether an experiment needs no further run. One that could not run may be able to now."""
         return name in self.experiments and self.experiments[name]["verdict"] != NOT_RUN
 
-    def put(self, name: str, result: dict[str, Any]) -> None:
-        """Add a result and replace the file as a whole."""
-        self.experiments[name] = result
+    def put(self, name: str, machine: dict[str, Any], device: str, seconds: float, found: dict[str, Any]) -> None:
+        """Add what `outcome` made, and replace the file."""
+        size, when = "small" if device == "cpu" else "full", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        self.experiments[name] = found | {"machine": machine, "size": size, "seconds": round(seconds, 1), "when": when}
         self.save()
 
     def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(".new")
-        with new.open("w", encoding="utf-8") as file:
-            json.dump({"schema": SCHEMA, "experiments": self.experiments}, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.path)
+        write(self.path, {"schema": SCHEMA, "experiments": self.experiments})

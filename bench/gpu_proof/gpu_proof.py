@@ -36,15 +36,16 @@ from carry import pack, prepare
 from experiment import (
     EXPERIMENTS,
     FAILED,
+    FIGURES,
     NOT_RUN,
     STAGES,
     Experiment,
-    NotRun,
     Results,
     Setting,
     checked,
     in_order,
     outcome,
+    write,
 )
 from forks import GRACE, Guarded, child, forked
 from machine import CARRY, ROOT, facts
@@ -66,6 +67,8 @@ LEAST = 20.0  # seconds that must be left for an experiment to begin
 RESERVE = 6.0  # seconds for the end of a call
 FACTS = 180.0  # seconds in which the GPU's driver must answer
 LOG_LINES, LOG_CHARACTERS = 40, 6000
+RESULT, LOG = "result.json", "output.log"
+"""In an experiment's folder."""
 IMPORTED = (
     *("torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate", "peft", "datasets"),
     *("transformers.models.qwen2.modeling_qwen2", "transformers.integrations.sdpa_attention", "safetensors.torch"),
@@ -89,10 +92,11 @@ def load(files: Sequence[Path] = ()) -> None:
 def chosen(names: str) -> list[list[Experiment]]:
     """The experiments of `A,B+C`, joined by + in one group; all for "". Raises SystemExit for unknown names."""
     groups: list[list[Experiment]] = []
-    for part in filter(None, (names or PLAN).split(",")):
-        words = part.split("+")
-        if unknown := [name for name in words if name not in STAGES and name not in EXPERIMENTS]:
-            raise SystemExit(f"--only {','.join(unknown)}: there are {', '.join([*STAGES, *EXPERIMENTS])}")
+    parts, known = [part.split("+") for part in (names or PLAN).split(",") if part], [*STAGES, *EXPERIMENTS]
+    unknown = [name for words in parts for name in words if name not in known]
+    if unknown or not parts:
+        raise SystemExit(f"--only {','.join(unknown) or names}: there are {', '.join(known)}")
+    for words in parts:
         found = [one for name in words for one in in_order() if name in (one.name, one.stage)]
         groups += [found] if len(words) > 1 else [[one] for one in found]
     planned = [one for group in groups for one in group]
@@ -115,20 +119,20 @@ class Runner:
     """Runs experiments. until: the time at which this call must end. note: writes a line."""
 
     def __init__(
-        self, machine: dict[str, Any], setting: Setting, results: Results, until: float, note: Callable[[str], None]
+        self, machine: dict[str, str], setting: Setting, results: Results, until: float, note: Callable[[str], None]
     ) -> None:
         self.machine, self.setting, self.results, self.until, self.note = machine, setting, results, until, note
         self.running: list[Running] = []
         self.left: list[str] = []
 
-    def run(self, groups: Sequence[Sequence[Experiment]]) -> list[str]:
-        """Run those without a result for which there is time; return the names of the others."""
+    def run(self, groups: Sequence[Sequence[Experiment]], has: dict[str, bool]) -> list[str]:
+        """Run those without a result for which there is time; return the names of the others. has: of the machine."""
         try:
             for group in groups:
                 waiting = [one for one in group if not self.results.has(one.name)]
                 while waiting or self.running:
                     while waiting and len(self.running) < AT_ONCE:
-                        self._begin(waiting.pop(0))
+                        self._begin(waiting.pop(0), has)
                     self.running = [run for run in self.running if not self._collected(run)]
                     time.sleep(0.02)
         finally:
@@ -136,17 +140,17 @@ class Runner:
                 run.guard.end()
         return self.left
 
-    def _begin(self, one: Experiment) -> None:
+    def _begin(self, one: Experiment, has: dict[str, bool]) -> None:
         now = time.monotonic()
-        if missing := one.missing(self.machine):
-            self._put(one, outcome(NOT_RUN, self.machine, self.setting.device, reason=missing))
+        if missing := one.missing(has):
+            self._put(one, 0.0, outcome(NOT_RUN, reason=missing))
         elif now + LEAST > self.until:
             self.left.append(one.name)
         else:
-            setting = replace(self.setting, folder=str(Path(self.setting.folder) / one.name))
-            for kind in ("json", "part"):
-                Path(f"{setting.folder}.{kind}").unlink(missing_ok=True)
-            with Path(f"{setting.folder}.log").open("wb") as log:
+            setting = replace(self.setting, folder=self.setting.folder / one.name)
+            shutil.rmtree(setting.folder, ignore_errors=True)
+            setting.folder.mkdir()
+            with (setting.folder / LOG).open("wb") as log:
                 guard = Guarded(partial(run_one, one, setting), log.fileno())
             end = min(now + one.limit(setting.device), self.until - RESERVE)
             self.running.append(Running(one, setting, guard, now, end))
@@ -160,28 +164,33 @@ class Runner:
             run.guard.end()
             run.cut, run.end = True, now + 2 * GRACE  # even after SIGKILL it may wait for the GPU's driver
             return False
-        seconds, log = now - run.began, Path(f"{run.setting.folder}.log").read_text(errors="replace")
-        answer = Path(f"{run.setting.folder}.json")
+        folder, name, seconds = run.setting.folder, run.one.name, now - run.began
+        log = (folder / LOG).read_text(errors="replace")
         with (self.results.path.parent / "logs.txt").open("a") as file:
-            file.write(f"\n===== {run.one.name} ({seconds:.1f} s)\n{log[-LOG_CHARACTERS:]}\n")
-        result: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"verdict": FAILED}
-        if result["verdict"] != FAILED or (answer.exists() and not run.cut):
-            machine = {key: value for key, value in self.machine.items() if key != "has"}
-            self._put(run.one, result | {"machine": machine, "seconds": round(seconds, 1)})
-        elif run.cut and now + LEAST > self.until:
-            self.note(f"{run.one.name} was cut by the end of this call: it has no result")
-            self.left.append(run.one.name)
-        else:  # its deadline is the reason, also if it raised when it was ended
-            reason = f"no result within {run.one.limit(run.setting.device):g} s" if run.cut else ending(code or 0)
-            how = partial(outcome, FAILED, self.machine, run.setting.device, measured=run.setting.figures_so_far())
-            self._put(run.one, how(reason=reason, seconds=seconds, log="\n".join(log.splitlines()[-LOG_LINES:])))
+            file.write(f"\n===== {name} ({seconds:.1f} s)\n{log[-LOG_CHARACTERS:]}\n")
+        result = read(folder / RESULT) or outcome(FAILED, reason=ending(code or 0))
+        if result["verdict"] == FAILED:
+            if run.cut and now + LEAST > self.until:
+                self.note(f"{name} was cut by the end of this call: it has no result")
+                self.left.append(name)
+                return True
+            if run.cut:  # which is the reason, also if it raised when it was ended
+                result["reason"] = f"no result within {run.one.limit(run.setting.device):g} s"
+            last = "\n".join(log.splitlines()[-LOG_LINES:])
+            result = outcome(FAILED, reason=result["reason"], measured=read(folder / FIGURES), log=last)
+        self._put(run.one, seconds, result)
         return True
 
-    def _put(self, one: Experiment, result: dict[str, Any]) -> None:
-        self.results.put(one.name, result)
+    def _put(self, one: Experiment, seconds: float, result: dict[str, Any]) -> None:
+        self.results.put(one.name, self.machine, self.setting.device, seconds, result)
         page.write_page(self.results, self.results.path.with_suffix(".md"))
         reason = f": {result['reason']}" if result["reason"] else ""
-        self.note(f"{result['seconds']:6.1f} s  {one.stage}/{one.name}: {result['verdict']}{reason}")
+        self.note(f"{seconds:6.1f} s  {one.stage}/{one.name}: {result['verdict']}{reason}")
+
+
+def read(file: Path) -> dict[str, Any]:
+    """What `write` has written; {} if nothing."""
+    return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 def ending(code: int) -> str:
@@ -195,42 +204,27 @@ def run_one(one: Experiment, setting: Setting) -> None:
     # its laws are for that number of GPUs
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[: 2 if "two gpus" in one.needs else 1]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
-    Path(setting.folder).mkdir(parents=True, exist_ok=True)
     try:
         measured = one.run(setting)
         verdict, laws = checked(one, measured, setting.device)
         unchecked = setting.small and all(law["holds"] is None for law in laws)
         reason = "none of its laws is about a CPU" if unchecked else ""
-        result = outcome(verdict, {}, setting.device, reason=reason, measured=measured, laws=laws)
-    except NotRun as error:
-        result = outcome(NOT_RUN, {}, setting.device, reason=str(error))
+        result = outcome(verdict, reason=reason, measured=measured, laws=laws)
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a failure is a result)
         traceback.print_exc()
-        lines = traceback.format_exc().splitlines()[-LOG_LINES:]
-        how = partial(outcome, FAILED, {}, setting.device, measured=setting.figures_so_far(), log="\n".join(lines))
-        result = how(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    new = Path(f"{setting.folder}.new")
-    new.write_text(json.dumps(result))
-    new.replace(f"{setting.folder}.json")
+        result = outcome(FAILED, reason=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    write(setting.folder / RESULT, result)
 
 
-def machine_facts() -> dict[str, Any]:
-    """What `facts` finds, in a fork, which must be able to use the GPU."""
-
-    def call() -> None:
-        found = facts()
-        if found["has"]["gpu"]:
-            import torch
-
-            torch.zeros(1, device="cuda").item()
-        print(json.dumps(found))
-
-    code, out, err = forked(call, FACTS)
+def machine_facts() -> tuple[dict[str, str], dict[str, bool]]:
+    """What `facts` finds, in a fork."""
+    code, out, err = forked(lambda: print(json.dumps(facts())), FACTS)
     if code is None:
         raise SystemExit(f"{sys.executable} did not say within {FACTS:g} s what this machine has: does nvidia-smi?")
     if code:
         raise SystemExit(f"a fork of {sys.executable} cannot run the experiments:\n{err[-2000:]}")
-    return dict(json.loads(out.splitlines()[-1]))
+    machine, has = json.loads(out.splitlines()[-1])
+    return machine, has
 
 
 def make_models(work: Path) -> None:
@@ -304,13 +298,13 @@ def arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(option: str, folder: Path, mode: int = 0o777) -> Iterator[None]:
     """A block in which no other call writes into a folder. Raises SystemExit if one does, or nothing can be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        folder.mkdir(mode, parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a")
     except OSError as error:
-        raise SystemExit(f"--out {folder}: cannot be written to: {error.strerror}") from error
+        raise SystemExit(f"{option} {folder}: cannot be written to: {error.strerror}") from error
     until = time.monotonic() + 2 * GRACE  # experiments of a call that was killed hold it until their guards end them
     with lock:
         while True:
@@ -319,7 +313,7 @@ def held(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise SystemExit(f"--out {folder}: another call writes there: choose another --out") from None
+                    raise SystemExit(f"{option} {folder}: another call writes there: choose another {option}") from None
                 time.sleep(0.1)
         yield
 
@@ -331,11 +325,12 @@ def main() -> None:
         return print(listed()) if args.list else page.render(args.render)
     for number in (signal.SIGTERM, signal.SIGINT):  # experiments under way stay without a result
         signal.signal(number, lambda number, _: sys.exit(f"stopped by signal {number}: run it again to go on"))
-    with held(args.out):
+    work = (args.work or args.out / "work").resolve()
+    with held("--out", args.out), held("--work", work, 0o700):
         earlier = args.resume or CARRY / "results.json"
         if earlier.exists() and not (args.out / "results.json").exists():
             shutil.copyfile(earlier, args.out / "results.json")
-        run(args, (args.work or args.out / "work").resolve(), began)
+        run(args, work, began)
 
 
 def run(args: argparse.Namespace, work: Path, began: float) -> None:
@@ -360,23 +355,23 @@ def run(args: argparse.Namespace, work: Path, began: float) -> None:
         results.experiments.pop(one.name, None)
     for pid in background:
         os.waitpid(pid, 0)
-    machine = machine_facts()
-    machine["has"]["model"] = bool(args.model)
-    device = ("cuda" if machine["has"]["gpu"] else "cpu") if args.device == "auto" else args.device
-    if device == "cuda" and not machine["has"]["gpu"]:
+    machine, has = machine_facts()
+    device = ("cuda" if has["gpu"] else "cpu") if args.device == "auto" else args.device
+    if device == "cuda" and not has["gpu"]:
         raise SystemExit("--device cuda: torch finds no GPU")
+    has["model"] = bool(args.model)
     if device == "cpu":
-        machine["has"] |= {"gpu": False, "two gpus": False}
+        has |= {"gpu": False, "two gpus": False}
     elif any(one.stage in ("updates", "peer") and not results.has(one.name) for one in wanted):
         helpers.append(child(partial(make_models, work), 1, 2))
-    note(", ".join(f"{key} {value}" for key, value in machine.items() if value and key != "has"))
+    note(", ".join(f"{key} {value}" for key, value in machine.items() if value))
     before = {results.experiments[one.name]["machine"].get("commit") for one in wanted if results.has(one.name)}
     if others := before - {machine["commit"]}:
         note(f"{args.out} has results of commit {', '.join(map(repr, others))}, which stay: --again runs them anew")
     seconds = args.seconds or SECONDS[device]
-    setting = Setting(device, args.model and str(args.model), str(work))
+    setting = Setting(device, args.model and str(args.model), work)
     try:
-        left = Runner(machine, setting, results, began + seconds, note).run(groups)
+        left = Runner(machine, setting, results, began + seconds, note).run(groups, has)
     finally:
         for pid in helpers:
             os.kill(pid, signal.SIGKILL)

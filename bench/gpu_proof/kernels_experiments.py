@@ -228,20 +228,20 @@ def head_columns(setting: Setting) -> Measured:
     head = torch.nn.Linear(hidden, vocabulary, bias=False, device=setting.device)
     found: Measured = {}
     own = logprobs._columns
+
+    def score(states: torch.Tensor, targets: logprobs.Targets) -> torch.Tensor:
+        with torch.autocast(setting.device, torch.bfloat16), logprobs.scoring(head, targets):
+            scores: torch.Tensor = head(states)[..., 0]
+            return scores
+
     for n in (64,) if setting.small else (2048, 8192, 16384):
         states = torch.randn(n, hidden, device=setting.device, requires_grad=True)
         targets = logprobs.Targets(torch.randint(0, vocabulary, (n,), device=setting.device), None, Sampling(1))
         scored = {}
         for word, columns in (("many", own), ("few", lambda rows, in_cache: 1024)):
             logprobs._columns = columns
-
-            def call(states: torch.Tensor = states, targets: logprobs.Targets = targets) -> torch.Tensor:
-                with torch.autocast(setting.device, torch.bfloat16), logprobs.scoring(head, targets):
-                    scores: torch.Tensor = head(states)[..., 0]
-                    return scores
-
-            scored[word] = call()
-            found[f"ms_{n}_{word}"] = typical_ms(call, setting.device)
+            scored[word] = score(states, targets)
+            found[f"ms_{n}_{word}"] = typical_ms(partial(score, states, targets), setting.device)
         found[f"speedup_{n}"] = found[f"ms_{n}_few"] / found[f"ms_{n}_many"]
         found["difference"] = max(found.get("difference", 0.0), float((scored["many"] - scored["few"]).abs().max()))
     return found
@@ -336,8 +336,7 @@ def equal_to_the_cpu(setting: Setting) -> Measured:
     "packed rows beside padded ones, and one micro-batch beside four",
     true("agrees_float32", "float32: the trial at the start of a run packs"),
     true("agrees_bfloat16", "bfloat16: it packs"),
-    at_most("logp_float32", 1e-4, "float32: largest difference of log-probs, nats"),
-    at_most("gradient_float32", 1e-4, "float32: relative difference of the gradient"),
+    *AGREEMENT[:2],
     at_most("gradient_bfloat16", 0.1, "bfloat16: the same"),
     at_most("split_float32", 1e-4, "float32: the gradient of four micro-batches beside that of one"),
 )
@@ -350,13 +349,10 @@ def packed_and_padded(setting: Setting) -> Measured:
     groups = [[row for row in rows if row.group == group] for group in range(4)]
     for dtype in ("float32", "bfloat16"):
         policy = little_policy(setting.device, dtype)
-        padded_logp, padded_gradient = scored(policy, groups, Padded)
+        padded = scored(policy, groups, Padded)
         found[f"agrees_{dtype}"] = pack(policy, None)
-        packed_logp, packed_gradient = scored(policy, [rows], Packed)
-        _, split_gradient = scored(policy, groups, Packed)
-        found[f"logp_{dtype}"] = float((packed_logp - padded_logp).abs().max())
-        found[f"gradient_{dtype}"] = relative(packed_gradient, padded_gradient)
-        found[f"split_{dtype}"] = relative(split_gradient, packed_gradient)
+        packed, split = (scored(policy, batches, Packed) for batches in ([rows], groups))
+        found |= beside(packed, padded, dtype) | {f"split_{dtype}": relative(split[1], packed[1])}
         setting.save(found)
     return found
 

@@ -6,18 +6,18 @@ import platform
 import subprocess
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 CARRY, COMMIT = ROOT / ".carry", "commit"
 """What has travelled with a clone that has come without its history, and the file there that names its commit."""
 
 
-def facts() -> dict[str, Any]:
-    """Versions, the device, and `has`: the needs of experiments that it meets. Imports torch."""
+def facts() -> tuple[dict[str, str], dict[str, bool]]:
+    """Versions and the device, and the needs of experiments that it meets. Uses the GPU, so call it in a fork."""
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus := torch.cuda.device_count() if torch.cuda.is_available() else 0:
+        torch.zeros(1, device="cuda").item()
     found = {
         "device": torch.cuda.get_device_name(0) if gpus else "CPU",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else "",
@@ -29,8 +29,7 @@ def facts() -> dict[str, Any]:
         "trl": _version("trl"),
         "commit": commit(),
     }
-    has = {"gpu": gpus > 0, "two gpus": gpus > 1, "vllm": bool(found["vllm"]), "trl": bool(found["trl"])}
-    return found | {"has": has}
+    return found, {"gpu": gpus > 0, "two gpus": gpus > 1, "vllm": bool(found["vllm"]), "trl": bool(found["trl"])}
 
 
 def commit() -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
+from functools import partial
 
 from experiment import Measured, Setting, at_least, at_most, between, experiment
-from training_runs import SHORT, apart, command, differences, fresh, mean, median, metrics, model_keys, output, train
+from forks import child
+from training_runs import SHORT, apart, differences, mean, median, metrics, model_keys, output, train, train_here
 
-RESUMED = ["eval.problems=0", "checkpoint.every=1", "rollout.prompts_per_step=8", "rollout.group_size=8"]
+EIGHT = ["engine=transformers", "eval.problems=0", "rollout.prompts_per_step=8", "rollout.group_size=8"]
 
 
 @experiment(
@@ -57,19 +58,21 @@ def pretrained_model(setting: Setting) -> Measured:
     seconds=120,
 )
 def kill_and_resume(setting: Setting) -> Measured:
-    keys = ["engine=transformers", *RESUMED, *(SHORT[:1] if setting.small else []), "train.steps=5"]
+    from grpocli.cli import main
+
+    keys = [*EIGHT, "checkpoint.every=1", "train.steps=5", *(SHORT[:1] if setting.small else [])]
     calm = train(setting, "calm", *keys)
     again = train(setting, "again", *keys)
     repeated = differences(again, calm)
     setting.save({"weights_of_a_repeat": repeated["weights"]})
-    folder = fresh(setting, "killed")
-    run = subprocess.Popen(command(setting, folder, *keys), stdout=subprocess.DEVNULL, start_new_session=True)
-    while len(metrics(folder)) < 2 and run.poll() is None:
+    folder = setting.folder / "killed"
+    run = child(partial(train_here, setting, "killed", *keys), 1, 2)
+    while len(metrics(folder)) < 2 and os.waitpid(run, os.WNOHANG) == (0, 0):
         time.sleep(0.02)
-    os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
+    os.killpg(run, signal.SIGKILL)
+    os.waitpid(run, 0)
     steps = len(metrics(folder))
-    output([*command(setting, folder)[:4], f"resume={folder}"])
+    output(lambda: main(["train", f"resume={folder}"]))
     found = differences(folder, calm)
     own, usual = found["weights"], repeated["weights"]
     return {
@@ -98,7 +101,7 @@ PROCESSES = {
     seconds=300,
 )
 def two_processes(setting: Setting) -> Measured:
-    keys = ["engine=transformers", *RESUMED, *(SHORT[:1] if setting.small else []), "train.steps=2"]
+    keys = [*EIGHT, "checkpoint.every=0", "train.steps=2"]
     alone = metrics(train(setting, "alone", *keys, "hardware.processes=1"))[0]
     found: Measured = {"norm": alone["grad_norm"]}
     for name, chosen in PROCESSES.items():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import shutil
 import statistics
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,25 +19,19 @@ SHORT = ("model.warm_start_steps=20", "eval.problems=4")
 TAIL = 1500  # characters of a failed command's output
 
 
-def command(setting: Setting, folder: Path, *keys: str) -> list[str]:
-    options = [*keys, f"hardware.device={setting.device}", f"hydra.run.dir={folder}"]
-    return [sys.executable, "-m", "grpocli", "train", *options]
-
-
 def train(setting: Setting, name: str, *keys: str) -> Path:
-    """The folder of a finished run. Raises RuntimeError with the end of its output if it fails."""
-    folder = fresh(setting, name)
-    output(command(setting, folder, *keys))
-    return folder
+    """The folder of a finished run in a fork. Raises RuntimeError with the end of its output if it fails."""
+    output(lambda: train_here(setting, name, *keys))
+    return setting.folder / name
 
 
 def train_here(setting: Setting, name: str, *keys: str) -> Path:
     """The same in this process, whose functions an experiment may have replaced."""
     from grpocli.cli import main
 
-    folder = fresh(setting, name)
+    folder = setting.folder / name
     with suppress(SystemExit):
-        main(command(setting, folder, *keys)[3:])
+        main(["train", *keys, f"hardware.device={setting.device}", f"hydra.run.dir={folder}"])
     file = folder / "summary.json"
     ended = json.loads(file.read_text())["exit"] if file.exists() else "before its first step"
     if ended != "done":
@@ -48,38 +39,12 @@ def train_here(setting: Setting, name: str, *keys: str) -> Path:
     return folder
 
 
-def output(command: Sequence[str], allowed: Sequence[int] = (0,)) -> str:
-    """What a command of grpocli prints, in a fork. Raises RuntimeError with the end of it for other exit codes."""
-    from grpocli.cli import main
-
-    code, out, err = forked(lambda: main(list(command[3:])))
+def output(call: Callable[[], object], allowed: Sequence[int] = (0,)) -> str:
+    """What a call prints in a fork. Raises RuntimeError with the end of it for other exit codes."""
+    code, out, err = forked(call)
     if code not in allowed:
         raise RuntimeError(f"exit code {code}: {(out + err)[-TAIL:]}")
     return out
-
-
-def side(script: str, name: str, folder: Path, steps: int, *keys: str) -> dict[str, Any]:
-    """What a side of bench/side_by_side (`grpocli_side`, `trl_side`) prints for a workload, in a fork."""
-
-    code, out, err = forked(lambda: side_here(name, folder, steps, *keys, script=script))
-    if code:
-        raise RuntimeError(f"{script} {name}: exit code {code}: {err[-TAIL:]}")
-    return dict(json.loads(out.splitlines()[-1]))
-
-
-def side_here(name: str, folder: Path, steps: int, *keys: str, script: str = "grpocli_side") -> None:
-    """The same in this process, whose functions an experiment may have replaced."""
-    if script == "trl_side":
-        sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL would import parts of it that are not carried
-    sys.argv = [f"{script}.py", name, str(folder), str(steps), *keys]
-    importlib.import_module(script).main()
-
-
-def fresh(setting: Setting, name: str) -> Path:
-    """A folder of an experiment that does not exist."""
-    folder = Path(setting.folder) / name
-    shutil.rmtree(folder, ignore_errors=True)
-    return folder
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -145,8 +145,7 @@ def bucket_race(setting: Setting) -> Measured:
             loader.finish()
             torch.cuda.synchronize()
             wrong.append(int((target != source).sum()))
-        found[f"wrong_with_{word}"] = max(wrong)
-        found[f"each_with_{word}"] = wrong
+        found |= {f"wrong_with_{word}": max(wrong), f"each_with_{word}": wrong}
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import fcntl
+import importlib
 import json
 import os
 import pstats
@@ -23,8 +24,8 @@ from experiment import Measured, Setting, at_most, between, experiment
 from kernels_experiments import little_policy, milliseconds, random_rows
 from run import PEAK, WARM
 from torch.profiler import ProfilerActivity, profile
-from training_runs import SHORT, apart, output, side, side_here, train_here
-from workloads import ALL, Workload, make_model
+from training_runs import SHORT, apart, output, train_here
+from workloads import ALL, make_model
 
 CHOICES = {
     "flex_skewed": ("skewed", ("model.attention=flex_attention",)),
@@ -44,13 +45,14 @@ PROFILED, PROFILED_IN_PYTHON = 3, 5
 
 
 def workload(setting: Setting, name: str) -> str:
-    """The name of a workload; on a CPU that of the smallest."""
-    return "smoke" if setting.small else name
+    """The name of a workload; on a CPU that of the smallest of its kind."""
+    small = "smoke, vLLM" if name.endswith("vLLM") else "smoke"
+    return small if setting.small else name
 
 
 def model_folder(setting: Setting, name: str) -> Path:
     """The folder of the workload's model, made once for all experiments."""
-    return made_model(ALL[name].model, Path(setting.folder).parent)
+    return made_model(ALL[workload(setting, name)].model, setting.folder.parent)
 
 
 def made_model(model: str, work: Path) -> Path:
@@ -63,13 +65,19 @@ def made_model(model: str, work: Path) -> Path:
     return folder
 
 
-def update(setting: Setting, name: str, steps: int, *keys: str) -> dict[str, Any]:
-    """Steps of grpocli on a workload, in a fork: the output of grpocli_side.py."""
-    return side("grpocli_side", name, model_folder(setting, name), steps, *keys, *device(setting))
+def update(setting: Setting, name: str, steps: int, *keys: str, script: str = "grpocli_side") -> dict[str, Any]:
+    """Steps of a side of bench/side_by_side on a workload, in a fork: what it prints."""
+    return dict(json.loads(output(lambda: update_here(setting, name, steps, *keys, script=script)).splitlines()[-1]))
 
 
-def device(setting: Setting) -> tuple[str, ...]:
-    return (f"hardware.device={setting.device}",)
+def update_here(setting: Setting, name: str, steps: int, *keys: str, script: str = "grpocli_side") -> None:
+    """The same in this process, whose functions an experiment may have replaced."""
+    own = [*keys, f"hardware.device={setting.device}"]
+    if script == "trl_side":
+        sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL would import parts of it that are not carried
+        own = []
+    sys.argv = [f"{script}.py", workload(setting, name), str(model_folder(setting, name)), str(steps), *own]
+    importlib.import_module(script).main()
 
 
 def seconds(run: dict[str, Any]) -> float:
@@ -89,7 +97,7 @@ def gradient_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     seconds=150,
 )
 def skewed_update(setting: Setting) -> Measured:
-    name, steps = workload(setting, "0.5B, skewed"), 3 if setting.small else 5
+    name, steps = "0.5B, skewed", 3 if setting.small else 5
     without = update(setting, name, steps)
     setting.save({"seconds_without": without["seconds"], "gib": without["GiB"]})
     with patch.object(torch.backends.cuda, "enable_cudnn_sdp", lambda on: None):  # it stays as torch has it
@@ -101,35 +109,6 @@ def skewed_update(setting: Setting) -> Measured:
         "gib": without["GiB"],
         "gradient_apart": gradient_apart(without, allowed),
     }
-
-
-@contextmanager
-def synchronizations(found: Counter[str]) -> Iterator[None]:
-    """A block in which the lines of Python that wait for the GPU within an update's micro-batches are counted."""
-    from grpocli.training.update import Updater
-
-    accumulate = Updater.accumulate
-
-    def watched(self: Any, window: Any, *more: Any) -> Any:
-        found["micro-batches"] += len(window.micro_batches)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                return accumulate(self, window, *more)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-                for one in seen:
-                    if "synchronizing CUDA operation" in str(one.message):
-                        found[f"{_short(one.filename)}:{one.lineno}"] += 1
-
-    with patch.object(Updater, "accumulate", watched):
-        yield
-
-
-def _short(file: str) -> str:
-    """`training/packing.py`, or the last three parts of the path of a library's file."""
-    return "/".join(Path(file).parts[-3:])
 
 
 @contextmanager
@@ -184,14 +163,14 @@ def counted(events: Any) -> Measured:
     seconds=190,
 )
 def step_profile(setting: Setting) -> Measured:
-    found, name = dict[str, Any](), workload(setting, "0.5B, even")
-    tables, steps = Path(setting.folder, "profile.txt"), PROFILED_IN_PYTHON + 2
+    found: Measured = {}
+    tables, steps = setting.folder / "profile.txt", PROFILED_IN_PYTHON + 2
     with profiled_updates(found, "tiny", tables, setting.device):
         short = SHORT if setting.small else []
         train_here(setting, "run", "engine=transformers", f"train.steps={steps}", *short)
     setting.save(found)
     with profiled_updates(found, "half_a_billion", tables, setting.device):
-        side_here(name, model_folder(setting, name), steps, *device(setting))
+        update_here(setting, "0.5B, even", steps)
     return found
 
 
@@ -203,22 +182,29 @@ def step_profile(setting: Setting) -> Measured:
     seconds=60,
 )
 def host_synchronizations(setting: Setting) -> Measured:
-    name, found = "0.5B, skewed", Counter[str]()
-    with synchronizations(found):
-        side_here(name, model_folder(setting, name), 3)
+    from grpocli.training.update import Updater
+
+    accumulate, found = Updater.accumulate, Counter[str]()
+
+    def watched(self: Any, window: Any, *more: Any) -> Any:
+        found["micro-batches"] += len(window.micro_batches)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            done = accumulate(self, window, *more)
+            torch.cuda.set_sync_debug_mode("default")
+        waits = [one for one in seen if "synchronizing CUDA operation" in str(one.message)]
+        found.update(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in waits)
+        return done
+
+    with patch.object(Updater, "accumulate", watched):
+        update_here(setting, "0.5B, skewed", 3)
     batches = found.pop("micro-batches")
     return {
         "micro_batches": batches,
         "waits_per_micro_batch": sum(found.values()) / batches,
         "where": [f"{place}: {count}" for place, count in found.most_common(20)],
     }
-
-
-def flops_share(work: Workload, run: dict[str, Any]) -> float | None:
-    """The share of the GPU's peak that the needed operations take; None for a device without a known peak."""
-    peak = next((most for name, most in PEAK.items() if name in run["device"]), None)
-    steps = range(WARM, len(run["seconds"]))
-    return sum(map(work.flops, steps)) / sum(run["seconds"][WARM:]) / peak if peak else None
 
 
 @experiment(
@@ -231,26 +217,31 @@ def flops_share(work: Workload, run: dict[str, Any]) -> float | None:
 def model_flops(setting: Setting) -> Measured:
     found: Measured = {}
     for kind in ("even", "skewed"):
-        name = workload(setting, f"1.5B, {kind}")
-        run = update(setting, name, 5)
-        tokens = sum(sum(ALL[name].lengths(step)) for step in range(WARM, 5))
-        found |= {f"share_{kind}": flops_share(ALL[name], run), f"seconds_{kind}": run["seconds"]}
-        found |= {f"gib_{kind}": run["GiB"], f"tokens_per_second_{kind}": tokens / sum(run["seconds"][WARM:])}
+        work, run = ALL[workload(setting, f"1.5B, {kind}")], update(setting, f"1.5B, {kind}", 5)
+        steps, took = range(WARM, 5), sum(run["seconds"][WARM:])
+        peak = next((most for name, most in PEAK.items() if name in run["device"]), None)
+        share = sum(map(work.flops, steps)) / took / peak if peak else None
+        tokens = sum(sum(work.lengths(step)) for step in steps)
+        found |= {f"share_{kind}": share, f"seconds_{kind}": run["seconds"]}
+        found |= {f"gib_{kind}": run["GiB"], f"tokens_per_second_{kind}": tokens / took}
         setting.save(found)
     return found
 
 
 def planned_gib(setting: Setting, name: str, keys: tuple[str, ...]) -> float:
     """GiB that `grpocli plan` expects during the update, without libraries, which torch does not allocate."""
-    work = ALL[name]
+    from grpocli.cli import main
+
+    work = ALL[workload(setting, name)]
     command = [
-        *(sys.executable, "-m", "grpocli", "plan", "--json", "--no-advice", "model=hf"),
+        *("plan", "--json", "--no-advice", "model=hf", f"hardware.device={setting.device}"),
         *(f"model.path={model_folder(setting, name)}", "model.dtype=bfloat16", "engine=transformers"),
         *("task=arithmetic", "algorithm=grpo", "algorithm.kl.beta=0", "algorithm/aggregate=token_mean"),
-        *(f"rollout.prompts_per_step={work.groups}", f"rollout.group_size={work.rows}", *keys, *device(setting)),
+        *(f"rollout.prompts_per_step={work.groups}", f"rollout.group_size={work.rows}", *keys),
         *(f"rollout.max_prompt_tokens={work.prompt}", f"rollout.max_completion_tokens={work.longest}"),
     ]
-    items = json.loads(output(command, allowed=(0, 1)))["devices"][0]["items"]  # 1: it does not fit
+    said = output(lambda: main(command), allowed=(0, 1))  # 1: it does not fit
+    items = json.loads(said)["devices"][0]["items"]
     return sum(float(item["update"]) for item in items if item["name"] != "libraries") / 2**30
 
 
@@ -261,7 +252,7 @@ def planned_gib(setting: Setting, name: str, keys: tuple[str, ...]) -> float:
     seconds=110,
 )
 def memory_against_plan(setting: Setting) -> Measured:
-    name, found = workload(setting, "0.5B, even"), dict[str, Any]()
+    name, found = "0.5B, even", dict[str, Any]()
     for kind, keys in MEMORY.items():
         planned, measured = planned_gib(setting, name, keys), update(setting, name, 3, *keys)["GiB"]
         found |= {f"planned_{kind}": planned, f"measured_{kind}": measured, f"ratio_{kind}": planned / measured}
@@ -280,12 +271,11 @@ def kernel_choices(setting: Setting) -> Measured:
     found: Measured = {}
     usual: dict[str, dict[str, Any]] = {}
     for name, (kind, keys) in CHOICES.items():
-        work = workload(setting, f"0.5B, {kind}")
-        if work not in usual:
-            usual[work] = update(setting, work, 5)
-        run = update(setting, work, 8, *keys)
-        found |= {f"time_{name}": seconds(run) / seconds(usual[work]), f"seconds_{name}": run["seconds"]}
-        found |= {f"gradient_apart_{name}": gradient_apart(run, usual[work]), f"gib_{name}": run["GiB"]}
+        if kind not in usual:
+            usual[kind] = update(setting, f"0.5B, {kind}", 5)
+        run = update(setting, f"0.5B, {kind}", 8, *keys)
+        found |= {f"time_{name}": seconds(run) / seconds(usual[kind]), f"seconds_{name}": run["seconds"]}
+        found |= {f"gradient_apart_{name}": gradient_apart(run, usual[kind]), f"gib_{name}": run["GiB"]}
         setting.save(found)
     return found
 
@@ -348,10 +338,10 @@ PEER_KINDS = ("even", "skewed")
 def beside_trl(setting: Setting) -> Measured:
     found: Measured = {}
     for kind in PEER_KINDS:
-        name = workload(setting, f"0.5B, {kind}")
+        name = f"0.5B, {kind}"
         ours = update(setting, name, 5)
         setting.save(found | {f"own_seconds_{kind}": ours["seconds"], f"own_gib_{kind}": ours["GiB"]})
-        theirs = side("trl_side", name, model_folder(setting, name), 5)
+        theirs = update(setting, name, 5, script="trl_side")
         found |= {
             f"time_{kind}": seconds(ours) / seconds(theirs),
             f"memory_{kind}": ours["GiB"] / theirs["GiB"],
