@@ -181,7 +181,7 @@ $(VENV)/.ready-to-develop: $(BIN)/uv $(PINS)
 .venv-oldest/.ready: RESOLUTION := lowest-direct
 .venv-newest/.ready .venv-oldest/.ready: $(BIN)/uv pyproject.toml
 	$(PYTHON) -m venv --clear --without-pip $(@D)
-	$(FIND_LINKS) $(BIN)/uv pip install --python $(@D)/bin/python --resolution $(RESOLUTION) -e '.[dev]'
+	$(FIND_LINKS) $(BIN)/uv pip install --python $(@D)/bin/python --resolution $(RESOLUTION) -e '.[dev]' uv
 	@touch $@
 
 # no wheel, and its set-up wants torch; nothing is compiled
