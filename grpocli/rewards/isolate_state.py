@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,24 +51,15 @@ def seed_for(samples: Sequence[Sample]) -> int:
 @contextmanager
 def _settings(name: str) -> Iterator[None]:
     """Restore the settings that have changed; setting the others could disturb another thread."""
-    before = {setting: _value(setting) for setting in SETTINGS}
+    before = {setting: get() for setting, (get, _) in SETTINGS.items()}
     try:
         yield
     finally:
-        changed = [setting for setting, value in before.items() if value is not UNKNOWN and _value(setting) != value]
+        changed = [setting for setting, (get, _) in SETTINGS.items() if get() != before[setting]]
         for setting in changed:
-            with suppress(RuntimeError):
-                SETTINGS[setting][1](before[setting])
+            SETTINGS[setting][1](before[setting])
         if changed:
             logger.warning("%s changed %s for the whole process, which was undone", name, ", ".join(changed))
-
-
-def _value(setting: str) -> Any:
-    """The value of a setting; UNKNOWN where torch refuses to read it, because old and new names for it were mixed."""
-    try:
-        return SETTINGS[setting][0]()
-    except RuntimeError:
-        return UNKNOWN
 
 
 def _handlers() -> dict[int, Any] | None:
@@ -104,62 +94,11 @@ def _folder() -> Path:
         return Path("/")
 
 
-def _casts() -> list[tuple[bool, torch.dtype]]:
-    """Whether autocast is on, and its dtype, for each type of device."""
-    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICES]
-
-
-def _cast(before: list[tuple[bool, torch.dtype]]) -> None:
-    for kind, (enabled, dtype) in zip(DEVICES, before, strict=True):
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-    torch.clear_autocast_cache()
-
-
-def _nesting() -> int:
-    """The number of nested autocast blocks: cast weights are cached until the outermost block ends."""
-    torch.autocast_increment_nesting()
-    depth: int = torch.autocast_decrement_nesting()
-    return depth
-
-
-def _nest(before: int) -> None:
-    depth = _nesting()
-    for _ in range(depth - before):
-        torch.autocast_decrement_nesting()
-    for _ in range(before - depth):
-        torch.autocast_increment_nesting()
-    torch.clear_autocast_cache()
-
-
-def _use_device(before: torch.device) -> None:
-    torch.set_default_device(None if before.type == "cpu" else before)
-
-
-def _determinism() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _print_to(before: tuple[TextIO, TextIO]) -> None:
-    sys.stdout, sys.stderr = before
-
-
-UNKNOWN = object()
-DEVICES = ("cpu", "cuda")
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch's default device": (torch.get_default_device, _use_device),
-    "torch's autocast": (_casts, _cast),
-    "torch's blocks of autocast": (_nesting, _nest),
-    "torch's precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "torch's deterministic algorithms": (
-        _determinism,
-        lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
-    ),
-    "sys.stdout or sys.stderr": (lambda: (sys.stdout, sys.stderr), _print_to),
     "the working directory": (_folder, os.chdir),
     "alarms": (_alarms, _stop_alarms),  # before the handlers: an alarm without a handler ends the process
     "handlers of signals": (_handlers, _handle),

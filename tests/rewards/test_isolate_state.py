@@ -250,25 +250,3 @@ def test_exit_handlers_run_to_their_end_if_all_threads_have_ended() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (4, "handled\n", "")
-
-
-def test_autocast_that_one_call_enters_and_the_next_one_leaves_is_restored(sample) -> None:
-    block = torch.autocast("cpu", torch.bfloat16)
-    before = settings()
-    for change in (block.__enter__, lambda: block.__exit__(None, None, None)):
-        call(reward(lambda change=change: change() is None or 1.0), [sample("a")])
-        assert settings() == before
-
-
-@pytest.mark.processes
-def test_a_setting_that_torch_refuses_to_read_is_not_changed(sample) -> None:
-    """torch refuses after its old and new names for a setting were mixed."""
-    code = (
-        "import torch\nfrom rewards.test_isolate_state import reward\nfrom grpocli.rewards.reward import Sample\n"
-        "from grpocli.rewards.scorer import call\ntorch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
-        "torch.backends.fp32_precision = 'ieee'\n"
-        "print(call(reward(lambda: 1.0), [Sample('a', 'a', 'a', {}, [1], 8, False)]))"
-    )
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
-    assert done.stdout == "[1.0]\n", done.stderr
