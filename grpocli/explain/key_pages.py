@@ -33,7 +33,6 @@ def _key_rows(key: KeyReference) -> Rows:
     found += [
         ("class", text) for text in dict.fromkeys(one.reader for one in key.variants if one.owner is not ChoiceFiles)
     ]
-    found += [("related", ", ".join(key.related))] if key.related else []
     return [*found, *_foreign_rows(key.foreign), ("example", key.example)]
 
 
@@ -43,8 +42,6 @@ def _variant_rows(variant: Variant, several: bool) -> Iterator[tuple[str, str]]:
     if several:
         yield "meaning", variant.doc
     yield "type", variant.type
-    if variant.unit:
-        yield "unit", variant.unit
     yield "default", variant.default or "none: it must be given"
     if variant.allowed:
         yield "choices", ", ".join(variant.allowed)
@@ -128,7 +125,6 @@ def as_json(shown: KeyReference | GroupReference) -> dict[str, Any]:
                 "choices_with_it": list(one.choices),
                 "meaning": one.doc,
                 "type": one.type,
-                "unit": one.unit or None,
                 "default": one.default or None,
                 "allowed": list(one.allowed),
                 "class": f"{one.owner.__module__}.{one.owner.__qualname__}",
@@ -136,5 +132,4 @@ def as_json(shown: KeyReference | GroupReference) -> dict[str, Any]:
             for one in shown.variants
         ],
         "set_by": [list(entry) for entry in shown.set_by],
-        "related": list(shown.related),
     }

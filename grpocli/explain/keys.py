@@ -23,14 +23,8 @@ from grpocli.config.foreign_names import TRAINERS, Equivalent
 from grpocli.config.parts import BASES, CLASSES, nearest
 from grpocli.errors import ConfigError
 from grpocli.explain.choice_files import HYDRA, ChoiceFiles, spelled
-from grpocli.explain.examples import example_override
 
 WITHOUT_LABEL = ("run", "algorithm/parts")
-UNITS = (
-    *("seconds", "tokens", "prompts", "completions", "steps", "updates", "passes", "GiB", "MB", "megabytes", "nats"),
-    *("GPUs", "processes", "machines", "servers", "rows", "turns", "restarts", "problems", "checkpoints", "samples"),
-)
-"""The nouns of numbers in the docstrings of fields; the first one in a docstring's first sentence is the unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +40,6 @@ class Variant:
     allowed: tuple[str, ...]
 
     @property
-    def unit(self) -> str:
-        """The unit of a number, as its docstring states it; "" without one."""
-        if "number" not in self.type:
-            return ""
-        words = re.findall(r"[A-Za-z]+", self.doc.split(". ")[0])
-        words = words if "whole" in self.type else words[:2]  # other numbers are mostly shares
-        return next((unit for word in words for unit in UNITS if word.lower() in (unit.lower(), f"{unit}s")), "")
-
-    @property
     def reader(self) -> str:
         """The class with the field: `Train in grpocli/config/schema.py`."""
         return f"{self.owner.__name__} in {path_of(self.owner)}"
@@ -68,7 +53,6 @@ class KeyReference:
     variants: tuple[Variant, ...]
     set_by: tuple[tuple[str, str], ...]
     foreign: Mapping[str, tuple[str, ...]]
-    related: tuple[str, ...]
     usual: bool = False
     """Whether the default run has the key."""
 
@@ -76,7 +60,8 @@ class KeyReference:
     def example(self) -> str:
         """A command that sets the key."""
         first = self.variants[0]
-        override = example_override(self.name, first.owner, first.field, first.default, first.allowed)
+        default = f"'{first.default}'" if "$" in first.default else first.default.replace("null", "") or "VALUE"
+        override = f"{self.name}={next((one for one in first.allowed if one != first.default), default)}"
         label = first.choices[0] if first.choices and not self.usual else ""
         if label.startswith("grpocli "):
             return f"{label} {override}"
@@ -129,14 +114,12 @@ class ReferenceIndex:
         merged |= {name: (self._hydra(name, doc),) for name, doc in HYDRA.items()}
         self.groups = self.files.groups
         foreign = foreign_names([*merged, *self.groups])
-        mentions = {name: _mentioned(name, variants, merged) for name, variants in merged.items()}
         self.keys = {
             name: KeyReference(
                 name,
                 variants,
                 tuple(self.files.values.get(name, ())),
                 foreign.get(name, {}),
-                tuple(dict.fromkeys([*mentions[name], *(other for other in mentions if name in mentions[other])]))[:6],
                 bool(usual & set(variants[0].choices)),
             )
             for name, variants in merged.items()
@@ -339,17 +322,6 @@ def _common_owner(owners: Sequence[type[Any]], field: str) -> type[Any]:
     declaring = [cls for cls in owners[0].__mro__ if field in getattr(cls, "__annotations__", {})]
     shared = [cls for cls in declaring if all(issubclass(owner, cls) for owner in owners)]
     return shared[0] if shared else owners[0]
-
-
-def _mentioned(name: str, variants: Sequence[Variant], keys: Mapping[str, Any]) -> list[str]:
-    """The other keys that the docstrings of a key mention, also by their last part if it is of the same section."""
-    section = name.rpartition(".")[0]
-    text = " ".join(variant.doc + " " + variant.default for variant in variants)
-    words = dict.fromkeys(re.findall(r"[a-z_]+(?:\.[a-z_]+)*", text))
-    found = [
-        word if word in keys and "." in word else f"{section}.{word}" for word in words if "." in word or "_" in word
-    ]
-    return [one for one in dict.fromkeys(found) if one in keys and one != name]
 
 
 def _group_doc(name: str, dotted: str) -> str:
