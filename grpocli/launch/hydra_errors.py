@@ -23,10 +23,9 @@ from hydra.errors import (
 from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
-from grpocli.config import yaml_text
 from grpocli.config.build import flat_keys
 from grpocli.config.foreign_names import choice_advice, key_advice
-from grpocli.config.overrides import in_quotes, parse, texts_of, to_text
+from grpocli.config.overrides import in_quotes, parse
 from grpocli.config.parts import nearest, stored
 from grpocli.config.user_code import names_in
 from grpocli.errors import ConfigError
@@ -206,36 +205,7 @@ class _CommandLine:
         config, _, cls, key = found.groups()
         part = key.rpartition(".")[0].replace(".", "/")
         problem = f"{config} sets {key}, which the choice of {part} ({cls}) does not have"
-        if words := self._without_recipe(config, key):
-            return ConfigError(problem, hint=f"write its other keys instead of {config.replace('/', '=')}: {words}")
         return ConfigError(problem, hint=f"keep the choice that it makes, or copy the YAML without {key}")
-
-    def _without_recipe(self, config: str, wrong: str) -> str:
-        """The overrides with the recipe's choices and keys in its place, except for wrong ones; "" if none compose."""
-        from hydra import compose, initialize_config_dir
-
-        given = [text for word in self.overrides if word.startswith("hydra.searchpath=") for text in texts_of(word)]
-        folders = [conf_dir(), *(text.removeprefix("file://") for text in given)]  # of --config-dir
-        files = [file for folder in folders if (file := Path(folder) / f"{config}.yaml").is_file()]
-        if not config.startswith("recipe/") or not files:
-            return ""
-        own = {word.partition("=")[0] for word in self.overrides}
-        words = {key: word for key, word in _words_of(files[-1]) if key not in own}
-        others = [word for word in self.overrides if word != config.replace("/", "=")]
-        for _ in range(len(words)):
-            words.pop(wrong, None)
-            try:
-                with cleared_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):
-                    compose(self.config_name, [*words.values(), *others])
-            except (HydraException, OmegaConfBaseException) as error:
-                unknown = re.match(r"Could not override '([^'@]+)", str(error))
-                if unknown is None or unknown[1] not in words:
-                    return ""
-                wrong = unknown[1]
-            else:
-                shown = [word for word in others if not word.startswith("hydra.searchpath=")]
-                return shlex.join([*words.values(), *shown])
-        return ""
 
     def _as_text(self, override: str) -> str:
         """The override quoted for Hydra and the shell; "" unless its key takes a text or a list of texts."""
@@ -289,20 +259,6 @@ def _unknown_choice(text: str) -> ConfigError:
 
 WRONG_PART = re.compile(r"^In '([^']+)'.*Key '(\w+)' not in '(\w+)'\s*full_key: (\S+)", re.DOTALL)
 """The message for a YAML that sets a key which the chosen part does not have: file, key, class and whole key."""
-
-
-def _words_of(file: Path) -> Iterator[tuple[str, str]]:
-    """(group or key, override) of a recipe."""
-    config = yaml_text.load(file.read_text(encoding="utf-8"))
-    for entry in config.pop("defaults", ()):
-        for name, choice in entry.items() if isinstance(entry, dict) else ():
-            group = name.removeprefix("override ").lstrip("/")
-            yield group, f"{group}={to_text(choice)}"
-    for key in flat_keys(config):
-        value = OmegaConf.select(OmegaConf.create(config), key)
-        if not isinstance(value, DictConfig):
-            plain = OmegaConf.to_container(value) if isinstance(value, ListConfig) else value
-            yield key, f"{key}={to_text(plain)}"
 
 
 def _first_paragraph(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,6 @@ import pytest
 from tables import table
 
 from grpocli.cli import main
-from grpocli.errors import ConfigError
-from grpocli.launch.compose import compose
 
 BAD = [
     ("train.setps=3", 'there is no key train.setps; did you mean "train.steps"?'),
@@ -221,10 +218,6 @@ BAD = [
     ),
     ("algorithm=dapo algorithm.keep.reward=style", "algorithm.keep.reward=style: choose one of this run's rewards"),
     ("recipe=dapo-small algorithm/keep=all", "dapo-qwen2.5-32b sets algorithm.keep.reward, which the choice of"),
-    (
-        "recipe=qwen2.5-72b-slurm engine=fake hardware=single",
-        "keys instead of recipe=qwen2.5-72b-slurm: algorithm=grpo algorithm/kl=none",
-    ),
     ("algorithm=maxrl reward.exact_match.wrong=-1", "reward.exact_match.wrong=-1.0: algorithm/advantage=max_rl needs"),
     (
         "algorithm=maxrl reward=[exact_match,overlong]",
@@ -341,28 +334,3 @@ def test_quick_commands_import_nothing_heavy(argv: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["recipe=qwen2.5-72b-slurm", "engine=fake", "hardware=single"],
-        pytest.param(
-            ["recipe=qwen2.5-72b-slurm", "engine=fake", "hardware=single", "model=tiny"], marks=pytest.mark.survival
-        ),
-    ],
-)
-def test_the_overrides_offered_in_place_of_a_recipe_compose(words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose(words)
-    offered = shlex.split(caught.value.hint.partition(": ")[2])
-    config = compose(offered)
-    assert (config.rollout.group_size, words[0] in offered) == (8, False)
-
-
-def test_the_overrides_offered_for_a_recipe_of_a_config_folder_leave_the_folder_out(tmp_path: Path) -> None:
-    (tmp_path / "recipe").mkdir()
-    text = "# @package _global_\ndefaults:\n  - override /engine: vllm\nengine:\n  tensor_parallel: 2\nseed: 7\n"
-    (tmp_path / "recipe" / "own.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"instead of recipe=own: seed=7 engine=fake$"):
-        compose([f"hydra.searchpath=[file://{tmp_path}]", "recipe=own", "engine=fake"])
