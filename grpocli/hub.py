@@ -136,7 +136,6 @@ def model_folder(text: str, key: str, revision: str | None = None) -> str:
     with hub_errors(key, text, cached=True):
         from huggingface_hub import snapshot_download
 
-        quiet_client()
         root = snapshot_download(
             place.repo, revision=place.revision or revision, allow_patterns=patterns, ignore_patterns=others
         )
@@ -195,14 +194,4 @@ def hub_api() -> Any:
 
     from grpocli.version import __version__
 
-    quiet_client()
     return HfApi(library_name="grpocli", library_version=__version__)
-
-
-def quiet_client() -> None:
-    """Let huggingface_hub print nothing; its errors are exceptions."""
-    from huggingface_hub.utils.logging import set_verbosity_error
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    set_verbosity_error()  # type: ignore[no-untyped-call]
-    disable_progress_bars()

@@ -183,7 +183,6 @@ def saved_dataset(path: Path, split: str, key: str) -> Any:
         return None
     from datasets import load_from_disk
 
-    quiet_datasets()
     try:
         saved = load_from_disk(str(path))
         saved.data.validate(full=True)
@@ -237,7 +236,6 @@ def _datasets_table(kind: str, files: Sequence[Path], key: str) -> Table:
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
-    quiet_datasets()
     try:
         if all(file.stat().st_size == 0 for file in files):
             return Table([], [])
@@ -281,15 +279,6 @@ def _header(file: DataFile) -> list[str]:
         return next((row for row in csv.reader(lines) if row), [])
 
 
-def quiet_datasets() -> None:
-    """Turn off progress bars and log messages of the datasets library; grpocli reports its errors."""
-    from datasets import disable_progress_bars
-    from datasets.utils.logging import CRITICAL, set_verbosity
-
-    disable_progress_bars()
-    set_verbosity(CRITICAL)
-
-
 def _hub(path: str, name: str | None, split: str, key: str) -> Table:
     table = from_hub(path, name, split, key, streaming=False)
     return Table(list(table.column_names), table)
@@ -302,7 +291,6 @@ def from_hub(path: str, name: str | None, split: str, key: str, streaming: bool)
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    quiet_datasets()
     try:
         return load_dataset(path, name, split=split, streaming=streaming)
     except (DatasetsError, OSError, ValueError) as error:

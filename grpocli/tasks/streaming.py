@@ -24,7 +24,6 @@ from grpocli.tasks.loading import (
     columns_of,
     files_at,
     from_hub,
-    quiet_datasets,
     reader_options,
     remote_files_at,
     sample_row,
@@ -87,7 +86,6 @@ def _dataset_rows(kind: str, files: Sequence[DataFile], path: str, key: str, opt
     """The rows of files that the datasets library reads."""
     from datasets import load_dataset
 
-    quiet_datasets()
     full = [file for file in files if size_of(file)]
     if not full:
         return DatasetRows(None, path, key)
