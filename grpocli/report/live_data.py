@@ -21,7 +21,7 @@ from grpocli.files import regular
 from grpocli.report.curves import metrics_row
 from grpocli.report.own_files import is_own, leads_out, left_out
 from grpocli.report.page_data import PageData, RunView, Series
-from grpocli.tracking.rollout_query import NAME
+from grpocli.tracking.rollout_query import rollout_files
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import run_folders
 from grpocli.version import __version__
@@ -264,7 +264,7 @@ class LiveData:
         if seen == run.rollouts:
             return
         first, run.rollouts = run.rollouts is None, seen
-        steps = rollout_steps(run.path)
+        steps = list(rollout_files(run.path))
         if steps != run.view.rollouts.steps:
             run.view.rollouts.steps[:] = steps
             if not first:
@@ -330,15 +330,6 @@ class LiveData:
         self.runs = {view.id: LiveRun(path, view, *read) for view, (path, read) in found}
         for id, run in self.runs.items():
             self._read_rollout_steps(id, run)
-
-
-def rollout_steps(run: Path) -> list[int]:
-    """The steps that have a rollout file."""
-    try:
-        names = [path.name for path in (run / "rollouts").iterdir()]
-    except OSError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := NAME.fullmatch(name)))
 
 
 def _shape(page: PageData) -> Any:

@@ -17,7 +17,6 @@ from grpocli.processes.signals import handle_stops, restore
 
 ADDRESS = "127.0.0.1"
 MOST_CONNECTIONS = 64
-LONGEST_HEADER = 1 << 14
 NICE = 10
 """The run's processes come first on a busy machine."""
 
@@ -71,6 +70,5 @@ def serve(app: ASGIApp, server: socket.socket) -> None:
         limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=0,
-        h11_max_incomplete_event_size=LONGEST_HEADER,
     )
     asyncio.run(QuietServer(config).serve(sockets=[server]))

@@ -19,7 +19,7 @@ from grpocli.report.own_files import is_own
 from grpocli.report.page_data import CompletionView, GroupView, PromptText, RolloutSelection, Series
 from grpocli.report.token_texts import TokenTexts
 from grpocli.tracking.metrics import number
-from grpocli.tracking.rollout_query import NAME
+from grpocli.tracking.rollout_query import rollout_files
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import load_yaml
 
@@ -98,9 +98,7 @@ class RolloutSample:
     @cached_property
     def files(self) -> dict[int, Path]:
         """{step: rollout file}. Links out of the run's folder and pipes are left out, with a note."""
-        folder = self.run / "rollouts"
-        named = sorted(folder.iterdir()) if folder.is_dir() else []
-        found = {int(match[1]): path for path in named if (match := NAME.fullmatch(path.name))}
+        found = rollout_files(self.run)
         foreign = [step for step, path in found.items() if not is_own(path, self.run)]
         self.notes.extend(
             f"rollouts/{found.pop(step).name} is a link out of the run's folder, or a pipe, and is left out"

@@ -87,6 +87,13 @@ class Condition:
         raise ConfigError(f"--where {self.column}: there is no such column{near}")
 
 
+def rollout_files(run: Path) -> dict[int, Path]:
+    """{step: rollout file} of a run, in order; empty without its folder."""
+    folder = run / "rollouts"
+    named = folder.iterdir() if folder.is_dir() else ()
+    return dict(sorted((int(match[1]), path) for path in named if (match := NAME.fullmatch(path.name))))
+
+
 def step_files(run: Path, wanted: str = ":") -> list[Path]:
     """The files of the steps `3`, `10:20` (both included), `:5` or `10:`, in order.
 
@@ -101,8 +108,8 @@ def step_files(run: Path, wanted: str = ":") -> list[Path]:
     if not (run / "rollouts").is_dir():
         check_run(run, f"RUN {run}")
         raise ConfigError(f"RUN {run}: the run has sampled nothing yet: there is no folder `rollouts` in it")
-    files = {int(m[1]): path for path in (run / "rollouts").iterdir() if (m := NAME.fullmatch(path.name))}
-    chosen = [files[step] for step in sorted(files) if low <= step and (high is None or step <= high)]
+    files = rollout_files(run)
+    chosen = [path for step, path in files.items() if low <= step and (high is None or step <= high)]
     if not chosen:
         have = f"it has the steps {min(files)} to {max(files)}" if files else "it has none yet"
         there = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from grpocli.rollout.vllm.client import GENERATE, MODEL, Refused, ServerClient
 from grpocli.rollout.vllm.lora import lora_misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import Endpoint, serve_file
-from grpocli.rollout.vllm.validate import check_vllm, vllm_version
+from grpocli.rollout.vllm.validate import check_vllm, model_config, vllm_version
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
@@ -233,8 +232,4 @@ def _model_config(model: str) -> dict[str, Any]:
         if not isinstance(found, str):
             return {}
         path = Path(found)
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return config
+    return model_config(str(path.parent))

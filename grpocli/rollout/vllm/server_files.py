@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from grpocli.files import read_shared
+from grpocli.cache import cache_dir
+from grpocli.files import read_shared, write_atomic
 from grpocli.rollout.vllm.server_log import failure_cause, find_cause
 
 SHM = Path("/dev/shm")
@@ -53,13 +54,7 @@ class Endpoint:
     def save(self, path: Path) -> None:
         """Write it atomically with mode 0600."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
+        write_atomic(path, json.dumps(asdict(self), indent=1), 0o600)
 
     @classmethod
     def load(cls, path: Path) -> Endpoint:
@@ -113,9 +108,7 @@ def new_engine_folder(run_dir: Path) -> None:
 
 def serve_file(port: int) -> Path:
     """The endpoint file of the server that `grpocli vllm-serve` runs on `port` of this machine."""
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    own = os.environ.get("GRPOCLI_CACHE") or f"{cache}/grpocli"
-    return Path(own) / "serve" / f"{port}.json"
+    return cache_dir() / "serve" / f"{port}.json"
 
 
 @dataclass(frozen=True, slots=True)

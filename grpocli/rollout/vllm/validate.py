@@ -132,12 +132,12 @@ def caches_prefixes(model_path: str, cpu: bool) -> bool:
 
     Its cache of recurrent and convolutional states needs prompts in chunks, which are off on a CPU.
     """
-    config = _config(model_path)
+    config = model_config(model_path)
     kinds = config.get("layer_types") or config.get("text_config", {}).get("layer_types") or []
     return not cpu or all(kind.endswith("_attention") and not kind.startswith("linear") for kind in kinds)
 
 
-def _config(model_path: str) -> dict[str, Any]:
+def model_config(model_path: str) -> dict[str, Any]:
     """The model's config.json; empty if this machine has none."""
     try:
         config: dict[str, Any] = json.loads((Path(model_path) / "config.json").read_text())
@@ -148,7 +148,7 @@ def _config(model_path: str) -> dict[str, Any]:
 
 def head_size(model_path: str) -> int | None:
     """The head size in the model's config; None if this machine has no config or it gives no size."""
-    config = _config(model_path)
+    config = model_config(model_path)
     if config.get("head_dim"):
         return int(config["head_dim"])
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")

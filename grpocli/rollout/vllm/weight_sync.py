@@ -213,13 +213,8 @@ class WeightSync:
 
         Raises EngineError in every process.
         """
-        failure = ""
-        if self.world.is_main:
-            try:
-                call_all(servers, lambda server: server.sample(self.verifier.long_prompt, SAMPLED))
-            except EngineError as error:
-                failure = str(error)
-        if failure := self.world.broadcast_object(failure):
+        long_prompt = self.verifier.long_prompt
+        if failure := self._problem_of(lambda: call_all(servers, lambda server: server.sample(long_prompt, SAMPLED))):
             raise EngineError(failure)
         self._stale_caches = True
         for server in servers:
@@ -296,37 +291,26 @@ class WeightSync:
         Called after the resume, since the probe is itself a request. Scoring a sharded policy is collective, so the
         other processes score too. caches: whether to look for keys and values of the canary.
         """
-        failure = ""
-        if self.world.is_main:
-            try:
-                self.verifier.verify(self.servers, version, beside_requests=self.pause_mode == "keep")
-            except EngineError as error:
-                failure = str(error)
-        else:
+        beside = self.pause_mode == "keep"
+        if not self.world.is_main:
             self._score()
-        caches = self.world.broadcast_object(caches and not failure)
-        if caches:
-            failure = self._verify_caches(self.servers, version)
-        found: str = self.world.broadcast_object(failure)
-        return found
+        failure = self._problem_of(lambda: self.verifier.verify(self.servers, version, beside_requests=beside))
+        return failure or (self._verify_caches(self.servers, version) if caches else "")
 
     def _verify_canary(self, servers: Sequence[ServerClient], start: list[float], changed: list[float]) -> str:
         """The problem of servers with a canary's weights; "" if they follow. Collective."""
-        failure = ""
-        if self.world.is_main:
-            beside = self.pause_mode == "keep"
-            try:
-                for scored in call_all(servers, lambda server: server.score(self.verifier.token_ids, first=beside)):
-                    self.verifier.verify_followed(scored, changed, start)
-            except EngineError as error:
-                failure = str(error)
-        failure = self.world.broadcast_object(failure)
-        return failure or self.world.broadcast_object(self._verify_caches(servers, CANARY))
+        beside = self.pause_mode == "keep"
+
+        def verify() -> None:
+            for scored in call_all(servers, lambda server: server.score(self.verifier.token_ids, first=beside)):
+                self.verifier.verify_followed(scored, changed, start)
+
+        return self._problem_of(verify) or self._verify_caches(servers, CANARY)
 
     def _verify_caches(self, servers: Sequence[ServerClient], version: int | str) -> str:
         """The problem of tokens that the servers sample after the same long prompt under a canary and after it.
 
-        The other processes of a sharded policy score as often.
+        Collective; the other processes of a sharded policy score as often.
         """
         failure = ""
         for server in servers:
@@ -338,7 +322,19 @@ class WeightSync:
                 self.verifier.verify_sampled(server.sample, version)
             except EngineError as error:
                 failure = failure or str(error)
-        return failure
+        found: str = self.world.broadcast_object(failure)
+        return found
+
+    def _problem_of(self, call: Callable[[], object]) -> str:
+        """The EngineError of a call in the main process as text, in every process; "" if there is none. Collective."""
+        failure = ""
+        if self.world.is_main:
+            try:
+                call()
+            except EngineError as error:
+                failure = str(error)
+        found: str = self.world.broadcast_object(failure)
+        return found
 
 
 class LockedIterator:
