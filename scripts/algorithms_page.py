@@ -11,11 +11,12 @@ from typing import Any
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.config.field_docs import field_docs, summary
 from grpocli.config.parts import registered
-from grpocli.explain.explanation import Explanation, compared, explanation, part_section, spelled
+from grpocli.explain.explanation import Explanation, compared, explanation, part_section
 from grpocli.explain.render import code, comparison_markdown, explanation_markdown, right_lines, table
 from grpocli.files import write_atomic
 from grpocli.launch.compose import build_run, compose
 from grpocli.launch.hydra_sources import conf_dir
+from grpocli.tracking.sessions import as_typed
 
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
 EXAMPLE = "docs/examples/own_trainer.py"
@@ -114,7 +115,7 @@ def _choice(kind: str, choice: str, made: type[Any]) -> Iterator[str]:
     yield f"#### `algorithm/{kind}={choice}`\n"
     yield from code(right_lines(section)) if section.lines else [f"{summary(made)}\n"]
     for changed, variant in zip(changes, variants, strict=True):
-        keys = ", ".join(f"`{field}={spelled(value)}`" for field, value in changed.items())
+        keys = ", ".join(f"`{field}={as_typed(value)}`" for field, value in changed.items())
         yield f"With {keys}:\n"
         yield from code(right_lines(variant))
     symbols = {symbol.key: symbol.name for one in (section, *variants) for symbol in one.symbols}
@@ -133,7 +134,7 @@ def _fields(prefix: str, made: type[Any], symbols: dict[str, str]) -> list[list[
 
 def _default(f: dataclasses.Field[Any]) -> str:
     followed = f.metadata.get("interpolate")
-    return f"${{{followed}}}" if followed else spelled(f.default)
+    return f"${{{followed}}}" if followed else as_typed(f.default)
 
 
 def main(argv: list[str]) -> int:

@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 MISSING = 127
 """The exit code of a command that does not exist, as in a shell."""
-LONGEST_OUTPUT = 1_000_000
-"""Characters of a command's output that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ def run_command(command: Sequence[str], seconds: float, environ: Mapping[str, st
     finally:
         with _STARTING:
             _RUNNING.discard(process.pid)
-    return Ended(process.returncode, out[:LONGEST_OUTPUT], err[-LONGEST_OUTPUT:])
+    return Ended(process.returncode, out, err)
 
 
 def _rest(process: subprocess.Popen[str]) -> tuple[str, str]:

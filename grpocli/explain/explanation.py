@@ -19,6 +19,8 @@ from grpocli.config.user_parts import choice_of
 from grpocli.config.yaml_text import flat_values
 from grpocli.rewards.length import Overlong
 from grpocli.rewards.reward import Correctness
+from grpocli.tracking.sessions import as_typed
+from grpocli.tracking.text import counted
 
 ORDER = (
     "sampling",
@@ -159,22 +161,13 @@ def _routers(algorithm: Algorithm) -> Iterator[Section]:
         )
 
 
-def spelled(value: Any) -> str:
-    """A value as a user types it in an override."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _section(label: str, choice: str, formula: Formula, owner: object, prefix: str) -> Section:
     values, described = settings(owner), field_docs(type(owner))
     symbols = tuple(
-        Symbol(name, f"{prefix}.{field}", spelled(values[field]), _first_sentence(described.get(field, "")))
+        Symbol(name, f"{prefix}.{field}", as_typed(values[field]), _first_sentence(described.get(field, "")))
         for name, field in formula.symbols.items()
     )
-    rest = tuple((f"{prefix}.{f}", spelled(v)) for f, v in values.items() if f not in formula.symbols.values())
+    rest = tuple((f"{prefix}.{f}", as_typed(v)) for f, v in values.items() if f not in formula.symbols.values())
     return Section(label, choice, formula.lines, formula.note, symbols, rest, formula.source)
 
 
@@ -208,7 +201,7 @@ def _sampling(rollout: Rollouts) -> Section:
             "π(o_it): probability of o_i's token t given q and o_i,<t",
         ),
         symbols=_symbols(rollout, "rollout", keys),
-        settings=tuple((f"rollout.{f}", spelled(getattr(rollout, f))) for f in CUTS if f not in cuts),
+        settings=tuple((f"rollout.{f}", as_typed(getattr(rollout, f))) for f in CUTS if f not in cuts),
     )
 
 
@@ -233,7 +226,7 @@ def _answers(rollout: Rollouts) -> Section:
 
 def _symbols(owner: object, prefix: str, keys: dict[str, tuple[str, str]]) -> tuple[Symbol, ...]:
     return tuple(
-        Symbol(name, f"{prefix}.{field}", spelled(getattr(owner, field)), meaning)
+        Symbol(name, f"{prefix}.{field}", as_typed(getattr(owner, field)), meaning)
         for name, (field, meaning) in keys.items()
     )
 
@@ -259,7 +252,7 @@ def _reward(k: int, name: str, reward: Any) -> Section:
     """The formulas of the k-th reward, and its weight."""
     prefix = f"reward.{name}"
     own = _section("", name, formula_of(reward), reward, prefix)
-    weight = Symbol(f"ω_{k}", f"{prefix}.weight", spelled(reward.weight), f"Weight of R_{k}")
+    weight = Symbol(f"ω_{k}", f"{prefix}.weight", as_typed(reward.weight), f"Weight of R_{k}")
     first, *more = own.lines or (own.note,)
     return replace(
         own,
@@ -339,9 +332,9 @@ def _update(run: Run) -> Section:
     sampler_is_old = run.algorithm.takes_sampler_as_old
     mixed = older and not (run.algorithm.has_correction or sampler_is_old)
     lines = (
-        f"E M = {_count(updates, 'update')} per step, of N = P G / M {_share(rows, train.minibatches)} completions",
+        f"E M = {counted(updates, 'update')} per step, of N = P G / M {_share(rows, train.minibatches)} completions",
         *(() if sampler_is_old else (_old_policy(several),)),
-        *((f"μ: π_θ of up to {_count(rollout.max_staleness, 'step')} earlier",) if rollout.max_staleness else ()),
+        *((f"μ: π_θ of up to {counted(rollout.max_staleness, 'step')} earlier",) if rollout.max_staleness else ()),
         *(("π_old = μ for completions of older weights",) if mixed else ()),
     )
     keys = {"E": ("epochs", "Passes over a step's completions"), "M": ("minibatches", "Updates per pass")}
@@ -352,10 +345,6 @@ def _old_policy(several: bool) -> str:
     return (
         "π_old: π_θ before the step's first update" if several else "π_old = sg[π_θ]: with one update per step, r = 1"
     )
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def _share(rows: int, windows: int) -> str:
@@ -369,7 +358,7 @@ def _values(run: Run, config: DictConfig) -> dict[str, str]:
     assert isinstance(plain, dict)
     for name in COMPARED:
         values = flat_values(plain[name], f"{name}.").items()
-        found |= {key: spelled(value) for key, value in values if not key.endswith(TARGET)}
+        found |= {key: as_typed(value) for key, value in values if not key.endswith(TARGET)}
     return found
 
 

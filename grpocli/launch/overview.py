@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from grpocli.config.user_parts import choice_of
 from grpocli.rollout.vllm.config import VllmOptions
 from grpocli.tasks.mixture import tasks_of
+from grpocli.tracking.text import counted
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts, Run
@@ -46,12 +47,12 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
         f"up to {rollout.max_prompt_tokens} + {rollout.max_completion_tokens} tokens each{refill}"
     )
     update = (
-        f"train   {train.epochs} x {train.minibatches} = {_count(train.updates_per_step, 'update')} a step, "
+        f"train   {train.epochs} x {train.minibatches} = {counted(train.updates_per_step, 'update')} a step, "
         f"{groups} groups each, micro-batches of up to {split * train.micro_batch_tokens:,} tokens, "
-        f"{_count(processes, 'process')}{shared}"
+        f"{counted(processes, 'process')}{shared}"
     )
     total = (
-        f"run     {_count(train.steps, 'step')}, {_count(train.steps * train.updates_per_step, 'update')}, "
+        f"run     {counted(train.steps, 'step')}, {counted(train.steps * train.updates_per_step, 'update')}, "
         f"{train.steps * rows:,} completions"
     )
     return [
@@ -66,12 +67,12 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
 
 def _evaluation(run: Run) -> list[str]:
     """The completions of each evaluation, and the key that reduces them."""
-    every = f", every {_count(run.eval.every, 'step')}" if run.eval.every else ""
+    every = f", every {counted(run.eval.every, 'step')}" if run.eval.every else ""
     if not (problems := run.eval.n_problems(cpu=False)) or not run.reward:
         return []
     tasks = len(tasks_of(run.task))
-    of_each = f"{_count(tasks, 'task')} x " if tasks > 1 else ""
-    each = f"{of_each}{_count(problems, 'problem')} x ({run.eval.samples} + 1 greedy)"
+    of_each = f"{counted(tasks, 'task')} x " if tasks > 1 else ""
+    each = f"{of_each}{counted(problems, 'problem')} x ({run.eval.samples} + 1 greedy)"
     whole = f"{each} = {tasks * problems * (run.eval.samples + 1):,} completions, before{every} and after"
     if run.eval.stop_at.metric:
         whole += f"; {run.eval.stop_at.name} of {run.eval.stop_at.threshold:g} ends the run"
@@ -83,8 +84,8 @@ def _devices(run: Run, devices: Devices) -> list[str]:
     nodes = run.hardware.rollout_nodes
     if run.hardware.nodes == 1 and not devices.train:
         return []
-    each = f"{_count(run.hardware.train_nodes, 'machine')}, each: " if run.hardware.nodes > 1 else ""
-    serve = f"; serve on {_count(nodes, 'machine')}" if nodes else ""
+    each = f"{counted(run.hardware.train_nodes, 'machine')}, each: " if run.hardware.nodes > 1 else ""
+    serve = f"; serve on {counted(nodes, 'machine')}" if nodes else ""
     engine = run.engine.resolved()
     if devices.rollout and isinstance(engine, VllmOptions):
         serve = f", {engine.memory_share(devices.shared is not False):g} of the memory for vLLM"
@@ -95,13 +96,8 @@ def _overlap(rollout: Rollouts) -> list[str]:
     if not rollout.max_staleness:
         return []
     change = "under running requests" if rollout.in_flight else "between two steps' completions"
-    steps = _count(rollout.max_staleness, "step")
+    steps = counted(rollout.max_staleness, "step")
     return [f"ahead   {steps} at most, sampled while another trains; weights change {change}"]
-
-
-def _count(n: int, what: str) -> str:
-    plural = f"{what}es" if what.endswith("s") else f"{what}s"
-    return f"{n:,} {what if n == 1 else plural}"
 
 
 def _share(total: int, pieces: int) -> str:

@@ -16,6 +16,7 @@ from grpocli.plan.resources import GIB
 from grpocli.plan.sweep import FULL
 from grpocli.plan.work import LINK
 from grpocli.tracking.console import CleanConsole
+from grpocli.tracking.text import counted
 
 if TYPE_CHECKING:
     from grpocli.plan.memory import Device
@@ -66,9 +67,9 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     servers = f", {resources.servers} vLLM server{'s' if resources.servers > 1 else ''}" if resources.servers else ""
     split = f" on {resources.tensor_parallel} GPUs each" if resources.tensor_parallel > 1 else ""
     layout = (
-        f"{_count(rows.prompts, 'prompt')} of {rows.prompt} + {_count(rows.rows, 'completion')} of {rows.completion}"
+        f"{counted(rows.prompts, 'prompt')} of {rows.prompt} + {counted(rows.rows, 'completion')} of {rows.completion}"
     )
-    count = _count(resources.trainers, "process", "es")
+    count = counted(resources.trainers, "process")
     return [
         ("model", f"{size.parameters:,} parameters{active}{trained}, {size.layers} layers ({size.source})"),
         ("computes in", plan.dtype),
@@ -78,10 +79,6 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
             f"{rows.tokens:,} tokens: {layout}; {plan.micro_batches} per update and process",
         ),
     ]
-
-
-def _count(n: int, thing: str, plural: str = "s") -> str:
-    return f"{n:,} {thing}{'' if n == 1 else plural}"
 
 
 def _device(out: CleanConsole, device: Device) -> None:
@@ -247,7 +244,7 @@ def _simulated_facts(found: Sweep) -> list[tuple[str, str]]:
         ("speeds", found.speeds),
     ]
     if faults.per_hour or faults.save:
-        every = f"every {_count(faults.every, 'step')}" if faults.every else "never"
+        every = f"every {counted(faults.every, 'step')}" if faults.every else "never"
         text = f"{faults.per_hour:g} per device and hour; a checkpoint {every}, {faults.save:g} s; {faults.restart:g} s"
         pairs.append(("failures", f"{text} to start again, {faults.server_restart:g} s for a server"))
     return pairs
@@ -280,7 +277,7 @@ def _recommendation(found: Sweep) -> str:
         return "None of them fits."
     fitting = [row for row in found.rows if row.memory <= FULL]
     fastest = min(fitting, key=lambda row: (row.simulated.step_seconds, row.nodes))
-    text = f"Most tokens per device: {_count(best.nodes, unit.removesuffix('s'))}."
+    text = f"Most tokens per device: {counted(best.nodes, unit.removesuffix('s'))}."
     if fastest is not best:
         text += f" Shortest steps: {fastest.nodes:,}."
     if len(fitting) < len(found.rows):

@@ -69,6 +69,12 @@ def format_number(value: Any) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
 
 
+def counted(n: int, what: str) -> str:
+    """`1 step`, `2,000 steps` or `2 processes`."""
+    plural = f"{what}es" if what.endswith("s") else f"{what}s"
+    return f"{n:,} {what if n == 1 else plural}"
+
+
 def format_duration(seconds: float) -> str:
     """`42 s`, `3:05` or `1:02:03`."""
     minutes, rest = divmod(max(0, round(seconds)), 60)

@@ -7,7 +7,7 @@ import functools
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.explain.explanation import ORDER, Explanation, compared, explanation, spelled
+from grpocli.explain.explanation import ORDER, Explanation, compared, explanation
 from grpocli.explain.render import (
     comparison_markdown,
     comparison_text,
@@ -16,6 +16,7 @@ from grpocli.explain.render import (
     pair_lines,
 )
 from grpocli.launch.compose import build_run, compose
+from grpocli.tracking.sessions import as_typed
 
 CASES = [
     [],
@@ -52,7 +53,7 @@ def test_symbols_have_keys_and_values_of_the_config(overrides: list[str]) -> Non
     config, shown = explained_config(*overrides)
     pairs = [(s.key, s.value) for s in shown.symbols] + shown.settings
     for key, value in pairs:
-        assert value == spelled(OmegaConf.select(config, key, throw_on_missing=True)), key
+        assert value == as_typed(OmegaConf.select(config, key, throw_on_missing=True)), key
     assert len({key for key, _ in pairs}) == len(pairs)
     names = [s.name for s in shown.symbols]
     assert len(set(names)) == len(names), "a symbol has one meaning"
