@@ -340,7 +340,7 @@ def test_one_call_at_a_time_writes_into_a_folder(
     with proof.held("--out", tmp_path):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="cannot be written to"), proof.held("--out", tmp_path / "file"):
+    with pytest.raises(SystemExit, match="File exists: choose another"), proof.held("--out", tmp_path / "file"):
         pass
 
 

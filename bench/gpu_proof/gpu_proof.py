@@ -149,7 +149,7 @@ class Runner:
         else:
             setting = replace(self.setting, folder=self.setting.folder / one.name)
             shutil.rmtree(setting.folder, ignore_errors=True)
-            setting.folder.mkdir()
+            setting.folder.mkdir(exist_ok=True)
             with (setting.folder / LOG).open("wb") as log:
                 guard = Guarded(partial(run_one, one, setting), log.fileno())
             end = min(now + one.limit(setting.device), self.until - RESERVE)
@@ -304,7 +304,7 @@ def held(option: str, folder: Path, mode: int = 0o777) -> Iterator[None]:
         folder.mkdir(mode, parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a")
     except OSError as error:
-        raise SystemExit(f"{option} {folder}: cannot be written to: {error.strerror}") from error
+        raise SystemExit(f"{option} {folder}: {error.strerror}: choose another {option}") from error
     until = time.monotonic() + 2 * GRACE  # experiments of a call that was killed hold it until their guards end them
     with lock:
         while True:
