@@ -30,6 +30,7 @@ VERSIONS = ("0.32.0", "0.33.0")
 
 TRANSFER = "vllm.distributed.weight_transfer"
 ENGINE = f"{TRANSFER}.base.WeightTransferEngine"
+GATHER = "_all_gather_and_merge_handles"
 PACKING = tuple(transport_gpu.packing(1))
 CALLS: dict[str, tuple[str, ...]] = {
     f"{ENGINE}": ("config", "vllm_config", "device", "model"),
@@ -66,7 +67,7 @@ NAMES = (
     *(f"{ENGINE}.{name}" for name in ("model", "model_config", "device")),
     *(f"{TRANSFER}.nccl_engine.NCCLTrainerWeightTransferEngine.{name}" for name in ("send_weights", "shutdown")),
     f"{TRANSFER}.nccl_engine.NCCLTrainerWeightTransferEngine.model_update_group",
-    f"{TRANSFER}.ipc_engine.IPCTrainerWeightTransferEngine.send_weights",
+    *(f"{TRANSFER}.ipc_engine.IPCTrainerWeightTransferEngine.{name}" for name in ("send_weights", GATHER)),
     f"{TRANSFER}.factory.WeightTransferEngineFactory._registry",
     "vllm.distributed.device_communicators.pynccl_wrapper.NCCLLibrary.ncclGetUniqueId",
     "vllm.distributed.device_communicators.shm_broadcast.sched_yield",

@@ -76,10 +76,9 @@ class TransferClient:
         self.servers: Sequence[ServerClient] = ()
         self.version: int | str = 0
         self.failure: EngineError | None = None
-        self.exported: Handles = {}
 
     def begin(self, servers: Sequence[ServerClient], version: int | str) -> None:
-        self.servers, self.version, self.failure, self.exported = servers, version, None, {}
+        self.servers, self.version, self.failure = servers, version, None
 
     def check(self) -> None:
         if self.failure:
@@ -94,14 +93,11 @@ class TransferClient:
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         if update_info.get("ipc_handles") is not None:
-            self.exported = update_info["ipc_handles"]
-            update_info = {**update_info, "ipc_handles": encode_handles(self.exported)}
+            update_info = {**update_info, "ipc_handles": encode_handles(update_info["ipc_handles"])}
         info = {name: value for name, value in update_info.items() if value is not None}
         self._each(lambda server: server.update(info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        if not self.failure:
-            self.exported = {}  # the servers have read it, and said so to torch
         self._each(lambda server: server.finish_update(self.version))
 
     def _each(self, call: Callable[[ServerClient], None]) -> None:
@@ -157,7 +153,7 @@ class NcclTransport:
         self.source, self.client = WeightSource(weights), TransferClient()
         self._engine: Any = None
 
-    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int | str) -> int:
+    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int | str) -> None:
         self.client.begin(servers, version)
         self.source.stream = stream
         if self._engine is None or not all(server.prepared for server in servers):
@@ -170,7 +166,6 @@ class NcclTransport:
         except EngineError:
             self.close()  # abort the broadcast, which would block the GPU and any call that frees its memory
             raise
-        return self.weights.bytes()
 
     def close(self) -> None:
         engine, self._engine = self._engine, None
@@ -212,8 +207,9 @@ class IpcTransport:
         self.weights, self.bucket_bytes, self.rank = weights, bucket_bytes, rank
         self.source, self.client = WeightSource(weights), TransferClient()
         self._engine: Any = None
+        self._exported: tuple[Any, ...] | None = None  # the bucket, as this process's GPU shares it
 
-    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int | str) -> int:
+    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int | str) -> None:
         self.client.begin(servers, version)
         self.source.stream = stream
         if self._engine is None:
@@ -222,16 +218,16 @@ class IpcTransport:
             self.client.init_weight_transfer_engine({"packed": True})
         in_thread(DEADLINE, "the weights to be handed over (sync=ipc)", self._hand_over)
         self.client.check()
-        return self.weights.bytes()
 
     def close(self) -> None:
         self._engine = None
+        if self._exported:
+            release(self._exported)
+        self._exported = None
 
     def _hand_over(self) -> None:
         wait_for_weights()
         self._engine.send_weights()
-        if self.client.failure and self.client.exported:
-            release(self.client.exported[self._engine.gpu_uuid])
 
     def _make(self) -> Any:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -240,7 +236,15 @@ class IpcTransport:
         itemsize = self.weights.dtype.itemsize
         largest = max(torch.Size(shape).numel() for _, shape in self.weights.shapes()) * itemsize
         info = IPCTrainerInitInfo(rank=self.rank, packed=True, packed_buffer_size_bytes=max(self.bucket_bytes, largest))
-        return WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=self.source)
+        engine: Any = WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=self.source)
+        gather = engine._all_gather_and_merge_handles
+
+        def gather_handles(handles: list[Handles]) -> list[Handles]:
+            (self._exported,) = handles[0].values()
+            return gather(handles)  # type: ignore[no-any-return]
+
+        engine._all_gather_and_merge_handles = gather_handles
+        return engine
 
 
 def in_thread(seconds: float, what: str, call: Callable[[], None], check: Callable[[], None] = lambda: None) -> None:
@@ -281,7 +285,10 @@ Handles = dict[str, tuple[Any, ...]]
 
 
 def release(arguments: tuple[Any, ...]) -> None:
-    """Free an exported bucket whose reader has died: torch would wait for the reader's release for ever."""
+    """Free an exported bucket whose reader has died: torch would wait for the reader's release for ever.
+
+    One that its reader has released is free already; torch uses its counter for nothing else.
+    """
     torch.UntypedStorage._release_ipc_counter(*arguments[11:13], device=arguments[6])
     torch.cuda.ipc_collect()
 

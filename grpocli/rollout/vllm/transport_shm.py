@@ -55,7 +55,7 @@ class ShmTransport:
 
     def send(
         self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int | str
-    ) -> int:
+    ) -> None:
         plan = self._plan()
         servers_by_folder = by_folder(servers)
         if plan != self._mapped_plan or not all(server.prepared for server in servers):
@@ -67,7 +67,6 @@ class ShmTransport:
         self._send_buckets(plan, servers_by_folder, stream)
         call_all(servers, lambda server: server.finish_update(version))
         self._mapped_plan = plan
-        return self.weights.bytes()
 
     def close(self) -> None:
         for file in [file for files in self._slots for file in files.values()]:

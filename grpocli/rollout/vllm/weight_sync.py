@@ -123,14 +123,16 @@ class Transport(Protocol):
 
     def send(
         self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int | str
-    ) -> int:
-        """Prepare new servers, then start, update and finish on every server; return the bytes for each server.
+    ) -> None:
+        """Prepare new servers, then start, update and finish on every server.
 
         The servers are paused. Raises EngineError.
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what it holds; a further `send` begins anew. After a failed collective `send` every process calls it."""
+        ...
 
 
 class WeightSync:
@@ -174,7 +176,7 @@ class WeightSync:
             prove = self._sample_dummy if self._dummy else self._send_canary
             prove([self.servers[k] for k in unproven])
         proven = time.perf_counter()
-        sent, failure = self._transfer(self.transport, self.servers, version)
+        failure = self._transfer(self.transport, self.servers, version)
         updated = time.perf_counter()
         if not failure and due:
             failure = self._verify(version, caches=self._stale_caches)
@@ -184,7 +186,7 @@ class WeightSync:
             self.verifier.passed()
         self._stale_caches = False
         return {
-            "sync/bytes": float(sent),
+            "sync/bytes": float(self.weights.bytes()),
             "sync/seconds/canary": proven - began,
             "sync/seconds/update": updated - proven,
             "sync/seconds/probe": time.perf_counter() - updated,
@@ -224,7 +226,7 @@ class WeightSync:
         """Send the canary's weights and return the problem, "" if the servers follow. Collective."""
         whole = len(servers) == len(self.servers)
         transport = self.transport if whole else self._make_transport()
-        _, failure = self._transfer(transport, servers, CANARY)
+        failure = self._transfer(transport, servers, CANARY)
         if not failure:
             failure = self._verify_canary(servers, start, changed)
         if not whole:
@@ -237,13 +239,14 @@ class WeightSync:
         """The trainer's log-probs of the probe, in the main process and in those that score with it."""
         return self.policy.score(self.verifier.token_ids) if self.world.is_main or self.weights.sharded else []
 
-    def _transfer(self, transport: Transport, servers: Sequence[ServerClient], version: int | str) -> tuple[int, str]:
-        """Send the policy's weights; return the bytes for each server and the problem, "" if none. Collective."""
-        sent, failure = 0, ""
-        stream = LockedIterator(self.weights.stream())
+    def _transfer(self, transport: Transport, servers: Sequence[ServerClient], version: int | str) -> str:
+        """Send the policy's weights; return the problem, "" if none. Collective."""
+        if problem := self._problem_of(lambda: self._pause(servers)):
+            return problem  # before the others begin a collective send, which the main process would not join
+        failure, stream = "", LockedIterator(self.weights.stream())
         try:
             if self.world.is_main:
-                sent = self._update(transport, servers, stream, version)
+                self._update(transport, servers, stream, version)
             elif transport.collective:
                 transport.send([], stream, version)
         except EngineError as error:
@@ -251,8 +254,10 @@ class WeightSync:
         if self.world.size > 1 and self.weights.sharded:
             for _ in stream:  # gathers are collective, so every process finishes them, also after a failure
                 pass
-        result: tuple[int, str] = self.world.broadcast_object((sent, failure))
-        return result
+        failure = self.world.broadcast_object(failure)
+        if failure and transport.collective:
+            transport.close()
+        return failure
 
     def release(self) -> None:
         """After a failed sync that is not repeated, let the remaining servers answer, so that no request hangs.
@@ -269,21 +274,22 @@ class WeightSync:
     def close(self) -> None:
         self.transport.close()
 
+    def _pause(self, servers: Sequence[ServerClient]) -> None:
+        call_all(servers, lambda server: server.weight_version())  # raises if another run has changed them
+        call_all(servers, lambda server: server.pause(self.pause_mode))
+
     def _update(
         self,
         transport: Transport,
         servers: Sequence[ServerClient],
         stream: Iterator[tuple[str, torch.Tensor]],
         version: int | str,
-    ) -> int:
-        """Pause, replace the weights, drop the prefix cache, verify the version, resume; return the bytes sent."""
-        call_all(servers, lambda server: server.weight_version())  # raises if another run has changed them
-        call_all(servers, lambda server: server.pause(self.pause_mode))
-        sent = transport.send(servers, stream, version)
+    ) -> None:
+        """Replace the weights, drop the prefix cache, verify the version, resume."""
+        transport.send(servers, stream, version)
         call_all(servers, lambda server: server.reset_prefix_cache(running=self.pause_mode == "keep"))
         call_all(servers, lambda server: verify_version(server, version))
         call_all(servers, lambda server: server.resume())
-        return sent
 
     def _verify(self, version: int, caches: bool) -> str:
         """The problem that the verifier finds; "" if the servers have the weights. Collective.
@@ -322,8 +328,7 @@ class WeightSync:
                 self.verifier.verify_sampled(server.sample, version)
             except EngineError as error:
                 failure = failure or str(error)
-        found: str = self.world.broadcast_object(failure)
-        return found
+        return self.world.broadcast_object(failure)
 
     def _problem_of(self, call: Callable[[], object]) -> str:
         """The EngineError of a call in the main process as text, in every process; "" if there is none. Collective."""
@@ -333,8 +338,7 @@ class WeightSync:
                 call()
             except EngineError as error:
                 failure = str(error)
-        found: str = self.world.broadcast_object(failure)
-        return found
+        return self.world.broadcast_object(failure)
 
 
 class LockedIterator:
