@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import date
+from typing import Any
 
 DAY = "2025-07-01"
 """What chat templates take for today: a day after the dates up to which the models of the presets know the world."""
@@ -17,3 +18,10 @@ def with_date(template: str, day: str) -> str:
     today = date.fromisoformat(day)
     written = "".join(f"|replace({f'%{one}'!r}, {today.strftime(f'%{one}')!r})" for one in DIRECTIVES)
     return f"{{% macro {CLOCK}(format) %}}{{{{ format{written} }}}}{{% endmacro %}}\n{template}"
+
+
+def stop_clock(tokenizer: Any, day: str) -> None:
+    """Have the day in the template that transformers chooses for each conversation: some models have one for tools."""
+    if CLOCK in str(tokenizer.chat_template):
+        chosen = tokenizer.get_chat_template
+        tokenizer.get_chat_template = lambda *given, **named: with_date(chosen(*given, **named), day)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from grpocli.chat_clock import CLOCK, DAY, with_date
+from grpocli.chat_clock import CLOCK
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 
@@ -38,8 +38,6 @@ def arguments_of(part: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
             _check_read(name, value, read)
         if thinking is not None:
             arguments[_switch(read, arguments, thinking)] = thinking
-    if CLOCK in str(tokenizer.chat_template):
-        arguments["chat_template"] = with_date(tokenizer.get_chat_template(), getattr(part, "date", DAY))
     return arguments
 
 

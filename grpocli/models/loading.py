@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpocli.chat_clock import DAY, stop_clock
 from grpocli.config.parts import one_of, require, section
 from grpocli.errors import ConfigError
 from grpocli.files import check_regular
@@ -259,6 +260,7 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
         tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf-8")
     if response_template := getattr(part, "response_template", None):
         tokenizer.response_template = _read_json(response_template, "model.response_template")
+    stop_clock(tokenizer, getattr(part, "date", DAY))
     if arguments := arguments_of(part, tokenizer):
         # used by every part of the run that renders a conversation
         applied = partial(tokenizer.apply_chat_template, **arguments)

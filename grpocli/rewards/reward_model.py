@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from grpocli.chat_clock import DAY, with_date
+from grpocli.chat_clock import DAY, stop_clock
 from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
 from grpocli.hub import check_folder, model_folder
@@ -89,6 +89,7 @@ class Classifier:
             raise ConfigError(f"has no weights for {missing[0]}: it is not a reward model", key=KEY, value=path)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
+        stop_clock(self.tokenizer, DAY)
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
         self.model = model.to(self.device).eval()
 
@@ -118,8 +119,7 @@ class Classifier:
                 problem = "has no chat template, but the prompts are conversations"
                 raise ConfigError(problem, key=KEY, value=self.reward.path)
             messages = [*sample.prompt, *sample.completion]
-            template = with_date(self.tokenizer.get_chat_template(), DAY)
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids[-self.reward.max_tokens :]
 

@@ -21,7 +21,7 @@ from grpocli.models.tiny import make_model
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import keep_stop_token_ids, stop_token_ids
 from grpocli.rollout.turn_encoder import TurnEncoder
-from grpocli.tasks.prompts import tokenize
+from grpocli.tasks.prompts import rendered, tokenize
 from grpocli.tasks.targets import Targets
 from grpocli.types import Request, Sampling
 
@@ -191,6 +191,17 @@ def test_the_clock_of_a_template_writes_as_strftime(format_: str, around: str, t
     tokenizer.chat_template = with_date(around.format(f"{{{{ strftime_now('{format_}') }}}}"), "2031-01-05")
     expected = date(2031, 1, 5).strftime(format_)
     assert prompt_text(tokenizer) == ("\n  " if around.startswith("\n") else "") + expected
+
+
+def test_the_clock_stands_in_the_template_for_tools_too(tmp_path: Path) -> None:
+    """transformers takes the template called tool_use for a conversation with tools."""
+    tokenizer = CHAT_FAMILIES["qwen3"].tokenizer()
+    tokenizer.chat_template = {name: f"{name} {{{{ strftime_now('%Y') }}}}" for name in ("default", "tool_use")}
+    tokenizer.save_pretrained(tmp_path)
+    kept = load_tokenizer(HuggingFace(path=str(tmp_path), date="2031-01-05"), str(tmp_path))
+    texts = [rendered(ASK, kept, "a prompt", tools=tools) for tools in ([], [{"name": "add"}])]
+    assert texts == ["default 2031", "tool_use 2031"]
+    assert "macro" not in str(kept.chat_template), "it is saved with the model"
 
 
 def test_a_date_is_a_day() -> None:
