@@ -110,21 +110,19 @@ class ReferenceIndex:
                 found.setdefault(name, []).append(variant)
         usual = {f"{group}={choice.strip('[]')}" for group, choice in self.files.defaults.items()}
         merged = {name: _merged(_usual_first(variants, usual)) for name, variants in found.items()}
-        self.usual = usual
         merged |= {name: (self._hydra(name, doc),) for name, doc in HYDRA.items()}
         self.groups = self.files.groups
-        foreign = foreign_names([*merged, *self.groups])
+        self.foreign = foreign_names([*merged, *self.groups])
         self.keys = {
             name: KeyReference(
                 name,
                 variants,
                 tuple(self.files.values.get(name, ())),
-                foreign.get(name, {}),
+                self.foreign.get(name, {}),
                 bool(usual & set(variants[0].choices)),
             )
             for name, variants in merged.items()
         }
-        self.foreign = foreign
 
     def _hydra(self, name: str, doc: str) -> Variant:
         return Variant((), ChoiceFiles, name, doc, "text", self.files.hydra[name], ())
