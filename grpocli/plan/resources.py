@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-from grpocli.hardware.devices import split
+from grpocli.hardware.devices import split, visible_gpus
 from grpocli.hardware.hardware import Multinode
 
 if TYPE_CHECKING:
@@ -143,18 +143,12 @@ def device_kind(run: Run) -> str:
     """hardware.device, "cpu" or "cuda"; `auto` is what this machine has."""
     if run.hardware.device != "auto":
         return str(run.hardware.device)
-    return "cuda" if gpus_here() else "cpu"
+    return "cuda" if visible_gpus() else "cpu"
 
 
 def shares_weights(run: Run) -> bool:
     """Whether weights are sharded over the trainer processes."""
     return run.hardware.parallel in ("fsdp2", "zero3")
-
-
-def gpus_here() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _gpu(options: DeviceOptions) -> tuple[Gpu, tuple[str, ...]]:
@@ -163,7 +157,7 @@ def _gpu(options: DeviceOptions) -> tuple[Gpu, tuple[str, ...]]:
 
     if options.gpu:
         gpu, source = GPUS[options.gpu], f"{options.gpu} (--gpu)"
-    elif gpus_here():
+    elif visible_gpus():
         properties = torch.cuda.get_device_properties(0)
         known = next((gpu for name, gpu in GPUS.items() if name in properties.name), GPUS["A100"])
         gpu, source = replace(known, memory=properties.total_memory / GIB), f"this machine's GPU: {properties.name}"
@@ -201,7 +195,7 @@ def _split(run: Run, kind: str, engine: Any, options: DeviceOptions) -> tuple[in
     if kind == "cpu":
         return hardware.processes or 1, True, None
     train, serve = hardware.processes or 1, engine.server_gpus
-    devices = options.devices or gpus_here() or (serve if train <= serve else train + serve)
+    devices = options.devices or len(visible_gpus()) or (serve if train <= serve else train + serve)
     try:
         found = split(hardware, engine, [str(number) for number in range(devices)])
     except ConfigError as error:

@@ -6,7 +6,7 @@ import ast
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from subprocess import SubprocessError
 from typing import Any
@@ -113,10 +113,10 @@ GONE = {"0.33": ("on startup is less than desired CPU memory",)}
 """Messages that a newer version no longer has."""
 
 
-def trees(*folders: Path) -> Iterator[tuple[Path, ast.Module]]:
-    for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
-            yield path, ast.parse(path.read_text())
+@cache
+def nodes(folder: str) -> list[ast.AST]:
+    """What the Python files of a folder consist of."""
+    return [node for path in sorted((ROOT / folder).rglob("*.py")) for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def texts(tree: ast.AST) -> list[str]:
@@ -146,10 +146,14 @@ def test_every_minor_version_in_the_range_is_compared() -> None:
 def test_every_import_exists(vllm: VllmFiles) -> None:
     imported = {
         f"{node.module}.{one.name}"
-        for _, tree in trees(ROOT / "grpocli", ROOT / "bench")
-        for node in ast.walk(tree)
+        for node in (*nodes("grpocli"), *nodes("bench"))
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm"
         for one in node.names
+    }
+    imported |= {
+        ast.unparse(node)  # after `import vllm`
+        for node in nodes("grpocli")
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "vllm"
     }
     assert len(imported) > 20
     assert [name for name in sorted(imported) if not vllm.find(name)] == []
@@ -256,7 +260,9 @@ def test_every_sampling_parameter_exists(vllm: VllmFiles) -> None:
 
 def test_every_environment_variable_exists(vllm: VllmFiles) -> None:
     ours = {
-        text for _, tree in trees(ROOT / "grpocli") for text in texts(tree) if re.fullmatch("VLLM_[A-Z0-9_]+", text)
+        node.value
+        for node in nodes("grpocli")
+        if isinstance(node, ast.Constant) and re.fullmatch("VLLM_[A-Z0-9_]+", str(node.value))
     }
     known = set(texts(vllm.tree("vllm.envs")))
     assert len(ours) > 10

@@ -245,10 +245,12 @@ class WeightSync:
             return problem  # before the others begin a collective send, which the main process would not join
         failure, stream = "", LockedIterator(self.weights.stream())
         try:
+            if self.world.is_main or transport.collective:
+                transport.send(servers if self.world.is_main else [], stream, version)
             if self.world.is_main:
-                self._update(transport, servers, stream, version)
-            elif transport.collective:
-                transport.send([], stream, version)
+                call_all(servers, lambda server: server.reset_prefix_cache(running=self.pause_mode == "keep"))
+                call_all(servers, lambda server: verify_version(server, version))
+                call_all(servers, lambda server: server.resume())
         except EngineError as error:
             failure = str(error)
         if self.world.size > 1 and self.weights.sharded:
@@ -277,19 +279,6 @@ class WeightSync:
     def _pause(self, servers: Sequence[ServerClient]) -> None:
         call_all(servers, lambda server: server.weight_version())  # raises if another run has changed them
         call_all(servers, lambda server: server.pause(self.pause_mode))
-
-    def _update(
-        self,
-        transport: Transport,
-        servers: Sequence[ServerClient],
-        stream: Iterator[tuple[str, torch.Tensor]],
-        version: int | str,
-    ) -> None:
-        """Replace the weights, drop the prefix cache, verify the version, resume."""
-        transport.send(servers, stream, version)
-        call_all(servers, lambda server: server.reset_prefix_cache(running=self.pause_mode == "keep"))
-        call_all(servers, lambda server: verify_version(server, version))
-        call_all(servers, lambda server: server.resume())
 
     def _verify(self, version: int, caches: bool) -> str:
         """The problem that the verifier finds; "" if the servers have the weights. Collective.
