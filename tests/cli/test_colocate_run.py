@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,12 @@ def test_a_run_syncs_samples_and_finishes(tmp_path: Path, processes: int, rank: 
     for log in ["vllm.log", "vllm_1.log"][:processes]:
         assert (run / "logs" / log).stat().st_size > 0
     assert not list((run / "logs").glob("failure_*")), out
+
+
+@pytest.mark.survival
+def test_an_unknown_argument_of_vllm_is_refused(tmp_path: Path) -> None:
+    argument = "engine.vllm_args.max_num_seq=4"
+    command = [sys.executable, "-m", "grpocli", "train", *SMALL, "engine=vllm_colocate", argument]
+    done = subprocess.run([*command, f"hydra.run.dir={tmp_path}/run"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert 'engine.vllm_args.max_num_seq: vllm.LLM has no such argument; did you mean "max_num_seqs"?' in done.stderr

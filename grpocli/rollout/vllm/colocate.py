@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import logging
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
@@ -147,6 +149,8 @@ def launch(options: ColocateOptions, job: EngineJob) -> Iterator[None]:
         raise ConfigError(
             "vLLM releases the memory of GPUs only: set it to null on a CPU", key="engine.sleep", value=True
         )
+    if options.vllm_args:
+        check_arguments(options.vllm_args)
     yield
 
 
@@ -319,6 +323,17 @@ def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: boo
     several = {"distributed_executor_backend": "external_launcher"} if processes > 1 else {}
     others = {name: value for name, value in options.vllm_args.items() if name != HF_OVERRIDES}
     return given | memory | several | others
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an unknown argument of `vllm.LLM`."""
+    with VllmEnvironment().active():
+        from vllm import EngineArgs
+
+        known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"engine.vllm_args.{name}: vllm.LLM has no such argument{nearest(name, known)}")
 
 
 def _parameters(given: Mapping[str, Any]) -> Any:
