@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +169,24 @@ def test_a_call_ends_by_itself_and_names_what_is_left(own: Path) -> None:
         out, _ = call.communicate(timeout=120)
     assert list(results(own)) == ["works"], "one that the end of a call has cut has no result"
     assert "45 s do not suffice for lasts, differs" in out
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(3, []), (600, ["one"])], ids=["its own deadline", "the call's end"])
+def test_what_cut_an_experiment_in_the_last_seconds_of_a_call(
+    proof: ModuleType, tmp_path: Path, seconds: float, left: list[str]
+) -> None:
+    from experiment import Experiment, Results, Setting
+
+    now = time.monotonic()
+    (tmp_path / proof.LOG).touch()
+    one = Experiment("one", "machine", "", (), lambda setting: {}, (), seconds)
+    runner = proof.Runner({}, Setting("cuda", None, tmp_path), Results(tmp_path / "results.json"), now + 10, print)
+    ended = SimpleNamespace(poll=lambda: 143)
+    assert runner._collected(proof.Running(one, runner.setting, ended, now - 4, now, cut=True))
+    assert runner.left == left
+    assert [result["reason"] for result in runner.results.experiments.values()] == (
+        [] if left else ["no result within 3 s"]
+    )
 
 
 @pytest.mark.processes

@@ -170,7 +170,7 @@ class Runner:
             file.write(f"\n===== {name} ({seconds:.1f} s)\n{log[-LOG_CHARACTERS:]}\n")
         result = read(folder / RESULT) or outcome(FAILED, reason=ending(code or 0))
         if result["verdict"] == FAILED:
-            if run.cut and now + LEAST > self.until:
+            if run.cut and run.began + run.one.limit(run.setting.device) > self.until - RESERVE:
                 self.note(f"{name} was cut by the end of this call: it has no result")
                 self.left.append(name)
                 return True
