@@ -18,13 +18,13 @@ from experiment import Law, Measured, Setting, at_least, at_most, experiment, tr
 from training_runs import mean, median, metrics, model_keys, train, train_here
 from updates_experiments import update_here
 
-SHARED = ["engine=vllm", "engine.gpu_memory_utilization=0.4"]
-EAGER = "engine.enforce_eager=true"
+SERVER, EAGER = "engine=vllm", "engine.enforce_eager=true"
 
 
 @contextmanager
 def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
     """A block in which the differences of probes and of canaries are kept, in nats, and transfers are counted."""
+    from grpocli.rollout.vllm import colocate, lora
     from grpocli.rollout.vllm import weight_verifier as verifier
     from grpocli.rollout.vllm.transport_gpu import IpcTransport
 
@@ -43,8 +43,11 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
         send(self, *given)
         found["by_ipc"].append(time.perf_counter() - began)
 
+    close = measure("gaps", verifier.require_close)
     with (
-        patch.object(verifier, "require_close", measure("gaps", verifier.require_close)),
+        patch.object(verifier, "require_close", close),
+        patch.object(colocate, "require_close", close),
+        patch.object(lora, "require_close", close),
         patch.object(verifier, "require_followed", measure("canary_gaps", verifier.require_followed)),
         patch.object(IpcTransport, "send", sent),
     ):
@@ -93,7 +96,7 @@ of_a_run(
     "serving",
     "a server on the trainer's GPU that starts with dummy weights, sync=auto, which takes ipc: five steps",
     *(BY_IPC, UPDATED),
-    keys=[*SHARED, EAGER, "sync=auto"],
+    keys=[SERVER, EAGER, "sync=auto"],
     needs=("gpu", "vllm"),
     seconds=150,
 )
@@ -102,7 +105,7 @@ of_a_run(
 @experiment(
     "serving",
     "the same for 0.5B, 1 GB in buckets: three steps",
-    at_least("steps", 3, "steps"),
+    at_least("transfers", 3, "transfers by CUDA IPC", gpu=True),
     SERVED_LAWS[1],
     at_most("seconds_of_a_transfer", 1, "seconds of a transfer", gpu=True),
     needs=("vllm",),
@@ -111,23 +114,23 @@ of_a_run(
 def ipc_of_half_a_billion(setting: Setting) -> Measured:
     found: dict[str, Any] = {}
     with watched_syncs(found):
-        update_here(setting, "0.5B, vLLM", 3, *SHARED[1:], EAGER)
+        update_here(setting, "0.5B, vLLM", 3, EAGER)
     took = found["by_ipc"]
-    found |= {"steps": 3, "transfers": len(took), "gap": max(found["gaps"])}
+    found |= {"transfers": len(took), "gap": max(found["gaps"])}
     return found | {"seconds_of_a_transfer": statistics.median(took) if took else None}
 
 
-of_a_run("sync_by_shm", "serving", "the same by shared memory", keys=[*SHARED, EAGER, "sync=shm"], seconds=90)
+of_a_run("sync_by_shm", "serving", "the same by shared memory", keys=[SERVER, EAGER, "sync=shm"], seconds=90)
 of_a_run(
     *("sync_by_nccl", "serving", "the same by NCCL, to a server on another GPU"),
     UPDATED,
-    keys=["engine=vllm", EAGER, "hardware.train_devices=1", "hardware.rollout_devices=1", "sync=nccl"],
+    keys=[SERVER, EAGER, "hardware.train_devices=1", "hardware.rollout_devices=1", "sync=nccl"],
     needs=("two gpus", "vllm"),
     seconds=240,
 )
 LORA = ("model.lora.rank=16", "optim.lr=2e-4", "model.dtype=bfloat16")
 question = "LoRA: adapters in the server, each kind of layer by a canary"
-of_a_run("lora_adapters", "serving", question, keys=[*SHARED, EAGER, *LORA], seconds=150)
+of_a_run("lora_adapters", "serving", question, keys=[SERVER, EAGER, *LORA], seconds=150)
 
 
 @experiment(
@@ -150,7 +153,7 @@ def killed_server(setting: Setting) -> Measured:
                 killed.append(pid)
 
     threading.Thread(target=kill, daemon=True).start()
-    rows = metrics(train(setting, "run", *model_keys(setting), "train.steps=6", *SHARED, EAGER))
+    rows = metrics(train(setting, "run", *model_keys(setting), "train.steps=6", SERVER, EAGER))
     return {"steps": len(rows), "killed": len(killed), "seconds": [row["time/step"] for row in rows]}
 
 
@@ -264,7 +267,7 @@ def lost_weight(setting: Setting) -> Measured:
 def repeated_sampling(setting: Setting, name: str, sequences: int) -> tuple[Path, Measured]:
     """Three steps of as many sequences with compiled vLLM: the run's folder and its speed."""
     keys = ["train.steps=3", f"rollout.prompts_per_step={sequences // 8}", "rollout.group_size=8", "optim.lr=0"]
-    folder = train(setting, name, *model_keys(setting), *SHARED, *keys)
+    folder = train(setting, name, *model_keys(setting), SERVER, *keys)
     rows = metrics(folder)
     tokens = [row["tokens/generated"] for row in rows]
     rates = [count / row["time/rollout"] for count, row in zip(tokens, rows, strict=True)]

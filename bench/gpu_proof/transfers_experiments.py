@@ -177,7 +177,7 @@ def sent_after_a_change(setting: Setting) -> Measured:
 
     how = packing(4 * size)
     sizes = {"buffer_size_bytes": how["packed_buffer_size_bytes"], "num_buffers": how["packed_num_buffers"]}
-    policy: Any = SimpleNamespace(dtype=torch.uint8, bytes=lambda: size * count)
+    policy: Any = SimpleNamespace(dtype=torch.uint8)
 
     def send(source: Any, group: CopiedGroup) -> None:
         """As vLLM's trainer engine, without servers: its producer, in streams of its own."""

@@ -64,7 +64,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     size, resources, rows = plan.size, plan.resources, plan.rows
     trained = "" if size.trained == size.parameters else f", {size.trained:,} trained (LoRA)"
     active = f", {size.parameters - size.idle:,} for each token" if size.idle else ""
-    servers = f", {resources.servers} vLLM server{'s' if resources.servers > 1 else ''}" if resources.servers else ""
+    servers = f", {counted(resources.servers, 'vLLM server')}" if resources.servers else ""
     split = f" on {resources.tensor_parallel} GPUs each" if resources.tensor_parallel > 1 else ""
     layout = (
         f"{counted(rows.prompts, 'prompt')} of {rows.prompt} + {counted(rows.rows, 'completion')} of {rows.completion}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.errors import ConfigError
 from grpocli.hardware.devices import split, visible_gpus
 from grpocli.hardware.hardware import Multinode
+from grpocli.tracking.text import counted
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -119,7 +120,7 @@ def find_resources(run: Run, engine: Any, options: DeviceOptions) -> Resources:
     servers = engine.server_gpus // tensor_parallel * max(1, rollout_nodes)
     trainers, shared, devices = _split(run, kind, engine, options)
     if devices:
-        assumed = (*assumed, f"{devices} GPU{'s' if devices > 1 else ''} on the machine (--devices)")
+        assumed = (*assumed, f"{counted(devices, 'GPU')} on the machine (--devices)")
     several = run.hardware.nodes - rollout_nodes > 1
     link = min(device.link, BETWEEN_MACHINES * run.hardware.devices_per_node) if several else device.link
     return Resources(

@@ -22,7 +22,7 @@ from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.rollout.vllm import client as vllm_client
 from grpocli.rollout.vllm.client import GENERATE, KeepsRefusing, Refused, ServerClient, ServerGone
 from grpocli.rollout.vllm.engine import VllmEngine
-from grpocli.rollout.vllm.liveness import PAUSED
+from grpocli.rollout.vllm.liveness import PAUSED_BY
 from grpocli.rollout.vllm.request import spread_seed
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.server_pool import REQUESTS, SEQUENCES, ServerPool, requests_at_once
@@ -150,7 +150,7 @@ def test_a_busy_server_gets_more_time(
     Busy(stand_in, seconds=60, **activity)
     with pytest.raises(ServerGone, match=r"within 10 times engine\.request_timeout=0\.1 s") as caught:
         asyncio.run(client.generate({}))
-    assert (PAUSED in str(caught.value)) == bool(activity.get("paused"))
+    assert (PAUSED_BY in str(caught.value)) == bool(activity.get("paused"))
     assert stand_in.in_flight, "the request is still in flight"
 
 

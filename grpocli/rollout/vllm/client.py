@@ -72,7 +72,8 @@ class ServerClient:
     run: a prefix of version labels, which distinguishes this run's weights from another run's.
     model: the name that completions are requested from, `MODEL` or an adapter.
     prepared: whether `init_transfer` has prepared this server; False again after `connect`.
-    proven: whether this server's log-probs have followed a canary; False again after `connect`.
+    proven: whether this server has followed a canary, or filled its caches under random weights; False again after
+        `connect`.
     lost: the error by which the server was found gone, stuck or replaced; None while it answers.
     """
 

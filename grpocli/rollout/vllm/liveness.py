@@ -12,7 +12,7 @@ from grpocli.http import TooLong, bounded, json_of
 CHECK_TIMEOUT = 5.0  # seconds for one check of a server
 LARGEST = 16_000_000  # bytes of an answer without completions
 LONGEST = 10  # timeouts after which a call fails, even if the server makes progress
-PAUSED = "by another run or by one that was killed in a sync; give each run its own server, or start this one again"
+PAUSED_BY = "by another run or by one that was killed in a sync; give each run its own server, or start this one again"
 TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 GENERATED = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -64,7 +64,7 @@ class ProgressTimeout:
         """The end of the error message when the timeout has passed."""
         if time.monotonic() < self.began + LONGEST * self.timeout:
             return f"nor made progress, within {self.timeout:g} s (engine.request_timeout)"
-        paused = f": it is paused, {PAUSED}" if self.liveness.paused else ""
+        paused = f": it is paused, {PAUSED_BY}" if self.liveness.paused else ""
         return f"within {LONGEST} times engine.request_timeout={self.timeout:g} s{paused}"
 
 

@@ -284,7 +284,7 @@ class WeightSync:
         """The problem that the verifier finds; "" if the servers have the weights. Collective.
 
         Called after the resume, since the probe is itself a request. Scoring a sharded policy is collective, so the
-        other processes score too. caches: whether to look for keys and values of the canary.
+        other processes score too. caches: whether to look for keys and values of earlier weights.
         """
         beside = self.pause_mode == "keep"
         if not self.world.is_main:
@@ -303,7 +303,7 @@ class WeightSync:
         return self._problem_of(verify) or self._verify_caches(servers, CANARY)
 
     def _verify_caches(self, servers: Sequence[ServerClient], version: int | str) -> str:
-        """The problem of tokens that the servers sample after the same long prompt under a canary and after it.
+        """The problem of tokens that the servers sample after a long prompt, whose keys earlier weights have computed.
 
         Collective; the other processes of a sharded policy score as often.
         """
