@@ -167,7 +167,7 @@ $(VENV)/.ready-to-develop: $(BIN)/uv $(PINS)
 	@$(BIN)/grpocli doctor || true
 
 # Beside the packages of PYTHON, torch for its GPU among them; pip sees those, and uv would fetch them again.
-.venv-gpu/.ready:
+.venv-gpu/.ready: pyproject.toml requirements/parity.txt
 	@$(PYTHON) -c 'import torch' || { echo "PYTHON=$(PYTHON) has no torch; choose one that has it for this GPU" >&2; exit 1; }
 	@echo "installing grpocli and TRL into .venv-gpu, beside the packages of $(PYTHON)"
 	$(PYTHON) -m venv --clear --without-pip .venv-gpu

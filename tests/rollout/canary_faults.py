@@ -1,13 +1,13 @@
-"""The fault table of docs/vllm.md: which faults of a sync the probe alone finds, and which the canary.
+"""The fault table of docs/vllm.md: which faults of a sync are found by the probe, a canary, dummy weights.
 
     PYTHONPATH=tests .venv/bin/python -m rollout.canary_faults MODEL float32|bfloat16 weights|adapters
 
 A row: the fault; found by the probe alone at the first sync and after one update; found by the canary; found by the
 first sync to dummy weights, without a canary. In brackets: the largest difference that the check saw, in nats.
 
-Every fault is injected into real vLLM that holds the run's own first weights, as a run's server and an external one do:
-`weights` into vLLM in this process, `adapters` into a server. Prints a row of the table for each fault, or JSON with
---json.
+Every fault is injected into real vLLM that holds the run's own first weights, as one that has read the checkpoint, or
+random ones: `weights` into vLLM in this process, `adapters` into a server. Prints a row of the table for each fault, or
+JSON with --json.
 """
 
 from __future__ import annotations
