@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, expected_logprobs
-from transformers.utils.logging import disable_progress_bar
 
 from grpocli.errors import EngineError
 from grpocli.processes.libraries import quiet_libraries
@@ -70,7 +69,6 @@ def changed(before: dict[str, str]) -> dict[str, list[str]]:
 
 def main(model: Path, run: Path) -> dict[str, Any]:
     quiet_libraries()
-    disable_progress_bar()
     job = EngineJob(str(model), "float32", 128, run, seed=0)
     policy, options = TinyPolicy(model), VllmColocate()
     before, found = state(), dict[str, Any]()

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from rollout.vllm_tiny import TOKENIZER, Alone
 from transformers import LlamaForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from grpocli.models.head import widen_head
 from grpocli.processes.libraries import quiet_libraries
@@ -31,7 +30,6 @@ def gap(policy: Policy, prompt: list[int], token_ids: list[int], logprobs: list[
 
 def main(name: str, head_dtype: str | None, model: Path, run: Path) -> dict[str, Any]:
     quiet_libraries()
-    disable_progress_bar()
     plain, wide = (LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval() for _ in range(2))
     policies = {"null": Policy(plain, plain, torch.bfloat16)}
     policies["float32"] = Policy(widen_head(wide), wide, torch.bfloat16)
