@@ -270,6 +270,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.box: Any = None
+        self.items: list[list[Any]] = [[], []]
         self.meet = threading.Barrier(2, timeout=10)
 
     def world(self, rank: int) -> Any:
@@ -281,10 +282,17 @@ class Pair:
             self.meet.wait()
             return got
 
-        return SimpleNamespace(is_main=rank == 0, broadcast_object=broadcast, size=2, rank=rank)
+        def gather(items: list[Any]) -> list[Any]:
+            self.items[rank] = items
+            self.meet.wait()
+            got = [item for one in self.items for item in one]
+            self.meet.wait()
+            return got
+
+        return SimpleNamespace(is_main=rank == 0, broadcast_object=broadcast, gather_objects=gather, size=2, rank=rank)
 
 
-ALONE = SimpleNamespace(is_main=True, broadcast_object=lambda item: item, size=1, rank=0)
+ALONE = SimpleNamespace(is_main=True, broadcast_object=lambda item: item, gather_objects=list, size=1, rank=0)
 
 
 def sync_for(servers: Any, world: Any = ALONE, *, in_flight: bool = False, **options: Any) -> WeightSync:
@@ -747,6 +755,17 @@ def test_every_process_releases_its_bucket_after_a_failed_sync(
     assert [result == f"{fails} failed" for result in results] == [bool(fails)] * 2
     assert sorted(began) == ([] if fails == "weight_version" else [0, 1])
     assert sorted(arguments[6] for arguments in released) == ([0, 1] if fails.endswith("update") else [])
+
+
+def test_a_gpu_that_fails_in_another_process_stops_all(
+    two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(transport: transport_gpu.IpcTransport, *_: object) -> None:
+        if transport.rank == 1:
+            raise EngineError("out of memory")
+
+    monkeypatch.setattr(transport_gpu.IpcTransport, "send", send)
+    assert two(Server(tmp_path, version="v3"), transport="ipc") == ["out of memory"] * 2
 
 
 def test_a_bucket_is_released_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,10 +256,10 @@ class WeightSync:
         if self.world.size > 1 and self.weights.sharded:
             for _ in stream:  # gathers are collective, so every process finishes them, also after a failure
                 pass
-        failure = self.world.broadcast_object(failure)
-        if failure and transport.collective:
+        failures = self.world.gather_objects([failure] if failure else [])
+        if failures and transport.collective:
             transport.close()
-        return failure
+        return failures[0] if failures else ""
 
     def release(self) -> None:
         """After a failed sync that is not repeated, let the remaining servers answer, so that no request hangs.
