@@ -353,8 +353,8 @@ def run(args: argparse.Namespace, work: Path, began: float) -> None:
         importlib.import_module(name)
     for one in wanted if args.again else ():
         results.experiments.pop(one.name, None)
-    for pid in background:
-        os.waitpid(pid, 0)
+    if any(os.waitpid(pid, 0)[1] for pid in background):
+        note(f"an archive of {CARRY} cannot be unpacked, see above: experiments that need its packages do not run")
     machine, has = machine_facts()
     device = ("cuda" if has["gpu"] else "cpu") if args.device == "auto" else args.device
     if device == "cuda" and not has["gpu"]:
