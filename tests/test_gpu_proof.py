@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -323,6 +324,34 @@ def test_damaged_results_are_refused_in_a_sentence(proof: ModuleType, tmp_path: 
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(SystemExit, match="damaged or of another version"):
         Results(file)
+
+
+def test_damaged_earlier_results_are_not_taken_over(
+    proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are named, so that the next call does not take them over again."""
+    (tmp_path / "earlier.json").write_text('{"schema": 1, "experim')
+    for earlier in (tmp_path / "earlier.json", tmp_path):
+        command = ["gpu_proof.py", "--resume", str(earlier), "--out", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit, match=f"^{re.escape(str(earlier))} is damaged"):
+            proof.main()
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_damaged_archive_is_named(proof: ModuleType, tmp_path: Path) -> None:
+    import carry
+
+    (tmp_path / "file").write_bytes(os.urandom(1000))
+    carry.pack(whole := tmp_path / "whole.tar.xz", tmp_path, [tmp_path / "file"])
+    carry.unpack_archive(whole, tmp_path / "site", mark := tmp_path / "mark")
+    assert (tmp_path / "site" / "file").read_bytes() == (tmp_path / "file").read_bytes()
+    mark.unlink()
+    (cut := tmp_path / "cut.tar.xz").write_bytes(whole.read_bytes()[:500])
+    for damaged in (cut, tmp_path / "file"):
+        with pytest.raises(SystemExit, match=f"^{re.escape(str(damaged))} cannot be unpacked"):
+            carry.unpack_archive(damaged, tmp_path / "site", mark)
+    assert not mark.exists()
 
 
 def test_a_size_or_verdict_that_is_none_is_refused(proof: ModuleType, tmp_path: Path) -> None:

@@ -153,9 +153,15 @@ def size_of_clone() -> int:
 
 
 def unpack_archive(archive: Path, site: Path, mark: Path) -> None:
-    """Into a folder of sys.path, and touch `mark`. vLLM's modules are compiled, since several processes import them."""
-    with lzma.open(archive) as packed, tarfile.open(fileobj=packed, mode="r|") as members:
-        members.extractall(site, filter="tar")
+    """Into a folder of sys.path, and touch `mark`. vLLM's modules are compiled, since several processes import them.
+
+    Raises SystemExit if the archive is damaged, or the disk full.
+    """
+    try:
+        with lzma.open(archive) as packed, tarfile.open(fileobj=packed, mode="r|") as members:
+            members.extractall(site, filter="tar")
+    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
+        raise SystemExit(f"{archive} cannot be unpacked into {site}: {error}") from error
     if archive.name.startswith("vllm"):
         compileall.compile_dir(site, quiet=2, workers=8)
     mark.touch()

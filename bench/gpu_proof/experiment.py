@@ -215,10 +215,10 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         wrong = [name for name, result in experiments.items() if not _is_result(result)]
         if found["schema"] == SCHEMA and not wrong:
             return experiments
-    except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
         wrong = [str(error)]
     reason = ", ".join(wrong) or f"not schema {SCHEMA}"
-    raise SystemExit(f"{path} is damaged or of another version ({reason}): move it away, or choose another --out")
+    raise SystemExit(f"{path} is damaged or of another version ({reason}): move it away")
 
 
 def _is_result(result: dict[str, Any]) -> bool:

@@ -328,14 +328,15 @@ def main() -> None:
     work = (args.work or args.out / "work").resolve()
     with held("--out", args.out), held("--work", work, 0o700):
         earlier = args.resume or CARRY / "results.json"
-        if earlier.exists() and not (args.out / "results.json").exists():
-            shutil.copyfile(earlier, args.out / "results.json")
-        run(args, work, began)
+        results = Results(args.out / "results.json")
+        if earlier.exists() and not results.path.exists():
+            results.experiments = Results(earlier).experiments
+            results.save()
+        run(args, work, results, began)
 
 
-def run(args: argparse.Namespace, work: Path, began: float) -> None:
+def run(args: argparse.Namespace, work: Path, results: Results, began: float) -> None:
     """Prepare this process, and run the experiments that are chosen."""
-    results = Results(args.out / "results.json")
 
     def note(text: str) -> None:
         line = f"[{time.monotonic() - began:6.1f} s] {text}"
