@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.plan.resources import DeviceOptions
 
     asked = DeviceOptions(args.memory, args.devices, args.tflops, args.bandwidth, args.gpu)
+    if args.gpu or args.devices:  # not for this machine's CPU
+        args.overrides.insert(0, "hardware.device=cuda")
     _simulation(args, {})  # before anything slow
     config = composed(args.overrides, args.config_dir)
     run = build_run(config)

@@ -26,7 +26,7 @@ from grpocli.launch.compose import build_run, compose
 from grpocli.plan.efficiency import COSTS, HEAD_BACKWARD, HEAD_FORWARD
 from grpocli.plan.model_size import find_model_size
 from grpocli.plan.plan import Plan, make_plan
-from grpocli.plan.resources import GIB, DeviceOptions
+from grpocli.plan.resources import GIB, GPUS, DeviceOptions
 from grpocli.plan.trace import AllocationTracker
 from grpocli.plan.work import step_demand
 from grpocli.training.logprobs import Targets, scoring
@@ -357,6 +357,13 @@ def test_the_command_reports_whether_a_run_fits(grpocli: Command, config_only: l
     assert "trying changes that need less memory ..." in err
     assert "It does not fit: " in out
     assert "\n  train.gradient_checkpointing=true: fits, " in out
+
+
+@pytest.mark.slow
+def test_a_gpu_that_is_named_is_planned_for_on_a_machine_without_one(grpocli: Command, config_only: list[str]) -> None:
+    code, out, _ = grpocli("plan", "--json", "--no-advice", "--gpu", "L4", *config_only, "engine=transformers")
+    assert code == 0
+    assert json.loads(out)["devices"][0]["memory"] == GPUS["L4"].memory * GIB
 
 
 @pytest.mark.slow
