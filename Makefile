@@ -168,7 +168,7 @@ $(VENV)/.ready-to-develop: $(BIN)/uv $(PINS)
 
 # Beside the packages of PYTHON, torch for its GPU among them; pip sees those, and uv would fetch them again.
 .venv-gpu/.ready: pyproject.toml requirements/parity.txt
-	@$(PYTHON) -c 'import torch' || { echo "PYTHON=$(PYTHON) has no torch; choose one that has it for this GPU" >&2; exit 1; }
+	@$(PYTHON) -c 'import torch' 2>/dev/null || { echo "PYTHON=$(PYTHON) has no torch; choose one that has it for this GPU" >&2; exit 1; }
 	@echo "installing grpocli and TRL into .venv-gpu, beside the packages of $(PYTHON)"
 	$(PYTHON) -m venv --clear --without-pip .venv-gpu
 	$(PYTHON) -c 'import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path if p.endswith("-packages")]' \
