@@ -70,10 +70,11 @@ LOG_LINES, LOG_CHARACTERS = 40, 6000
 RESULT, LOG = "result.json", "output.log"
 """In an experiment's folder."""
 IMPORTED = (
-    *("torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate", "peft", "datasets"),
+    *("torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate", "datasets"),
     *("transformers.models.qwen2.modeling_qwen2", "transformers.integrations.sdpa_attention", "safetensors.torch"),
     *("pyarrow.parquet", "grpocli.cli.train", "grpocli.launch.run", "grpocli.training.build", "grpocli.plan.plan"),
     *("grpocli.launch.trainer_process", "grpocli.distributed.fsdp2", "grpocli.rollout.vllm.engine", "grpocli_side"),
+    "peft",  # after grpocli, which quiets bitsandbytes
 )
 """What forks need. Nothing here may touch the GPU."""
 PACKED = (".log", ".json", ".jsonl", ".md", ".txt", ".yaml")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -133,7 +133,7 @@ class Trainer:
         if self.engine_version == self.next_step:
             return
         with ExitStack() as paused:
-            with self.timed("rollout"):
+            with self.timed("rollout") if self.prefetcher.max_staleness else nullcontext():
                 paused.enter_context(self.prefetcher.collection_paused_before(self.next_step))
             with self.timed("sync"):
                 self.sync_now()

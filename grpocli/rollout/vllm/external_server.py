@@ -156,8 +156,8 @@ def version_misfit(theirs: str, transport: str) -> str:
     if ours.split(".")[:2] == theirs.split(".")[:2]:
         return ""
     return (
-        f"that server runs vLLM {theirs}, and sync={transport} sends with the trainer's vLLM {ours}: install the same "
-        "version for both, or give vllm-serve and train sync=shm"
+        f"that server runs vLLM {theirs or 'of unknown version'}, and sync={transport} sends with the trainer's vLLM "
+        f"{ours}: install the same version for both, or give vllm-serve and train sync=shm"
     )
 
 

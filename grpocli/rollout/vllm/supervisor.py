@@ -150,7 +150,8 @@ class OwnServers:
                 raise EngineGone(endpoint.gone)
             if endpoint.generation > former.generation:
                 return endpoint
-            _sleep(reason, self.stopping)
+            _require_going(reason, self.stopping)
+            time.sleep(POLL)
         raise EngineGone(
             f"{reason}; no other server came in its place within {timeout:g} s "
             f"(engine.start_timeout={self.options.start_timeout}, engine.max_restarts={self.options.max_restarts})"
@@ -176,6 +177,7 @@ class ExternalServers:
     def _wait(self, index: int, reason: str, deadline: float) -> Endpoint:
         url, timeout = self.options.urls[index], self.options.reconnect_timeout
         while True:
+            _require_going(reason, self.stopping)  # a server that hangs in a sync is found again at once
             left = max(1, math.ceil(deadline - time.monotonic()))
             only_this = dataclasses.replace(
                 self.options,
@@ -192,11 +194,10 @@ class ExternalServers:
                 raise EngineGone(
                     f"{reason}; it did not come back within {timeout} s (engine.reconnect_timeout): {problem}"
                 ) from problem
-            _sleep(reason, self.stopping)
+            time.sleep(POLL)
 
 
-def _sleep(reason: str, stopping: Callable[[], bool]) -> None:
-    """Sleep between two polls. Raises EngineGone if the run is asked to stop."""
+def _require_going(reason: str, stopping: Callable[[], bool]) -> None:
+    """Raise EngineGone if the run is asked to stop."""
     if stopping():
         raise EngineGone(f"{reason}; the run was asked to stop, so it does not wait for another server")
-    time.sleep(POLL)
