@@ -331,6 +331,7 @@ def test_damaged_earlier_results_are_not_taken_over(
 ) -> None:
     """They are named, so that the next call does not take them over again."""
     (tmp_path / "earlier.json").write_text('{"schema": 1, "experim')
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # it would stay for later tests
     for earlier in (tmp_path / "earlier.json", tmp_path):
         command = ["gpu_proof.py", "--resume", str(earlier), "--out", str(tmp_path / "out")]
         monkeypatch.setattr(sys, "argv", command)
