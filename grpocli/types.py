@@ -161,13 +161,12 @@ class Row:
     mask: 1 for tokens in the loss.
     group: the number of its group in the step.
     rollout_logp: under the policy that sampled, computed by the sampler.
-    old_logp: under the old policy; None until it is computed, at the latest in the first update.
-    ref_logp: under the reference; None without a reference.
-    logp, entropy: under the policy at the start of the step; None until they are computed, and in rows whose first
+    old_logp: under the old policy, if that is the one that sampled; None: the policy before the row's first update.
+    ref_logp: under a teacher of another process.
+    logp, entropy: under the policy at the start of the step; None until they are gathered, and in rows whose first
         forward comes after an update (`algorithm/correction=sampler` and supervised training with several minibatches).
     ratio: π_θ / π_old in the last update; None while every update was the first after sampling, where it is 1.
     clipped: 1 for tokens that the objective clipped in an update; None as `ratio`.
-    selected: 1 for tokens in the policy-gradient term; None: all.
     task: the name of its prompt's task.
     """
 
@@ -177,11 +176,10 @@ class Row:
     advantage: float
     group: int
     rollout_logp: list[float]
-    old_logp: Tensor | None = None
-    ref_logp: Tensor | None = None
+    old_logp: list[float] | None = None
+    ref_logp: list[float] | None = None
     logp: Tensor | None = None
     entropy: Tensor | None = None
-    selected: Tensor | None = None
     ratio: Tensor | None = None
     clipped: Tensor | None = None
     task: str = ""
@@ -195,11 +193,9 @@ class Row:
         cls, rollout: Rollout, advantage: float, group: int, mask_truncated: bool = False, old_is_sampler: bool = False
     ) -> Row:
         """The row of a rollout. old_is_sampler: whether the policy that sampled is the old policy of the ratio."""
-        import torch
-
         done = rollout.completion
         ids, task = rollout.prompt.token_ids, rollout.prompt.task
-        mask, old_logp = done.loss_mask(mask_truncated), torch.tensor(done.logprobs) if old_is_sampler else None
+        mask, old_logp = done.loss_mask(mask_truncated), done.logprobs if old_is_sampler else None
         return cls(ids, done.token_ids, mask, advantage, group, done.logprobs, old_logp, task=task)
 
     @classmethod

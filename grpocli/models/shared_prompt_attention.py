@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from grpocli.hardware.devices import to_device
@@ -64,10 +65,12 @@ class Block:
         block = cls(size, len(lengths), width, mask)
         if size == len(lengths) * width:
             return block
-        present = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
-        row_index = torch.where(present, present.flatten().cumsum(0).view_as(present) - 1, 0).flatten()
-        token_index = present.flatten().nonzero().squeeze(1)
-        return replace(block, row_index=to_device(row_index, device), token_index=to_device(token_index, device))
+        present = (np.arange(width) < np.array(lengths)[:, None]).flatten()
+        row_index, token_index = (
+            to_device(torch.from_numpy(index), device)
+            for index in (np.where(present, present.cumsum() - 1, 0), np.flatnonzero(present))
+        )
+        return replace(block, row_index=row_index, token_index=token_index)
 
     def to_rows(self, states: Tensor) -> Tensor:
         """Arrange states in rows: [1, heads, size, D] -> [rows, heads, width, D]. No real token attends to padding."""
@@ -83,11 +86,12 @@ class Block:
 
 def _mask(prompt: int, lengths: Sequence[int], device: torch.device, on_cpu: bool) -> Tensor:
     """The mask [N, prompt + N] of N tokens of completions, end to end after their prompt."""
-    own = torch.block_diag(*(torch.ones(n, n, dtype=torch.bool).tril() for n in lengths))
-    mask = torch.cat([torch.ones(len(own), prompt, dtype=torch.bool), own], 1)
+    row_N = np.repeat(np.arange(len(lengths)), lengths)
+    own_NN = np.tri(len(row_N), dtype=bool) & (row_N[:, None] == row_N)
+    mask = np.concatenate([np.ones((len(row_N), prompt), dtype=bool), own_NN], 1)
     if on_cpu:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-    return to_device(mask, device)
+        mask = np.where(mask, np.float32(0), np.float32("-inf"))
+    return to_device(torch.from_numpy(mask), device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from grpocli.hardware.devices import to_device
-from grpocli.training.packing import Layout, Padded, pad
+from grpocli.training.packing import Layout, Padded, padded
 from grpocli.types import Group, Row
 
 if TYPE_CHECKING:
@@ -33,12 +35,37 @@ def rows_of(groups: Sequence[Group], advantages_PG: Tensor, algorithm: Algorithm
     ]
 
 
+@dataclass(slots=True)
+class Share:
+    """The rows of a micro-batch, and what is known of their tokens so far: by name, [B, T], padded as `MicroBatch`.
+
+    NaN where a value is unknown. Names are those of fields of `Row` and of `MicroBatch`.
+    """
+
+    rows: list[Row]
+    known: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: list[Row], device: torch.device) -> Share:
+        """The rows with the log-probs that they bring along."""
+        known = {}
+        if any(row.old_logp is not None for row in rows):
+            values = [row.old_logp or [math.nan] * len(row.completion_ids) for row in rows]
+            known["old_logp"] = to_device(padded(values), device)
+        return cls(rows, known)
+
+    def set_missing(self, name: str, values_BT: Tensor) -> None:
+        """Set values where they are unknown; those of the sampler or of an earlier update stay."""
+        known_BT = self.known.get(name)
+        self.known[name] = values_BT if known_BT is None else values_BT.where(known_BT.isnan(), known_BT)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The tensors that the loss takes. `layout` holds the same rows as the model's forward takes them.
 
     completion_ids, mask, rollout_logp, old_logp, ref_logp, selected [B, T]; advantages, group_ids [B]. old_logp is NaN
-    in rows without old log-probs.
+    in rows without old log-probs. selected: 1 for tokens in the policy-gradient term; None: all.
     """
 
     layout: Layout
@@ -52,27 +79,20 @@ class MicroBatch:
     selected: Tensor | None
 
     @classmethod
-    def build(cls, rows: Sequence[Row], device: torch.device, layout: type[Layout] = Padded) -> MicroBatch:
+    def build(cls, rows: Share | Sequence[Row], device: torch.device, layout: type[Layout] = Padded) -> MicroBatch:
         """The rows, padded, on `device`."""
+        share = rows if isinstance(rows, Share) else Share.of(list(rows), device)
         return cls(
-            layout=layout.build(rows, device),
-            completion_ids=to_device(pad([torch.tensor(r.completion_ids, dtype=torch.long) for r in rows]), device),
-            mask=to_device(pad([torch.tensor(r.mask, dtype=torch.long) for r in rows]), device),
-            advantages=to_device(torch.tensor([r.advantage for r in rows]), device),
-            group_ids=to_device(torch.tensor([r.group for r in rows]), device),
-            rollout_logp=to_device(pad([torch.tensor(r.rollout_logp) for r in rows]), device),
-            old_logp=_pad_optional(rows, [r.old_logp for r in rows], device),
-            ref_logp=_pad_optional(rows, [r.ref_logp for r in rows], device),
-            selected=_pad_optional(rows, [r.selected for r in rows], device),
+            layout=layout.build(share.rows, device),
+            completion_ids=to_device(padded([r.completion_ids for r in share.rows], np.int64), device),
+            mask=to_device(padded([r.mask for r in share.rows], np.int64), device),
+            advantages=to_device(torch.tensor([r.advantage for r in share.rows]), device),
+            group_ids=to_device(torch.tensor([r.group for r in share.rows]), device),
+            rollout_logp=to_device(padded([r.rollout_logp for r in share.rows]), device),
+            old_logp=share.known.get("old_logp"),
+            ref_logp=share.known.get("ref_logp"),
+            selected=share.known.get("selected"),
         )
-
-
-def _pad_optional(rows: Sequence[Row], values: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """Pad optional values of rows to [B, T], NaN in rows without one; None if no row has any."""
-    if all(v is None for v in values):
-        return None
-    unknown = [torch.full((len(r.completion_ids),), float("nan"), device=device) for r in rows]
-    return pad([u if v is None else to_device(v, device) for u, v in zip(unknown, values, strict=True)])
 
 
 def group_spans(n_groups: int, minibatches: int) -> list[range]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING, ClassVar
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from grpocli.hardware.devices import to_device
@@ -14,10 +15,12 @@ from grpocli.models.flex_attention import TiledMask
 from grpocli.models.shared_prompt_attention import Attends, Segments, masks_without_waiting
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from grpocli.types import Row
 
+    Array = NDArray[Any]
 
 PADDING = 0.1
 """The largest share of padding in a padded micro-batch."""
@@ -43,17 +46,16 @@ class Padded:
     def build(cls, rows: Sequence[Row], device: torch.device) -> Padded:
         # a real token, because models keep a zero embedding for padding, whose norm has no gradient (Gemma 3n)
         filler = next((token for r in rows for token in r.prompt_ids), 0)
-        prompts_BL = pad([torch.tensor(r.prompt_ids) for r in rows], left=True, value=filler)
-        prompt_mask_BL = pad([torch.ones(len(r.prompt_ids), dtype=torch.long) for r in rows], left=True)
-        ids_BT = pad([torch.tensor(r.completion_ids, dtype=torch.long) for r in rows], value=filler)
-        present_BT = pad([torch.ones(len(r.completion_ids), dtype=torch.long) for r in rows])
-        attention_mask = torch.cat([prompt_mask_BL, present_BT], 1)
+        prompts_BL, prompt_mask_BL = ragged([r.prompt_ids for r in rows], np.int64, filler, left=True)
+        ids_BT, present_BT = ragged([r.completion_ids for r in rows], np.int64, filler)
+        mask_BL = np.concatenate([prompt_mask_BL, present_BT], 1)
+        position_BL = (mask_BL.cumsum(1) - 1).clip(min=0)
         return cls(
-            input_ids=to_device(torch.cat([prompts_BL, ids_BT], 1), device),
-            attention_mask=to_device(attention_mask, device),
-            position_ids=to_device((attention_mask.cumsum(1) - 1).clamp(min=0), device),
+            input_ids=to_device(torch.from_numpy(np.concatenate([prompts_BL, ids_BT], 1)), device),
+            attention_mask=to_device(torch.from_numpy(mask_BL.astype(np.int64)), device),
+            position_ids=to_device(torch.from_numpy(position_BL), device),
             completion=ids_BT.shape[1],
-            full=bool(attention_mask.all()),  # on the CPU, where it waits for nothing
+            full=bool(mask_BL.all()),
         )
 
     @staticmethod
@@ -159,33 +161,38 @@ class Packed:
     def build(cls, rows: Sequence[Row], device: torch.device, on_cpu: bool | None = None) -> Packed:
         """The rows in one sequence. on_cpu: whether attention is called as on a CPU; None: as on `device`."""
         on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
-        sequence, prompts = _TokenSequence(), []
-        predictors: list[list[int]] = [[] for _ in rows]
-        spans = [(0, 0, 0, 0)] * len(rows)
+        ids: list[int] = []
+        spans, prompts, positions = [(0, 0, 0, 0)] * len(rows), [], []
         for prompt, row_indices in by_prompt(rows):
             if not prompt:
                 raise ValueError("a prompt has no tokens, so nothing predicts the first token of its completions")
-            last = sequence.add(prompt) + len(prompt) - 1
+            start = len(ids)
+            ids += prompt
+            positions.append(np.arange(len(prompt)))
             for index in row_indices:
-                first = sequence.add(ids := rows[index].completion_ids, len(prompt))
-                spans[index] = (last + 1 - len(prompt), first, len(prompt), len(ids))
-                predictors[index] = [last, *range(first, first + len(ids) - 1)][: len(ids)]
+                own = rows[index].completion_ids
+                spans[index] = (start, len(ids), len(prompt), len(own))
+                ids += own
+                positions.append(np.arange(len(prompt), len(prompt) + len(own)))
             prompts.append((len(prompt), [n for k in row_indices if (n := len(rows[k].completion_ids))]))
-        if filler := rounded(len(sequence.ids)) - len(sequence.ids):
-            sequence.fill(filler)
+        if filler := rounded(len(ids)) - len(ids):  # real tokens, as in `Padded.build`, to which none attends
+            ids += ids[-1:] * filler
+            positions.append(np.zeros(filler, np.int64))
             prompts.append((filler, []))
         width = max(len(r.completion_ids) for r in rows)
-        completion_indices = [k * width + t for k, r in enumerate(rows) for t in range(len(r.completion_ids))]
-        flat_predictors = [k for row in predictors for k in row]
-        keep = {position: k for k, position in enumerate(dict.fromkeys(flat_predictors or [0]))}
-        filler = rounded(len(flat_predictors)) - len(flat_predictors)
-        predictor_N = [keep[position] for position in flat_predictors] + [0] * filler
+        present_BT = np.arange(width) < np.array([len(r.completion_ids) for r in rows])[:, None]
+        keep_U, predictor_N = np.unique(predictors(spans), return_inverse=True)
+        predictor_N = np.pad(predictor_N, (0, rounded(len(predictor_N)) - len(predictor_N)))
+        arrays = (np.array([ids]), np.concatenate(positions)[None], keep_U if len(keep_U) else np.zeros(1, np.int64))
+        input_ids, position_ids, keep, predictor, present = (
+            to_device(torch.from_numpy(one), device) for one in (*arrays, predictor_N, np.flatnonzero(present_BT))
+        )
         return cls(
-            input_ids=to_device(torch.tensor([sequence.ids]), device),
-            position_ids=to_device(torch.tensor([sequence.positions]), device),
-            keep_U=to_device(torch.tensor(list(keep), dtype=torch.long), device),
-            predictor_N=to_device(torch.tensor(predictor_N, dtype=torch.long), device),
-            index_C=to_device(torch.tensor(completion_indices, dtype=torch.long), device),
+            input_ids=input_ids,
+            position_ids=position_ids,
+            keep_U=keep,
+            predictor_N=predictor,
+            index_C=present,
             completion=width,
             rows=len(rows),
             segments=cls.attention.build(prompts, device, on_cpu),
@@ -282,26 +289,6 @@ class FlexPacked(Packed):
 Layout = Padded | Packed
 
 
-class _TokenSequence:
-    """The token ids and positions of a packed sequence under construction."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.positions: list[int] = []
-
-    def add(self, ids: Sequence[int], position: int = 0) -> int:
-        """Append tokens and return the index of the first. position: its position id."""
-        start = len(self.ids)
-        self.ids += ids
-        self.positions += range(position, position + len(ids))
-        return start
-
-    def fill(self, n: int) -> None:
-        """Append n tokens that no other token attends to, at position 0; real ones, as in `Padded.build`."""
-        self.ids += self.ids[-1:] * n
-        self.positions += [0] * n
-
-
 def _least_loaded(parts: Sequence[list[Row]], processes: int) -> list[list[Row]]:
     """Deal parts to processes: the largest first, each to the least loaded process."""
     shares: list[list[Row]] = [[] for _ in range(processes)]
@@ -326,7 +313,24 @@ def by_prompt(rows: Sequence[Row]) -> Iterator[tuple[list[int], list[int]]]:
         yield rows[indices[0]].prompt_ids, indices
 
 
-def pad(values: Iterable[Tensor], left: bool = False, value: int = 0) -> Tensor:
-    """Stack tensors of different lengths [T] into [B, T], padded with `value`."""
-    side = "left" if left else "right"
-    return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_value=value, padding_side=side)
+def predictors(spans: Iterable[tuple[int, int, int, int]]) -> Array:
+    """The position that predicts each completion token [C], row by row. spans: of `Packed`."""
+    parts = [np.zeros(0, np.int64)]
+    for prompt, first, n_prompt, n in spans:
+        parts += [np.array([prompt + n_prompt - 1]), np.arange(first, first + n - 1)] if n else []
+    return np.concatenate(parts)
+
+
+def ragged(values: Sequence[Sequence[float]], dtype: Any, value: float = 0, left: bool = False) -> tuple[Array, Array]:
+    """Values of different lengths as [B, T], padded with `value`, and where they are no padding."""
+    lengths_B1 = np.array([len(one) for one in values])[:, None]
+    column_T = np.arange(lengths_B1.max())
+    present_BT = column_T >= len(column_T) - lengths_B1 if left else column_T < lengths_B1
+    padded_BT = np.full(present_BT.shape, value, dtype)
+    padded_BT[present_BT] = np.fromiter(chain.from_iterable(values), dtype, lengths_B1.sum())
+    return padded_BT, present_BT
+
+
+def padded(values: Sequence[Sequence[float]], dtype: Any = None) -> Tensor:
+    """Values of different lengths as [B, T], padded with 0. dtype: of numpy; None: torch's default."""
+    return torch.from_numpy(ragged(values, dtype or str(torch.get_default_dtype()).removeprefix("torch."))[0])

@@ -14,7 +14,7 @@ from grpocli.models.lora import is_adapted, merged, switched_off
 from grpocli.progress import Progress, unreported
 from grpocli.training.activation_offload import offloading
 from grpocli.training.logprobs import TokenScores, completion_logp, completion_scores
-from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.micro_batch import MicroBatch, Share
 from grpocli.training.packing import Layout, Packed, Padded
 from grpocli.training.sequence_shard import shards_of
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from grpocli.distributed.context_parallel import ContextParallel
     from grpocli.distributed.world import World
-    from grpocli.types import Row, Sampling
+    from grpocli.types import Sampling
 
 
 class Policy:
@@ -138,16 +138,14 @@ class Reference:
         """As the policy's."""
         return self.policy.shared_with
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        """Called with this process's rows of a step, before `score`."""
+    def begin(self, shares: Sequence[Share]) -> None:
+        """Called with this process's micro-batches of a step, before `score`."""
 
-    def score(self, rows: Sequence[Row], batch: MicroBatch, sampling: Sampling) -> None:
-        """Set `ref_logp` of the rows of a micro-batch that lack it. Collective if weights are sharded."""
-        for row, logp_T in zip(rows, self.logp(batch, sampling), strict=True):
-            if row.ref_logp is None:
-                row.ref_logp = logp_T[: len(row.completion_ids)]
+    def score(self, share: Share, batch: MicroBatch, sampling: Sampling) -> None:
+        """Set `ref_logp` of a micro-batch. Collective if weights are sharded."""
+        share.known["ref_logp"] = self.logp(batch, sampling)
 
-    def finish(self, rows: Sequence[Row], world: World, progress: Progress = unreported) -> None:
+    def finish(self, shares: Sequence[Share], world: World, progress: Progress = unreported) -> None:
         """Called after `score` of all micro-batches of a step, before the first update. Collective."""
 
     def close(self) -> None:

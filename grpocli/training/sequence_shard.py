@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from grpocli.distributed.context_parallel import SharedAttention
 from grpocli.hardware.devices import to_device
-from grpocli.training.packing import Packed, rounded
+from grpocli.training.packing import Packed, predictors, rounded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ class SequenceShard(Packed):
         whole, n, rank = cls.layout.build(rows, device, on_cpu), cls.processes.size, cls.processes.rank
         tokens = whole.input_ids.shape[1]
         # from `spans`, which are on the CPU, so that nothing waits for the device
-        position_C = _predictors(whole)
+        position_C = torch.from_numpy(predictors(whole.spans))
         target_C = (position_C % n == rank).nonzero().squeeze(1)
         keep_U, predictor_N = (position_C[target_C] // n).unique(return_inverse=True)
         predictor_N = pad(predictor_N, (0, rounded(len(predictor_N)) - len(predictor_N)))
@@ -93,14 +93,6 @@ def shards_of(processes: ContextParallel, layout: type[Packed]) -> type[Sequence
     if (key := (processes, layout)) not in _SHARDS:
         _SHARDS[key] = type("SequenceShard", (SequenceShard,), {"processes": processes, "layout": layout})
     return _SHARDS[key]
-
-
-def _predictors(whole: Packed) -> Tensor:
-    """The position that predicts each completion token [C], row by row, on the CPU."""
-    parts = [torch.zeros(0, dtype=torch.long)]
-    for prompt, first, n_prompt, n in whole.spans:
-        parts += [torch.tensor([prompt + n_prompt - 1]), torch.arange(first, first + n - 1)] if n else []
-    return torch.cat(parts)
 
 
 def _filled(values_1L: Tensor, n: int) -> Tensor:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx
-import torch
 
 from grpocli.algorithm.kl import key_of_teacher
 from grpocli.errors import ConfigError, RunError, ServiceGone
@@ -156,7 +155,7 @@ class Scoring:
             except Exception as error:  # noqa: BLE001 - it becomes a sentence
                 return self._error(error)
         for row, values in zip(self.rows, found, strict=True):
-            row.ref_logp = torch.tensor(values)
+            row.ref_logp = values
         return None
 
     def cancel(self) -> None:

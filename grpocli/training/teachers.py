@@ -10,9 +10,11 @@ import torch
 
 from grpocli.algorithm.kl import EVERY_TASK
 from grpocli.errors import ServiceGone
+from grpocli.hardware.devices import to_device
 from grpocli.models.teacher import teachers_of
 from grpocli.progress import Progress, unreported
-from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.micro_batch import MicroBatch, Share
+from grpocli.training.packing import padded
 from grpocli.training.policy import Reference
 from grpocli.training.served_teacher import Scoring, ServedTeacher, served_teachers
 from grpocli.types import Row
@@ -58,50 +60,54 @@ class Teachers:
         """The models in this process."""
         return [teacher.model for teacher in self.loaded]
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, shares: Sequence[Share]) -> None:
         """Send this process's rows of the step to the servers, all at once."""
         asks = self.shared_with is None or self.shared_with.is_first
-        self.scoring = [teacher.begin(rows_of(teacher.tasks, rows)) for teacher in self.served if asks]
+        rows = [row for share in shares for row in share.rows]
+        self.scoring = [teacher.begin([r for r in rows if scores(teacher.tasks, r)]) for teacher in self.served if asks]
 
-    def score(self, rows: Sequence[Row], batch: MicroBatch, sampling: Sampling) -> None:
-        """Set `ref_logp` of the rows of loaded teachers.
+    def score(self, share: Share, batch: MicroBatch, sampling: Sampling) -> None:
+        """Set `ref_logp` of the rows of loaded teachers, and 0 for others.
 
         Collective if weights are sharded: a process without rows for a teacher then scores an empty one.
         """
+        ref_BT = share.known["ref_logp"] = torch.zeros_like(batch.rollout_logp)
         for teacher in self.loaded:
-            own = rows_of(teacher.tasks, rows)
-            if len(own) == len(rows):
-                teacher.score(rows, batch, sampling)
+            own = [k for k, row in enumerate(share.rows) if scores(teacher.tasks, row)]
+            if len(own) == len(share.rows):
+                ref_BT.copy_(teacher.logp(batch, sampling))
             elif own or not teacher.parallel.replicated:
-                scored = own or [Row.empty()]
+                scored = [share.rows[k] for k in own] or [Row.empty()]
                 part = MicroBatch.build(scored, batch.mask.device, type(batch.layout))
-                teacher.score(scored, part, sampling)
+                logp_bT = teacher.logp(part, sampling)
+                if own:
+                    ref_BT[own, : logp_bT.shape[1]] = logp_bT
 
-    def finish(self, rows: Sequence[Row], world: World, progress: Progress = unreported) -> None:
+    def finish(self, shares: Sequence[Share], world: World, progress: Progress = unreported) -> None:
         """Wait for the servers, and set `ref_logp` of their rows. Collective.
 
         Raises ServiceGone, in every process, if a server cannot be reached or misses its deadline, and RunError if it
         refuses a request. No weight has changed then.
         """
-        if self.served:
-            world.enter("teacher")
-            problems = [problem for one in self.scoring if (problem := one.wait(progress))]
-            self.scoring = []
-            everyones = world.gather_objects(problems)
-            for problem in sorted(everyones, key=lambda one: isinstance(one, ServiceGone)):
-                raise problem
-            self._share(rows)
-        for row in rows:
-            if row.ref_logp is None:  # an empty row, which no teacher scores
-                row.ref_logp = torch.zeros(len(row.completion_ids))
-
-    def _share(self, rows: Sequence[Row]) -> None:
-        """Give the servers' log-probs to the processes with the same rows. Collective."""
-        scored = [row for teacher in self.served for row in rows_of(teacher.tasks, rows)]
-        if self.shared_with and scored:
-            received = self.shared_with.from_first([row.ref_logp for row in scored])
-            for row, logp_T in zip(scored, received, strict=True):
-                row.ref_logp = logp_T
+        if not self.served:
+            return
+        world.enter("teacher")
+        problems = [problem for one in self.scoring if (problem := one.wait(progress))]
+        self.scoring = []
+        everyones = world.gather_objects(problems)
+        for problem in sorted(everyones, key=lambda one: isinstance(one, ServiceGone)):
+            raise problem
+        rows = [row for share in shares for row in share.rows]
+        if self.shared_with and rows:
+            received = self.shared_with.from_first([row.ref_logp for row in rows])
+            for row, values in zip(rows, received, strict=True):
+                row.ref_logp = values
+        for share in shares:
+            served_B1 = to_device(torch.tensor([[row.ref_logp is not None] for row in share.rows]), world.device)
+            ref_BT = to_device(
+                padded([row.ref_logp or [0.0] * len(row.completion_ids) for row in share.rows]), world.device
+            )
+            share.known["ref_logp"] = ref_BT.where(served_B1, share.known.get("ref_logp", ref_BT))
 
     def mix(self, alpha: float) -> None:
         raise TypeError("a teacher does not follow the policy")
@@ -124,6 +130,6 @@ def loaded_teachers(reference: Reference | Teachers | None) -> list[LoadedTeache
     return reference.loaded if isinstance(reference, Teachers) else []
 
 
-def rows_of(tasks: Sequence[str], rows: Sequence[Row]) -> Sequence[Row]:
-    """The rows that a teacher of these tasks scores."""
-    return rows if EVERY_TASK in tasks else [row for row in rows if row.task in tasks]
+def scores(tasks: Sequence[str], row: Row) -> bool:
+    """Whether a teacher of these tasks scores a row."""
+    return EVERY_TASK in tasks or row.task in tasks

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED, OF_THE_GAP, combined
 from grpocli.progress import Progress, unreported
-from grpocli.training.micro_batch import MicroBatch, group_spans
+from grpocli.training.micro_batch import MicroBatch, Share, group_spans
+from grpocli.training.packing import padded
 from grpocli.training.router_balance import RouterBalance
 from grpocli.types import Row
 
@@ -84,14 +86,18 @@ class Updater:
         self.policy.wrapped.train()
         spans = group_spans(n_groups, self.train.minibatches)
         self.windows = [self._window(i, [r for r in rows if r.group in span]) for i, span in enumerate(spans)]
-        own = [row for window in self.windows for micro_batch in window.micro_batches for row in micro_batch]
         if self.reference:
-            self.reference.begin(own)
+            self.reference.begin(self._shares)
         for window in self.windows:
             self._score_before_updates(window)
         if self.reference:
-            self.reference.finish(own, self.world, self.progress)
+            self.reference.finish(self._shares, self.world, self.progress)
         return self.windows
+
+    @property
+    def _shares(self) -> list[Share]:
+        """This process's micro-batches of the step."""
+        return [share for window in self.windows for share in window.micro_batches]
 
     def train_step(self, rows: Sequence[Row], n_groups: int, step: int) -> dict[str, float]:
         """All updates of step number `step`; return its metrics. Collective.
@@ -126,11 +132,11 @@ class Updater:
         """Add the gradient of a window's loss, without an optimizer update. Collective."""
         parallel = self.policy.parallel
         total = self.train.epochs * sum(len(one.micro_batches) for one in self.windows)
-        for i, rows in enumerate(window.micro_batches):
+        for i, share in enumerate(window.micro_batches):
             self.progress(self.micro_batches_done, total, "micro-batches")
             last = i + 1 == len(window.micro_batches)
             with parallel.accumulating(self.policy.wrapped, last):
-                self._micro_batch(rows, window.totals)
+                self._micro_batch(share, window.totals)
             self.micro_batches_done += 1
 
     def target_loss(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -162,17 +168,25 @@ class Updater:
         one copy from its device, 8 or 16 bytes per completion token. Rows that no process has computed keep None, as do
         log-probs of rows that were first computed after an update.
         """
-        computed = [i for i, row in enumerate(rows) if (row.logp is not None or row.ratio is not None) and self._sends]
-        kinds = ["logp", "entropy", *(["ratio", "clipped"] if _complete_ratios(rows) else [])]
+        number = {id(row): i for i, row in enumerate(rows)}
+        shares = [one for one in self._shares if self._sends and one.known.keys() & {"logp", "ratio"}]
+        kinds = ["logp", "entropy", *(["ratio", "clipped"] if any("ratio" in one.known for one in shares) else [])]
         own = []
-        if computed:
-            values_KN = torch.stack([torch.cat([_known(rows[i], kind) for i in computed]) for kind in kinds])
-            own = [(kinds, computed, values_KN.float().cpu())]
-        for kinds, numbers, values_KN in self.world.gather_to_main(own):
-            pieces = values_KN.split([len(rows[i].completion_ids) for i in numbers], dim=1)
-            for i, values_KT in zip(numbers, pieces, strict=True):
-                for kind, values_T in zip(kinds, values_KT, strict=True):
-                    setattr(rows[i], kind, None if values_T.isnan().any() else values_T)
+        if shares:
+            flat_KN = torch.cat([_stacked(one.known, kinds) for one in shares], 1).float().cpu()
+            widths = [(row, max(len(r.completion_ids) for r in one.rows)) for one in shares for row in one.rows]
+            ends = np.cumsum([width for _, width in widths])
+            found = [
+                (number.get(id(row)), end - width, len(row.completion_ids))
+                for (row, width), end in zip(widths, ends, strict=True)
+            ]
+            own = [(kinds, found, flat_KN.numpy())]
+        self.windows = []  # free the rows' tensors before the next step is sampled
+        for kinds, places, values_KN in self.world.gather_to_main(own):
+            for i, start, n in places:
+                for kind, values_T in zip(kinds, values_KN[:, start : start + n], strict=True):
+                    if i is not None and not np.isnan(values_T).any():
+                        setattr(rows[i], kind, torch.from_numpy(values_T))
         _complete_ratios(rows)
 
     @property
@@ -202,8 +216,8 @@ class Updater:
         totals = replace(totals, skipped=totals.tokens - sum(sum(r.mask) for r in needed))
         self._count_tokens(layout, [micro_batch for share in shares for micro_batch in share])
         self.tokens["tokens/skipped"] += sum(r.n_tokens for r in rows) - sum(r.n_tokens for r in needed)
-        padded = [*own, *([Row.empty()] for _ in range(busiest - len(own)))]
-        return Window(number, padded, totals.to(self.world.device))
+        own += [[Row.empty()] for _ in range(busiest - len(own))]
+        return Window(number, [Share.of(share, self.world.device) for share in own], totals.to(self.world.device))
 
     def _count_tokens(self, layout: type[Layout], micro_batches: Sequence[Sequence[Row]]) -> None:
         """Count padding, and the tokens of shared prompts that are computed once instead of for each row."""
@@ -230,44 +244,43 @@ class Updater:
         scoring = self.reference if self.reference and self.reference.models else None  # servers score meanwhile
         if scoring is None and not needs_old and not needs_entropy:
             return
-        for i, rows in enumerate(window.micro_batches):
+        for i, share in enumerate(window.micro_batches):
             self.progress(i, len(window.micro_batches), "micro-batches", "log-probs before the update")
-            batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
+            batch = MicroBatch.build(share, self.world.device, self.policy.layout(self.sampling))
             if scoring:
-                scoring.score(rows, batch, self.sampling)
+                scoring.score(share, batch, self.sampling)
             if needs_old or needs_entropy:
                 logp, entropies = self.policy.logp_without_gradient(batch, self.sampling)
                 if needs_old:
-                    _set_missing(rows, "old_logp", logp)
-                _set_missing(rows, "logp", logp)
-                _set_missing(rows, "entropy", entropies)
+                    share.set_missing("old_logp", logp)
+                share.set_missing("logp", logp)
+                share.set_missing("entropy", entropies)
         if needs_entropy:
             self._select_tokens(window)
 
     def _select_tokens(self, window: Window) -> None:
         """Select the tokens of the policy-gradient term by one threshold over the whole window. Collective."""
-        rows = [r for micro_batch in window.micro_batches for r in micro_batch]
-        entropies = torch.cat([r.entropy for r in rows if r.entropy is not None]).cpu()
-        mask = torch.tensor([m for r in rows for m in r.mask]).bool()
-        own = [entropies[mask]] if self._sends else []
-        all_entropies = torch.cat(self.world.gather_objects(own))
+        entropies = [
+            share.known["entropy"].cpu()[padded([row.mask for row in share.rows], np.bool_)]
+            for share in window.micro_batches
+        ]
+        all_entropies = torch.cat(self.world.gather_objects(entropies if self._sends else []))
         threshold = self.algorithm.tokens.threshold(all_entropies).item() * (1 - ROUNDING)
-        for row in rows:
-            if row.entropy is not None:
-                row.selected = (row.entropy >= threshold).float()
+        for share in window.micro_batches:
+            share.known["selected"] = (share.known["entropy"] >= threshold).float()
 
-    def _micro_batch(self, rows: list[Row], totals: Totals) -> None:
-        batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
+    def _micro_batch(self, share: Share, totals: Totals) -> None:
+        batch = MicroBatch.build(share, self.world.device, self.policy.layout(self.sampling))
         with self.routers.recording() as routings:
             logp, entropy, top = self.policy.scores(batch, self.sampling, self.algorithm.needs_entropy_gradient)
         current_logp = old_logp = logp.detach()
         if batch.old_logp is not None:  # NaN in rows without an update so far, whose old policy is the current one
             old_logp = current_logp.where(batch.old_logp.isnan(), batch.old_logp)
-        _set_missing(rows, "old_logp", current_logp)  # for the next epoch
+        share.known["old_logp"] = old_logp  # for the next epoch
         at_start = self.micro_batches_done < len(self.windows[0].micro_batches)  # before the step's first update
         if at_start:
-            _set_missing(rows, "logp", current_logp)
-            _set_missing(rows, "entropy", entropy.detach())
+            share.set_missing("logp", current_logp)
+            share.set_missing("entropy", entropy.detach())
         loss, metrics = self.algorithm.loss(
             logp,
             old_logp,
@@ -283,7 +296,7 @@ class Updater:
         if (balance := self.routers.loss(routings, batch, totals.rows_in_loss)) is not None:
             loss = loss + balance
         if batch.old_logp is not None:
-            self._record_ratios(rows, batch, current_logp, old_logp)
+            self._record_ratios(share, batch, current_logp, old_logp)
         self.policy.parallel.backward(self.policy.wrapped, loss)
         computed = max(totals.tokens - totals.skipped, 1)
         metrics["loss"] = loss.detach()
@@ -296,14 +309,14 @@ class Updater:
             metrics = {name: value for name, value in metrics.items() if name not in OF_THE_GAP}
         self._add(metrics)
 
-    def _record_ratios(self, rows: Sequence[Row], batch: MicroBatch, logp_BT: Tensor, old_logp_BT: Tensor) -> None:
+    def _record_ratios(self, share: Share, batch: MicroBatch, logp_BT: Tensor, old_logp_BT: Tensor) -> None:
         """Keep the ratio of this update, and which tokens were clipped in an update, for the rollout file."""
-        ratios_BT = (logp_BT - old_logp_BT).exp()
         clipped_BT = self.algorithm.clipped(logp_BT, old_logp_BT, batch.advantages, batch.mask).to(logp_BT.dtype)
-        for row, ratios_T, clipped_T in zip(rows, ratios_BT, clipped_BT, strict=True):
-            n = len(row.completion_ids)
-            row.ratio = ratios_T[:n]
-            row.clipped = clipped_T[:n] if row.clipped is None else row.clipped.maximum(clipped_T[:n])
+        before = share.known.get("clipped")
+        share.known |= {
+            "ratio": (logp_BT - old_logp_BT).exp(),
+            "clipped": clipped_BT if before is None else before.maximum(clipped_BT),
+        }
 
     def _add(self, metrics: dict[str, Tensor]) -> None:
         for name, value in metrics.items():
@@ -320,7 +333,6 @@ class Updater:
         counts = dict.fromkeys(MEANS_OVER_COMPUTED, self.train.epochs * sum(has_computed))
         if self.algorithm.takes_sampler_as_old:  # `_micro_batch` measures the gap in the first update only
             counts |= dict.fromkeys(OF_THE_GAP, int(any(has_computed[:1])))
-        self.windows = []  # free the rows' tensors before the next step is sampled
         self.tokens["tokens/trained"] = sum(sum(r.mask) for r in rows)
         kinds = ("trained", "skipped", "shared", "padding")
         tokens: dict[str, Any] = {f"tokens/{kind}": self.tokens[f"tokens/{kind}"] * self.train.epochs for kind in kinds}
@@ -348,28 +360,18 @@ class Window:
     """
 
     number: int
-    micro_batches: list[list[Row]]
+    micro_batches: list[Share]
     totals: Totals
 
 
-def _complete_ratios(rows: Sequence[Row]) -> bool:
+def _complete_ratios(rows: Sequence[Row]) -> None:
     """If some rows have ratios, set those of other computed rows, whose only update was on-policy, to 1."""
-    if all(row.ratio is None for row in rows):
-        return False
-    for row in rows:
+    for row in rows if any(row.ratio is not None for row in rows) else ():
         if row.ratio is None and row.logp is not None:
             row.ratio, row.clipped = torch.ones_like(row.logp), torch.zeros_like(row.logp)
-    return True
 
 
-def _known(row: Row, kind: str) -> Tensor:
-    """A kind of a row's values; NaN where they are unknown."""
-    values_T: Tensor | None = getattr(row, kind)
-    return values_T if values_T is not None else torch.full_like(row.ratio, math.nan)  # type: ignore[arg-type]
-
-
-def _set_missing(rows: Sequence[Row], name: str, values_BT: Tensor) -> None:
-    """Set an attribute of the rows where it is None; values of the sampler or of an earlier update stay."""
-    for row, values in zip(rows, values_BT, strict=True):
-        if getattr(row, name) is None:
-            setattr(row, name, values[: len(row.completion_ids)])
+def _stacked(known: dict[str, Tensor], kinds: Sequence[str]) -> Tensor:
+    """Kinds of values of a micro-batch [K, B x T]; NaN where they are unknown."""
+    unknown = torch.full_like(next(iter(known.values())), math.nan)
+    return torch.stack([known.get(kind, unknown).flatten() for kind in kinds])

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from training.test_update import SAMPLING, rows, updater, world
-from training.updating import train_step
+from training.updating import known, train_step
 
 from grpocli.training import packing
 from grpocli.training.micro_batch import MicroBatch
@@ -66,29 +66,29 @@ def test_old_log_probs_are_of_the_policy_at_the_start_of_the_step(little_model, 
     after, _ = up.policy.logp_without_gradient(MicroBatch.build(mine, world.device), SAMPLING)
     for row, before, now in zip(mine, start, after, strict=True):
         n = len(row.completion_ids)
-        assert row.old_logp is not None
-        torch.testing.assert_close(row.old_logp, before[:n], rtol=0, atol=1e-5)
-        assert not torch.allclose(row.old_logp, now[:n], atol=1e-4)
+        old_logp = known(up, row, "old_logp")
+        torch.testing.assert_close(old_logp, before[:n], rtol=0, atol=1e-5)
+        assert not torch.allclose(old_logp, now[:n], atol=1e-4)
 
 
 def test_a_leftover_row_is_off_policy_at_the_first_update(little_model, world, rows) -> None:
     """Its old log-probs are the sampler's; the other rows of its micro-batch are on-policy."""
     mine = [copy.copy(r) for r in rows]
     leftover = next(r for r in mine if r.advantage > 0)
-    leftover.old_logp = torch.tensor(leftover.rollout_logp) - 1.0  # ratio e, beyond 1 + 0.28
-    sampled = leftover.old_logp.clone()
-    metrics = train_step(updater(little_model, world, "algorithm=dapo"), mine, n_groups=2)
+    leftover.old_logp = [value - 1.0 for value in leftover.rollout_logp]  # ratio e, beyond 1 + 0.28
+    up = updater(little_model, world, "algorithm=dapo")
+    metrics = train_step(up, mine, n_groups=2)
     tokens = sum(len(r.completion_ids) for r in mine)
     assert metrics["clip_ratio/high_mean"] == pytest.approx(len(leftover.completion_ids) / tokens)
     assert metrics["clip_ratio/low_mean"] == 0
-    assert leftover.old_logp.equal(sampled), "the sampler's log-probs stay"
+    assert known(up, leftover, "old_logp").equal(torch.tensor(leftover.old_logp)), "the sampler's log-probs stay"
 
 
 def test_with_the_sampler_as_old_policy_every_update_starts_from_its_log_probs(little_model, world, rows) -> None:
     """The weights are those of rows whose old log-probs are the sampler's; the gap is that of the first update."""
     bypass, given = ([copy.copy(r) for r in rows] for _ in range(2))
     for row in given:
-        row.old_logp = torch.tensor(row.rollout_logp)
+        row.old_logp = row.rollout_logp
     train = {"minibatches": 2, "epochs": 2}
     ours = updater(little_model, world, "algorithm=dapo", "algorithm/correction=sampler", **train)
     same = updater(little_model, world, "algorithm=dapo", "algorithm/correction=none", **train)

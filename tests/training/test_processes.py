@@ -68,7 +68,7 @@ def rows(tied_model) -> list[Row]:
             logp = [x + 0.1 * torch.randn((), generator=noise).item() for x in completion.logprobs]
             rows.append(Row(prompt, completion.token_ids, [1] * n, advantage, group, logp))
     for row in rows:
-        row.old_logp = torch.tensor(row.rollout_logp) if row.group == 3 else None
+        row.old_logp = row.rollout_logp if row.group == 3 else None
     rows[1].mask = [0] * len(rows[1].mask)  # truncated
     rows[5].mask = [0] * len(rows[5].mask)
     rows[6].mask[1] = 0  # a token of an environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from composed import built
-from training.updating import train_step
+from training.updating import known, train_step
 
 from grpocli.algorithm.kl import EVERY_TASK
 from grpocli.config.schema import Train
@@ -21,7 +21,7 @@ from grpocli.distributed.world import World
 from grpocli.errors import ConfigError, RunError, ServiceGone
 from grpocli.hardware.hardware import Single
 from grpocli.models.tiny import make_tokenizer
-from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.micro_batch import MicroBatch, Share
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
 from grpocli.training.served_teacher import PROBE, Scoring, ServedTeacher, check_served
@@ -82,16 +82,17 @@ def test_each_teacher_scores_only_the_rows_of_its_tasks(little_model, world, mic
     scored = rows()
     train_step(up, scored, n_groups=3)
     for row in scored:
-        assert row.ref_logp is not None
-        torch.testing.assert_close(row.ref_logp, literal(teachers[row.task], row), rtol=1e-5, atol=1e-5)
+        found = known(up, row, "ref_logp")
+        torch.testing.assert_close(found, literal(teachers[row.task], row), rtol=1e-5, atol=1e-5)
 
 
 def test_one_teacher_scores_every_task(little_model, world) -> None:
     teacher = other(little_model, 1)
     scored = rows()
-    train_step(updater(little_model, world, {EVERY_TASK: teacher}), scored, n_groups=3)
+    up = updater(little_model, world, {EVERY_TASK: teacher})
+    train_step(up, scored, n_groups=3)
     for row in scored:
-        torch.testing.assert_close(row.ref_logp, literal(teacher, row), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(known(up, row, "ref_logp"), literal(teacher, row), rtol=1e-5, atol=1e-5)
 
 
 def test_a_teacher_with_the_policys_weights_teaches_nothing(little_model, world) -> None:
@@ -109,13 +110,13 @@ def test_with_sharded_weights_every_process_calls_every_teacher(little_model, wo
     calls: list[tuple[str, int]] = []
 
     class Counted(LoadedTeacher):
-        def score(self, rows: Sequence[Row], batch: MicroBatch, sampling: Sampling) -> None:
-            calls.append((self.tasks[0], sum(any(row.mask) for row in rows)))
-            super().score(rows, batch, sampling)
+        def logp(self, batch: MicroBatch, sampling: Sampling) -> torch.Tensor:
+            calls.append((self.tasks[0], int(batch.mask.any(1).sum())))
+            return super().logp(batch, sampling)
 
     for teacher in up.reference.loaded:
         teacher.__class__ = Counted
-    scored = rows()
+    scored = Share(rows())
     batch = MicroBatch.build(scored, world.device)
     up.reference.score(scored, batch, SAMPLING)
     assert calls == [("a", 4), ("b", 2)]
@@ -219,13 +220,13 @@ def test_a_server_scores_the_rows_of_its_tasks(little_model, world, server: Serv
     for row in scored:
         served = torch.tensor([-i / 100 for i in row.completion_ids])
         expected = served if row.task == "a" else literal(little_model, row)
-        torch.testing.assert_close(row.ref_logp, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(known(up, row, "ref_logp"), expected, rtol=1e-5, atol=1e-5)
     assert server.scored == 4
     assert server.keys == {"Bearer secret-key"}
 
 
 def finish(teachers: Teachers, world: World) -> None:
-    scored = rows()
+    scored = [Share(rows())]
     teachers.begin(scored)
     teachers.finish(scored, world)
 
@@ -257,8 +258,7 @@ def test_scores_that_arrive_as_a_poll_ends_are_not_late() -> None:
 
     scoring.rows, scoring._future = [row], Arrives()
     assert scoring.wait() is None
-    assert row.ref_logp is not None
-    assert row.ref_logp.tolist() == [-1.0] * len(row.completion_ids)
+    assert row.ref_logp == [-1.0] * len(row.completion_ids)
 
 
 def test_a_server_is_checked_before_the_run(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(
     """This holds after any number of updates, and if the objective's old log-probs are the sampler's."""
     up = updater(little_model, world, "algorithm=drgrpo", micro_batch_tokens=20, **train)
     given = [copy.copy(r) for r in rows]
-    given[1].old_logp = torch.full((len(rows[1].completion_ids),), -3.0)
+    given[1].old_logp = [-3.0] * len(rows[1].completion_ids)
     given[2].mask = [0] * len(rows[2].mask)
     given[3].advantage = 0.0
     before = [up.policy.logp_without_gradient(MicroBatch.build([row], world.device), SAMPLING) for row in rows]
@@ -116,7 +116,7 @@ def test_log_probs_of_a_later_policy_are_not_those_of_the_step(little_model, wor
     up = updater(little_model, world, *overrides, minibatches=2)
     given = [copy.copy(r) for r in rows]
     for row in given:
-        row.old_logp = torch.tensor(row.rollout_logp)
+        row.old_logp = row.rollout_logp
     first = [row.group == 0 for row in given]
     before = up.policy.logp_without_gradient(MicroBatch.build(given, world.device), SAMPLING)[0]
     train_step(up, given, n_groups=2)

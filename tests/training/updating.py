@@ -69,18 +69,11 @@ OF_SHARDS = ("grpo", "clipped", "lora", "checkpointing", *IN_BFLOAT16)
 
 
 def save_rows(rows: list[Row], path: Path) -> None:
-    """Saves rows as JSON, which only says whether a row has old log-probs; they are the sampler's."""
-    plain = [dataclasses.asdict(dataclasses.replace(row, old_logp=None)) for row in rows]
-    stale = [row.old_logp is not None for row in rows]
-    path.write_text(json.dumps([plain, stale]))
+    path.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
 
 
 def load_rows(path: Path) -> list[Row]:
-    plain, stale = json.loads(path.read_text())
-    rows = [Row(**fields) for fields in plain]
-    for row, is_stale in zip(rows, stale, strict=True):
-        row.old_logp = torch.tensor(row.rollout_logp) if is_stale else None
-    return rows
+    return [Row(**fields) for fields in json.loads(path.read_text())]
 
 
 def loaded(
@@ -138,6 +131,16 @@ def train_step(updater: Updater, rows: Sequence[Row], n_groups: int, step: int =
         for window in windows:
             updater.update(window, epoch)
     return updater.metrics(rows)
+
+
+def known(updater: Updater, row: Row, name: str) -> torch.Tensor:
+    """What the last step knew of a row's tokens."""
+    for window in updater.windows:
+        for share in window.micro_batches:
+            for one, values_T in zip(share.rows, share.known[name], strict=True):
+                if one is row:
+                    return values_T[: len(row.completion_ids)]
+    raise KeyError(name)
 
 
 def whole(policy: Policy) -> torch.Tensor:
