@@ -36,7 +36,7 @@ def rows_of(groups: Sequence[Group], advantages_PG: Tensor, algorithm: Algorithm
 
 
 @dataclass(slots=True)
-class Share:
+class RowBatch:
     """The rows of a micro-batch, and what is known of their tokens so far: by name, [B, T], padded as `MicroBatch`.
 
     NaN where a value is unknown. Names are those of fields of `Row` and of `MicroBatch`.
@@ -46,7 +46,7 @@ class Share:
     known: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: list[Row], device: torch.device) -> Share:
+    def of(cls, rows: list[Row], device: torch.device) -> RowBatch:
         """The rows with the log-probs that they bring along."""
         known = {}
         if any(row.old_logp is not None for row in rows):
@@ -79,19 +79,19 @@ class MicroBatch:
     selected: Tensor | None
 
     @classmethod
-    def build(cls, rows: Share | Sequence[Row], device: torch.device, layout: type[Layout] = Padded) -> MicroBatch:
+    def build(cls, rows: RowBatch | Sequence[Row], device: torch.device, layout: type[Layout] = Padded) -> MicroBatch:
         """The rows, padded, on `device`."""
-        share = rows if isinstance(rows, Share) else Share.of(list(rows), device)
+        part = rows if isinstance(rows, RowBatch) else RowBatch.of(list(rows), device)
         return cls(
-            layout=layout.build(share.rows, device),
-            completion_ids=to_device(padded([r.completion_ids for r in share.rows], np.int64), device),
-            mask=to_device(padded([r.mask for r in share.rows], np.int64), device),
-            advantages=to_device(torch.tensor([r.advantage for r in share.rows]), device),
-            group_ids=to_device(torch.tensor([r.group for r in share.rows]), device),
-            rollout_logp=to_device(padded([r.rollout_logp for r in share.rows]), device),
-            old_logp=share.known.get("old_logp"),
-            ref_logp=share.known.get("ref_logp"),
-            selected=share.known.get("selected"),
+            layout=layout.build(part.rows, device),
+            completion_ids=to_device(padded([r.completion_ids for r in part.rows], np.int64), device),
+            mask=to_device(padded([r.mask for r in part.rows], np.int64), device),
+            advantages=to_device(torch.tensor([r.advantage for r in part.rows]), device),
+            group_ids=to_device(torch.tensor([r.group for r in part.rows]), device),
+            rollout_logp=to_device(padded([r.rollout_logp for r in part.rows]), device),
+            old_logp=part.known.get("old_logp"),
+            ref_logp=part.known.get("ref_logp"),
+            selected=part.known.get("selected"),
         )
 
 

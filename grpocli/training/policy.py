@@ -14,7 +14,7 @@ from grpocli.models.lora import is_adapted, merged, switched_off
 from grpocli.progress import Progress, unreported
 from grpocli.training.activation_offload import offloading
 from grpocli.training.logprobs import TokenScores, completion_logp, completion_scores
-from grpocli.training.micro_batch import MicroBatch, Share
+from grpocli.training.micro_batch import MicroBatch, RowBatch
 from grpocli.training.packing import Layout, Packed, Padded
 from grpocli.training.sequence_shard import shards_of
 
@@ -138,14 +138,14 @@ class Reference:
         """As the policy's."""
         return self.policy.shared_with
 
-    def begin(self, shares: Sequence[Share]) -> None:
+    def begin(self, parts: Sequence[RowBatch]) -> None:
         """Called with this process's micro-batches of a step, before `score`."""
 
-    def score(self, share: Share, batch: MicroBatch, sampling: Sampling) -> None:
+    def score(self, part: RowBatch, batch: MicroBatch, sampling: Sampling) -> None:
         """Set `ref_logp` of a micro-batch. Collective if weights are sharded."""
-        share.known["ref_logp"] = self.logp(batch, sampling)
+        part.known["ref_logp"] = self.logp(batch, sampling)
 
-    def finish(self, shares: Sequence[Share], world: World, progress: Progress = unreported) -> None:
+    def finish(self, parts: Sequence[RowBatch], world: World, progress: Progress = unreported) -> None:
         """Called after `score` of all micro-batches of a step, before the first update. Collective."""
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED, OF_THE_GAP, combined
 from grpocli.progress import Progress, unreported
-from grpocli.training.micro_batch import MicroBatch, Share, group_spans
+from grpocli.training.micro_batch import MicroBatch, RowBatch, group_spans
 from grpocli.training.packing import padded
 from grpocli.training.router_balance import RouterBalance
 from grpocli.types import Row
@@ -87,17 +87,17 @@ class Updater:
         spans = group_spans(n_groups, self.train.minibatches)
         self.windows = [self._window(i, [r for r in rows if r.group in span]) for i, span in enumerate(spans)]
         if self.reference:
-            self.reference.begin(self._shares)
+            self.reference.begin(self._row_batches)
         for window in self.windows:
             self._score_before_updates(window)
         if self.reference:
-            self.reference.finish(self._shares, self.world, self.progress)
+            self.reference.finish(self._row_batches, self.world, self.progress)
         return self.windows
 
     @property
-    def _shares(self) -> list[Share]:
+    def _row_batches(self) -> list[RowBatch]:
         """This process's micro-batches of the step."""
-        return [share for window in self.windows for share in window.micro_batches]
+        return [part for window in self.windows for part in window.micro_batches]
 
     def train_step(self, rows: Sequence[Row], n_groups: int, step: int) -> dict[str, float]:
         """All updates of step number `step`; return its metrics. Collective.
@@ -132,11 +132,11 @@ class Updater:
         """Add the gradient of a window's loss, without an optimizer update. Collective."""
         parallel = self.policy.parallel
         total = self.train.epochs * sum(len(one.micro_batches) for one in self.windows)
-        for i, share in enumerate(window.micro_batches):
+        for i, part in enumerate(window.micro_batches):
             self.progress(self.micro_batches_done, total, "micro-batches")
             last = i + 1 == len(window.micro_batches)
             with parallel.accumulating(self.policy.wrapped, last):
-                self._micro_batch(share, window.totals)
+                self._micro_batch(part, window.totals)
             self.micro_batches_done += 1
 
     def target_loss(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -169,12 +169,12 @@ class Updater:
         log-probs of rows that were first computed after an update.
         """
         number = {id(row): i for i, row in enumerate(rows)}
-        shares = [one for one in self._shares if self._sends and one.known.keys() & {"logp", "ratio"}]
-        kinds = ["logp", "entropy", *(["ratio", "clipped"] if any("ratio" in one.known for one in shares) else [])]
+        parts = [one for one in self._row_batches if self._sends and one.known.keys() & {"logp", "ratio"}]
+        kinds = ["logp", "entropy", *(["ratio", "clipped"] if any("ratio" in one.known for one in parts) else [])]
         own = []
-        if shares:
-            flat_KN = torch.cat([_stacked(one.known, kinds) for one in shares], 1).float().cpu()
-            widths = [(row, max(len(r.completion_ids) for r in one.rows)) for one in shares for row in one.rows]
+        if parts:
+            flat_KN = torch.cat([_stacked(one.known, kinds) for one in parts], 1).float().cpu()
+            widths = [(row, max(len(r.completion_ids) for r in one.rows)) for one in parts for row in one.rows]
             ends = np.cumsum([width for _, width in widths])
             found = [
                 (number.get(id(row)), end - width, len(row.completion_ids))
@@ -217,7 +217,7 @@ class Updater:
         self._count_tokens(layout, [micro_batch for share in shares for micro_batch in share])
         self.tokens["tokens/skipped"] += sum(r.n_tokens for r in rows) - sum(r.n_tokens for r in needed)
         own += [[Row.empty()] for _ in range(busiest - len(own))]
-        return Window(number, [Share.of(share, self.world.device) for share in own], totals.to(self.world.device))
+        return Window(number, [RowBatch.of(some, self.world.device) for some in own], totals.to(self.world.device))
 
     def _count_tokens(self, layout: type[Layout], micro_batches: Sequence[Sequence[Row]]) -> None:
         """Count padding, and the tokens of shared prompts that are computed once instead of for each row."""
@@ -244,43 +244,43 @@ class Updater:
         scoring = self.reference if self.reference and self.reference.models else None  # servers score meanwhile
         if scoring is None and not needs_old and not needs_entropy:
             return
-        for i, share in enumerate(window.micro_batches):
+        for i, part in enumerate(window.micro_batches):
             self.progress(i, len(window.micro_batches), "micro-batches", "log-probs before the update")
-            batch = MicroBatch.build(share, self.world.device, self.policy.layout(self.sampling))
+            batch = MicroBatch.build(part, self.world.device, self.policy.layout(self.sampling))
             if scoring:
-                scoring.score(share, batch, self.sampling)
+                scoring.score(part, batch, self.sampling)
             if needs_old or needs_entropy:
                 logp, entropies = self.policy.logp_without_gradient(batch, self.sampling)
                 if needs_old:
-                    share.set_missing("old_logp", logp)
-                share.set_missing("logp", logp)
-                share.set_missing("entropy", entropies)
+                    part.set_missing("old_logp", logp)
+                part.set_missing("logp", logp)
+                part.set_missing("entropy", entropies)
         if needs_entropy:
             self._select_tokens(window)
 
     def _select_tokens(self, window: Window) -> None:
         """Select the tokens of the policy-gradient term by one threshold over the whole window. Collective."""
         entropies = [
-            share.known["entropy"].cpu()[padded([row.mask for row in share.rows], np.bool_)]
-            for share in window.micro_batches
+            part.known["entropy"].cpu()[padded([row.mask for row in part.rows], np.bool_)]
+            for part in window.micro_batches
         ]
         all_entropies = torch.cat(self.world.gather_objects(entropies if self._sends else []))
         threshold = self.algorithm.tokens.threshold(all_entropies).item() * (1 - ROUNDING)
-        for share in window.micro_batches:
-            share.known["selected"] = (share.known["entropy"] >= threshold).float()
+        for part in window.micro_batches:
+            part.known["selected"] = (part.known["entropy"] >= threshold).float()
 
-    def _micro_batch(self, share: Share, totals: Totals) -> None:
-        batch = MicroBatch.build(share, self.world.device, self.policy.layout(self.sampling))
+    def _micro_batch(self, part: RowBatch, totals: Totals) -> None:
+        batch = MicroBatch.build(part, self.world.device, self.policy.layout(self.sampling))
         with self.routers.recording() as routings:
             logp, entropy, top = self.policy.scores(batch, self.sampling, self.algorithm.needs_entropy_gradient)
         current_logp = old_logp = logp.detach()
         if batch.old_logp is not None:  # NaN in rows without an update so far, whose old policy is the current one
             old_logp = current_logp.where(batch.old_logp.isnan(), batch.old_logp)
-        share.known["old_logp"] = old_logp  # for the next epoch
+        part.known["old_logp"] = old_logp  # for the next epoch
         at_start = self.micro_batches_done < len(self.windows[0].micro_batches)  # before the step's first update
         if at_start:
-            share.set_missing("logp", current_logp)
-            share.set_missing("entropy", entropy.detach())
+            part.set_missing("logp", current_logp)
+            part.set_missing("entropy", entropy.detach())
         loss, metrics = self.algorithm.loss(
             logp,
             old_logp,
@@ -296,7 +296,7 @@ class Updater:
         if (balance := self.routers.loss(routings, batch, totals.rows_in_loss)) is not None:
             loss = loss + balance
         if batch.old_logp is not None:
-            self._record_ratios(share, batch, current_logp, old_logp)
+            self._record_ratios(part, batch, current_logp, old_logp)
         self.policy.parallel.backward(self.policy.wrapped, loss)
         computed = max(totals.tokens - totals.skipped, 1)
         metrics["loss"] = loss.detach()
@@ -309,11 +309,11 @@ class Updater:
             metrics = {name: value for name, value in metrics.items() if name not in OF_THE_GAP}
         self._add(metrics)
 
-    def _record_ratios(self, share: Share, batch: MicroBatch, logp_BT: Tensor, old_logp_BT: Tensor) -> None:
+    def _record_ratios(self, part: RowBatch, batch: MicroBatch, logp_BT: Tensor, old_logp_BT: Tensor) -> None:
         """Keep the ratio of this update, and which tokens were clipped in an update, for the rollout file."""
         clipped_BT = self.algorithm.clipped(logp_BT, old_logp_BT, batch.advantages, batch.mask).to(logp_BT.dtype)
-        before = share.known.get("clipped")
-        share.known |= {
+        before = part.known.get("clipped")
+        part.known |= {
             "ratio": (logp_BT - old_logp_BT).exp(),
             "clipped": clipped_BT if before is None else before.maximum(clipped_BT),
         }
@@ -360,7 +360,7 @@ class Window:
     """
 
     number: int
-    micro_batches: list[Share]
+    micro_batches: list[RowBatch]
     totals: Totals
 
 

@@ -30,7 +30,7 @@ from grpocli.distributed.parallel import SingleProcess
 from grpocli.hardware.devices import to_device
 from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
-from grpocli.training.micro_batch import Share
+from grpocli.training.micro_batch import RowBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import FlexPacked, Packed, Padded
 from grpocli.training.policy import Policy, Reference
@@ -88,7 +88,7 @@ def two_epochs(up: Updater) -> Copies:
     """The copies of two micro-batches in two epochs, with log-probs under the reference before."""
     groups, rows = torch.arange(2, device=GPU), [copy.copy(row) for row in ROWS]
     totals = Totals(len(rows), 36, groups, groups + 18, groups >= 0, rows_in_loss=len(rows))
-    window = Window(0, [Share.of(some, GPU) for some in (rows[:2], rows[2:])], totals)
+    window = Window(0, [RowBatch.of(some, GPU) for some in (rows[:2], rows[2:])], totals)
     up.windows = [window]
     up.policy.model.train()
     with Copies() as copies:

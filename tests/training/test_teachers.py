@@ -21,7 +21,7 @@ from grpocli.distributed.world import World
 from grpocli.errors import ConfigError, RunError, ServiceGone
 from grpocli.hardware.hardware import Single
 from grpocli.models.tiny import make_tokenizer
-from grpocli.training.micro_batch import MicroBatch, Share
+from grpocli.training.micro_batch import MicroBatch, RowBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
 from grpocli.training.served_teacher import PROBE, Scoring, ServedTeacher, check_served
@@ -116,7 +116,7 @@ def test_with_sharded_weights_every_process_calls_every_teacher(little_model, wo
 
     for teacher in up.reference.loaded:
         teacher.__class__ = Counted
-    scored = Share(rows())
+    scored = RowBatch(rows())
     batch = MicroBatch.build(scored, world.device)
     up.reference.score(scored, batch, SAMPLING)
     assert calls == [("a", 4), ("b", 2)]
@@ -226,7 +226,7 @@ def test_a_server_scores_the_rows_of_its_tasks(little_model, world, server: Serv
 
 
 def finish(teachers: Teachers, world: World) -> None:
-    scored = [Share(rows())]
+    scored = [RowBatch(rows())]
     teachers.begin(scored)
     teachers.finish(scored, world)
 
