@@ -575,16 +575,3 @@ def test_an_experiment_has_the_settings_of_a_run(proof: ModuleType) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     assert as_a_run(Setting("cpu", None, Path())) == "cpu"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_every_probe_of_a_run_is_measured(proof: ModuleType) -> None:
-    proof.load()
-    from serving_experiments import watched_syncs
-
-    from grpocli.rollout.vllm import colocate, lora, weight_verifier
-
-    found: dict[str, list[float]] = {}
-    with watched_syncs(found):
-        for module in (weight_verifier, colocate, lora):
-            module.require_close([0.0], [0.25], 0.5, 1)
-    assert found["gaps"] == [0.25] * 3

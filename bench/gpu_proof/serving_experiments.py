@@ -24,7 +24,6 @@ SERVER, EAGER = "engine=vllm", "engine.enforce_eager=true"
 @contextmanager
 def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
     """A block in which the differences of probes and of canaries are kept, in nats, and transfers are counted."""
-    from grpocli.rollout.vllm import colocate, lora
     from grpocli.rollout.vllm import weight_verifier as verifier
     from grpocli.rollout.vllm.transport_gpu import IpcTransport
 
@@ -43,11 +42,8 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
         send(self, *given)
         found["by_ipc"].append(time.perf_counter() - began)
 
-    close = measure("gaps", verifier.require_close)
     with (
-        patch.object(verifier, "require_close", close),
-        patch.object(colocate, "require_close", close),
-        patch.object(lora, "require_close", close),
+        patch.object(verifier, "require_close", measure("gaps", verifier.require_close)),
         patch.object(verifier, "require_followed", measure("canary_gaps", verifier.require_followed)),
         patch.object(IpcTransport, "send", sent),
     ):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpocli.hardware.devices import to_device
-from grpocli.training.packing import Layout, Padded, padded
+from grpocli.training.packing import Layout, Padded, padded, present
 from grpocli.types import Group, Row
 
 if TYPE_CHECKING:
@@ -59,6 +59,13 @@ class RowBatch:
         known_BT = self.known.get(name)
         self.known[name] = values_BT if known_BT is None else values_BT.where(known_BT.isnan(), known_BT)
 
+    def tokens(self, names: Sequence[str]) -> Tensor:
+        """K kinds of values of all tokens, row by row [K, N]; NaN where they are unknown."""
+        index_N = torch.from_numpy(np.flatnonzero(present([row.completion_ids for row in self.rows])))
+        unknown_BT = torch.full_like(next(iter(self.known.values())), math.nan)
+        values_KBT = torch.stack([self.known.get(name, unknown_BT) for name in names])
+        return values_KBT.flatten(1).index_select(1, to_device(index_N, values_KBT.device))
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -81,17 +88,17 @@ class MicroBatch:
     @classmethod
     def build(cls, rows: RowBatch | Sequence[Row], device: torch.device, layout: type[Layout] = Padded) -> MicroBatch:
         """The rows, padded, on `device`."""
-        part = rows if isinstance(rows, RowBatch) else RowBatch.of(list(rows), device)
+        given = rows if isinstance(rows, RowBatch) else RowBatch.of(list(rows), device)
         return cls(
-            layout=layout.build(part.rows, device),
-            completion_ids=to_device(padded([r.completion_ids for r in part.rows], np.int64), device),
-            mask=to_device(padded([r.mask for r in part.rows], np.int64), device),
-            advantages=to_device(torch.tensor([r.advantage for r in part.rows]), device),
-            group_ids=to_device(torch.tensor([r.group for r in part.rows]), device),
-            rollout_logp=to_device(padded([r.rollout_logp for r in part.rows]), device),
-            old_logp=part.known.get("old_logp"),
-            ref_logp=part.known.get("ref_logp"),
-            selected=part.known.get("selected"),
+            layout=layout.build(given.rows, device),
+            completion_ids=to_device(padded([r.completion_ids for r in given.rows], np.int64), device),
+            mask=to_device(padded([r.mask for r in given.rows], np.int64), device),
+            advantages=to_device(torch.tensor([r.advantage for r in given.rows]), device),
+            group_ids=to_device(torch.tensor([r.group for r in given.rows]), device),
+            rollout_logp=to_device(padded([r.rollout_logp for r in given.rows]), device),
+            old_logp=given.known.get("old_logp"),
+            ref_logp=given.known.get("ref_logp"),
+            selected=given.known.get("selected"),
         )
 
 

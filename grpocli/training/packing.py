@@ -46,15 +46,17 @@ class Padded:
     def build(cls, rows: Sequence[Row], device: torch.device) -> Padded:
         # a real token, because models keep a zero embedding for padding, whose norm has no gradient (Gemma 3n)
         filler = next((token for r in rows for token in r.prompt_ids), 0)
-        prompts_BL, prompt_mask_BL = ragged([r.prompt_ids for r in rows], np.int64, filler, left=True)
-        ids_BT, present_BT = ragged([r.completion_ids for r in rows], np.int64, filler)
-        mask_BL = np.concatenate([prompt_mask_BL, present_BT], 1)
+        prompts, completions = [r.prompt_ids for r in rows], [r.completion_ids for r in rows]
+        ids_BL = np.concatenate(
+            [ragged(prompts, np.int64, filler, left=True), ragged(completions, np.int64, filler)], 1
+        )
+        mask_BL = np.concatenate([present(prompts, left=True), present(completions)], 1)
         position_BL = (mask_BL.cumsum(1) - 1).clip(min=0)
         return cls(
-            input_ids=to_device(torch.from_numpy(np.concatenate([prompts_BL, ids_BT], 1)), device),
+            input_ids=to_device(torch.from_numpy(ids_BL), device),
             attention_mask=to_device(torch.from_numpy(mask_BL.astype(np.int64)), device),
             position_ids=to_device(torch.from_numpy(position_BL), device),
-            completion=ids_BT.shape[1],
+            completion=max(map(len, completions)),
             full=bool(mask_BL.all()),
         )
 
@@ -179,21 +181,17 @@ class Packed:
             ids += ids[-1:] * filler
             positions.append(np.zeros(filler, np.int64))
             prompts.append((filler, []))
-        width = max(len(r.completion_ids) for r in rows)
-        present_BT = np.arange(width) < np.array([len(r.completion_ids) for r in rows])[:, None]
         keep_U, predictor_N = np.unique(predictors(spans), return_inverse=True)
         predictor_N = np.pad(predictor_N, (0, rounded(len(predictor_N)) - len(predictor_N)))
-        arrays = (np.array([ids]), np.concatenate(positions)[None], keep_U if len(keep_U) else np.zeros(1, np.int64))
-        input_ids, position_ids, keep, predictor, present = (
-            to_device(torch.from_numpy(one), device) for one in (*arrays, predictor_N, np.flatnonzero(present_BT))
-        )
+        keep_U = keep_U if len(keep_U) else np.zeros(1, np.int64)
+        present_BT = present([r.completion_ids for r in rows])
         return cls(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            keep_U=keep,
-            predictor_N=predictor,
-            index_C=present,
-            completion=width,
+            input_ids=to_device(torch.tensor([ids]), device),
+            position_ids=to_device(torch.from_numpy(np.concatenate(positions)[None]), device),
+            keep_U=to_device(torch.from_numpy(keep_U), device),
+            predictor_N=to_device(torch.from_numpy(predictor_N), device),
+            index_C=to_device(torch.from_numpy(np.flatnonzero(present_BT)), device),
+            completion=present_BT.shape[1],
             rows=len(rows),
             segments=cls.attention.build(prompts, device, on_cpu),
             spans=tuple(spans),
@@ -321,16 +319,20 @@ def predictors(spans: Iterable[tuple[int, int, int, int]]) -> Array:
     return np.concatenate(parts)
 
 
-def ragged(values: Sequence[Sequence[float]], dtype: Any, value: float = 0, left: bool = False) -> tuple[Array, Array]:
-    """Values of different lengths as [B, T], padded with `value`, and where they are no padding."""
-    lengths_B1 = np.array([len(one) for one in values])[:, None]
-    column_T = np.arange(lengths_B1.max())
-    present_BT = column_T >= len(column_T) - lengths_B1 if left else column_T < lengths_B1
+def present(values: Sequence[Sequence[float]], left: bool = False) -> Array:
+    """Where values of different lengths are in [B, T], and no padding. left: the padding comes first."""
+    present_BT: Array = np.arange(max(map(len, values))) < np.array([len(one) for one in values])[:, None]
+    return present_BT[:, ::-1] if left else present_BT
+
+
+def ragged(values: Sequence[Sequence[float]], dtype: Any, value: float = 0, left: bool = False) -> Array:
+    """Values of different lengths as [B, T], padded with `value`."""
+    present_BT = present(values, left)
     padded_BT = np.full(present_BT.shape, value, dtype)
-    padded_BT[present_BT] = np.fromiter(chain.from_iterable(values), dtype, lengths_B1.sum())
-    return padded_BT, present_BT
+    padded_BT[present_BT] = np.fromiter(chain.from_iterable(values), dtype)
+    return padded_BT
 
 
 def padded(values: Sequence[Sequence[float]], dtype: Any = None) -> Tensor:
-    """Values of different lengths as [B, T], padded with 0. dtype: of numpy; None: torch's default."""
-    return torch.from_numpy(ragged(values, dtype or str(torch.get_default_dtype()).removeprefix("torch."))[0])
+    """The same as a tensor, padded with 0. dtype: of numpy; None: torch's default."""
+    return torch.from_numpy(ragged(values, dtype or str(torch.get_default_dtype()).removeprefix("torch.")))

@@ -138,14 +138,14 @@ class Reference:
         """As the policy's."""
         return self.policy.shared_with
 
-    def begin(self, parts: Sequence[RowBatch]) -> None:
+    def begin(self, micro_batches: Sequence[RowBatch]) -> None:
         """Called with this process's micro-batches of a step, before `score`."""
 
-    def score(self, part: RowBatch, batch: MicroBatch, sampling: Sampling) -> None:
+    def score(self, micro_batch: RowBatch, batch: MicroBatch, sampling: Sampling) -> None:
         """Set `ref_logp` of a micro-batch. Collective if weights are sharded."""
-        part.known["ref_logp"] = self.logp(batch, sampling)
+        micro_batch.known["ref_logp"] = self.logp(batch, sampling)
 
-    def finish(self, parts: Sequence[RowBatch], world: World, progress: Progress = unreported) -> None:
+    def finish(self, micro_batches: Sequence[RowBatch], world: World, progress: Progress = unreported) -> None:
         """Called after `score` of all micro-batches of a step, before the first update. Collective."""
 
     def close(self) -> None:

@@ -60,30 +60,30 @@ class Teachers:
         """The models in this process."""
         return [teacher.model for teacher in self.loaded]
 
-    def begin(self, parts: Sequence[RowBatch]) -> None:
+    def begin(self, micro_batches: Sequence[RowBatch]) -> None:
         """Send this process's rows of the step to the servers, all at once."""
         asks = self.shared_with is None or self.shared_with.is_first
-        rows = [row for part in parts for row in part.rows]
+        rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
         self.scoring = [teacher.begin([r for r in rows if scores(teacher.tasks, r)]) for teacher in self.served if asks]
 
-    def score(self, part: RowBatch, batch: MicroBatch, sampling: Sampling) -> None:
+    def score(self, micro_batch: RowBatch, batch: MicroBatch, sampling: Sampling) -> None:
         """Set `ref_logp` of the rows of loaded teachers, and 0 for others.
 
         Collective if weights are sharded: a process without rows for a teacher then scores an empty one.
         """
-        ref_BT = part.known["ref_logp"] = torch.zeros_like(batch.rollout_logp)
+        ref_BT = micro_batch.known["ref_logp"] = torch.zeros_like(batch.rollout_logp)
         for teacher in self.loaded:
-            own = [k for k, row in enumerate(part.rows) if scores(teacher.tasks, row)]
-            if len(own) == len(part.rows):
+            own = [k for k, row in enumerate(micro_batch.rows) if scores(teacher.tasks, row)]
+            if len(own) == len(micro_batch.rows):
                 ref_BT.copy_(teacher.logp(batch, sampling))
             elif own or not teacher.parallel.replicated:
-                scored = [part.rows[k] for k in own] or [Row.empty()]
+                scored = [micro_batch.rows[k] for k in own] or [Row.empty()]
                 own_batch = MicroBatch.build(scored, batch.mask.device, type(batch.layout))
                 logp_bT = teacher.logp(own_batch, sampling)
                 if own:
                     ref_BT[own, : logp_bT.shape[1]] = logp_bT
 
-    def finish(self, parts: Sequence[RowBatch], world: World, progress: Progress = unreported) -> None:
+    def finish(self, micro_batches: Sequence[RowBatch], world: World, progress: Progress = unreported) -> None:
         """Wait for the servers, and set `ref_logp` of their rows. Collective.
 
         Raises ServiceGone, in every process, if a server cannot be reached or misses its deadline, and RunError if it
@@ -97,17 +97,17 @@ class Teachers:
         everyones = world.gather_objects(problems)
         for problem in sorted(everyones, key=lambda one: isinstance(one, ServiceGone)):
             raise problem
-        rows = [row for part in parts for row in part.rows]
+        rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
         if self.shared_with and rows:
             received = self.shared_with.from_first([row.ref_logp for row in rows])
             for row, values in zip(rows, received, strict=True):
                 row.ref_logp = values
-        for part in parts:
-            served_B1 = to_device(torch.tensor([[row.ref_logp is not None] for row in part.rows]), world.device)
+        for micro_batch in micro_batches:
+            served_B1 = to_device(torch.tensor([[row.ref_logp is not None] for row in micro_batch.rows]), world.device)
             ref_BT = to_device(
-                padded([row.ref_logp or [0.0] * len(row.completion_ids) for row in part.rows]), world.device
+                padded([row.ref_logp or [0.0] * len(row.completion_ids) for row in micro_batch.rows]), world.device
             )
-            part.known["ref_logp"] = ref_BT.where(served_B1, part.known.get("ref_logp", ref_BT))
+            micro_batch.known["ref_logp"] = ref_BT.where(served_B1, micro_batch.known.get("ref_logp", ref_BT))
 
     def mix(self, alpha: float) -> None:
         raise TypeError("a teacher does not follow the policy")

@@ -5,7 +5,6 @@ Each update trains on a window of groups: the sum of micro-batch losses over all
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -97,7 +96,7 @@ class Updater:
     @property
     def _row_batches(self) -> list[RowBatch]:
         """This process's micro-batches of the step."""
-        return [part for window in self.windows for part in window.micro_batches]
+        return [micro_batch for window in self.windows for micro_batch in window.micro_batches]
 
     def train_step(self, rows: Sequence[Row], n_groups: int, step: int) -> dict[str, float]:
         """All updates of step number `step`; return its metrics. Collective.
@@ -132,11 +131,11 @@ class Updater:
         """Add the gradient of a window's loss, without an optimizer update. Collective."""
         parallel = self.policy.parallel
         total = self.train.epochs * sum(len(one.micro_batches) for one in self.windows)
-        for i, part in enumerate(window.micro_batches):
+        for i, micro_batch in enumerate(window.micro_batches):
             self.progress(self.micro_batches_done, total, "micro-batches")
             last = i + 1 == len(window.micro_batches)
             with parallel.accumulating(self.policy.wrapped, last):
-                self._micro_batch(part, window.totals)
+                self._micro_batch(micro_batch, window.totals)
             self.micro_batches_done += 1
 
     def target_loss(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -169,24 +168,18 @@ class Updater:
         log-probs of rows that were first computed after an update.
         """
         number = {id(row): i for i, row in enumerate(rows)}
-        parts = [one for one in self._row_batches if self._sends and one.known.keys() & {"logp", "ratio"}]
-        kinds = ["logp", "entropy", *(["ratio", "clipped"] if any("ratio" in one.known for one in parts) else [])]
         own = []
-        if parts:
-            flat_KN = torch.cat([_stacked(one.known, kinds) for one in parts], 1).float().cpu()
-            widths = [(row, max(len(r.completion_ids) for r in one.rows)) for one in parts for row in one.rows]
-            ends = np.cumsum([width for _, width in widths])
-            found = [
-                (number.get(id(row)), end - width, len(row.completion_ids))
-                for (row, width), end in zip(widths, ends, strict=True)
-            ]
-            own = [(kinds, found, flat_KN.numpy())]
+        if computed := [one for one in self._row_batches if self._sends and id(one.rows[0]) in number]:
+            has_ratios = any("ratio" in one.known for one in computed)
+            kinds = ["logp", "entropy", *(["ratio", "clipped"] if has_ratios else [])]
+            values_KN = torch.cat([one.tokens(kinds) for one in computed], 1).float().cpu()
+            own = [(kinds, [number[id(row)] for one in computed for row in one.rows], values_KN)]
         self.windows = []  # free the rows' tensors before the next step is sampled
-        for kinds, places, values_KN in self.world.gather_to_main(own):
-            for i, start, n in places:
-                for kind, values_T in zip(kinds, values_KN[:, start : start + n], strict=True):
-                    if i is not None and not np.isnan(values_T).any():
-                        setattr(rows[i], kind, torch.from_numpy(values_T))
+        for kinds, numbers, values_KN in self.world.gather_to_main(own):
+            pieces = np.split(values_KN.numpy(), np.cumsum([len(rows[i].completion_ids) for i in numbers])[:-1], axis=1)
+            for i, values_KT in zip(numbers, pieces, strict=True):
+                for kind, values_T in zip(kinds, values_KT, strict=True):
+                    setattr(rows[i], kind, None if np.isnan(values_T).any() else torch.from_numpy(values_T))
         _complete_ratios(rows)
 
     @property
@@ -244,43 +237,43 @@ class Updater:
         scoring = self.reference if self.reference and self.reference.models else None  # servers score meanwhile
         if scoring is None and not needs_old and not needs_entropy:
             return
-        for i, part in enumerate(window.micro_batches):
+        for i, micro_batch in enumerate(window.micro_batches):
             self.progress(i, len(window.micro_batches), "micro-batches", "log-probs before the update")
-            batch = MicroBatch.build(part, self.world.device, self.policy.layout(self.sampling))
+            batch = MicroBatch.build(micro_batch, self.world.device, self.policy.layout(self.sampling))
             if scoring:
-                scoring.score(part, batch, self.sampling)
+                scoring.score(micro_batch, batch, self.sampling)
             if needs_old or needs_entropy:
                 logp, entropies = self.policy.logp_without_gradient(batch, self.sampling)
                 if needs_old:
-                    part.set_missing("old_logp", logp)
-                part.set_missing("logp", logp)
-                part.set_missing("entropy", entropies)
+                    micro_batch.set_missing("old_logp", logp)
+                micro_batch.set_missing("logp", logp)
+                micro_batch.set_missing("entropy", entropies)
         if needs_entropy:
             self._select_tokens(window)
 
     def _select_tokens(self, window: Window) -> None:
         """Select the tokens of the policy-gradient term by one threshold over the whole window. Collective."""
         entropies = [
-            part.known["entropy"].cpu()[padded([row.mask for row in part.rows], np.bool_)]
-            for part in window.micro_batches
+            micro_batch.known["entropy"].cpu()[padded([row.mask for row in micro_batch.rows], np.bool_)]
+            for micro_batch in window.micro_batches
         ]
         all_entropies = torch.cat(self.world.gather_objects(entropies if self._sends else []))
         threshold = self.algorithm.tokens.threshold(all_entropies).item() * (1 - ROUNDING)
-        for part in window.micro_batches:
-            part.known["selected"] = (part.known["entropy"] >= threshold).float()
+        for micro_batch in window.micro_batches:
+            micro_batch.known["selected"] = (micro_batch.known["entropy"] >= threshold).float()
 
-    def _micro_batch(self, part: RowBatch, totals: Totals) -> None:
-        batch = MicroBatch.build(part, self.world.device, self.policy.layout(self.sampling))
+    def _micro_batch(self, micro_batch: RowBatch, totals: Totals) -> None:
+        batch = MicroBatch.build(micro_batch, self.world.device, self.policy.layout(self.sampling))
         with self.routers.recording() as routings:
             logp, entropy, top = self.policy.scores(batch, self.sampling, self.algorithm.needs_entropy_gradient)
-        current_logp = old_logp = logp.detach()
-        if batch.old_logp is not None:  # NaN in rows without an update so far, whose old policy is the current one
-            old_logp = current_logp.where(batch.old_logp.isnan(), batch.old_logp)
-        part.known["old_logp"] = old_logp  # for the next epoch
+        current_logp = logp.detach()
+        # in rows without an update so far the old policy is the current one
+        micro_batch.set_missing("old_logp", current_logp)
+        old_logp = micro_batch.known["old_logp"]
         at_start = self.micro_batches_done < len(self.windows[0].micro_batches)  # before the step's first update
         if at_start:
-            part.set_missing("logp", current_logp)
-            part.set_missing("entropy", entropy.detach())
+            micro_batch.set_missing("logp", current_logp)
+            micro_batch.set_missing("entropy", entropy.detach())
         loss, metrics = self.algorithm.loss(
             logp,
             old_logp,
@@ -296,7 +289,7 @@ class Updater:
         if (balance := self.routers.loss(routings, batch, totals.rows_in_loss)) is not None:
             loss = loss + balance
         if batch.old_logp is not None:
-            self._record_ratios(part, batch, current_logp, old_logp)
+            self._record_ratios(micro_batch, batch, current_logp, old_logp)
         self.policy.parallel.backward(self.policy.wrapped, loss)
         computed = max(totals.tokens - totals.skipped, 1)
         metrics["loss"] = loss.detach()
@@ -309,11 +302,11 @@ class Updater:
             metrics = {name: value for name, value in metrics.items() if name not in OF_THE_GAP}
         self._add(metrics)
 
-    def _record_ratios(self, part: RowBatch, batch: MicroBatch, logp_BT: Tensor, old_logp_BT: Tensor) -> None:
+    def _record_ratios(self, micro_batch: RowBatch, batch: MicroBatch, logp_BT: Tensor, old_logp_BT: Tensor) -> None:
         """Keep the ratio of this update, and which tokens were clipped in an update, for the rollout file."""
         clipped_BT = self.algorithm.clipped(logp_BT, old_logp_BT, batch.advantages, batch.mask).to(logp_BT.dtype)
-        before = part.known.get("clipped")
-        part.known |= {
+        before = micro_batch.known.get("clipped")
+        micro_batch.known |= {
             "ratio": (logp_BT - old_logp_BT).exp(),
             "clipped": clipped_BT if before is None else before.maximum(clipped_BT),
         }
@@ -366,12 +359,8 @@ class Window:
 
 def _complete_ratios(rows: Sequence[Row]) -> None:
     """If some rows have ratios, set those of other computed rows, whose only update was on-policy, to 1."""
-    for row in rows if any(row.ratio is not None for row in rows) else ():
+    if all(row.ratio is None for row in rows):
+        return
+    for row in rows:
         if row.ratio is None and row.logp is not None:
             row.ratio, row.clipped = torch.ones_like(row.logp), torch.zeros_like(row.logp)
-
-
-def _stacked(known: dict[str, Tensor], kinds: Sequence[str]) -> Tensor:
-    """Kinds of values of a micro-batch [K, B x T]; NaN where they are unknown."""
-    unknown = torch.full_like(next(iter(known.values())), math.nan)
-    return torch.stack([known.get(kind, unknown).flatten() for kind in kinds])

@@ -30,7 +30,7 @@ from grpocli.errors import EngineError
 from grpocli.models.lora import Lora, attach
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm import canary, colocate, lora, weight_verifier, worker
+from grpocli.rollout.vllm import canary, lora, weight_verifier, worker
 from grpocli.rollout.vllm.client import ServerClient
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.rollout.vllm.lora import AdapterSync
@@ -114,8 +114,7 @@ class Gaps:
             return call
 
         patch.setattr(weight_verifier, "require_followed", noted(followed))
-        for module in (weight_verifier, colocate, lora):
-            patch.setattr(module, "require_close", noted(close))
+        patch.setattr(weight_verifier, "require_close", noted(close))
 
     def of(self, sync: Callable[[], Any]) -> tuple[bool, float]:
         """Whether a sync is refused, and the largest gap that it saw."""

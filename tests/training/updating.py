@@ -136,8 +136,8 @@ def train_step(updater: Updater, rows: Sequence[Row], n_groups: int, step: int =
 def known(updater: Updater, row: Row, name: str) -> torch.Tensor:
     """What the last step knew of a row's tokens."""
     for window in updater.windows:
-        for part in window.micro_batches:
-            for one, values_T in zip(part.rows, part.known[name], strict=True):
+        for micro_batch in window.micro_batches:
+            for one, values_T in zip(micro_batch.rows, micro_batch.known[name], strict=True):
                 if one is row:
                     return values_T[: len(row.completion_ids)]
     raise KeyError(name)

@@ -32,7 +32,7 @@ from grpocli.rollout.vllm.validate import (
     hf_overrides,
 )
 from grpocli.rollout.vllm.weight_sync import PolicyWeights
-from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM, SAMPLED, WeightVerifier, require_close
+from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM, SAMPLED, WeightVerifier
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class ColocateEngine(Engine):
         expected = self.policy.score(probe) if due else []
         try:
             if due and not failures:
-                require_close(self.llm.score(probe), expected, self.verifier.tolerance, version)
+                self.verifier.verify_logprobs(self.llm.score(probe), expected, version)
         except EngineError as error:
             failures.append(str(error))
         if first and failures:  # vLLM would not return from a request after a load that failed halfway
@@ -123,7 +123,7 @@ class ColocateEngine(Engine):
     def _load(self, version: int, first: bool) -> int:
         stream = itertools.chain(self.weights.stream(), self.weights.buffers())
         try:
-            if first:
+            if first:  # its cache then has keys of the random weights, which must not survive the load
                 self.llm.sample(self.verifier.long_prompt, SAMPLED)
             return self.llm.load(stream, version)
         finally:

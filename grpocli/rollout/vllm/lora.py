@@ -21,7 +21,7 @@ from grpocli.models.lora import WEIGHTS, adapter_tensors, switched_off, write_co
 from grpocli.rollout.vllm import canary
 from grpocli.rollout.vllm.client import ADAPTER, CANARY, MODEL, Refused, ServerGone, call_all
 from grpocli.rollout.vllm.weight_sync import verify_version
-from grpocli.rollout.vllm.weight_verifier import ADAPTER_ATTEMPTS, NotFollowed, WeightVerifier, mean_gap, require_close
+from grpocli.rollout.vllm.weight_verifier import ADAPTER_ATTEMPTS, NotFollowed, WeightVerifier, mean_gap
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob
@@ -302,8 +302,7 @@ class AdapterSync:
             return
         start = self.verifier.token_ids
         for ids, scored in call_all(servers, lambda server: server.sample(start, len(start))):
-            expected = self.policy.score([*start, *ids])[-len(ids) :]
-            require_close(scored, expected, self.verifier.tolerance, version)
+            self.verifier.verify_logprobs(scored, self.policy.score([*start, *ids])[-len(ids) :], version)
 
 
 def _new_name(version: int, taken: set[str]) -> str:

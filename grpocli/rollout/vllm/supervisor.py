@@ -150,7 +150,7 @@ class OwnServers:
                 raise EngineGone(endpoint.gone)
             if endpoint.generation > former.generation:
                 return endpoint
-            _require_going(reason, self.stopping)
+            _raise_if_stopping(reason, self.stopping)
             time.sleep(POLL)
         raise EngineGone(
             f"{reason}; no other server came in its place within {timeout:g} s "
@@ -177,7 +177,7 @@ class ExternalServers:
     def _wait(self, index: int, reason: str, deadline: float) -> Endpoint:
         url, timeout = self.options.urls[index], self.options.reconnect_timeout
         while True:
-            _require_going(reason, self.stopping)  # a server that hangs in a sync is found again at once
+            _raise_if_stopping(reason, self.stopping)  # also if the server answers here, and hangs in each sync
             left = max(1, math.ceil(deadline - time.monotonic()))
             only_this = dataclasses.replace(
                 self.options,
@@ -197,7 +197,7 @@ class ExternalServers:
             time.sleep(POLL)
 
 
-def _require_going(reason: str, stopping: Callable[[], bool]) -> None:
+def _raise_if_stopping(reason: str, stopping: Callable[[], bool]) -> None:
     """Raise EngineGone if the run is asked to stop."""
     if stopping():
         raise EngineGone(f"{reason}; the run was asked to stop, so it does not wait for another server")

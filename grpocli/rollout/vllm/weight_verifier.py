@@ -104,7 +104,11 @@ class WeightVerifier:
             scores = pool.submit(call_all, servers, lambda server: server.score(self.token_ids, first=beside_requests))
             expected = self.policy.score(self.token_ids)
         for scored in scores.result():
-            require_close(scored, expected, self.tolerance, version)
+            self.verify_logprobs(scored, expected, version)
+
+    def verify_logprobs(self, scored: Sequence[float], expected: Sequence[float], version: int | str) -> None:
+        """Raise EngineError unless a server's log-probs are the trainer's."""
+        require_close(scored, expected, self.tolerance, version)
 
     def verify_followed(self, scored: Sequence[float], expected: Sequence[float], start: Sequence[float]) -> None:
         """Raise EngineError unless a server has followed the canary of all weights.
@@ -141,7 +145,7 @@ class WeightVerifier:
         expected = self.score_sampled(ids)
         if failure:
             raise failure
-        require_close(scored, expected, self.tolerance, version)
+        self.verify_logprobs(scored, expected, version)
 
     def score_sampled(self, ids: Sequence[int]) -> list[float]:
         """The trainer's log-probs of tokens after the long prompt."""
