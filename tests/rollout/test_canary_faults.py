@@ -19,7 +19,7 @@ SWAPPED, UNDEFINED = "swapped in all layers", "which vLLM fuses"
 leave memory there that nobody has written.
 """
 OUTSIDE = "one token's embedding is kept, of a token outside the probe"
-"""No check finds it in bfloat16, nor in float32 if the head has weights of its own."""
+"""Found in float32 if the head is tied to it; otherwise only if one of the tokens that a check samples is this one."""
 
 
 def table(model: Path, dtype: str, kind: str) -> dict[str, Any]:
@@ -39,7 +39,9 @@ def test_a_weight_that_never_arrives_is_found_by_the_canary_and_after_dummy_weig
     none = rows.pop("none")
     assert [none["first"], none["updated"], none["canary"], none["dummy"]] == [False] * 4
     outside = rows.pop(OUTSIDE)
-    assert outside["canary"] == outside["dummy"] == (dtype == "float32" and not experts)
+    if not experts:
+        assert outside["canary"]
+        assert outside["dummy"]
     for fault, row in rows.items():
         assert row["canary"], row
         assert row["dummy"], row
