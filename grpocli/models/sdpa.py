@@ -22,9 +22,9 @@ MASKED = 512
 """On a CPU, up to this many queries, a mask is faster than causal attention with the prompt's queries repeated."""
 
 Kernel = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None"], "Tensor"]
-"""query [R, heads, N, D], key and value [R, heads / groups, M, D], mask [N, M] -> [R, heads, N, D], the dtype kept.
+"""query [R, heads, N, D], key and value [R, heads / groups, M, D], mask [R or 1, 1, N, M] -> [R, heads, N, D].
 
-Without a mask, attention is causal. A mask has bools, or values to add to the scores.
+Without a mask, attention is causal. A mask has values to add to the scores, for each row or for all.
 """
 
 

@@ -1,20 +1,22 @@
 """Attention over rows that lie end to end, with each prompt once before the completions of its group.
 
-A `Segment` is a prompt with its completions. Prompt tokens attend to the prompt; tokens of a completion attend to the
-prompt and to earlier tokens of the same completion. All other operations of a decoder layer are per token, so a
-sequence of segments is equivalent to the separate rows, without padding and with each prompt computed once; gradients
-reach the prompt from every completion. Within a call of `sdpa`, completions may be padded to one length.
+Prompt tokens attend to the prompt; tokens of a completion attend to the prompt and to earlier tokens of the same
+completion. All other operations of a decoder layer are per token, so such a sequence is equivalent to the separate
+rows, without padding and with each prompt computed once; gradients reach the prompt from every completion.
 
-transformers calls `attend` through its registry of attention functions and passes the segments through the model.
+`Segments` computes it with a few calls of `sdpa`, each for many rows of similar length, whose tokens are gathered from
+the sequence. transformers calls `attend` through its registry of attention functions and passes the segments through
+the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,103 +26,125 @@ from grpocli.models import sdpa
 from grpocli.models.frozen_linear import compute_dtype
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    Array = NDArray[Any]
+
 NAME = "shared_prompts"
 MIN_TOKENS = 128
-"""Completion tokens that justify a call of `sdpa`."""
-MAX_PADDING = 0.2
-"""Largest share of padding in the rows of a block."""
+"""Completion tokens that justify a row."""
+KEYS_AT_ONCE = 2**12
+"""Keys of a call of several rows, whose copies take memory."""
 MAX_MASK_ELEMENTS = 2**24
-"""Most elements of a mask. Without a mask, memory is linear in the tokens."""
+"""Most elements of a row's mask. Without a mask, memory is linear in the tokens."""
+SMALL_MASK, MASKS_AT_ONCE = 2**14, 2**20
+"""Elements up to which rows of different prompts share a call, with a mask for each, and of all masks of a call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Completions of one prompt that share a call of `sdpa`; `size` tokens of the sequence.
+class RowOfTokens(NamedTuple):
+    """A row of a call: `n` tokens of the sequence, from `start` on, after the `n_prompt` ones from `prompt` on.
 
-    rows, width: shape of the call: one row per completion, each after a copy of the prompt's keys, or one row with all
-    completions end to end after a single copy. row_index, token_index: indices that put tokens into padded rows, and
-    that take them out again; None: rows have equal lengths.
-    mask [width, prompt + width]: the tokens that each token attends to; on a CPU the values to add to scores, which
-    `sdpa` would otherwise compute in every layer. None: the prompt's queries precede those of each row, so attention
-    is causal, which takes half the work and no memory for a mask.
+    causal: the prompt's tokens are queries too, so that no mask is needed. Otherwise the `n` tokens are the queries, of
+    one completion or of several (`several`), each of which attends to the prompt and to itself.
     """
 
-    size: int
+    prompt: int
+    n_prompt: int
+    start: int
+    n: int
+    causal: bool
+    several: bool = False
+
+    @property
+    def keys(self) -> int:
+        return self.n_prompt + self.n
+
+    @property
+    def queries(self) -> int:
+        return self.keys if self.causal else self.n
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of `sdpa` for R rows of Q queries and K keys.
+
+    mask [R or 1, 1, Q, K up to a multiple of 8]: values to add to scores. None: attention is causal.
+    """
+
     rows: int
-    width: int
+    queries: int
+    keys: int
     mask: Tensor | None
-    row_index: Tensor | None = None
-    token_index: Tensor | None = None
 
     @classmethod
-    def build(cls, prompt: int, lengths: Sequence[int], device: torch.device, on_cpu: bool) -> Block:
-        size, width = sum(lengths), max(lengths)
-        if not _copies_pay_off(prompt, width):
-            return cls(size, 1, size, _mask(prompt, lengths, device, on_cpu))
-        causal = (width >= prompt and sdpa.prefers_causal(width, on_cpu)) or _mask_is_too_large(prompt, width)
-        mask = None if causal else _mask(prompt, [width], device, on_cpu)
-        block = cls(size, len(lengths), width, mask)
-        if size == len(lengths) * width:
-            return block
-        present = (np.arange(width) < np.array(lengths)[:, None]).flatten()
-        row_index, token_index = (
-            to_device(torch.from_numpy(index), device)
-            for index in (np.where(present, present.cumsum() - 1, 0), np.flatnonzero(present))
-        )
-        return replace(block, row_index=row_index, token_index=token_index)
+    def build(cls, rows: Sequence[RowOfTokens], own_N: Array, device: torch.device) -> tuple[Call, Array, Array]:
+        """The call, its queries [R, Q] and keys [R, K]: tokens of the sequence, and behind them -1 for padding.
 
-    def to_rows(self, states: Tensor) -> Tensor:
-        """Arrange states in rows: [1, heads, size, D] -> [rows, heads, width, D]. No real token attends to padding."""
-        if self.row_index is not None:
-            states = states.index_select(2, self.row_index)
-        return states.view(*states.shape[1:2], self.rows, self.width, states.shape[3]).transpose(0, 1)
-
-    def to_sequence(self, states: Tensor) -> Tensor:
-        """The inverse of `to_rows`: [rows, heads, width, D] -> [1, heads, size, D]."""
-        line = states.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-        return line if self.token_index is None else line.index_select(2, self.token_index)
+        own_N: as of `_mask`.
+        """
+        prompt_R1, n_prompt_R1, start_R1, n_R1 = (np.array(one)[:, None] for one in list(zip(*rows, strict=True))[:4])
+        place_K = np.arange(max(row.keys for row in rows))
+        key_RK = np.where(place_K < n_prompt_R1, prompt_R1 + place_K, start_R1 - n_prompt_R1 + place_K)
+        key_RK = np.where(place_K < n_prompt_R1 + n_R1, key_RK, -1)
+        if rows[0].causal:
+            return cls(len(rows), len(place_K), len(place_K), None), key_RK, key_RK
+        place_Q = np.arange(n_R1.max())
+        query_RQ = np.where(place_Q < n_R1, start_R1 + place_Q, -1)
+        some = [int(n_R1.argmax())] if _is_uniform(rows) else slice(None)
+        mask = to_device(_mask(query_RQ[some], key_RK[some], start_R1[some], own_N), device)
+        return cls(len(rows), len(place_Q), len(place_K), mask), query_RQ, key_RK
 
 
-def _mask(prompt: int, lengths: Sequence[int], device: torch.device, on_cpu: bool) -> Tensor:
-    """The mask [N, prompt + N] of N tokens of completions, end to end after their prompt."""
-    row_N = np.repeat(np.arange(len(lengths)), lengths)
-    own_NN = np.tri(len(row_N), dtype=bool) & (row_N[:, None] == row_N)
-    mask = np.concatenate([np.ones((len(row_N), prompt), dtype=bool), own_NN], 1)
-    if on_cpu:
-        mask = np.where(mask, np.float32(0), np.float32("-inf"))
-    return to_device(torch.from_numpy(mask), device)
+def _mask(query_RQ: Array, key_RK: Array, start_R1: Array, own_N: Array) -> Tensor:
+    """The mask [R, 1, Q, K up to a multiple of 8] of queries, as values to add to scores.
+
+    query_RQ, key_RK: tokens, -1 at padding. start_R1: the first token behind a row's prompt. own_N: the first token of
+    each token's prompt or completion.
+    """
+    query_RQ1, key_R1K = query_RQ[:, :, None], key_RK[:, None]
+    in_prompt_R1K = (key_R1K >= 0) & (key_R1K < start_R1[:, None])
+    attends = in_prompt_R1K | ((key_R1K >= own_N[query_RQ1]) & (key_R1K <= query_RQ1))
+    attends[query_RQ < 0, 0] = True  # otherwise the softmax of padding would be NaN
+    values = np.full((*attends.shape[:2], -(-attends.shape[2] // 8) * 8), -np.inf, np.float32)
+    values[..., : attends.shape[2]][attends] = 0
+    return torch.from_numpy(values[:, None])
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A prompt of `prompt` tokens, followed by its completions in blocks. Without blocks, one causal row."""
-
-    prompt: int
-    blocks: tuple[Block, ...] = ()
+def _is_uniform(rows: Sequence[RowOfTokens]) -> bool:
+    """Whether the mask of the longest row is right for all: padding comes after all tokens that attend."""
+    return not any(row.several for row in rows) and len({row.n_prompt for row in rows}) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of a sequence. on_cpu: call `sdpa` as on a CPU; `grpocli plan` plans for GPUs on a CPU."""
+    """The calls of `sdpa` for a sequence.
 
-    parts: tuple[Segment, ...]
+    query_index, key_index: the tokens of all calls, row by row. output_index: for each token of the sequence, which of
+    these queries it is. on_cpu: call `sdpa` as on a CPU; `grpocli plan` plans for GPUs on a CPU.
+    """
+
+    calls: list[Call]
+    query_index: Tensor
+    key_index: Tensor
+    output_index: Tensor
     on_cpu: bool
 
     @classmethod
     def build(cls, prompts: Sequence[tuple[int, Sequence[int]]], device: torch.device, on_cpu: bool) -> Segments:
         """The segments of prompts: the tokens of each prompt, and of each of its completions, which follow."""
-        parts = []
-        for prompt, lengths in prompts:
-            if len(lengths) == 1:  # a prompt and its only completion are one causal row
-                parts.append(Segment(prompt + lengths[0]))
-                continue
-            found = split_into_blocks(prompt, lengths)
-            blocks = (Block.build(prompt, [lengths[k] for k in block], device, on_cpu) for block in found)
-            parts.append(Segment(prompt, tuple(blocks)))
-        return cls(tuple(parts), on_cpu)
+        lengths = [n for prompt, completions in prompts for n in (prompt, *completions)]
+        own_N = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+        made = [Call.build(rows, own_N, device) for rows in calls_of(list(rows_of(prompts, on_cpu)))]
+        calls, queries, keys = zip(*made, strict=True)
+        query_index, key_index = (np.concatenate([one.flatten() for one in tokens]) for tokens in (queries, keys))
+        output_N = np.zeros(len(own_N), np.int64)
+        output_N[query_index[query_index >= 0]] = np.flatnonzero(query_index >= 0)
+        on_device = [
+            to_device(torch.from_numpy(index.clip(min=0)), device) for index in (query_index, key_index, output_N)
+        ]
+        return cls(list(calls), on_device[0], on_device[1], on_device[2], on_cpu)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
         """query [1, heads, N, D], key and value [1, heads / groups, N, D] -> [1, N, heads, D].
@@ -128,12 +152,82 @@ class Segments:
         how: `dropout_p` and `scale`, as of `sdpa`.
         """
         groups, dtype = query.shape[1] // key.shape[1], compute_dtype(query)
-        if not self.on_cpu:
-            # the rotation of positions has left them in float32; copies of prompts would take twice the memory
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-            return _attend(query, key, value, self.parts, partial(sdpa.on_gpu, groups=groups, how=how))
-        with torch.autocast("cpu", enabled=False):  # `sdpa.on_cpu` chooses the dtype
-            return _attend(query, key, value, self.parts, partial(sdpa.on_cpu, groups=groups, low=dtype, how=how))
+        # on a GPU, the rotation of positions has left them in float32; on a CPU, gradients of copies add up in float32
+        given, dtype_of_copies = query.dtype, torch.float32 if self.on_cpu else dtype
+        with torch.autocast(query.device.type, enabled=False):
+            query, key, value = (states.to(dtype_of_copies) for states in (query, key, value))
+            if self.on_cpu:
+                seen = _attend(query, key, value, self, partial(sdpa.on_cpu, groups=groups, low=dtype, how=how))
+                return seen.to(given)
+            return _attend(query, key, value, self, partial(sdpa.on_gpu, groups=groups, how=how))
+
+
+def rows_of(prompts: Sequence[tuple[int, Sequence[int]]], on_cpu: bool) -> Iterator[RowOfTokens]:
+    """Yield the rows whose queries are all tokens of the prompts and of their completions, see `Segments.build`.
+
+    A completion with at least half of the prompt's tokens has its own row, after a copy of the prompt, which then costs
+    at most twice the completion. A row of shorter ones has at most as many of their tokens as the prompt (or
+    MIN_TOKENS): scores between different completions are computed there and discarded. Where a mask would be slower or
+    too large, the prompt's tokens are queries again.
+    """
+    first = 0
+    for prompt, lengths in prompts:
+        start = first + prompt
+        found: list[RowOfTokens] = []
+        for n in lengths:
+            row = RowOfTokens(first, prompt, start, n, causal=len(lengths) == 1 or _is_causal(prompt, n, on_cpu))
+            if found and (joined := _joined(found[-1], row)):
+                found[-1] = joined
+            else:
+                found.append(row)
+            start += n
+        if not any(row.causal for row in found):
+            yield RowOfTokens(first, 0, first, prompt, causal=True)
+        yield from found
+        first = start
+
+
+def _is_causal(prompt: int, n: int, on_cpu: bool) -> bool:
+    return (n >= prompt and sdpa.prefers_causal(n, on_cpu)) or _mask_is_too_large(prompt, n)
+
+
+def _joined(row: RowOfTokens, other: RowOfTokens) -> RowOfTokens | None:
+    """Both rows in one, if their completions are short."""
+    size = row.n + other.n
+    if any(one.causal or (2 * one.n >= one.n_prompt and not one.several) for one in (row, other)):
+        return None
+    if size > max(row.n_prompt, MIN_TOKENS) or _mask_is_too_large(row.n_prompt, size):
+        return None
+    return row._replace(n=size, several=True)
+
+
+def _mask_is_too_large(prompt: int, tokens: int) -> bool:
+    return tokens * (prompt + tokens) > MAX_MASK_ELEMENTS
+
+
+def calls_of(rows: Sequence[RowOfTokens]) -> Iterator[list[RowOfTokens]]:
+    """The rows of each call: of one kind and of similar size."""
+
+    def kind(row: RowOfTokens) -> tuple[int, ...]:
+        sizes = row.causal, _rounded(row.queries), _rounded(row.keys)
+        if row.causal or row.queries * row.keys <= SMALL_MASK:
+            return sizes
+        return *sizes, row.several, row.n_prompt  # rows that can share a mask
+
+    for _, similar in groupby(sorted(rows, key=kind), kind):
+        some = list(similar)
+        queries, keys = max(row.queries for row in some), max(row.keys for row in some)
+        at_once = KEYS_AT_ONCE // keys
+        if not (some[0].causal or _is_uniform(some)):
+            at_once = min(at_once, MASKS_AT_ONCE // (queries * keys))
+        at_once = max(1, at_once)
+        yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
+
+
+def _rounded(n: int) -> int:
+    """The size up to which rows share calls: multiples of 16, or about a quarter apart."""
+    step = max(16, 1 << max(0, n.bit_length() - 3))
+    return -(-n // step) * step
 
 
 class Attends(Protocol):
@@ -142,38 +236,6 @@ class Attends(Protocol):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
         """The output of attention, as of `Segments.attend`."""
         ...
-
-
-def split_into_blocks(prompt: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of the completions in each block, in order. lengths: tokens of each completion.
-
-    If the longest completion has at least half of the prompt's tokens, a block has completions of similar length, since
-    copies of the prompt then cost at most twice the completions. Otherwise a block has completions with at most as many
-    tokens as the prompt (or MIN_TOKENS): scores between different completions are computed there and discarded. A
-    completion whose mask would be too large is a block with a copy.
-    """
-    found: list[list[int]] = []
-    for number in range(len(lengths)):
-        if not found or not _fits_block(prompt, [lengths[k] for k in (*found[-1], number)]):
-            found.append([])
-        found[-1].append(number)
-    return found
-
-
-def _fits_block(prompt: int, lengths: Sequence[int]) -> bool:
-    rows, size = len(lengths) * max(lengths), sum(lengths)
-    if _copies_pay_off(prompt, max(lengths)):
-        return rows - size <= MAX_PADDING * rows
-    return size <= max(prompt, MIN_TOKENS) and not _mask_is_too_large(prompt, size)
-
-
-def _copies_pay_off(prompt: int, longest: int) -> bool:
-    """Whether each completion gets a copy of the prompt's keys and values."""
-    return 2 * longest >= prompt or _mask_is_too_large(prompt, longest)
-
-
-def _mask_is_too_large(prompt: int, tokens: int) -> bool:
-    return tokens * (prompt + tokens) > MAX_MASK_ELEMENTS
 
 
 def attend(
@@ -204,34 +266,35 @@ def attend(
     return segments.attend(query, key, value, {"dropout_p": dropout, "scale": scaling}), None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], call: sdpa.Kernel) -> Tensor:
-    sizes = [n for segment in segments for n in (segment.prompt, *(block.size for block in segment.blocks))]
-    queries, keys, values = (iter(states.split(sizes, 2)) for states in (query, key, value))
+def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, call: sdpa.Kernel) -> Tensor:
+    """The output [1, N, heads, D] of states in the dtype in which copies are made."""
+    calls, heads, size = segments.calls, query.shape[1], query.shape[3]
+
+    def rows(states: Tensor, index: Tensor, lengths: list[int]) -> Iterator[Tensor]:
+        """The states [R, heads, tokens, D] of each call. lengths: tokens of a row in each call."""
+        copied = _gathered(states[0].transpose(0, 1).flatten(1), index)
+        parts = copied.split([one.rows * n for one, n in zip(calls, lengths, strict=True)])
+        return (
+            part.view(one.rows, -1, *states.shape[1::2]).transpose(1, 2) for part, one in zip(parts, calls, strict=True)
+        )
+
+    n_queries, n_keys = [one.queries for one in calls], [one.keys for one in calls]
+    queries = rows(query, segments.query_index, n_queries)
+    keys, values = (rows(states, segments.key_index, n_keys) for states in (key, value))
     outputs = []
-    for segment in segments:
-        query_P, key_P, value_P = next(queries), next(keys), next(values)
-        outputs.append(call(query_P, key_P, value_P, None))
-        for block in segment.blocks:
-            outputs.append(
-                _attend_block(block, (query_P, key_P, value_P), (next(queries), next(keys), next(values)), call)
-            )
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous()
+    for one, query_RQ, key_RK, value_RK in zip(calls, queries, keys, values, strict=True):
+        if one.mask is not None:
+            one.mask = one.mask.to(query.dtype)  # once for all layers
+        mask = None if one.mask is None else one.mask[..., : one.keys]
+        outputs.append(call(query_RQ, key_RK, value_RK, mask).transpose(1, 2).reshape(-1, heads * size))
+    return _gathered(torch.cat(outputs), segments.output_index).view(1, -1, heads, size)
 
 
-def _attend_block(
-    block: Block, prompt: tuple[Tensor, Tensor, Tensor], own: tuple[Tensor, Tensor, Tensor], call: sdpa.Kernel
-) -> Tensor:
-    """The output of a block. prompt, own: query, key and value [1, heads, N, D]."""
-    query, key, value = (block.to_rows(states) for states in own)
-    query_P, key_P, value_P = prompt
-    if block.mask is None:
-        query = _after_prompt(query_P, query)
-    seen = call(query, _after_prompt(key_P, key), _after_prompt(value_P, value), block.mask)
-    return block.to_sequence(seen[:, :, -block.width :])
-
-
-def _after_prompt(prompt: Tensor, rows: Tensor) -> Tensor:
-    return torch.cat([prompt.expand(len(rows), -1, -1, -1), rows], 2)
+def _gathered(states_NE: Tensor, index: Tensor) -> Tensor:
+    """The states of some tokens. Gradients of a token's copies are summed in a fixed order on every device."""
+    if states_NE.device.type == "cpu":
+        return states_NE.index_select(0, index)
+    return torch.nn.functional.embedding(index, states_NE)
 
 
 def register(in_graphs: bool = True) -> None:

@@ -8,47 +8,59 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grpocli.models import sdpa
 from grpocli.models import shared_prompt_attention as attention
-from grpocli.models.shared_prompt_attention import Block, Segment, Segments, split_into_blocks
+from grpocli.models.shared_prompt_attention import Segments, calls_of, rows_of
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE = 4, 2, 8
+PROMPTS: dict[str, list[tuple[int, list[int]]]] = {
+    "equal": [(3, [7, 7, 7])],
+    "similar": [(3, [7, 6, 7, 6])],
+    "alone": [(6, [6])],
+    "short": [(9, [4, 2, 3])],
+    "short and long": [(40, [30, 3, 4, 19, 2])],
+    "as long as the prompt": [(4, [18, 18])],
+    "a batch": [(5, [3, 8, 1]), (6, [2, 2, 7]), (1, [20, 17]), (30, [4, 4, 4]), (31, [5, 4]), (2, [])],
+}
 
 
-def test_a_block_has_rows_of_similar_length_or_many_short_ones() -> None:
-    assert split_into_blocks(12, [64] * 8) == [list(range(8))]
-    assert split_into_blocks(12, [100, 90, 60, 40]) == [[0, 1, 2], [3]]
-    assert split_into_blocks(12, [40, 8, 8, 8]) == [[0], [1, 2, 3]]
-    assert split_into_blocks(200, [150] * 64) == [list(range(64))]
-    assert split_into_blocks(512, [32] * 20) == [list(range(16)), [16, 17, 18, 19]]
-    assert split_into_blocks(100, [40, 40, 40, 40]) == [[0, 1, 2], [3]]
-    assert split_into_blocks(5, [0, 3]) == [[0], [1]]
-    assert split_into_blocks(5, []) == []
+def kinds(prompt: int, lengths: list[int], on_cpu: bool = True) -> list[tuple[int, int, bool]]:
+    """Tokens before each row's own, and its own; whether several completions are in it."""
+    return [(row.n_prompt, row.n, row.several) for row in rows_of([(prompt, lengths)], on_cpu)]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "lengths", "rows", "filled"),
-    [
-        (3, [7, 7, 7], 3, False),
-        (3, [7, 6, 7, 6], 4, True),
-        (6, [6], 1, False),
-        (9, [7, 6], 2, True),
-        (9, [4, 2, 3], 1, False),
-        (1, [20, 17], 2, True),
-    ],
-)
+def test_a_row_is_a_completion_after_its_prompt_or_several_short_ones() -> None:
+    assert kinds(12, [64, 8, 6]) == [(0, 12, False), (12, 64, False), (12, 8, False), (12, 6, False)]
+    assert kinds(512, [32] * 20) == [(0, 512, False), (512, 512, True), (512, 128, True)]
+    assert kinds(100, [40] * 4) == [(0, 100, False), (100, 120, True), (100, 40, False)]
+    assert kinds(40, [30, 3, 4, 25]) == [(0, 40, False), (40, 30, False), (40, 7, True), (40, 25, False)]
+    assert kinds(5, [3]) == [(5, 3, False)], "a prompt and its only completion are one causal row"
+    assert kinds(5, []) == [(0, 5, False)]
+    assert kinds(4, [9, 2], on_cpu=False) == [(4, 9, False), (4, 2, False)], "the first row has the prompt's queries"
+
+
+def test_rows_of_like_size_share_a_call() -> None:
+    default = [(n, [4, 5, 6, 8] * 2) for n in (5, 6, 7)]
+    assert [len(rows) for rows in calls_of(list(rows_of(default, on_cpu=True)))] == [24, 3]
+    long = [(400, [400, 390, 210, 205]), (390, [420, 410])]
+    assert [[row.n for row in rows] for rows in calls_of(list(rows_of(long, on_cpu=True)))] == [
+        [210, 205],
+        [420, 410],
+        [400, 390],
+        [400, 390],
+    ]
+
+
+@pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("masked", [512, 0], ids=["masks", "causal"])
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
 def test_each_completion_attends_as_a_separate_row(
-    prompt: int, lengths: list[int], rows: int, filled: bool, masked: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    prompts: list[tuple[int, list[int]]], masked: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "MASKED", masked)
-    block = Block.build(prompt, lengths, CPU, on_cpu)
-    assert (block.rows, block.row_index is not None) == (rows, filled)
-    assert (block.mask is None) == (max(lengths) >= prompt and not (masked and on_cpu))
-    states = _states(prompt + sum(lengths))
-    segments = Segments((Segment(prompt, (block,)),), on_cpu)
+    states = _states(sum(prompt + sum(lengths) for prompt, lengths in prompts))
+    segments = Segments.build(prompts, CPU, on_cpu)
     found, _ = attention.attend(torch.nn.Identity(), *states, None, segments)
-    expected = _alone(*states, prompt, lengths)
+    expected = _alone(*states, prompts)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     weight = torch.randn(found.shape)
     for one, other in zip(
@@ -59,31 +71,33 @@ def test_each_completion_attends_as_a_separate_row(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("prompt", "lengths"), [(9, [4, 2, 3]), (9, [7, 6]), (40, [5] * 12)])
-def test_no_mask_is_larger_than_its_limit(prompt: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without masks, or with smaller ones, completions attend as before."""
-    states = _states(prompt + sum(lengths))
-    for most in (0, 300, 10_000):
+@pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
+def test_no_mask_is_larger_than_its_limit(
+    prompts: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without masks, or with smaller ones and in more calls, completions attend as before."""
+    states = _states(sum(prompt + sum(lengths) for prompt, lengths in prompts))
+    for most, at_once in ((0, 1), (300, 30), (10_000, 100)):
         monkeypatch.setattr(attention, "MAX_MASK_ELEMENTS", most)
-        parts = [[lengths[k] for k in block] for block in split_into_blocks(prompt, lengths)]
-        blocks = tuple(Block.build(prompt, part, CPU, on_cpu=True) for part in parts)
-        assert all(block.mask is None or block.mask.numel() <= most for block in blocks)
-        segments = Segments((Segment(prompt, blocks),), on_cpu=True)
+        monkeypatch.setattr(attention, "MASKS_AT_ONCE", most)
+        monkeypatch.setattr(attention, "KEYS_AT_ONCE", at_once)
+        segments = Segments.build(prompts, CPU, on_cpu=True)
+        assert all(one.mask is None or one.mask[..., : one.keys].numel() <= most for one in segments.calls)
+        assert all(one.rows == 1 or one.rows * one.keys <= at_once for one in segments.calls)
         found, _ = attention.attend(torch.nn.Identity(), *states, None, segments)
-        torch.testing.assert_close(found, _alone(*states, prompt, lengths), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, _alone(*states, prompts), rtol=1e-5, atol=1e-6)
 
 
-def test_filler_is_never_attended_to() -> None:
-    block = Block.build(2, [5, 4], CPU, on_cpu=True)
-    query, key, value = (states.detach() for states in _states(2 + 9))
-    segments = Segments((Segment(2, (block,)),), on_cpu=True)
+def test_no_token_attends_to_padding_or_to_another_completion() -> None:
+    prompts = [(2, [5, 4]), (1, [3, 3])]
+    query, key, value = (states.detach() for states in _states(18))
+    segments = Segments.build(prompts, CPU, on_cpu=True)
+    assert [(one.rows, one.queries, one.keys) for one in segments.calls] == [(4, 5, 7), (2, 2, 2)]
     before, _ = attention.attend(torch.nn.Identity(), query, key, value, None, segments)
-    assert block.row_index is not None
-    assert block.row_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0], "the second row ends with the first row's first"
-    value[:, :, 2] = 100.0
+    value[:, :, 2] = 100.0  # the first token of the first completion
     after, _ = attention.attend(torch.nn.Identity(), query, key, value, None, segments)
-    assert torch.equal(before[:, -4:], after[:, -4:])
-    assert not torch.equal(before[:, 2:7], after[:, 2:7])
+    changed = (before != after).flatten(2).any(2)[0].tolist()
+    assert changed == [2 <= token < 7 for token in range(18)]
 
 
 def _states(tokens: int) -> list[torch.Tensor]:
@@ -93,14 +107,17 @@ def _states(tokens: int) -> list[torch.Tensor]:
 
 
 def _alone(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompt: int, lengths: list[int]
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompts: list[tuple[int, list[int]]]
 ) -> torch.Tensor:
     """The output [1, N, heads, D], with every completion computed as a separate row."""
-    parts, start = [], prompt
-    for length in [0, *lengths]:
-        which = [*range(prompt), *range(start, start + length)]
-        row = [states[:, :, which] for states in (query, key, value)]
-        out = scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)
-        parts.append(out[:, :, prompt:] if length else out)
-        start += length
+    parts, first = [], 0
+    for prompt, lengths in prompts:
+        start = first + prompt
+        for length in [0, *lengths]:
+            which = [*range(first, first + prompt), *range(start, start + length)]
+            row = [states[:, :, which] for states in (query, key, value)]
+            out = scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)
+            parts.append(out[:, :, prompt:] if length else out)
+            start += length
+        first = start
     return torch.cat(parts, 2).transpose(1, 2)

@@ -213,7 +213,7 @@ def test_a_group_larger_than_a_micro_batch_is_split() -> None:
 
 @pytest.mark.parametrize("groups", ["ragged", "a row without tokens"])
 def test_the_gpu_attention_gives_the_same_update(model, world, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU masks are boolean, and keys are repeated for the heads that share them."""
+    """On a GPU keys are repeated for the heads that share them where there is a mask."""
     monkeypatch.setattr(attention, "MIN_TOKENS", 8)
     rows, calls = rows_of(GROUPS[groups]), []
     plain = updated(model, world, rows, ALGORITHMS["grpo"], packed=False, skips=False)
@@ -222,7 +222,7 @@ def test_the_gpu_attention_gives_the_same_update(model, world, groups: str, monk
         sdpa, "on_gpu", lambda *args, real=sdpa.on_gpu, **others: calls.append(args) or real(*args, **others)
     )
     one = updated(model, world, rows, ALGORITHMS["grpo"], packed=True, skips=True)
-    assert {None if args[3] is None else args[3].dtype for args in calls} == {None, torch.bool}
+    assert {None if args[3] is None else args[3].dtype for args in calls} == {None, torch.float32}
     for found, expected in zip(one.gradients, plain.gradients, strict=True):
         assert (found - expected).norm() <= 1e-5 * expected.norm()
 
@@ -336,7 +336,7 @@ def test_a_wrong_attention_is_detected_in_an_untrained_model(
 
 
 def test_attention_with_further_arguments_is_refused() -> None:
-    states, segments = torch.ones(1, 2, 3, 4), attention.Segments((attention.Segment(3),), on_cpu=True)
+    states, segments = torch.ones(1, 2, 3, 4), attention.Segments.build([(3, [])], torch.device("cpu"), on_cpu=True)
     module = torch.nn.Identity()
     attention.attend(module, states, states, states, torch.zeros(1, 1, 1, 1), segments)
     with pytest.raises(ValueError, match="a mask of the model"):
