@@ -18,7 +18,7 @@ TESTS := $(BIN)/python $(PYTEST)
 FAST := "not (processes or vllm or browser or slow or survival or slurm or zero or parity)"
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test-fast test test-survival test-slurm test-zero test-newest test-oldest test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu gpu-proof gpu-carry clean
+.PHONY: help train test-fast test test-survival test-slurm test-zero test-newest test-oldest test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-operations bench-gpu gpu-proof gpu-carry clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -127,6 +127,9 @@ bench-limit: setup ## time updates beside the bare model's, and write docs/bench
 
 bench-savings: setup ## time updates with and without each optimization, and write docs/benchmarks.md
 	$(BIN)/python bench/side_by_side/optimizations.py $(ARGS)
+
+bench-operations: setup ## count the operations and launches of an update on GPUs, on any machine (ARGS="built-in --where 20")
+	$(BIN)/python bench/operations.py $(ARGS)
 
 bench-gpu: ## on a machine with a GPU, and torch, transformers and accelerate for PYTHON: the same on models of 0.5B and 1.5B parameters
 	@for package in torch transformers accelerate; do $(PYTHON) -c "import $$package" 2>/dev/null || \
