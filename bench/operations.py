@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +34,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.profiler import ProfilerConfig, ProfilerState
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -64,6 +66,7 @@ ALLOCATIONS = (
 )
 PINNED = ("is_pinned", "pin_memory", "_pin_memory", "empty", "copy_")
 """The operations of `Tensor.pin_memory`, which a machine without a GPU does not have."""
+OWN_CODE = re.compile("/(?:grpocli|transformers/models)/(.*)")
 NESTED_IN_ATTENTION = {True: 25, False: 36}
 """Operations within a call of `sdpa` and within its backward pass, on a GPU or not: of two updates profiled on an H100
 (50,076 operations of the built-in model and 171,049 of 0.5B, commit 5cce571c), and of the default run on a CPU.
@@ -101,7 +104,7 @@ class Counted(TorchDispatchMode):
             torch._C._autograd._enable_record_function(True)
 
     def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if function.namespace != "aten":  # a tensor's device, and marks of the profiler
+        if function.namespace in ("prim", "profiler"):  # a tensor's device; marks
             return function(*args, **kwargs)
         to_gpu = getattr(kwargs.get("device"), "type", "cpu") == "cuda"
         ours = any(isinstance(one, FakeTensor) for one in tree_leaves((args, kwargs)))
@@ -112,13 +115,17 @@ class Counted(TorchDispatchMode):
         if function is aten._local_scalar_dense.default and ours:
             self.count(function, args, kwargs, 0)
             return 1.0 if args[0].is_floating_point() else 1
-        if function is aten.equal.default and ours:
+        if function is aten.equal.default and ours:  # of a trial at the start
             return True
+        if (
+            function is aten.index.Tensor and ours and getattr(args[1][0], "dtype", None) == torch.bool
+        ):  # of a trial, too
+            return args[0].reshape(-1)
         with nullcontext() if ours or to_gpu else unset_fake_temporarily():
             result = function(*args, **kwargs)
         copied = to_gpu and not ours and function is aten._to_copy.default
         on_gpu = (ours or to_gpu) and self.gpu and not copied
-        self.count(function, args, kwargs, int(on_gpu and is_kernel(name_of(function))))
+        self.count(function, args, kwargs, int(on_gpu and runs_kernel(function)))
         return result
 
     def count(self, function: Any, args: Any, kwargs: Any, launched: int) -> None:
@@ -137,6 +144,19 @@ class Counted(TorchDispatchMode):
             if function not in self.samples:
                 with unset_fake_temporarily():
                     self.samples[function] = tree_map(on_meta, (args, kwargs))
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """A block that makes fake tensors."""
+        self.inside += 1
+        with _disable_current_modes():
+            yield
+        self.inside -= 1
+
+    def launched(self) -> None:
+        """A kernel of Triton is called, which no dispatcher sees."""
+        if self.counting:
+            self.found.launches += 1
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.counting:
@@ -163,14 +183,15 @@ def is_kernel(name: str) -> bool:
     return not any(one is not None and not one.is_write for one in views) and not name.startswith(ALLOCATIONS)
 
 
-def name_of(function: Any) -> str:
-    return str(function._schema.name).removeprefix("aten::")
+def runs_kernel(function: Any) -> bool:
+    return function.namespace != "aten" or is_kernel(function._schema.name.removeprefix("aten::"))
 
 
 @cache
 def nests(function: Any) -> bool:
     """Whether an operation consists of others, on every device."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeExplicitAutograd")
+    key = "CompositeExplicitAutograd"
+    return function.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key)
 
 
 def recorded(call: Any) -> list[str]:
@@ -189,15 +210,13 @@ def recorded(call: Any) -> list[str]:
 
 
 def place() -> str:
-    """The line of grpocli, or the operation whose backward pass it is."""
+    """The line of grpocli or of the model, or the operation whose backward pass it is."""
     if node := torch._C._current_autograd_node():
         return f"backward: {node.name()}"
     frame: Any = sys._getframe(3)
-    while frame and "/grpocli/" not in frame.f_code.co_filename:
+    while frame and not (found := OWN_CODE.search(frame.f_code.co_filename)):
         frame = frame.f_back
-    return (
-        f"{frame.f_code.co_filename.split('/grpocli/')[-1]}:{frame.f_lineno} {frame.f_code.co_name}" if frame else "?"
-    )
+    return f"{found[1]}:{frame.f_lineno} {frame.f_code.co_name}" if frame else "?"
 
 
 @contextmanager
@@ -233,6 +252,10 @@ def standing_in(mode: Counted) -> Iterator[None]:
             put(torch, "get_autocast_dtype", lambda device: dtype(device.replace("cuda", "cpu")))
             put(torch.utils._foreach_utils, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"])
             put(flex_attention, "_kernel", lambda: attention)
+            if find_spec("triton"):
+                from triton.runtime.jit import JITFunction
+
+                put(JITFunction, "run", lambda *_, **__: mode.launched())
         yield
 
 
@@ -286,7 +309,7 @@ def counted(name: str, gpu: bool = True, layers: int | None = None, overrides: S
     mode, device = Counted(fake, gpu), GPU if gpu else CPU
 
     def model(*_: Any, **__: Any) -> Any:
-        with fake:
+        with mode.making(), fake:
             made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         made.to = lambda *_, **__: made
         return made
@@ -300,8 +323,7 @@ def counted(name: str, gpu: bool = True, layers: int | None = None, overrides: S
         for note in build.choose_layout(run, world, updater.policy, updater.reference):
             print(note, file=sys.stderr)
         rows, groups = rows_of(name)
-        updater.train_step(rows, groups, 1)
-        rows, groups = rows_of(name)
+        updater.train_step([row for row in rows_of(name)[0] if row.group == 0], 1, 1)  # makes the optimizer's state
         mode.counting, found = True, mode.found
         names = recorded(partial(updater.train_step, rows, groups, 2))
         found.operations += len(names)
@@ -313,11 +335,28 @@ def counted(name: str, gpu: bool = True, layers: int | None = None, overrides: S
     return found
 
 
+def of_all_layers(name: str, gpu: bool = True, overrides: Sequence[str] = ()) -> Found:
+    """The counts of a workload's update, from models of one and of two layers: each further layer adds as many."""
+    layers = config_of(name, None)[1].num_hidden_layers
+    one, two = (counted(name, gpu, number, overrides) for number in (1, 2))
+
+    def at(first: Any, second: Any) -> Any:
+        return first + (layers - 1) * (second - first)
+
+    return Found(
+        *(at(getattr(one, key), getattr(two, key)) for key in ("operations", "dispatched", "launches")),
+        *(
+            Counter({text: at(a[text], b[text]) for text in a | b})
+            for a, b in ((one.calls, two.calls), (one.places, two.places))
+        ),
+    )
+
+
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("words", nargs="*", metavar="WORKLOAD | KEY=VALUE")
     cli.add_argument("--path", choices=("gpu", "cpu"))
-    cli.add_argument("--layers", type=int)
+    cli.add_argument("--layers", type=int, help="count a model of so many, instead of extending one and two layers")
     cli.add_argument("--where", type=int, default=0, metavar="N")
     args = cli.parse_intermixed_args()
     overrides = [word for word in args.words if "=" in word]
@@ -325,7 +364,8 @@ def main() -> None:
     print("| update, path | operations | dispatched | launches |\n|---|---|---|---|")
     for name in names:
         for path in [args.path] if args.path else ["gpu", "cpu"]:
-            found = counted(name, path == "gpu", args.layers, overrides)
+            gpu = path == "gpu"
+            found = counted(name, gpu, args.layers, overrides) if args.layers else of_all_layers(name, gpu, overrides)
             launched = f"{found.launches:,}" if path == "gpu" else ""
             print(f"| {name}, {path} | {found.operations:,} | {found.dispatched:,} | {launched} |", flush=True)
             for kind in (found.places, found.calls) if args.where else ():
