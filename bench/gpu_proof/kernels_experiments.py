@@ -375,7 +375,8 @@ def flex_and_sdpa(setting: Setting) -> Measured:
         for layout in (Packed, FlexPacked):
             policy = little_policy(setting.device, dtype)
             policy.packed = layout
-            assert pack(policy, None), layout.__name__
+            assert pack(policy, None)
+            assert policy.packed is layout
             both.append(scored(policy, [rows], layout))
             ms.append(typical_ms(partial(scored, policy, [rows], layout), setting.device))
         found |= beside(both[1], both[0], dtype) | {f"ms_{dtype}": ms, f"time_{dtype}": ms[1] / ms[0]}

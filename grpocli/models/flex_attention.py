@@ -7,7 +7,8 @@ not empty, and has a function that decides for each pair of tokens in a tile tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,10 @@ class TiledMask:
         mask = _block_mask(spans_S4, device)
         return cls(mask, _dense(mask, device) if on_cpu else None)
 
+    def dense_form(self) -> TiledMask:
+        """The same without the kernel."""
+        return replace(self, dense=_dense(self.mask, self.mask.kv_num_blocks.device))
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
         """query [1, heads, N, D], key and value [1, heads / groups, N, D] -> [1, N, heads, D].
 
@@ -58,17 +63,20 @@ class TiledMask:
             elif how["dropout_p"]:
                 raise ValueError("flex_attention does not support dropout")
             else:
-                query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-                out = _kernel()(
-                    query,
-                    key,
-                    value,
-                    block_mask=self.mask,
-                    scale=how["scale"],
-                    enable_gqa=True,
-                    kernel_options=KERNEL,
-                )
+                how = {"block_mask": self.mask, "scale": how["scale"], "enable_gqa": True, "kernel_options": KERNEL}
+                out = _call(query.to(dtype), key.to(dtype), value.to(dtype), how)
         return out.transpose(1, 2).contiguous()
+
+
+def _call(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
+    """The kernel's output. Alone, it has one graph for states with a gradient, without, and for a mixture (LoRA)."""
+    if torch.compiler.is_compiling():
+        return _kernel()(query, key, value, **how)
+    has_gradient = torch.is_grad_enabled()
+    with torch.enable_grad():
+        states = (one if one.requires_grad else one.detach().requires_grad_() for one in (query, key, value))
+        out = _kernel()(*states, **how)
+    return out if has_gradient else out.detach()
 
 
 @cache
@@ -78,6 +86,17 @@ def _kernel() -> Callable[..., Tensor]:
 
     compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return compiled
+
+
+def for_any_size() -> AbstractContextManager[None]:
+    """A block in which torch compiles graphs for sizes that are equal by chance, such as two tiles and two heads.
+
+    Otherwise they would be compiled again for a micro-batch in which these differ.
+    """
+    from torch.fx.experimental import _config
+
+    block: AbstractContextManager[None] = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    return block
 
 
 def _spans(prompts: Sequence[tuple[int, Sequence[int]]]) -> Iterator[tuple[int, int, int, int]]:

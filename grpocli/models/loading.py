@@ -36,6 +36,11 @@ PACKING = (None, "sdpa", FLEX)
 """Values of model.attention with which rows are packed."""
 
 
+def takes_flex(attention: str | None, gpu: bool) -> bool:
+    """Whether packed rows try flex attention. attention: `model.attention`."""
+    return attention == FLEX or (attention is None and gpu)
+
+
 @section("model")
 class ModelPart:
     """Base class of the config group `model`."""
@@ -47,7 +52,7 @@ class ModelPart:
     model.dtype; null: logits rounded to model.dtype, which is faster and less exact."""
     attention: str | None = None
     """Attention of transformers, such as `sdpa`, `flash_attention_2` or `eager`; `flex_attention`: one call a layer for
-    packed rows; null: the default of transformers."""
+    packed rows; null: that on a GPU, where its trial passes, otherwise the default of transformers."""
     attn_implementation: str | None = None
     """Former name of model.attention, which is still read."""
     compile: bool = False

@@ -134,8 +134,9 @@ def _takes_packed(run: Run, size: ModelSize) -> bool:
 
 def _micro_batch(run: Run, resources: Resources, packed: bool) -> tuple[MicroBatchShape, int]:
     """The largest micro-batch of a process, or of those that share it, and micro-batches per update, as in training."""
+    from grpocli.models.loading import takes_flex
     from grpocli.plan.trace import MicroBatchShape
-    from grpocli.training.packing import Layout, Packed, Padded
+    from grpocli.training.packing import FlexPacked, Layout, Packed, Padded
     from grpocli.types import Row
 
     rollout, train = run.rollout, run.train
@@ -145,12 +146,12 @@ def _micro_batch(run: Run, resources: Resources, packed: bool) -> tuple[MicroBat
     rows = [
         Row(one, ids, ids, 0.0, number, []) for number, one in enumerate(prompts) for _ in range(rollout.group_size)
     ]
-    layout: type[Layout] = Packed if packed else Padded
+    flex = packed and resources.gpu and takes_flex(run.model.attention, resources.gpu)
+    layout: type[Layout] = FlexPacked if flex else Packed if packed else Padded
     shared_by = run.hardware.context_parallel
     dealt = layout.deal(rows, max(1, resources.trainers // shared_by))
     shares = [layout.pack(share, train.micro_batch_tokens * shared_by) for share in dealt]
     largest = max((batch for share in shares for batch in share), key=layout.size)
     counts = Counter(row.group for row in largest)
-    return MicroBatchShape(tuple(counts.values()), prompt, completion, packed, resources.gpu), max(
-        len(share) for share in shares
-    )
+    shape = MicroBatchShape(tuple(counts.values()), prompt, completion, packed, resources.gpu, flex)
+    return shape, max(len(share) for share in shares)

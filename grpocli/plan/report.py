@@ -120,9 +120,8 @@ def assumptions(plan: Plan) -> list[str]:
         _efficiency(plan.resources.kind),
     ]
     if plan.resources.gpu:
-        found.append(
-            f"weights are sent at {LINK / 1e9:g} GB/s; attention keeps the tensors that torch's sdpa keeps on a CPU"
-        )
+        kept = "" if plan.rows.flex else "; attention keeps the tensors that torch's sdpa keeps on a CPU"
+        found.append(f"weights are sent at {LINK / 1e9:g} GB/s{kept}")
     if plan.run.algorithm.keep.max_rounds > 1:
         found.append("one round of sampling; algorithm.keep=dynamic may need more")
     if plan.resources.gpu and plan.resources.trainers > 1:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.frozen_linear import multiply
 from grpocli.models.loading import checkpoint_activations
@@ -26,7 +27,7 @@ from grpocli.plan.resources import shares_weights
 from grpocli.training.activation_offload import ActivationOffload
 from grpocli.training.logprobs import completion_logp, marked, output_head
 from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing import Packed, Padded
+from grpocli.training.packing import FlexPacked, Packed, Padded
 from grpocli.types import Row
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class MicroBatchShape:
     """A micro-batch of completions of full length.
 
     groups: completions of each prompt. prompt, completion: tokens. packed: rows lie end to end, and each prompt is
-    computed once.
+    computed once. flex: attention over them is `flex_attention`'s, on a GPU.
     """
 
     groups: tuple[int, ...]
@@ -53,6 +54,7 @@ class MicroBatchShape:
     completion: int
     packed: bool
     gpu: bool = False
+    flex: bool = False
 
     @property
     def rows(self) -> int:
@@ -168,7 +170,7 @@ def _micro_batch_bytes(
     if shape.packed:
         attention.enable(model, shape.prompt + shape.completion)
     quantized = bool(getattr(run.model, "quantization", None))
-    with fake, _fake_experts():
+    with fake, _fake_kernels():
         quantize(model, run.model, dtype)
         _fake_weights(model, dtype if shares_weights(run) else torch.float32, frozen=dtype if quantized else None)
         if run.train.gradient_checkpointing:
@@ -198,19 +200,22 @@ def _micro_batch_bytes(
 
 
 @contextmanager
-def _fake_experts() -> Iterator[None]:
-    """A block in which a mixture's experts multiply fake tensors of any dtype; torch's product takes only bfloat16."""
+def _fake_kernels() -> Iterator[None]:
+    """A block with kernels for fake tensors: of flex attention, and of a mixture's experts in any dtype.
+
+    torch has no backward pass of the one on a CPU, and the other's product takes only bfloat16.
+    """
     from transformers.integrations import moe
 
     def product(input: Tensor, weight: Tensor, offs: Tensor) -> Any:
         return _GroupedProduct.apply(input, weight, offs)  # type: ignore[no-untyped-call]
 
-    before = moe._grouped_mm
-    moe._grouped_mm = product
+    before = moe._grouped_mm, flex_attention._kernel
+    moe._grouped_mm, flex_attention._kernel = product, lambda: _FlexAttention.call  # type: ignore[assignment]
     try:
         yield
     finally:
-        moe._grouped_mm = before
+        moe._grouped_mm, flex_attention._kernel = before
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -225,6 +230,26 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights = ctx.saved_tensors
         return torch.empty_like(rows), torch.empty_like(weights), None
+
+
+class _FlexAttention(torch.autograd.Function):
+    """The shapes and saved tensors of flex attention."""
+
+    @classmethod
+    def call(cls, *states: Tensor, **how: Any) -> Tensor:
+        output: Tensor = cls.apply(*states)  # type: ignore[no-untyped-call]
+        return output
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(state) for state in ctx.saved_tensors[:3])
 
 
 def _ends_with_its_head(model: torch.nn.Module) -> bool:
@@ -301,8 +326,9 @@ def _batch(shape: MicroBatchShape) -> MicroBatch:
         for _ in range(group)
     ]
     cpu = torch.device("cpu")
-    batch = MicroBatch.build(made, cpu, Packed if shape.packed else Padded)
-    return replace(batch, layout=Packed.build(made, cpu, on_cpu=not shape.gpu)) if shape.packed else batch
+    batch = MicroBatch.build(made, cpu)
+    layout = FlexPacked if shape.flex else Packed
+    return replace(batch, layout=layout.build(made, cpu, on_cpu=not shape.gpu)) if shape.packed else batch
 
 
 def _with_mask(batch: MicroBatch, shape: MicroBatchShape) -> MicroBatch:

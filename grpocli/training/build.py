@@ -23,6 +23,7 @@ from grpocli.models.loading import (
     load_model,
     load_policy,
     load_tokenizer,
+    takes_flex,
 )
 from grpocli.models.lora import trained_share
 from grpocli.progress import Progress, Watch
@@ -220,14 +221,18 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
         find_head(teacher, world)
     if not find_head(policy, world):
         yield "all logits of a micro-batch are kept: this model changes what its output head returns"
-    if run.train.packed and not pack(policy, reference, world, run.rollout.longest_row):
-        if run.model.attention == FLEX:
+    if run.train.packed:
+        wanted, packs = policy.packed, pack(policy, reference, world, run.rollout.longest_row)
+        if run.model.attention == FLEX and not (packs and policy.packed is FlexPacked):
             problem = "needs full attention in every layer, and a kernel whose two passes run with the right log-probs"
             raise ConfigError(problem, key="model.attention", value=FLEX, hint="set it to null")
-        if world.context_parallel:
+        if not packs and world.context_parallel:
             key, size = "hardware.context_parallel", world.context_parallel.size
             raise ConfigError(_why_padded(run), key=key, value=size, hint="set it to 1")
-        yield f"micro-batches are padded: {_why_padded(run)}"
+        if not packs:
+            yield f"micro-batches are padded: {_why_padded(run)}"
+        elif policy.packed is not wanted:
+            yield f"attention is sdpa's: torch's {FLEX} failed its trial on this GPU, see run.log"
     if run.model.attention == FLEX and policy.layout(_update_sampling(run)) is Padded:
         why = "a repetition penalty" if run.train.packed else "train.packed=false"
         yield f"model.attention={FLEX} is not used: rows are padded ({why})"
@@ -275,7 +280,7 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, 
     wrapped, optimizer = world.parallel.prepare(model, dtype, partial(make_optimizer, run.optim))
     policy = Policy(model, wrapped, dtype, world.parallel)
     policy.offloads, policy.shared_with = run.train.activation_offload, world.context_parallel
-    policy.packed = FlexPacked if run.model.attention == FLEX else Packed
+    policy.packed = FlexPacked if takes_flex(run.model.attention, world.device.type == "cuda") else Packed
     return policy, optimizer
 
 

@@ -62,7 +62,12 @@ class SequenceShard(Packed):
     @classmethod
     def pack(cls, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
         """Micro-batches of which each process has at most max_tokens tokens."""
-        return Packed.pack(rows, max_tokens * cls.processes.size)
+        return cls.layout.pack(rows, max_tokens * cls.processes.size)
+
+    @classmethod
+    def size(cls, rows: Sequence[Row]) -> int:
+        """The number of tokens that all processes together compute."""
+        return cls.layout.size(rows)
 
     def targets(self, completion_ids_BT: Tensor) -> Tensor:
         """This process's target tokens [N], and filler."""

@@ -7,10 +7,12 @@ unfused form of the operator; the tiles of the mask, which only kernels read, ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
@@ -18,6 +20,7 @@ from grpocli.models import flex_attention as flex
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.flex_attention import TiledMask
 from grpocli.models.shared_prompt_attention import Segments
+from grpocli.training.packing import FlexPacked
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE = 4, 2, 16
@@ -39,10 +42,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "MIN_TOKENS", 8)
 
 
-def states(prompts: Prompts) -> list[torch.Tensor]:
+def states(prompts: Prompts, groups: int = GROUPS) -> list[torch.Tensor]:
     torch.manual_seed(0)
     tokens = sum(prompt + sum(lengths) for prompt, lengths in prompts)
-    shapes = [(1, heads, tokens, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
+    shapes = [(1, heads, tokens, SIZE) for heads in (HEADS, groups, groups)]
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
@@ -111,25 +114,61 @@ def test_torchs_operator_gives_them_too(prompts: Prompts, monkeypatch: pytest.Mo
     assert_close(found, expected)
 
 
+def of_whole_tiles(prompt: int, *lengths: int) -> Prompts:
+    n = prompt + sum(lengths)
+    return [(prompt, lengths), (FlexPacked.fitting(n) - n, [])]
+
+
 @pytest.mark.survival
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own code
 @torch.no_grad()
 def test_the_compiled_kernel_gives_them_and_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of a CPU, which reads the tiles, forward."""
-    from torch._dynamo.utils import counters
-
     monkeypatch.setattr(flex, "TILE", 128)
+    monkeypatch.setattr(flex, "_call", lambda *states, **_: flex._kernel()(*states[:3], **states[3]))
     flex._kernel.cache_clear()
     counters.clear()
-    lengths: list[Prompts] = [[(40 * k, [100, 30 * k]), (300, [5 * k] * 9), (11 * k, [])] for k in range(1, 6)]
-    for prompts in lengths:
+    for prompts in (of_whole_tiles(40 * k, 100, 30 * k, *[5 * k] * 9) for k in range(1, 9)):
         given = [one.detach() for one in states(prompts)]
-        found, expected = (
-            layout.attend(*given, HOW)
-            for layout in (TiledMask.build(prompts, CPU, on_cpu=False), Segments.build(prompts, CPU, on_cpu=True))
-        )
+        with flex.for_any_size() if not counters else nullcontext():
+            found, expected = (
+                layout.attend(*given, HOW)
+                for layout in (TiledMask.build(prompts, CPU, on_cpu=False), Segments.build(prompts, CPU, on_cpu=True))
+            )
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.survival
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_one_graph_serves_the_trial_and_every_micro_batch(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without gradients, for some states or all, of few tokens and many; the trial has 2 tiles."""
+    monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
+    kernel: Any = torch.compile(torchs.flex_attention, dynamic=True, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(flex, "_kernel", lambda: kernel)
+    torch.compiler.reset()
+    counters.clear()
+    for number, tokens in enumerate((17, 1, 100, 300, 1000)):
+        prompts = of_whole_tiles(tokens, 3)
+        given = states(prompts, groups)
+        with_gradient = given if number % 2 else given[:1]
+        for one in given[len(with_gradient) :]:
+            one.requires_grad_(False)
+        mask = TiledMask.build(prompts, CPU, on_cpu=False)
+        with flex.for_any_size() if number == 0 else nullcontext():
+            with_gradients(mask.attend(*given, HOW), with_gradient)
+            with torch.no_grad():
+                assert not mask.attend(*given, HOW).requires_grad
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_sizes_are_few_with_little_filler() -> None:
+    tokens = range(1, 1 << 14)
+    sizes = [FlexPacked.fitting(n) for n in tokens]
+    assert len(set(sizes)) <= 64
+    assert all(size % flex.TILE == 0 and size >= max(n, 2 * flex.TILE) for n, size in zip(tokens, sizes, strict=True))
+    assert all(size - n <= max(n / 8, 2 * flex.TILE) for n, size in zip(tokens, sizes, strict=True))
 
 
 def test_dropout_is_refused() -> None:

@@ -352,7 +352,7 @@ def test_the_command_reports_whether_a_run_fits(grpocli: Command, config_only: l
     code, out, err = grpocli("plan", *config_only, "--memory", f"{peak / 0.97}")
     assert code == 0
     assert "(3%). That is little" in out
-    code, out, err = grpocli("plan", *config_only, *on_gpu, "--memory", "1.9")
+    code, out, err = grpocli("plan", *config_only, *on_gpu, "--memory", "1.8")
     assert code == 1
     assert "trying changes that need less memory ..." in err
     assert "It does not fit: " in out

@@ -16,6 +16,7 @@ from composed import built
 from little import ENDS, SHAPE
 from tables import table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention as torchs
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.test_update import world
@@ -233,6 +234,8 @@ def test_flex_attention_gives_the_same_update(model, world, groups: str, monkeyp
     rows = rows_of(GROUPS[groups])
     plain = updated(model, world, rows, ALGORITHMS["grpo"], packed=False, skips=False)
     one = updated(model, world, rows, ALGORITHMS["grpo"], packed=True, skips=True, layout=FlexPacked)
+    computed = [row for row in rows if row.advantage]
+    assert one.metrics["tokens/padding"] == FlexPacked.size(computed) - Packed.distinct(computed)
     for found, expected in zip(one.gradients, plain.gradients, strict=True):
         assert (found - expected).norm() <= 1e-5 * expected.norm()
 
@@ -542,12 +545,12 @@ class NoBackward(torch.autograd.Function):
         raise RuntimeError("out of shared memory")
 
 
-def run_with_flex(packed: bool = True, penalty: float = 1) -> Any:
+def run_with_flex(packed: bool = True, penalty: float = 1, attention: str | None = "flex_attention") -> Any:
     return SimpleNamespace(
         train=SimpleNamespace(packed=packed),
         rollout=SimpleNamespace(longest_row=64, sampling=Sampling(30, repetition_penalty=penalty)),
         algorithm=SimpleNamespace(supervised=False),
-        model=SimpleNamespace(attention="flex_attention", compile=False, lora=SimpleNamespace(rank=0)),
+        model=SimpleNamespace(attention=attention, compile=False, lora=SimpleNamespace(rank=0)),
     )
 
 
@@ -576,6 +579,31 @@ def test_a_kernel_without_a_backward_pass_is_refused(
         ConfigError, match=r"model\.attention=flex_attention: needs full attention .*, and a kernel .*; set it to null"
     ):
         list(choose_layout(run, world, policy, None))
+
+
+def transposed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any) -> torch.Tensor:
+    return torchs.flex_attention(query, key, value, **how).flip(2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "notes"),
+    [
+        (torchs.flex_attention, []),
+        (transposed, ["attention is sdpa's: torch's flex_attention failed its trial on this GPU, see run.log"]),
+    ],
+)
+def test_attention_is_sdpas_where_the_default_kernel_is_wrong(
+    world, kernel: Any, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; in an untrained model, whose log-probs hardly depend on attention."""
+    monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex_attention, "_kernel", lambda: kernel)
+    monkeypatch.setattr(Packed, "build", classmethod(partial(Packed.build.__func__, on_cpu=False)))
+    policy = policy_with_flex(LlamaForCausalLM(LlamaConfig(**SHAPE, **ENDS)), world, torch.bfloat16)
+    assert list(choose_layout(run_with_flex(attention=None), world, policy, None)) == notes
+    assert policy.packs
+    assert policy.layout(Sampling(1)) is (Packed if notes else FlexPacked)
 
 
 @pytest.mark.parametrize(
