@@ -96,9 +96,9 @@ DECODE_COSTS = {
 }
 """For "cuda" as `bench/plans.py --fit` prints them, from published rates of decoding; compute is assumed."""
 
-HEAD_FORWARD, HEAD_BACKWARD = 48, 38
-"""Bytes read and written for a logit in a forward and a backward pass of the output head, counted in its code."""
-WIDE_HEAD_FORWARD, WIDE_HEAD_BACKWARD = 44, 72
+HEAD_FORWARD, HEAD_BACKWARD = 4, 6
+"""Bytes read and written for a logit in a forward and a backward pass of the head, beside factors of products."""
+WIDE_HEAD_FORWARD, WIDE_HEAD_BACKWARD = 8, 34
 """The same with model.head_dtype=float32 on a GPU: products write float32; gradients are multiplied in two parts."""
 
 

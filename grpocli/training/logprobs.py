@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from grpocli.models.frozen_linear import compute_dtype
-from grpocli.models.head import Float32Head, product, product_of_float32
+from grpocli.models.head import Float32Head, add_product_, parts_, product
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.sampling import first_occurrence
 from grpocli.training.packing import Padded
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from grpocli.types import Sampling
 
 LOGITS_AT_ONCE = 2**24
-"""Logits in memory at once: 64 MiB in float32, times a few copies."""
+"""Logits in memory at once: 64 MiB in float32, times a few copies; without copies, on a GPU, as many bytes."""
 IN_CACHE = 2**20
 """The same in the forward pass on a CPU: few enough to stay in the cache while log-probs are computed from them."""
 COLUMNS = 1024
-"""Tokens of the vocabulary per matrix product in the forward pass on a CPU, and the fewest on a GPU."""
+"""Tokens of the vocabulary per matrix product in the forward pass on a CPU."""
 
 
 class TokenScores(NamedTuple):
@@ -53,7 +54,7 @@ class Targets:
     predictor_N: the index of the hidden state that predicts each token; None: token n is predicted from hidden state n.
     seen: the earlier tokens, for a repetition penalty.
     entropy_gradient: whether entropies have a gradient.
-    on_cpu: whether the pieces are those of a CPU; None: as the device.
+    on_cpu: whether scores are computed as on a CPU; None: as the device.
     """
 
     ids_N: Tensor
@@ -91,8 +92,10 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
         hidden_NH = _picked(hidden.reshape(-1, hidden.shape[-1]), targets.predictor_N)
         sampling = targets.sampling
         plain = sampling.repetition_penalty == 1 and not sampling.truncates and not targets.entropy_gradient
-        if plain and type(head) in (torch.nn.Linear, Float32Head) and getattr(head, "bias", None) is None:
-            how = _How(sampling.temperature or 1.0, isinstance(head, Float32Head), targets.on_cpu)
+        linear = type(head) in (torch.nn.Linear, Float32Head) and getattr(head, "bias", None) is None
+        if plain and linear and (hidden.device.type == "cpu" or find_spec("triton")):
+            on_cpu = hidden.device.type == "cpu" if targets.on_cpu is None else targets.on_cpu
+            how = _How(sampling.temperature or 1.0, isinstance(head, Float32Head), on_cpu)
             scores = _Scores.apply(hidden_NH, head.weight, targets.ids_N, how)  # type: ignore[no-untyped-call]
         else:
             scores = _any_scores(head, hidden_NH, targets)
@@ -164,35 +167,92 @@ def _rows_at_once(vocabulary: int) -> int:
     return max(1, LOGITS_AT_ONCE // max(1, vocabulary))
 
 
-def _columns(rows: int, in_cache: bool) -> int:
-    """Tokens of the vocabulary in a matrix product of the forward pass.
+@torch.library.custom_op("grpocli::score_rows", mutates_args=())
+def _kernel_scores(logits_nV: torch.Tensor, ids_n: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The results [4, n] of `_row_scores`, from logits of the whole vocabulary before the temperature."""
+    from grpocli.training.head_kernels import scores
 
-    On a GPU as many as LOGITS_AT_ONCE allows: small pieces take as long as the launches of their kernels.
-    """
-    return COLUMNS if in_cache else max(COLUMNS, LOGITS_AT_ONCE // max(1, rows))
+    return scores(logits_nV, ids_n, temperature)
+
+
+@_kernel_scores.register_fake
+def _(logits_nV: Tensor, ids_n: Tensor, temperature: float) -> Tensor:
+    return logits_nV.new_empty(4, len(ids_n), dtype=torch.float32)
+
+
+@torch.library.custom_op("grpocli::differentiate_logits", mutates_args=("logits_nv",))
+def _kernel_gradient_(
+    logits_nv: torch.Tensor,
+    ids_n: torch.Tensor,
+    normalizer_n: torch.Tensor,
+    gradient_n: torch.Tensor,
+    start: int,
+    temperature: float,
+) -> None:
+    """Replace logits by their gradient, as `_How.gradient_` does, in their own dtype."""
+    from grpocli.training.head_kernels import gradient_
+
+    gradient_(logits_nv, ids_n, normalizer_n, gradient_n, start, temperature)
+
+
+@_kernel_gradient_.register_fake
+def _(*_: Any) -> None:
+    return
 
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """How `_Scores` computes. in_float32: whether the head is a `Float32Head`."""
+    """How `_Scores` computes. in_float32: whether the head is a `Float32Head`. on_cpu: without the kernels of a GPU."""
 
     temperature: float
     in_float32: bool
-    on_cpu: bool | None
+    on_cpu: bool
+
+    def at_once(self, dtype: torch.dtype) -> int:
+        """Logits of a piece. The kernels need no copies in float32, and so take as many bytes as a CPU."""
+        if self.on_cpu or self.in_float32:
+            return LOGITS_AT_ONCE
+        return LOGITS_AT_ONCE * (2 if dtype == torch.float32 else 6)
 
     def logits(self, hidden_nH: Tensor, weight_vH: Tensor) -> Tensor:
-        """Logits in float32, divided by the temperature."""
+        """Logits: on a CPU in float32 and divided by the temperature, on a GPU as the product writes them."""
         with torch.autocast(hidden_nH.device.type, enabled=False):
-            logits_nv = product(hidden_nH, weight_vH.T) if self.in_float32 else (hidden_nH @ weight_vH.T).float()
+            logits_nv = product(hidden_nH, weight_vH.T, self.on_cpu) if self.in_float32 else hidden_nH @ weight_vH.T
+        if not self.on_cpu:
+            return logits_nv
+        logits_nv = logits_nv.float()
         return logits_nv if self.temperature == 1 else logits_nv.div_(self.temperature)
 
-    def cast(self, gradient_Nv: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of logits for `multiply`; other heads round it to the dtype of their operands."""
-        return gradient_Nv if self.in_float32 else gradient_Nv.to(dtype)
+    def gradient_(self, logits_Nv: Tensor, ids_N: Tensor, normalizer_N: Tensor, gradient_N: Tensor, start: int) -> None:
+        """Replace logits of the tokens from `start` on by their gradient: (1 at the chosen token) - probabilities.
 
-    def multiply(self, gradient: Tensor, operand: Tensor) -> Tensor:
-        """The product of a gradient and an operand of the logits."""
-        return product_of_float32(gradient, operand) if self.in_float32 else gradient @ operand
+        gradient_N: of the log-probs, divided by the temperature.
+        """
+        if not self.on_cpu:
+            _kernel_gradient_(logits_Nv, ids_N, normalizer_N, gradient_N, start, self.temperature)
+            return
+        gradient_N1 = gradient_N.unsqueeze(1)
+        logits_Nv.sub_(normalizer_N.unsqueeze(1)).exp_().mul_(-gradient_N1)
+        place_N1 = (ids_N - start).unsqueeze(1)
+        here_N1 = (place_N1 >= 0) & (place_N1 < logits_Nv.shape[1])
+        logits_Nv.scatter_add_(1, place_N1 * here_N1, gradient_N1 * here_N1)
+
+    def factors(self, gradient_Nv: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Tensors whose sum is the gradient of logits, to be multiplied by operands of a dtype.
+
+        A `Float32Head` does not round it: a CPU multiplies it in float32, and a GPU takes it in two parts.
+        """
+        if not self.in_float32:
+            return (gradient_Nv.to(dtype),)
+        return (gradient_Nv,) if self.on_cpu or dtype == torch.float32 else parts_(gradient_Nv, dtype)
+
+    def add_product(self, sum_NM: Tensor, a_NK: Tensor, b_KM: Tensor, beta: int = 1) -> None:
+        """sum <- beta * sum + a b. A GPU multiplies and adds at once."""
+        if not self.on_cpu:
+            add_product_(sum_NM, a_NK, b_KM, beta)
+            return
+        product_NM = product(a_NK, b_KM, self.on_cpu) if self.in_float32 else a_NK @ b_KM
+        sum_NM.add_(product_NM) if beta else sum_NM.copy_(product_NM)
 
 
 class _Scores(torch.autograd.Function):
@@ -200,14 +260,20 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, how: _How) -> tuple[Tensor, ...]:
-        device = hidden_NH.device.type
         dtype = compute_dtype(hidden_NH)
         cast_NH, cast_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
-        in_cache = device == "cpu" if how.on_cpu is None else how.on_cpu
-        rows = max(1, (IN_CACHE if in_cache else LOGITS_AT_ONCE) // COLUMNS)
-        pieces = _pieces(len(ids_N), rows)
-        found = [_row_scores(cast_NH[piece], cast_VH, ids_N[piece], how, in_cache) for piece in pieces]
-        logp_N, entropy_N, top_N, normalizer_N = (torch.cat(parts) for parts in zip(*found, strict=True))
+        if how.on_cpu:
+            pieces = _pieces(len(ids_N), max(1, IN_CACHE // COLUMNS))
+            found = [_row_scores(cast_NH[piece], cast_VH, ids_N[piece], how) for piece in pieces]
+        else:
+            rows = max(1, how.at_once(dtype) // max(1, len(cast_VH)))
+            if ctx.needs_input_grad[1]:  # the backward pass holds the weight's gradient besides
+                rows += weight_VH.shape[1] * weight_VH.itemsize // (4 if how.in_float32 else dtype.itemsize)
+            found = [
+                _kernel_scores(how.logits(cast_NH[piece], cast_VH), ids_N[piece], how.temperature)
+                for piece in _pieces(len(ids_N), rows)
+            ]
+        logp_N, entropy_N, top_N, normalizer_N = torch.cat(found, 1)
         ctx.save_for_backward(cast_NH, cast_VH, ids_N, normalizer_N)
         ctx.how, ctx.dtypes = how, (hidden_NH.dtype, weight_VH.dtype)
         ctx.mark_non_differentiable(entropy_N, top_N)
@@ -215,30 +281,34 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """d logp / d logits = (1 at the chosen token) - probabilities."""
         cast_NH, cast_VH, ids_N, normalizer_N = ctx.saved_tensors
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         how, (hidden_dtype, weight_dtype) = ctx.how, ctx.dtypes
-        gradient_N1 = (gradients[0] / how.temperature).unsqueeze(1)
+        gradient_N = gradients[0] / how.temperature
         hidden_NH = torch.zeros_like(cast_NH, dtype=torch.float32) if of_hidden else None
         weight_VH = torch.empty_like(cast_VH, dtype=weight_dtype) if of_weight else None
         # pieces of the vocabulary, not of the rows, so that each part of the weight's gradient is written once
-        for piece in _pieces(len(cast_VH), max(1, LOGITS_AT_ONCE // max(1, len(ids_N)))):
+        for piece in _pieces(len(cast_VH), _columns(len(ids_N), how.at_once(cast_VH.dtype))):
             logits_Nv = how.logits(cast_NH, cast_VH[piece])
-            logits_Nv.sub_(normalizer_N.unsqueeze(1)).exp_().mul_(-gradient_N1)
-            place_N1 = (ids_N - piece.start).unsqueeze(1)
-            here_N1 = (place_N1 >= 0) & (place_N1 < logits_Nv.shape[1])
-            logits_Nv.scatter_add_(1, place_N1 * here_N1, gradient_N1 * here_N1)
-            cast_Nv = how.cast(logits_Nv, cast_VH.dtype)
-            if hidden_NH is not None:
-                hidden_NH += how.multiply(cast_Nv, cast_VH[piece])
-            if weight_VH is not None:
-                weight_VH[piece] = how.multiply(cast_Nv.T, cast_NH)
+            how.gradient_(logits_Nv, ids_N, normalizer_N, gradient_N, piece.start)
+            factors = how.factors(logits_Nv, cast_VH.dtype)
+            for k, factor_Nv in enumerate(factors):
+                if hidden_NH is not None:
+                    how.add_product(hidden_NH, factor_Nv, cast_VH[piece])
+                if weight_VH is not None:
+                    how.add_product(weight_VH[piece], factor_Nv.T, cast_NH, beta=min(k, 1))
+            del logits_Nv, factors, factor_Nv  # before the next piece
         return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None
 
 
-def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How, in_cache: bool) -> tuple[Tensor, ...]:
-    """Log-probs of the ids, entropies, whether the ids are the most probable ones, and normalizers.
+def _columns(rows: int, logits: int) -> int:
+    """Tokens of the vocabulary in a piece of the backward pass; products are fast at multiples of 64."""
+    columns = max(1, logits // max(1, rows))
+    return columns // 64 * 64 or columns
+
+
+def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How) -> Tensor:
+    """Log-probs of the ids, entropies, whether the ids are the most probable ones, and normalizers: [4, n].
 
     By an online softmax over pieces of the vocabulary, which keeps the largest logit so far and, relative to it, the
     sums of exp(logit) and of exp(logit) * logit.
@@ -246,7 +316,7 @@ def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How, 
     n = len(ids_n)
     largest_n = hidden_nH.new_full((n,), torch.finfo(torch.float32).min, dtype=torch.float32)
     sum_n, weighted_n, chosen_n = (torch.zeros_like(largest_n) for _ in range(3))
-    for piece in _pieces(len(weight_VH), _columns(n, in_cache)):
+    for piece in _pieces(len(weight_VH), COLUMNS):
         logits_nv = how.logits(hidden_nH, weight_VH[piece])
         place_n = ids_n - piece.start
         here_n = (place_n >= 0) & (place_n < logits_nv.shape[1])
@@ -259,7 +329,7 @@ def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How, 
         weighted_n = weighted_n + weights_nv.mul_(logits_nv).sum(-1)
     normalizer_n = largest_n + sum_n.log()
     top_n = (chosen_n >= largest_n).to(chosen_n.dtype)
-    return chosen_n - normalizer_n, sum_n.log() - weighted_n / sum_n, top_n, normalizer_n
+    return torch.stack((chosen_n - normalizer_n, sum_n.log() - weighted_n / sum_n, top_n, normalizer_n))
 
 
 def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> TokenScores:

@@ -14,7 +14,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from grpocli.errors import ConfigError
 from grpocli.models import lora
-from grpocli.models.head import Float32Head, widen_head
+from grpocli.models.head import Float32Head, parts_, product, widen_head
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import choose_head_dtype, load_model
 from grpocli.models.lora import Lora
@@ -114,22 +114,21 @@ def test_pieces_of_the_head_are_exact(bias: bool, sampling: Sampling, monkeypatc
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_products_are_in_float32(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU multiplies bfloat16 into float32; here that product is made in float32. Also under autocast."""
-    from grpocli.models import head as module
-
+def test_products_are_in_float32() -> None:
+    """Also under autocast."""
     torch.manual_seed(2)
-    monkeypatch.setattr(module, "on_gpu", lambda tensor: gpu)
-    monkeypatch.setattr(module, "mm_into_float32", lambda a, b: (a.double() @ b.double()).float())
-    gradient_NV, weight_VH = torch.randn(7, 300), torch.randn(300, 5).to(BFLOAT16)
-    hidden_NV = gradient_NV.to(BFLOAT16)
+    wide_NV, weight_VH = torch.randn(7, 300), torch.randn(300, 5).to(BFLOAT16)
     with torch.autocast("cpu", dtype=BFLOAT16):
-        logits, gradient = module.product(hidden_NV, weight_VH), module.product_of_float32(gradient_NV, weight_VH)
-    torch.testing.assert_close(logits, (hidden_NV.double() @ weight_VH.double()).float(), rtol=1e-5, atol=1e-5)
-    error = (gradient.double() - gradient_NV.double() @ weight_VH.double()).abs()
-    assert (error <= 2.0**-16 * (gradient_NV.double().abs() @ weight_VH.double().abs())).all()
-    assert gradient.dtype == logits.dtype == torch.float32
+        products = [product(factor, weight_VH, on_cpu=True) for factor in (wide_NV.to(BFLOAT16), wide_NV)]
+    for found, factor in zip(products, (wide_NV.to(BFLOAT16), wide_NV), strict=True):
+        torch.testing.assert_close(found, (factor.double() @ weight_VH.double()).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_gpu_takes_a_gradient_in_two_parts() -> None:
+    wide_NV = torch.randn(7, 300)
+    high, low = parts_(wide_NV.clone(), BFLOAT16)
+    assert high.dtype == low.dtype == BFLOAT16
+    assert ((high.double() + low.double() - wide_NV).abs() <= 2.0**-16 * wide_NV.abs()).all()
 
 
 def test_float32_is_the_same_to_the_bit() -> None:

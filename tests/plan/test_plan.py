@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 import torch
 from tables import table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from grpocli.cli.plan import EXAMPLES, _parser
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
-from grpocli.plan.efficiency import COSTS, HEAD_BACKWARD, HEAD_FORWARD
+from grpocli.models.head import Float32Head
+from grpocli.plan.efficiency import COSTS, HEAD_BACKWARD, HEAD_FORWARD, WIDE_HEAD_BACKWARD, WIDE_HEAD_FORWARD
 from grpocli.plan.model_size import find_model_size
 from grpocli.plan.plan import Plan, make_plan
 from grpocli.plan.resources import GIB, GPUS, DeviceOptions
@@ -505,23 +507,27 @@ class LogitTraffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        elementwise = name in ("sub_", "exp", "exp_", "mul_", "sum", "amax", "_to_copy")
-        tensors = [*args, made] if elementwise else [made] if name == "mm" else []
+        reads = args if name in ("grpocli::score_rows", "grpocli::differentiate_logits", "sub_", "_to_copy") else ()
+        written = {"grpocli::differentiate_logits": args[0]} | dict.fromkeys(("mm", "_to_copy", "sub_"), made)
+        tensors = (*reads, written.get(name))
         self.bytes += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor) and t.numel() == self.logits)
         return made
 
 
-def test_the_bytes_of_logits_are_those_of_the_head() -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_bytes_of_logits_are_those_of_the_head(wide: bool) -> None:
     tokens, vocabulary = 64, 512
-    head = torch.nn.Linear(16, vocabulary, bias=False, dtype=torch.bfloat16)
-    hidden = torch.randn(tokens, 16, dtype=torch.bfloat16, requires_grad=True)
-    targets = Targets(torch.zeros(tokens, dtype=torch.long), None, Sampling(1), on_cpu=False)
-    with scoring(head, targets), LogitTraffic(tokens * vocabulary) as forward:
-        scores = head(hidden)
-    with LogitTraffic(tokens * vocabulary) as backward:
-        scores[..., 0].sum().backward()
-    assert forward.bytes / (tokens * vocabulary) == HEAD_FORWARD
-    assert backward.bytes / (tokens * vocabulary) == HEAD_BACKWARD
+    with FakeTensorMode():
+        head = torch.nn.Linear(16, vocabulary, bias=False, dtype=torch.bfloat16)
+        head.__class__ = Float32Head if wide else torch.nn.Linear
+        hidden = torch.ones(tokens, 16, dtype=torch.bfloat16, requires_grad=True)
+        targets = Targets(torch.zeros(tokens, dtype=torch.long), None, Sampling(1), on_cpu=False)
+        with scoring(head, targets), LogitTraffic(tokens * vocabulary) as forward:
+            scores = head(hidden)
+        with LogitTraffic(tokens * vocabulary) as backward:
+            scores[..., 0].sum().backward()
+    expected = (WIDE_HEAD_FORWARD, WIDE_HEAD_BACKWARD) if wide else (HEAD_FORWARD, HEAD_BACKWARD)
+    assert tuple(one.bytes / (tokens * vocabulary) for one in (forward, backward)) == expected
 
 
 @pytest.mark.slow
