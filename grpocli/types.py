@@ -7,7 +7,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
+    from numpy.typing import NDArray
 
 Message: TypeAlias = dict[str, Any]  # `role` and `content`, and for tools `tool_calls` or `name`
 Text: TypeAlias = str | list[Message]  # plain text, or a conversation
@@ -178,10 +179,10 @@ class Row:
     rollout_logp: list[float]
     old_logp: list[float] | None = None
     ref_logp: list[float] | None = None
-    logp: Tensor | None = None
-    entropy: Tensor | None = None
-    ratio: Tensor | None = None
-    clipped: Tensor | None = None
+    logp: NDArray[np.float32] | None = None
+    entropy: NDArray[np.float32] | None = None
+    ratio: NDArray[np.float32] | None = None
+    clipped: NDArray[np.float32] | None = None
     task: str = ""
 
     @property

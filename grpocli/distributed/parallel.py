@@ -166,8 +166,12 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, 
     """`Parallel.update` with torch, for parameters that are plain tensors or DTensors."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_share", 1.0)
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf")).detach()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    if limit and getattr(optimizer, "_step_supports_amp_scaling", False):
+        # a fused optimizer divides while it reads the gradients, which saves a pass over them
+        optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # type: ignore[attr-defined]
+    elif limit:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm

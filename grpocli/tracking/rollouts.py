@@ -10,16 +10,12 @@ from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpocli.errors import ConfigError
 from grpocli.files import regular, write_atomic
 from grpocli.tracking.text import prompt_text, spoken
 from grpocli.types import Group, Message, Prompt, Rollout, Row, Status
-
-if TYPE_CHECKING:
-    from numpy import ndarray
-    from torch import Tensor
 
 LONGEST = 100_000
 """The longest JSON of an example's column in characters; longer ones are cut."""
@@ -133,10 +129,10 @@ def _of_record(record: Record) -> dict[str, Any]:
         "length": done.written,
         "loss_mask": row.mask if row else [0] * len(done.token_ids),
         "logprobs": None if any(map(math.isnan, done.logprobs[:1])) else done.logprobs,
-        "trainer_logprobs": _array(row.logp) if row else None,
-        "entropies": _array(row.entropy) if row else None,
-        "ratios": _array(row.ratio) if row else None,
-        "clipped": None if row is None or row.clipped is None else row.clipped.int().numpy(),
+        "trainer_logprobs": row.logp if row else None,
+        "entropies": row.entropy if row else None,
+        "ratios": row.ratio if row else None,
+        "clipped": None if row is None or row.clipped is None else row.clipped.astype("int8"),
         "reward": _number(record.reward),
         "advantage": row.advantage if row else None,
         "finish_reason": done.finish_reason,
@@ -144,10 +140,6 @@ def _of_record(record: Record) -> dict[str, Any]:
         "version_spans": done.spans,
         **{f"reward/{name}": _number(value) for name, value in rollout.rewards.items()},
     }
-
-
-def _array(values_T: Tensor | None) -> ndarray[Any, Any] | None:
-    return None if values_T is None else values_T.numpy()
 
 
 def rollout_schema(rewards: Iterable[str]) -> Any:

@@ -39,7 +39,8 @@ def rows_of(groups: Sequence[Group], advantages_PG: Tensor, algorithm: Algorithm
 class RowBatch:
     """The rows of a micro-batch, and what is known of their tokens so far: by name, [B, T], padded as `MicroBatch`.
 
-    NaN where a value is unknown. Names are those of fields of `Row` and of `MicroBatch`.
+    NaN where a value is unknown. Names are those of fields of `Row`, and `selected`: 1 for tokens in the
+    policy-gradient term (without it: all).
     """
 
     rows: list[Row]
@@ -69,10 +70,9 @@ class RowBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The tensors that the loss takes. `layout` holds the same rows as the model's forward takes them.
+    """The tensors of rows that no update changes. `layout` holds the same rows as the model's forward takes them.
 
-    completion_ids, mask, rollout_logp, old_logp, ref_logp, selected [B, T]; advantages, group_ids [B]. old_logp is NaN
-    in rows without old log-probs. selected: 1 for tokens in the policy-gradient term; None: all.
+    completion_ids, mask, rollout_logp [B, T]; advantages, group_ids [B].
     """
 
     layout: Layout
@@ -81,24 +81,17 @@ class MicroBatch:
     advantages: Tensor
     group_ids: Tensor
     rollout_logp: Tensor
-    old_logp: Tensor | None
-    ref_logp: Tensor | None
-    selected: Tensor | None
 
     @classmethod
-    def build(cls, rows: RowBatch | Sequence[Row], device: torch.device, layout: type[Layout] = Padded) -> MicroBatch:
+    def build(cls, rows: Sequence[Row], device: torch.device, layout: type[Layout] = Padded) -> MicroBatch:
         """The rows, padded, on `device`."""
-        given = rows if isinstance(rows, RowBatch) else RowBatch.of(list(rows), device)
         return cls(
-            layout=layout.build(given.rows, device),
-            completion_ids=to_device(padded([r.completion_ids for r in given.rows], np.int64), device),
-            mask=to_device(padded([r.mask for r in given.rows], np.int64), device),
-            advantages=to_device(torch.tensor([r.advantage for r in given.rows]), device),
-            group_ids=to_device(torch.tensor([r.group for r in given.rows]), device),
-            rollout_logp=to_device(padded([r.rollout_logp for r in given.rows]), device),
-            old_logp=given.known.get("old_logp"),
-            ref_logp=given.known.get("ref_logp"),
-            selected=given.known.get("selected"),
+            layout=layout.build(rows, device),
+            completion_ids=to_device(padded([r.completion_ids for r in rows], np.int64), device),
+            mask=to_device(padded([r.mask for r in rows], np.int64), device),
+            advantages=to_device(torch.tensor([r.advantage for r in rows]), device),
+            group_ids=to_device(torch.tensor([r.group for r in rows]), device),
+            rollout_logp=to_device(padded([r.rollout_logp for r in rows]), device),
         )
 
 

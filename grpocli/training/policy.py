@@ -66,6 +66,15 @@ class Policy:
         """A context for a forward in `dtype`."""
         return self.parallel.autocast(self.model, self.dtype)
 
+    def casting_once(self) -> AbstractContextManager[Any]:
+        """A block of several micro-batches with gradients, in which autocast casts each weight once.
+
+        Its cache lives as long as the outermost region, which here is switched off, so that nothing else is cast. Only
+        where the backward pass of a micro-batch needs all casts anyway: otherwise they would take more memory.
+        """
+        recomputes = getattr(self.model, "is_gradient_checkpointing", False) or self.offloads
+        return nullcontext() if recomputes else torch.autocast(self.model.device.type, enabled=False)
+
     @contextmanager
     def sampling_mode(self) -> Iterator[None]:
         """Evaluation mode without gradients, for any number of forwards in this process. Entering it is collective."""

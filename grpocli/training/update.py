@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +47,8 @@ class Updater:
     optim_config: the keys `optim.*`, with the schedule of the learning rate. optimizer: torch's or DeepSpeed's, from
     `Parallel.prepare`. total_updates: of the whole run; updates: so far. progress: called when a micro-batch begins,
     without waiting for the GPU. routers: of the policy. The remaining fields are of the current step. first_update:
-    the number of its first update. lr: of its last update. sums: of the loss metrics. tokens: counts for the
-    `tokens/...` metrics.
+    the number of its first update. lr: of its last update. built: of `_batch`. sums: of the loss metrics. tokens:
+    counts for the `tokens/...` metrics.
     """
 
     world: World
@@ -63,6 +64,7 @@ class Updater:
     progress: Progress = unreported
     routers: RouterBalance = field(init=False)
     windows: list[Window] = field(default_factory=list)
+    built: tuple[RowBatch, MicroBatch] | None = None
     first_update: int = 0
     lr: float = 0.0
     micro_batches_done: int = 0
@@ -131,12 +133,13 @@ class Updater:
         """Add the gradient of a window's loss, without an optimizer update. Collective."""
         parallel = self.policy.parallel
         total = self.train.epochs * sum(len(one.micro_batches) for one in self.windows)
-        for i, micro_batch in enumerate(window.micro_batches):
-            self.progress(self.micro_batches_done, total, "micro-batches")
-            last = i + 1 == len(window.micro_batches)
-            with parallel.accumulating(self.policy.wrapped, last):
-                self._micro_batch(micro_batch, window.totals)
-            self.micro_batches_done += 1
+        n = len(window.micro_batches)
+        with self.policy.casting_once() if n > 1 else nullcontext():
+            for i, micro_batch in enumerate(window.micro_batches, 1):
+                self.progress(self.micro_batches_done, total, "micro-batches")
+                with parallel.accumulating(self.policy.wrapped, last=i == n):
+                    self._micro_batch(micro_batch, window.totals)
+                self.micro_batches_done += 1
 
     def target_loss(self, rows: Sequence[Row]) -> dict[str, Any]:
         """`loss` and `token_accuracy` of rows of targets under the current weights, without an update. Collective.
@@ -148,7 +151,7 @@ class Updater:
         sums_2N = torch.zeros(2, max(tokens) + 1, device=self.world.device)
         for number, some in enumerate(window.micro_batches):
             self.progress(number, len(window.micro_batches), "micro-batches", "loss on held-out answers")
-            batch = MicroBatch.build(some, self.world.device, self.policy.layout(self.sampling))
+            batch = MicroBatch.build(some.rows, self.world.device, self.policy.layout(self.sampling))
             scores = self.policy.scores_without_gradient(batch, self.sampling)
             sums_2B = torch.stack([-scores.logp.where(batch.mask.bool(), 0.0), scores.top * batch.mask]).sum(2)
             sums_2N.index_add_(1, batch.group_ids.clamp(min=0), sums_2B.to(sums_2N.dtype))  # a row for padding adds 0
@@ -168,18 +171,19 @@ class Updater:
         log-probs of rows that were first computed after an update.
         """
         number = {id(row): i for i, row in enumerate(rows)}
-        own = []
+        own: list[tuple[list[str], list[int], Any]] = []
         if computed := [one for one in self._row_batches if self._sends and id(one.rows[0]) in number]:
             has_ratios = any("ratio" in one.known for one in computed)
             kinds = ["logp", "entropy", *(["ratio", "clipped"] if has_ratios else [])]
             values_KN = torch.cat([one.tokens(kinds) for one in computed], 1).float().cpu()
-            own = [(kinds, [number[id(row)] for one in computed for row in one.rows], values_KN)]
-        self.windows = []  # free the rows' tensors before the next step is sampled
+            own = [(kinds, [number[id(row)] for one in computed for row in one.rows], values_KN.numpy())]
+        self.windows, self.built = [], None  # free the rows' tensors before the next step is sampled
         for kinds, numbers, values_KN in self.world.gather_to_main(own):
-            pieces = np.split(values_KN.numpy(), np.cumsum([len(rows[i].completion_ids) for i in numbers])[:-1], axis=1)
-            for i, values_KT in zip(numbers, pieces, strict=True):
-                for kind, values_T in zip(kinds, values_KT, strict=True):
-                    setattr(rows[i], kind, None if np.isnan(values_T).any() else torch.from_numpy(values_T))
+            edges = np.cumsum([0, *(len(rows[i].completion_ids) for i in numbers)])
+            unknown_KR = np.diff(np.pad(np.isnan(values_KN).cumsum(1), ((0, 0), (1, 0)))[:, edges]) > 0
+            for i, start, end, *unknown in zip(numbers, edges, edges[1:], *unknown_KR.tolist(), strict=False):
+                for kind, values_N, is_unknown in zip(kinds, values_KN, unknown, strict=True):
+                    setattr(rows[i], kind, None if is_unknown else values_N[start:end])
         _complete_ratios(rows)
 
     @property
@@ -239,7 +243,7 @@ class Updater:
             return
         for i, micro_batch in enumerate(window.micro_batches):
             self.progress(i, len(window.micro_batches), "micro-batches", "log-probs before the update")
-            batch = MicroBatch.build(micro_batch, self.world.device, self.policy.layout(self.sampling))
+            batch = self._batch(micro_batch)
             if scoring:
                 scoring.score(micro_batch, batch, self.sampling)
             if needs_old or needs_entropy:
@@ -262,34 +266,42 @@ class Updater:
         for micro_batch in window.micro_batches:
             micro_batch.known["selected"] = (micro_batch.known["entropy"] >= threshold).float()
 
+    def _batch(self, micro_batch: RowBatch) -> MicroBatch:
+        """The tensors of a micro-batch. Those of the last one are kept: often it is the only one of a window."""
+        if self.built is None or self.built[0] is not micro_batch:
+            self.built = None  # frees the last one's
+            layout = self.policy.layout(self.sampling)
+            self.built = micro_batch, MicroBatch.build(micro_batch.rows, self.world.device, layout)
+        return self.built[1]
+
     def _micro_batch(self, micro_batch: RowBatch, totals: Totals) -> None:
-        batch = MicroBatch.build(micro_batch, self.world.device, self.policy.layout(self.sampling))
+        batch, known = self._batch(micro_batch), micro_batch.known
+        had_old_logp = "old_logp" in known
         with self.routers.recording() as routings:
             logp, entropy, top = self.policy.scores(batch, self.sampling, self.algorithm.needs_entropy_gradient)
         current_logp = logp.detach()
         # in rows without an update so far the old policy is the current one
         micro_batch.set_missing("old_logp", current_logp)
-        old_logp = micro_batch.known["old_logp"]
         at_start = self.micro_batches_done < len(self.windows[0].micro_batches)  # before the step's first update
         if at_start:
             micro_batch.set_missing("logp", current_logp)
             micro_batch.set_missing("entropy", entropy.detach())
         loss, metrics = self.algorithm.loss(
             logp,
-            old_logp,
+            known["old_logp"],
             batch.advantages,
             batch.mask,
             group_ids=batch.group_ids,
-            ref_logp=batch.ref_logp,
+            ref_logp=known.get("ref_logp"),
             rollout_logp=None if self.algorithm.supervised else batch.rollout_logp,
             entropy=entropy,
-            selected=batch.selected,
+            selected=known.get("selected"),
             totals=totals,
         )
         if (balance := self.routers.loss(routings, batch, totals.rows_in_loss)) is not None:
             loss = loss + balance
-        if batch.old_logp is not None:
-            self._record_ratios(micro_batch, batch, current_logp, old_logp)
+        if had_old_logp:
+            self._record_ratios(known, batch, current_logp)
         self.policy.parallel.backward(self.policy.wrapped, loss)
         computed = max(totals.tokens - totals.skipped, 1)
         metrics["loss"] = loss.detach()
@@ -302,14 +314,12 @@ class Updater:
             metrics = {name: value for name, value in metrics.items() if name not in OF_THE_GAP}
         self._add(metrics)
 
-    def _record_ratios(self, micro_batch: RowBatch, batch: MicroBatch, logp_BT: Tensor, old_logp_BT: Tensor) -> None:
+    def _record_ratios(self, known: dict[str, Tensor], batch: MicroBatch, logp_BT: Tensor) -> None:
         """Keep the ratio of this update, and which tokens were clipped in an update, for the rollout file."""
+        old_logp_BT = known["old_logp"]
         clipped_BT = self.algorithm.clipped(logp_BT, old_logp_BT, batch.advantages, batch.mask).to(logp_BT.dtype)
-        before = micro_batch.known.get("clipped")
-        micro_batch.known |= {
-            "ratio": (logp_BT - old_logp_BT).exp(),
-            "clipped": clipped_BT if before is None else before.maximum(clipped_BT),
-        }
+        known["ratio"] = (logp_BT - old_logp_BT).exp()
+        known["clipped"] = known.get("clipped", clipped_BT).maximum(clipped_BT)
 
     def _add(self, metrics: dict[str, Tensor]) -> None:
         for name, value in metrics.items():
@@ -363,4 +373,4 @@ def _complete_ratios(rows: Sequence[Row]) -> None:
         return
     for row in rows:
         if row.ratio is None and row.logp is not None:
-            row.ratio, row.clipped = torch.ones_like(row.logp), torch.zeros_like(row.logp)
+            row.ratio, row.clipped = np.ones_like(row.logp), np.zeros_like(row.logp)

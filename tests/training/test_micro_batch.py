@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpocli.training.micro_batch import MicroBatch, group_spans
+from grpocli.training.micro_batch import MicroBatch, RowBatch, group_spans
 from grpocli.training.packing import Layout, Packed, Padded
 from grpocli.types import Completion, Prompt, Rollout, Row
 
@@ -79,7 +79,6 @@ def test_prompts_are_padded_left_and_completions_right() -> None:
     assert batch.layout.position_ids.tolist() == [[0, 1, 2, 3, 3], [0, 0, 0, 1, 2]]
     assert batch.mask.tolist() == [[1, 0], [1, 1]]
     assert batch.group_ids.tolist() == [4, 5]
-    assert batch.old_logp is None
 
 
 def test_the_empty_row_is_not_in_the_loss() -> None:
@@ -101,8 +100,8 @@ def test_rows_with_and_without_old_log_probs_share_a_micro_batch() -> None:
     done = Completion([5, 6], [-1.0, -2.0], "stop", version=3)
     rollout = Rollout(Prompt("u", [1], "p"), done, "t")
     stale = Row.of(rollout, 1.0, 0, old_is_sampler=True)
-    both = MicroBatch.build([stale, row(1, 3)], torch.device("cpu")).old_logp
-    assert both is not None
+    assert "old_logp" not in RowBatch.of([row(1, 3)], torch.device("cpu")).known
+    both = RowBatch.of([stale, row(1, 3)], torch.device("cpu")).known["old_logp"]
     assert both[0].tolist() == [-1.0, -2.0, 0.0]
     assert both[1].isnan().all()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from composed import built
 from training.recomputed import recomputed
 
@@ -165,8 +165,8 @@ def test_log_probs_and_entropies_of_the_update_are_in_the_file(tmp_path: Path) -
     rollouts = [Rollout(prompt, Completion([2, 3], [-1.0, -1.0], "stop", 1), "t", {"r": float(k)}) for k in range(2)]
     collected = RolloutBatch([Group(prompt, rollouts)], {})
     rows = [row(-1.0, [1, 1]), row(2.0, [1, 0])]  # scaled by a loss_multiplier
-    rows[1].logp, rows[1].entropy = torch.tensor([-0.5, -0.25]), torch.tensor([1.0, 2.0])
-    rows[1].ratio, rows[1].clipped = torch.tensor([1.5, 1.0]), torch.tensor([1.0, 0.0])
+    rows[1].logp, rows[1].entropy = np.array([-0.5, -0.25], np.float32), np.array([1.0, 2.0], np.float32)
+    rows[1].ratio, rows[1].clipped = np.array([1.5, 1.0], np.float32), np.array([1.0, 0.0], np.float32)
     records = records_of(collected, rows, built("algorithm=grpo"), {"r": 1.0}, step=1)
     write_rollouts(tmp_path / "rollouts.parquet", records, 1)
     first, second = read_rollouts(tmp_path / "rollouts.parquet")

@@ -117,7 +117,7 @@ def test_with_sharded_weights_every_process_calls_every_teacher(little_model, wo
     for teacher in up.reference.loaded:
         teacher.__class__ = Counted
     scored = RowBatch(rows())
-    batch = MicroBatch.build(scored, world.device)
+    batch = MicroBatch.build(scored.rows, world.device)
     up.reference.score(scored, batch, SAMPLING)
     assert calls == [("a", 4), ("b", 2)]
     calls.clear()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from composed import built
+from torch.utils._python_dispatch import TorchDispatchMode
 from training.updating import train_step
 
 from grpocli.algorithm.metrics import EXTREMES
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.hardware.hardware import Single
+from grpocli.models.loading import checkpoint_activations
 from grpocli.rollout.sampler import sample
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
@@ -107,7 +112,7 @@ def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(
         if k in (2, 3):
             assert found == (None, None), "not computed"
         else:
-            torch.testing.assert_close(found, tuple(values[0] for values in expected), rtol=0, atol=1e-4)
+            np.testing.assert_allclose(found, [values[0] for values in expected], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("overrides", [["algorithm/correction=sampler"], ["algorithm=sft"]])
@@ -125,7 +130,7 @@ def test_log_probs_of_a_later_policy_are_not_those_of_the_step(little_model, wor
     assert all(row.ratio is not None and row.clipped is not None for row in given)
     for row, logp_T in zip(given, before, strict=True):
         if row.logp is not None:
-            torch.testing.assert_close(row.logp, logp_T[: len(row.logp)], rtol=0, atol=1e-4)
+            torch.testing.assert_close(torch.from_numpy(row.logp), logp_T[: len(row.logp)], rtol=0, atol=1e-4)
 
 
 def test_extremes_of_clipping_are_taken_over_the_micro_batches_of_all_updates(little_model, world, rows) -> None:
@@ -151,8 +156,8 @@ def test_rows_get_their_last_ratio_and_the_tokens_that_were_clipped(little_model
     metrics = train_step(up, trained_rows, n_groups=2)
     up.gather(trained_rows)
     high = [(row.ratio > 1 + 1e-4) if row.advantage > 0 else (row.ratio < 1 - 1e-4) for row in trained_rows]
-    clipped = torch.cat([row.clipped for row in trained_rows])
-    assert clipped.tolist() == torch.cat(high).float().tolist()  # of two updates the first has ratios of 1
+    clipped = np.concatenate([row.clipped for row in trained_rows])
+    assert clipped.tolist() == np.concatenate(high).tolist()  # of two updates the first has ratios of 1
     assert clipped.mean().item() == pytest.approx(2 * metrics["clip_ratio/region_mean"])
     assert 0 < clipped.mean() < 1
 
@@ -191,6 +196,53 @@ def test_gradients_are_clipped_to_the_norm(little_model, world, rows) -> None:
     assert steps[0.0][0] == pytest.approx(steps[0.0][1], rel=1e-3)
     assert steps[1e-4][0] == pytest.approx(1e-4, rel=1e-2)
     assert steps[1e-4][1] == pytest.approx(steps[0.0][1], rel=1e-4)
+
+
+def test_a_fused_optimizer_clips_as_torch_does(little_model, world, rows) -> None:
+    """It divides gradients while it reads them; SGD above is not fused."""
+    weights = {}
+    for fused in (True, False):
+        up = updater(little_model, world, "algorithm=drgrpo")
+        up.optim_config = AdamW(lr=1e-3, eps=1e-3, max_grad_norm=1e-4)
+        up.optimizer = torch.optim.AdamW(up.policy.model.parameters(), eps=1e-3, fused=fused)
+        train_step(up, [copy.copy(r) for r in rows], n_groups=2)
+        weights[fused] = torch.cat([p.detach().flatten() for p in up.policy.model.parameters()])
+    torch.testing.assert_close(weights[True], weights[False], rtol=1e-6, atol=1e-9)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the tensors of a shape that are cast to bfloat16."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16
+        self.count += is_cast and args[0].shape == self.shape
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_weight_is_cast_once_for_all_micro_batches(little_model, world, rows, checkpointing: bool) -> None:
+    """With checkpointing it is cast when it is needed, so that no copy of all weights waits for the backward pass."""
+    gradients, counts = [], []
+    for once in (True, False):
+        up = updater(little_model, world, "algorithm=drgrpo", micro_batch_tokens=20)
+        up.policy.dtype = torch.bfloat16
+        if checkpointing:
+            checkpoint_activations(up.policy.model)
+        window = up.begin_step([copy.copy(r) for r in rows], 2, 1)[0]
+        n = len(window.micro_batches)
+        weight = up.policy.model.model.layers[0].mlp.down_proj.weight
+        with Casts(weight.shape) as casts:
+            for part in [window] if once else [replace(window, micro_batches=[b]) for b in window.micro_batches]:
+                up.accumulate(part)
+        counts.append(casts.count / len(up.policy.model.model.layers))
+        gradients.append([p.grad for p in up.policy.model.parameters()])
+    assert n > 1
+    assert counts == ([2 * n, 2 * n] if checkpointing else [1, n])
+    assert all(one.equal(other) for one, other in zip(*gradients, strict=True))
 
 
 def test_norms_are_not_decayed(little_model) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
@@ -176,7 +177,9 @@ def descended(world: World, folder: Path, name: str, kind: str = "") -> dict[str
     updater.gather(rows)
     if world.is_main:
         result["scored"] = [
-            None if row.logp is None else torch.stack([row.logp, row.entropy, row.ratio.log(), row.clipped])
+            None
+            if row.logp is None
+            else torch.from_numpy(np.stack([row.logp, row.entropy, np.log(row.ratio), row.clipped]))
             for row in rows  # some are of older weights, so that each has a ratio
         ]
     if type(updater.reference) is Reference and not isinstance(world.parallel, Zero3):
