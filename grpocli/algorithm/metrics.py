@@ -63,22 +63,21 @@ def loss_metrics(
 
     logp_BT = logp_BT.detach()
 
-    def token_mean(values_BT: Tensor) -> Tensor:
-        return (values_BT * mask_BT).sum() / max(totals.tokens - totals.skipped, 1)
-
-    gaps = {} if rollout_logp_BT is None else gap_metrics(trainer_logp_BT, rollout_logp_BT)
+    values = {} if rollout_logp_BT is None else gap_metrics(trainer_logp_BT, rollout_logp_BT)
     sampler_BT = trainer_logp_BT if rollout_logp_BT is None else rollout_logp_BT
-    gaps["approx_entropy"] = -(logp_BT - sampler_BT).exp() * logp_BT
-    metrics = {name: token_mean(values_BT) for name, values_BT in gaps.items()}
+    values["approx_entropy"] = -(logp_BT - sampler_BT).exp() * logp_BT
+    if kl_BT is not None:
+        values["kl"] = kl_BT.detach()
+    if clamped_BT is not None:
+        values["kl_clamped_ratio"] = clamped_BT
+    # all in one tensor: on a GPU each operation is a launch
+    means_M = torch.stack(list(values.values())).mul_(mask_BT).sum((1, 2)) / max(totals.tokens - totals.skipped, 1)
+    metrics = dict(zip(values, means_M.unbind(), strict=True))
     for side, flags in clipped.items():
         metrics |= _clip_metrics(side, flags.to(logp_BT.dtype), mask_BT, totals)
     if sides := [side for side in clipped if side != DROPPED]:
         means = [metrics[f"clip_ratio/{side}_mean"] for side in sides]
         metrics["clip_ratio/region_mean"] = torch.stack(means).sum()
-    if kl_BT is not None:
-        metrics["kl"] = token_mean(kl_BT.detach())
-    if clamped_BT is not None:
-        metrics["kl_clamped_ratio"] = token_mean(clamped_BT)
     return metrics
 
 

@@ -47,8 +47,8 @@ class Updater:
     optim_config: the keys `optim.*`, with the schedule of the learning rate. optimizer: torch's or DeepSpeed's, from
     `Parallel.prepare`. total_updates: of the whole run; updates: so far. progress: called when a micro-batch begins,
     without waiting for the GPU. routers: of the policy. The remaining fields are of the current step. first_update:
-    the number of its first update. lr: of its last update. built: of `_batch`. sums: of the loss metrics. tokens:
-    counts for the `tokens/...` metrics.
+    the number of its first update. lr: of its last update. built: of `_batch`. parts: the loss metrics of each
+    micro-batch, names and values on the device. tokens: counts for the `tokens/...` metrics.
     """
 
     world: World
@@ -68,7 +68,7 @@ class Updater:
     first_update: int = 0
     lr: float = 0.0
     micro_batches_done: int = 0
-    sums: dict[str, Tensor] = field(default_factory=dict)
+    parts: list[tuple[list[str], Tensor]] = field(default_factory=list)
     tokens: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Updater:
         rows: of all windows, the same in every process. The learning rate depends on `step`, so that a step with fewer
         updates, or none, does not shift the schedule.
         """
-        self.sums, self.tokens, self.micro_batches_done = {}, Counter(), 0
+        self.parts, self.tokens, self.micro_batches_done = [], Counter(), 0
         self.routers.begin_step()
         self.first_update = (step - 1) * self.train.updates_per_step
         self.lr = self.optim_config.rate(self.first_update, self.total_updates)
@@ -322,11 +322,10 @@ class Updater:
         known["clipped"] = known.get("clipped", clipped_BT).maximum(clipped_BT)
 
     def _add(self, metrics: dict[str, Tensor]) -> None:
-        for name, value in metrics.items():
-            self.sums[name] = combined(name, self.sums[name], value) if name in self.sums else value
+        self.parts.append((list(metrics), torch.stack([value.float() for value in metrics.values()])))
 
     def metrics(self, rows: Sequence[Row]) -> dict[str, float]:
-        """The metrics of the step, with one transfer of sums and one of extremes (docs/metrics.md). Collective.
+        """The metrics of the step, with one transfer from the device (docs/metrics.md). Collective.
 
         Metrics are means over the updates, extremes over all micro-batches; `lr` is that of the last update.
         """
@@ -339,19 +338,29 @@ class Updater:
         self.tokens["tokens/trained"] = sum(sum(r.mask) for r in rows)
         kinds = ("trained", "skipped", "shared", "padding")
         tokens: dict[str, Any] = {f"tokens/{kind}": self.tokens[f"tokens/{kind}"] * self.train.epochs for kind in kinds}
-        if not self.sums:
+        if not self.parts:
             return tokens | {"lr": self.lr}
-        names = sorted(self.sums.keys() - EXTREMES.keys() - {name for name, n in counts.items() if not n})
-        sums = self.world.sum_over_dp(torch.stack([self.sums[name].float() for name in names])).tolist()
+        found = self.sums()
+        names = sorted(found.keys() - EXTREMES.keys() - {name for name, n in counts.items() if not n})
+        sums = self.world.sum_over_dp(torch.stack([found[name] for name in names]).to(self.world.device)).tolist()
         means = {name: total / counts.get(name, n_updates) for name, total in zip(names, sums, strict=True)}
-        return tokens | means | self._extremes() | self.routers.metrics(self.world) | {"lr": self.lr}
+        return tokens | means | self._extremes(found) | self.routers.metrics(self.world) | {"lr": self.lr}
 
-    def _extremes(self) -> dict[str, float]:
+    def sums(self) -> dict[str, Tensor]:
+        """The metrics of this process's micro-batches so far together, on the CPU."""
+        sums: dict[str, Tensor] = {}
+        values = torch.cat([values for _, values in self.parts]).cpu().unbind()
+        for name, value in zip((name for names, _ in self.parts for name in names), values, strict=True):
+            sums[name] = combined(name, sums[name], value) if name in sums else value
+        return sums
+
+    def _extremes(self, found: dict[str, Tensor]) -> dict[str, float]:
         """The extremes over all micro-batches of all updates and processes. Collective."""
-        signs = {name: sign for name, sign in EXTREMES.items() if name in self.sums}
+        signs = {name: sign for name, sign in EXTREMES.items() if name in found}
         if not signs:
             return {}
-        largest = self.world.max(torch.stack([sign * self.sums[name].float() for name, sign in signs.items()]))
+        signed = torch.stack([sign * found[name] for name, sign in signs.items()])
+        largest = self.world.max(signed.to(self.world.device))
         return {name: sign * value for (name, sign), value in zip(signs.items(), largest.tolist(), strict=True)}
 
 
