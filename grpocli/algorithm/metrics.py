@@ -35,11 +35,10 @@ DROPPED = "dropped"
 """The side of an objective's flags of rows that it drops."""
 
 
-def combined(name: str, one: Tensor, other: Tensor) -> Tensor:
+def combined(name: str, one: float, other: float) -> float:
     """A metric of two parts of a window together."""
-    if name not in EXTREMES:
-        return one + other
-    return one.maximum(other) if EXTREMES[name] > 0 else one.minimum(other)
+    sign = EXTREMES.get(name)
+    return one + other if sign is None else sign * max(sign * one, sign * other)
 
 
 def loss_metrics(

@@ -124,7 +124,7 @@ class Weights:
         for i, batch_rows in enumerate(micro_batches):
             progress(i, len(micro_batches), "micro-batches", "log-probs of the sampler")
             batch = MicroBatch.build(batch_rows, self.world.device, layout)
-            logp_BT, _ = policy.logp_without_gradient(batch, sampling)
+            logp_BT = policy.scores_without_gradient(batch, sampling).logp
             for row, logp_T in zip(batch_rows, logp_BT, strict=True):
                 found[place[id(row)]] = logp_T[: len(row.completion_ids)].float().cpu()
         return [found[i] for i in range(len(rows))]

@@ -115,12 +115,6 @@ class Policy:
         """Like `scores`, but without gradients and only in this process, or those that share its micro-batches."""
         return completion_scores(self.model, batch, sampling, self.autocast(), at_head=self.at_head)
 
-    @torch.no_grad()
-    def logp_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of `scores_without_gradient`."""
-        scores = self.scores_without_gradient(batch, sampling)
-        return scores.logp, scores.entropy
-
 
 class Reference:
     """A copy of the policy from the start of the run; `mix` moves it towards the policy if the KL part says so.

@@ -247,7 +247,7 @@ class Updater:
             if scoring:
                 scoring.score(micro_batch, batch, self.sampling)
             if needs_old or needs_entropy:
-                logp, entropies = self.policy.logp_without_gradient(batch, self.sampling)
+                logp, entropies, _ = self.policy.scores_without_gradient(batch, self.sampling)
                 if needs_old:
                     micro_batch.set_missing("old_logp", logp)
                 micro_batch.set_missing("logp", logp)
@@ -342,26 +342,21 @@ class Updater:
             return tokens | {"lr": self.lr}
         found = self.sums()
         names = sorted(found.keys() - EXTREMES.keys() - {name for name, n in counts.items() if not n})
-        sums = self.world.sum_over_dp(torch.stack([found[name] for name in names]).to(self.world.device)).tolist()
+        sums = self.world.sum_over_dp(torch.tensor([found[name] for name in names], device=self.world.device)).tolist()
         means = {name: total / counts.get(name, n_updates) for name, total in zip(names, sums, strict=True)}
-        return tokens | means | self._extremes(found) | self.routers.metrics(self.world) | {"lr": self.lr}
+        signs = {name: sign for name, sign in EXTREMES.items() if name in found}
+        signed = torch.tensor([sign * found[name] for name, sign in signs.items()], device=self.world.device)
+        largest = self.world.max(signed).tolist() if signs else []
+        extremes = {name: sign * value for (name, sign), value in zip(signs.items(), largest, strict=True)}
+        return tokens | means | extremes | self.routers.metrics(self.world) | {"lr": self.lr}
 
-    def sums(self) -> dict[str, Tensor]:
-        """The metrics of this process's micro-batches so far together, on the CPU."""
-        sums: dict[str, Tensor] = {}
-        values = torch.cat([values for _, values in self.parts]).cpu().unbind()
+    def sums(self) -> dict[str, float]:
+        """The metrics of this process's micro-batches so far together."""
+        sums: dict[str, float] = {}
+        values = torch.cat([values for _, values in self.parts]).tolist()
         for name, value in zip((name for names, _ in self.parts for name in names), values, strict=True):
             sums[name] = combined(name, sums[name], value) if name in sums else value
         return sums
-
-    def _extremes(self, found: dict[str, Tensor]) -> dict[str, float]:
-        """The extremes over all micro-batches of all updates and processes. Collective."""
-        signs = {name: sign for name, sign in EXTREMES.items() if name in found}
-        if not signs:
-            return {}
-        signed = torch.stack([sign * found[name] for name, sign in signs.items()])
-        largest = self.world.max(signed.to(self.world.device))
-        return {name: sign * value for (name, sign), value in zip(signs.items(), largest.tolist(), strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(cls, method, call)
 
     record(Policy, "scores", "update")
-    record(Policy, "logp_without_gradient", "score")
+    record(Policy, "scores_without_gradient", "score")
     record(Reference, "logp", "reference")
     return ran
 
@@ -61,9 +61,9 @@ def test_old_log_probs_are_of_the_policy_at_the_start_of_the_step(little_model, 
     """They are kept from the first update, or computed before it if another window comes first."""
     mine = [copy.copy(r) for r in rows]
     up = updater(little_model, world, "algorithm=dapo", epochs=2, minibatches=2)
-    start, _ = up.policy.logp_without_gradient(MicroBatch.build(mine, world.device), SAMPLING)
+    start = up.policy.scores_without_gradient(MicroBatch.build(mine, world.device), SAMPLING).logp
     train_step(up, mine, n_groups=2)
-    after, _ = up.policy.logp_without_gradient(MicroBatch.build(mine, world.device), SAMPLING)
+    after = up.policy.scores_without_gradient(MicroBatch.build(mine, world.device), SAMPLING).logp
     for row, before, now in zip(mine, start, after, strict=True):
         n = len(row.completion_ids)
         old_logp = known(up, row, "old_logp")
@@ -120,6 +120,6 @@ def test_an_entropy_bonus_raises_the_entropy(little_model, world, rows) -> None:
         for step in (1, 2):
             train_step(up, [copy.copy(r) for r in flat], n_groups=2, step=step)
         batch = MicroBatch.build(flat, world.device)
-        _, entropy_BT = up.policy.logp_without_gradient(batch, SAMPLING)
+        entropy_BT = up.policy.scores_without_gradient(batch, SAMPLING).entropy
         entropies[coefficient] = entropy_BT[batch.mask.bool()].mean()
     assert entropies[1.0] > entropies[0.0] + 1e-3

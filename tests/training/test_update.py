@@ -104,7 +104,7 @@ def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(
     given[1].old_logp = [-3.0] * len(rows[1].completion_ids)
     given[2].mask = [0] * len(rows[2].mask)
     given[3].advantage = 0.0
-    before = [up.policy.logp_without_gradient(MicroBatch.build([row], world.device), SAMPLING) for row in rows]
+    before = [up.policy.scores_without_gradient(MicroBatch.build([row], world.device), SAMPLING)[:2] for row in rows]
     train_step(up, given, n_groups=2)
     up.gather(given)
     for k, (row, expected) in enumerate(zip(given, before, strict=True)):
@@ -123,7 +123,7 @@ def test_log_probs_of_a_later_policy_are_not_those_of_the_step(little_model, wor
     for row in given:
         row.old_logp = row.rollout_logp
     first = [row.group == 0 for row in given]
-    before = up.policy.logp_without_gradient(MicroBatch.build(given, world.device), SAMPLING)[0]
+    before = up.policy.scores_without_gradient(MicroBatch.build(given, world.device), SAMPLING).logp
     train_step(up, given, n_groups=2)
     up.gather(given)
     assert [row.logp is not None for row in given] == [row.entropy is not None for row in given] == first
