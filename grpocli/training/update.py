@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Train
     from grpocli.distributed.world import World
     from grpocli.training.optim import Optimizer
-    from grpocli.training.packing import Layout
     from grpocli.training.policy import Policy, Reference
     from grpocli.training.teachers import Teachers
     from grpocli.types import Sampling
@@ -208,20 +207,16 @@ class Updater:
             torch.tensor([r.advantage for r in rows]),
             torch.tensor([sum(r.mask) for r in rows]),
             torch.tensor([r.group for r in rows]),
-            micro_batches=sum(len(share) for share in shares),
+            micro_batches=sum(map(len, shares)),
         )
         totals = replace(totals, skipped=totals.tokens - sum(sum(r.mask) for r in needed))
-        self._count_tokens(layout, [micro_batch for share in shares for micro_batch in share])
-        self.tokens["tokens/skipped"] += sum(r.n_tokens for r in rows) - sum(r.n_tokens for r in needed)
+        everyones = [some for share in shares for some in share]
+        distinct, n = sum(map(layout.distinct, everyones)), sum(r.n_tokens for r in needed)
+        self.tokens["tokens/padding"] += sum(map(layout.size, everyones)) - distinct
+        self.tokens["tokens/shared"] += n - distinct  # prompts that are computed once instead of for each row
+        self.tokens["tokens/skipped"] += sum(r.n_tokens for r in rows) - n
         own += [[Row.empty()] for _ in range(busiest - len(own))]
         return Window(number, [RowBatch.of(some, self.world.device) for some in own], totals.to(self.world.device))
-
-    def _count_tokens(self, layout: type[Layout], micro_batches: Sequence[Sequence[Row]]) -> None:
-        """Count padding, and the tokens of shared prompts that are computed once instead of for each row."""
-        for rows in micro_batches:
-            distinct = layout.distinct(rows)
-            self.tokens["tokens/padding"] += layout.size(rows) - distinct
-            self.tokens["tokens/shared"] += sum(r.n_tokens for r in rows) - distinct
 
     def is_computed(self, row: Row) -> bool:
         """Whether a row has a gradient, or decides which tokens of other rows have one."""
