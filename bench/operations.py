@@ -12,6 +12,7 @@ dispatched: the calls that reach a kernel: what a TorchDispatchMode sees.
 launches: the dispatched calls that run a kernel on the GPU: not views, allocations, copies from or to the CPU. One for
 each, also for those that run several (attention's backward pass runs three), and for a kernel of Triton or of flex
 attention.
+Compiled layers count as eager ones. Without --path: of GPUs, and for the default run of CPUs too.
 """
 
 from __future__ import annotations
@@ -363,7 +364,7 @@ def main() -> None:
     names = [word for word in args.words if "=" not in word] or DEFAULT
     print("| update, path | operations | dispatched | launches |\n|---|---|---|---|")
     for name in names:
-        for path in [args.path] if args.path else ["gpu", "cpu"]:
+        for path in [args.path] if args.path else ["gpu", "cpu"] if name == BUILT_IN else ["gpu"]:
             gpu = path == "gpu"
             found = counted(name, gpu, args.layers, overrides) if args.layers else of_all_layers(name, gpu, overrides)
             launched = f"{found.launches:,}" if path == "gpu" else ""

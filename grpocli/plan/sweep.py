@@ -17,7 +17,7 @@ from grpocli.errors import ConfigError
 from grpocli.plan.efficiency import COSTS
 from grpocli.plan.memory import devices
 from grpocli.plan.simulate import Faults, Job, Lengths, LogNormal, Observed, Simulated, Speeds, simulate
-from grpocli.plan.work import decoding, running, step_demand, sync_seconds, training_step
+from grpocli.plan.work import decoding, host_seconds, running, step_demand, sync_seconds, training_step
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -189,12 +189,13 @@ def planned_speeds(inputs: PlanInputs, completion: float, slots: int) -> Speeds:
     decoder = decoding(inputs, prompt + completion / 2)
     demand = step_demand(inputs, prompt, completion)
     fixed = demand.part("network", "layers").seconds(costs)
+    seconds = max(demand.seconds(costs), host_seconds(inputs, prompt, completion))
     copies = _servers(inputs)
     return Speeds(
         decode=decoder.table(slots),
         round=decoder.prefill(rollout.prompts_per_step / copies * prompt),
         update=fixed,
-        update_token=(demand.seconds(costs) - fixed) / training_step(inputs, prompt, completion).tokens,
+        update_token=(seconds - fixed) / training_step(inputs, prompt, completion).tokens,
         sync=sync_seconds(inputs),
     )
 

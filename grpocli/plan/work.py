@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.kl import has_teacher
-from grpocli.plan.efficiency import COMPUTE, COSTS, DECODE_COSTS, Decoding, Demand, TrainingStep, training_demand
+from grpocli.plan.efficiency import (
+    COMPUTE,
+    COSTS,
+    DECODE_COSTS,
+    HOST,
+    Decoding,
+    Demand,
+    TrainingStep,
+    operations,
+    training_demand,
+)
 from grpocli.plan.memory import FLOAT32, PlanInputs, sampled_rows, sequence_bytes
 from grpocli.plan.resources import FLOAT32_SLOWER, GIB
 
@@ -66,7 +76,7 @@ def work(inputs: PlanInputs, devices: list[Device]) -> Work:
         generation=0.0 if supervised else generation,
         sync_bytes=sync_bytes(inputs),
         seconds={
-            "training: compute": demand.part(*COMPUTE).seconds(costs),
+            "training: compute": max(demand.part(*COMPUTE).seconds(costs), host_seconds(inputs)),
             "training: network": demand.part("network").seconds(costs),
             "generation: compute": products,
             "generation: memory bandwidth of decoding": reading,
@@ -133,6 +143,11 @@ def step_demand(inputs: PlanInputs, prompt: float | None = None, completion: flo
     demand = training_demand(inputs.size, step, trainers_of(inputs), resources, slower(inputs))
     more = _extra_head_flops(inputs, step) / trainers_of(inputs)
     return replace(demand, linear=demand.linear + more / (resources.tflops * 1e12))
+
+
+def host_seconds(inputs: PlanInputs, prompt: float | None = None, completion: float | None = None) -> float:
+    """Seconds for which the host starts a step's operations, beside the GPU. prompt, completion: of `step_demand`."""
+    return HOST[inputs.resources.kind] * operations(inputs.size, training_step(inputs, prompt, completion))
 
 
 def _extra_head_flops(inputs: PlanInputs, step: TrainingStep) -> float:

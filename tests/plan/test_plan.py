@@ -25,12 +25,12 @@ from grpocli.cli.plan import EXAMPLES, _parser
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
 from grpocli.models.head import Float32Head
-from grpocli.plan.efficiency import COSTS, HEAD_BACKWARD, HEAD_FORWARD, WIDE_HEAD_BACKWARD, WIDE_HEAD_FORWARD
+from grpocli.plan.efficiency import COMPUTE, COSTS, HEAD_BACKWARD, HEAD_FORWARD, WIDE_HEAD_BACKWARD, WIDE_HEAD_FORWARD
 from grpocli.plan.model_size import find_model_size
 from grpocli.plan.plan import Plan, make_plan
 from grpocli.plan.resources import GIB, GPUS, DeviceOptions
 from grpocli.plan.trace import AllocationTracker
-from grpocli.plan.work import step_demand
+from grpocli.plan.work import host_seconds, step_demand
 from grpocli.training.logprobs import Targets, scoring
 from grpocli.types import Sampling
 
@@ -163,11 +163,27 @@ def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
     assert given[decoding] == pytest.approx(small[decoding])
 
 
+def computing(plan: Plan) -> float:
+    """Seconds of training on its devices, without a host that keeps them waiting."""
+    return step_demand(plan.inputs).part(*COMPUTE).seconds(COSTS[plan.resources.kind])
+
+
+@pytest.mark.survival
+def test_the_host_bounds_the_training_of_a_small_model_on_a_gpu(config_only: list[str]) -> None:
+    """A CPU does not wait for a host."""
+    small = planned(*config_only, "engine=transformers", "hardware.device=cuda")
+    assert small.work.seconds["training: compute"] == host_seconds(small.inputs) > 3 * computing(small)
+    large = planned("model=qwen2.5-7b", "task=arithmetic", "engine=transformers", "hardware.device=cuda")
+    assert large.work.seconds["training: compute"] == computing(large) > host_seconds(large.inputs)
+    on_cpu = planned(*config_only, "engine=transformers", "hardware.device=cpu")
+    assert on_cpu.work.seconds["training: compute"] == computing(on_cpu)
+
+
 @pytest.mark.survival
 def test_products_in_float32_are_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: list[str]) -> None:
     def seconds(device: str, dtype: str) -> float:
         options = (*config_only, "engine=transformers", f"hardware.device={device}", f"model.dtype={dtype}")
-        return planned(*options, "model.head_dtype=null").work.seconds["training: compute"]
+        return computing(planned(*options, "model.head_dtype=null"))
 
     assert seconds("cuda", "bfloat16") < seconds("cuda", "float32") < 15 * seconds("cuda", "bfloat16")
     assert seconds("cpu", "float32") == pytest.approx(2 * seconds("cpu", "bfloat16"))
@@ -181,7 +197,7 @@ def test_a_float32_head_takes_time_and_memory(config_only: list[str]) -> None:
 
     for device, most in (("cpu", 2.0), ("cuda", 1.5)):
         wide, narrow = plans(device)
-        assert 1 < wide.work.seconds["training: compute"] / narrow.work.seconds["training: compute"] < most
+        assert 1 < computing(wide) / computing(narrow) < most
         assert wide.traced.total < narrow.traced.total + 2**26, "no more than a piece of logits"
         sampled = [{i.name: i for i in p.devices[0].items}["weights to sample with"] for p in (wide, narrow)]
         assert sampled[0].generation - sampled[1].generation == 2 * SMALL.vocab_size * SMALL.hidden_size
