@@ -60,7 +60,8 @@ class UpdateChecks:
         parameters = (p for p in self.policy.model.parameters() if p.requires_grad)
         tensors = [getattr(p, "ds_tensor", p.detach()) for p in parameters]  # where ZeRO-3 keeps the shard
         shards = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-        finite = bool(torch.nn.utils.get_total_norm(shards).isfinite())  # the cheapest pass over all weights
+        # the cheapest pass over all weights, whose squares may overflow before they do
+        finite = bool(torch.nn.utils.get_total_norm(shards).isfinite()) or all(bool(t.isfinite().all()) for t in shards)
         if self.world.any(not finite):
             remedy = self._remedy(step, began_finite=True)
             raise RunError(f"step {step}: its update left weights that are not finite; {remedy}")

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import pytest
-import torch
 
 from grpocli.rewards.countdown import CountdownReward
 from grpocli.rewards.length import Overlong
@@ -85,7 +84,7 @@ def test_each_completion_has_one_row(tmp_path: Path) -> None:
         group("a", "1+2=", [{"math": 1.0, "format": math.nan}, {"math": 0.0, "format": 0.5}]),
         group("b", TALK, [{"math": 1.0, "extra": 2.0}, {"math": 1.0, "extra": 3.0}]),
     )
-    computed = {"logp": torch.tensor([-0.75, -0.125]), "entropy": torch.tensor([1.5, 0.0])}
+    computed = {"logp": np.array([-0.75, -0.125], np.float32), "entropy": np.array([1.5, 0.0], np.float32)}
     trained = [
         Record(r, 0, Status.TRAINED, 2, reward, Row([1], [7, 8], [1, 0], advantage, 0, [-0.5, -0.25], **computed))
         for r, reward, advantage in zip(first.rollouts, (1.0, 0.5), (0.75, -0.75), strict=True)
