@@ -58,6 +58,8 @@ from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Changes, Session, add_session, format_value, last_inputs, run_id
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from grpocli.config.schema import Run
     from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tasks.task import Example, Task
@@ -413,14 +415,17 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
     with stop_signal() as stop, ExitStack() as running:
         stop.file = stop_file(run_dir.path)
         here = _in_this_process(devices, node)
-        data = running.enter_context(BackgroundTask(partial(_load_data, run, job))) if here else None
+        loading = running.enter_context(BackgroundTask(partial(_load, run, job))) if here else None
         with stop.immediately():
             if node:
                 new_engine_folder(run_dir.path)
                 replace(job, ready=False).save(run_dir.path)
-            running.enter_context(_launched(run, job.engine, view, data.check if data else lambda: None))
-        if data:
-            return TrainerProcess(run, job, run_dir, stop, view, load_data=data.result).train()
+            running.enter_context(_launched(run, job.engine, view, loading.check if loading else lambda: None))
+            if loading and run.engine.resolved().server_gpus:
+                view.stage("loading the model")
+                loading.result()  # before others may load models: transformers changes the whole process meanwhile
+        if loading:
+            return TrainerProcess(run, job, run_dir, stop, view, load=loading.result).train()
         from grpocli.launch.trainer_launcher import train_in_processes
 
         job.save(run_dir.path)
@@ -450,10 +455,22 @@ def _launched(run: Run, job: EngineJob, view: View, check: Callable[[], None]) -
         yield
 
 
-def _load_data(run: Run, job: TrainerJob) -> PromptSource:
+def _load(run: Run, job: TrainerJob) -> tuple[PromptSource, PreTrainedModel | None]:
+    """The prompts and, if servers start meanwhile, the policy on the CPU: vLLM is measuring the memory of GPUs."""
+    from grpocli.models.loading import load_policy
     from grpocli.training.build import load_prompts
+    from grpocli.training.resume_point import restoring
 
-    return load_prompts(run, job.engine.model_path)
+    base = job.engine.model_path
+    prompts = load_prompts(run, base)
+    if not run.engine.resolved().server_gpus or run.model.quantization:
+        return prompts, None
+    if job.engine.transport != "shm" and not job.engine.lora_rank:
+        from grpocli.rollout.vllm.transport_gpu import import_engines
+
+        import_engines()
+    with restoring(job.checkpoint):
+        return prompts, load_policy(run.model, base, str(job.checkpoint or base), run.seed, job.engine.dtype)
 
 
 def _in_this_process(devices: Devices, node: Node | None) -> bool:

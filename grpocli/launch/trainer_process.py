@@ -25,6 +25,8 @@ from grpocli.tracking.run_dir import FORBIDDEN, RunDir
 from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
     from grpocli.processes.heartbeat import HeartbeatWriter
@@ -46,7 +48,7 @@ class TrainerProcess:
     """Builds the trainer, trains, and writes the final model and the summary.
 
     report: called with an error before the other processes can notice that this one ended. heartbeat: where stages
-    are written, with several processes. load_data: returns the prompts; None loads them here.
+    are written, with several processes. load: returns the prompts, and the policy's model or None to load it here.
     """
 
     run: Run
@@ -56,7 +58,7 @@ class TrainerProcess:
     view: View
     report: Callable[[BaseException], None] = lambda error: None
     heartbeat: HeartbeatWriter | None = None
-    load_data: Callable[[], PromptSource] | None = None
+    load: Callable[[], tuple[PromptSource, PreTrainedModel | None]] | None = None
 
     def train(self) -> float | None:
         """Train, write `model/` at the end, and `summary.json` in any case. Returns the final accuracy."""
@@ -109,9 +111,9 @@ class TrainerProcess:
 
         run, job = self.run, self.job
         self.view.stage("loading the data")
-        data = self.load_data() if self.load_data else load_prompts(run, job.engine.model_path)
+        data, model = self.load() if self.load else (load_prompts(run, job.engine.model_path), None)
         self.view.stage("loading the model")
-        return build_trainer(run, job.engine, world, recorder, self.stop, job.checkpoint, data)
+        return build_trainer(run, job.engine, world, recorder, self.stop, job.checkpoint, data, model)
 
     def _summarise_failure(self, trainer: Trainer | None, recorder: Recorder, error: BaseException) -> None:
         if (trainer is None or self.run_dir.unbegun) and self.run_dir.summary.exists():

@@ -53,6 +53,8 @@ from grpocli.training.update_checks import UpdateChecks
 from grpocli.types import PREFIX, Row, Sampling
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
     from grpocli.processes.signals import StopSignal
@@ -74,10 +76,14 @@ def build_trainer(
     stop: StopSignal,
     checkpoint_path: Path | None,
     data: PromptSource,
+    model: PreTrainedModel | None = None,
 ) -> Trainer:
-    """The trainer of a run; checkpoint_path: the checkpoint to continue from. Collective."""
+    """The trainer of a run. Collective.
+
+    checkpoint_path: the checkpoint to continue from. model: the policy's, if it is loaded already, on the CPU.
+    """
     _check_rewards(run, data, recorder)
-    loaded = _load(run, job, world, data, recorder, checkpoint_path)
+    loaded = _load(run, job, world, data, recorder, checkpoint_path, model)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state
     keep_stop_token_ids(policy.model, data.tokenizer)
     for hint in _hints(run, data, policy.model.config.get_text_config()):
@@ -181,7 +187,13 @@ class _Loaded:
 
 
 def _load(
-    run: Run, job: EngineJob, world: World, data: PromptSource, recorder: Recorder, checkpoint_path: Path | None
+    run: Run,
+    job: EngineJob,
+    world: World,
+    data: PromptSource,
+    recorder: Recorder,
+    checkpoint_path: Path | None,
+    model: PreTrainedModel | None,
 ) -> _Loaded:
     with restoring(checkpoint_path):
         state = (
@@ -192,7 +204,7 @@ def _load(
         leftover = _leftover(run, data, checkpoint_path)
         problems = problem_scores.load(checkpoint_path) if checkpoint_path else {}
         data.curriculum.restore(problems, data.drawn(state.draws))
-        updater = load_updater(run, job, world, checkpoint_path, state.updates, recorder.progress_of("train"))
+        updater = load_updater(run, job, world, checkpoint_path, state.updates, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds
     policy, reference = updater.policy, updater.reference
     for note in choose_layout(run, world, policy, reference):
@@ -201,14 +213,22 @@ def _load(
 
 
 def load_updater(
-    run: Run, job: EngineJob, world: World, checkpoint_path: Path | None, updates: int, progress: Progress
+    run: Run,
+    job: EngineJob,
+    world: World,
+    checkpoint_path: Path | None,
+    updates: int,
+    progress: Progress,
+    model: PreTrainedModel | None = None,
 ) -> Updater:
     """The updater with the models and the optimizer of a checkpoint, or of a new run. Collective.
 
-    updates: made so far. Call `choose_layout` before the first update.
+    updates: made so far. model: as of `build_trainer`. Call `choose_layout` before the first update.
     """
     with world.parallel.loading():
-        policy, optimizer = _policy(run, job, world, str(checkpoint_path) if checkpoint_path else job.model_path)
+        path = str(checkpoint_path) if checkpoint_path else job.model_path
+        model = model or load_policy(run.model, job.model_path, path, run.seed, job.dtype, world.device)
+        policy, optimizer = _policy(run, job, world, model)
         reference = load_reference(run, job, policy, checkpoint_path)
     if checkpoint_path:
         checkpoint.load_optimizer(checkpoint_path, policy, optimizer, run.optim)
@@ -271,9 +291,8 @@ def _why_padded(run: Run) -> str:
     return "this model's attention does not take rows end to end"
 
 
-def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, Any]:
+def _policy(run: Run, job: EngineJob, world: World, model: PreTrainedModel) -> tuple[Policy, Any]:
     """The policy and its optimizer."""
-    model = load_policy(run.model, job.model_path, path, run.seed, job.dtype, world.device)
     if run.train.gradient_checkpointing:
         checkpoint_activations(model)
     dtype = getattr(torch, job.dtype)

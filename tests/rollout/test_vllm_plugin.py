@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
+from grpocli.rollout.vllm.api_server import PRIVATE_FOLDER_VARIABLE
 from grpocli.rollout.vllm.plugin import register
 
 SECONDS = 0.4
@@ -23,3 +25,34 @@ def test_a_waiting_reader_leaves_the_core_to_others(monkeypatch: pytest.MonkeyPa
     while time.monotonic() < end:
         reader.wait()
     assert time.process_time() - held < SECONDS / 2
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("own", [True, False])
+def test_only_our_own_servers_leave_out_ranks(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    """The first request then compiles nothing. Others may read the ranks of a server that they start."""
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.v1.sample import sampler
+
+    count = sampler.batched_count_greater_than
+    monkeypatch.setattr(sampler, "batched_count_greater_than", count)  # restored after the test
+    monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)
+    if own:
+        monkeypatch.setenv(PRIVATE_FOLDER_VARIABLE, "/nowhere")
+    else:
+        monkeypatch.delenv(PRIVATE_FOLDER_VARIABLE, raising=False)
+    register()
+    assert (sampler.batched_count_greater_than is count) is not own
+    if own:
+        assert sampler.batched_count_greater_than(torch.zeros(2, 3), torch.zeros(2, 1)).tolist() == [0, 0]
+
+
+@pytest.mark.vllm
+def test_the_engines_of_a_gpus_syncs_can_be_imported_early() -> None:
+    import sys
+
+    from grpocli.rollout.vllm.transport_gpu import import_engines
+
+    import_engines()
+    assert {f"vllm.distributed.weight_transfer.{name}_engine" for name in ("ipc", "nccl")} <= set(sys.modules)

@@ -21,6 +21,7 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.env_isolation import VllmEnvironment, log_to, output_to
+from grpocli.rollout.vllm.plugin import leave_out_ranks
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.server import max_num_seqs_option, on_cpu
 from grpocli.rollout.vllm.validate import (
@@ -286,6 +287,8 @@ def start(options: ColocateOptions, job: EngineJob, world: World) -> InProcessLL
         from grpocli.rollout.vllm.worker import register_in_process_transfer
 
         register_in_process_transfer(IN_PROCESS_BACKEND)
+        if on_cpu():
+            leave_out_ranks()
         llm = LLM(**given)
         llm.init_weight_transfer_engine({"init_info": {}})
     return InProcessLLM(llm, environment, getattr(torch, job.dtype), bool(given["enable_sleep_mode"]), log)

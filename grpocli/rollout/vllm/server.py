@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import Guarded, guarded
 from grpocli.processes.node import GROUP_VARIABLES
+from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.api_server import PRIVATE_FOLDER_VARIABLE
 from grpocli.rollout.vllm.auth import KEY_VARIABLE
-from grpocli.rollout.vllm.client import MODEL
+from grpocli.rollout.vllm.client import MODEL, ServerClient
 from grpocli.rollout.vllm.lora import lora_environment, lora_flags
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import Endpoint, private_folder
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 POLL = 0.2  # seconds between checks of a starting server
+FIRST_REQUEST = [0] * 8
+"""Token ids that a new server scores while the trainer loads, so that no sync waits for what vLLM compiles then."""
 LONGEST_SOCKET_FOLDER = 107 - 37  # bytes: the kernel's limit for a socket's path, less vLLM's file name
 LAUNCHER_VARIABLES = (*GROUP_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 """Set by accelerate's launcher for trainer processes; vLLM would take them for its own."""
@@ -203,6 +206,7 @@ def serving(
             address(spec.host, spec.port), key, str(shm_dir or own.path), str(log) if log else None, log_from=log_from
         )
         wait_healthy(process, endpoint, options.start_timeout, stop_event, progress)
+        run_in_thread(lambda: ServerClient(endpoint, options.request_timeout).score(FIRST_REQUEST), "first request")
         yield endpoint, process
 
 

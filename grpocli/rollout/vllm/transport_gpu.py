@@ -1,7 +1,7 @@
 """sync=nccl and sync=ipc: vLLM's own trainer engines, which call our servers through `TransferClient`.
 
 sync=ipc has run on one H100, sync=nccl on no GPU yet; the tests cover the calls to the servers.
-The first sync imports vLLM, which is slow.
+They import vLLM, which is slow: `import_engines` does so early.
 CUDA IPC handles travel as JSON instead of a pickle: `encode_handles` in the trainer, `decode_handles` in `worker.py`.
 """
 
@@ -27,6 +27,12 @@ T = TypeVar("T")
 DEADLINE = 600.0  # seconds for one transfer, since NCCL itself has no deadline
 POLL = 0.1
 Stream = Iterator[tuple[str, torch.Tensor]]
+
+
+def import_engines() -> None:
+    """Import vLLM's trainer engines, which takes 5 to 10 s, before the first sync needs them."""
+    import vllm.distributed.weight_transfer.ipc_engine
+    import vllm.distributed.weight_transfer.nccl_engine  # noqa: F401
 
 
 class Metadata(list[Any]):
