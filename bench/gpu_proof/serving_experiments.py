@@ -23,11 +23,12 @@ SERVER, EAGER = "engine=vllm", "engine.enforce_eager=true"
 
 @contextmanager
 def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
-    """A block in which the differences of probes and of canaries are kept, in nats, and transfers are counted."""
+    """A block in which differences of probes and of canaries are kept, in nats, transfers and requests timed."""
     from grpocli.rollout.vllm import weight_verifier as verifier
+    from grpocli.rollout.vllm.client import ServerClient
     from grpocli.rollout.vllm.transport_gpu import IpcTransport
 
-    send = IpcTransport.send
+    send, ask = IpcTransport.send, ServerClient._call
     found["by_ipc"] = []
 
     def measure(name: str, check: Callable[..., None]) -> Callable[..., None]:
@@ -42,7 +43,15 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
         send(self, *given)
         found["by_ipc"].append(time.perf_counter() - began)
 
+    def asked(self: ServerClient, method: str, path: str, body: Any = None) -> Any:
+        began = time.perf_counter()
+        try:
+            return ask(self, method, path, body)
+        finally:
+            found.setdefault(f"seconds of {path.partition('?')[0]}", []).append(time.perf_counter() - began)
+
     with (
+        patch.object(ServerClient, "_call", asked),
         patch.object(verifier, "require_close", measure("gaps", verifier.require_close)),
         patch.object(verifier, "require_followed", measure("canary_gaps", verifier.require_followed)),
         patch.object(IpcTransport, "send", sent),
@@ -296,8 +305,8 @@ def cuda_graphs(setting: Setting) -> Measured:
     return found | {"gain": found["tokens_per_second_1024"] / found["tokens_per_second_64"]}
 
 
-question = "engine=auto, nothing else chosen: compiled vLLM beside the trainer, weights by ipc"
-of_a_run("automatic_engine", "graphs", question, BY_IPC, keys=["engine=auto"], needs=("gpu", "vllm"), seconds=200)
+question = "engine=vllm, nothing else chosen: compiled vLLM beside the trainer, weights by ipc"
+of_a_run("automatic_engine", "graphs", question, BY_IPC, keys=["engine=vllm"], needs=("gpu", "vllm"), seconds=200)
 
 
 @experiment(

@@ -97,7 +97,10 @@ RL = "vllm/entrypoints/rl/online/api_router.py"
 TEXTS = {
     "": [
         *((RL, word) for word in ("init_info", "update_info", "weight_version", "new_version", "is_paused")),
-        *((RL, word) for word in ("world_size", "mode: Annotated[PauseMode", "/weight_info")),
+        *(
+            (RL, word)
+            for word in ("world_size", "mode: Annotated[PauseMode", "clear_cache: Annotated[bool", "/weight_info")
+        ),
         ("vllm/entrypoints/serve/dev/cache/api_router.py", "reset_running_requests"),
         ("vllm/entrypoints/serve/lora/protocol.py", "lora_name"),
         ("vllm/entrypoints/serve/lora/protocol.py", "lora_path"),

@@ -273,7 +273,8 @@ class ServerClient:
 
     def pause(self, mode: str = "wait") -> None:
         """Hold new requests; "wait": running ones finish first, "keep": they are frozen until `resume`."""
-        self.post(f"/pause?mode={mode}")
+        # `reset_prefix_cache` follows new weights: twice would walk twice over all blocks, millions with a small model
+        self.post(f"/pause?mode={mode}&clear_cache=false")
 
     def resume(self) -> None:
         self.post("/resume")
