@@ -96,7 +96,7 @@ class Evaluation:
             for reward in self.run.reward.values():
                 stack.callback(reward.close)
             self.view.stage("starting the engine")
-            stack.enter_context(self.run.engine.launch(replace(self.job, progress=self.watch.progress)))
+            stack.enter_context(self.run.engine.resolved().launch(replace(self.job, progress=self.watch.progress)))
             for version, (name, path) in enumerate(models, 1):
                 self.view.stage(f"loading {name}")
                 sampler = self._sampler(path, world, tokenizer, problems)
@@ -138,7 +138,7 @@ class Evaluation:
         model = load_policy(run.model, job.model_path, path, run.seed, job.dtype, world.device).to(world.device)
         policy = Policy(model, model, getattr(torch, job.dtype))
         context = EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling)
-        engine = connected(run.engine, context)
+        engine = connected(run.engine.resolved(), context)
         environments = {
             name: environment
             for name, task in tasks_of(run.task).items()

@@ -45,6 +45,7 @@ from grpocli.processes.node import Node
 from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
 from grpocli.processes.threads import BackgroundTask
 from grpocli.rewards.python import PythonReward
+from grpocli.rollout.auto import AutoEngine
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync_config import locate_servers
 from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
@@ -58,12 +59,11 @@ from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Changes, Session, add_session, format_value, last_inputs, run_id
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from grpocli.config.schema import Run
     from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tasks.task import Example, Task
     from grpocli.tracking.view import View
+    from grpocli.training.build import Model
     from grpocli.training.resume_point import ResumePoint
 
 logger = logging.getLogger(__name__)
@@ -145,11 +145,13 @@ def _run_locked(
         check_ready(run)  # before heavy imports
         check_training(run)
         refuse_other_run(PUSH_KEY, run.hub, run_dir)
+        run = _with_steps(config, run, run_dir if resuming else None)
+        if isinstance(run.engine, AutoEngine):
+            run = replace(run, engine=run.engine.for_run(run, view.note))
         devices = devices_of(run.hardware, run.engine.resolved())
         run = _with_eval_problems(config, run, devices)
         for spec in run.callbacks:
             check_callback(spec)
-        run = _with_steps(config, run, run_dir if resuming else None)
         if run.model.lora.path:  # the folder may be gone when the run is resumed or evaluated
             OmegaConf.update(config, "model.lora", asdict(run.model.lora))
         check_schedule(run)
@@ -455,7 +457,7 @@ def _launched(run: Run, job: EngineJob, view: View, check: Callable[[], None]) -
         yield
 
 
-def _load(run: Run, job: TrainerJob) -> tuple[PromptSource, PreTrainedModel | None]:
+def _load(run: Run, job: TrainerJob) -> tuple[PromptSource, Model]:
     """The prompts and, if servers start meanwhile, the policy on the CPU: vLLM is measuring the memory of GPUs."""
     from grpocli.models.loading import load_policy
     from grpocli.training.build import load_prompts

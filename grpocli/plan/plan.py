@@ -105,13 +105,14 @@ def _teachers(run: Run) -> tuple[ModelSize, ...]:
 def _engine(run: Run) -> Any:
     """The run's engine, with engine=auto resolved for the planned devices, which this machine may lack."""
     from grpocli.plan.resources import device_kind
-    from grpocli.rollout.auto import AutoEngine
+    from grpocli.rollout.auto import VLLM_START, AutoEngine, seconds_by_transformers
     from grpocli.rollout.transformers_engine import Transformers
     from grpocli.rollout.vllm.engine_parts import Vllm
 
     if not isinstance(run.engine, AutoEngine):
         return run.engine
-    return Vllm() if device_kind(run) == "cuda" else Transformers()
+    short = seconds_by_transformers(run) < VLLM_START
+    return Vllm() if device_kind(run) == "cuda" and not short else Transformers()
 
 
 def _dtype(run: Run, size: ModelSize, resources: Resources) -> str:

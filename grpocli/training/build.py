@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from grpocli.tracking.recorder import Recorder
     from grpocli.types import Group, Prompt
 
+Model: TypeAlias = "PreTrainedModel | None"
+"""The policy's model, if it is loaded already, on the CPU."""
+
 
 def load_prompts(run: Run, model_path: str) -> PromptSource:
     """The prompts of a run, tokenised for the model at a path."""
@@ -76,12 +79,9 @@ def build_trainer(
     stop: StopSignal,
     checkpoint_path: Path | None,
     data: PromptSource,
-    model: PreTrainedModel | None = None,
+    model: Model = None,
 ) -> Trainer:
-    """The trainer of a run. Collective.
-
-    checkpoint_path: the checkpoint to continue from. model: the policy's, if it is loaded already, on the CPU.
-    """
+    """The trainer of a run; checkpoint_path: the checkpoint to continue from; model: see `Model`. Collective."""
     _check_rewards(run, data, recorder)
     loaded = _load(run, job, world, data, recorder, checkpoint_path, model)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state
@@ -107,7 +107,7 @@ def build_trainer(
         stopping=stop.requested,
         before_change=lambda: trainer.wait_for_checkpoint(),
     )
-    engine = connected(run.engine, context)
+    engine = connected(run.engine.resolved(), context)
     sampler = _sampler(run, world, engine, data)
     updater = loaded.updater
     watch = Watch(recorder.progress_of("rollout"))
@@ -187,24 +187,14 @@ class _Loaded:
 
 
 def _load(
-    run: Run,
-    job: EngineJob,
-    world: World,
-    data: PromptSource,
-    recorder: Recorder,
-    checkpoint_path: Path | None,
-    model: PreTrainedModel | None,
+    run: Run, job: EngineJob, world: World, data: PromptSource, recorder: Recorder, path: Path | None, model: Model
 ) -> _Loaded:
-    with restoring(checkpoint_path):
-        state = (
-            checkpoint.load_state(checkpoint_path)
-            if checkpoint_path
-            else checkpoint.State(run=run_id(recorder.run_dir))
-        )
-        leftover = _leftover(run, data, checkpoint_path)
-        problems = problem_scores.load(checkpoint_path) if checkpoint_path else {}
+    with restoring(path):
+        state = checkpoint.load_state(path) if path else checkpoint.State(run=run_id(recorder.run_dir))
+        leftover = _leftover(run, data, path)
+        problems = problem_scores.load(path) if path else {}
         data.curriculum.restore(problems, data.drawn(state.draws))
-        updater = load_updater(run, job, world, checkpoint_path, state.updates, recorder.progress_of("train"), model)
+        updater = load_updater(run, job, world, path, state.updates, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds
     policy, reference = updater.policy, updater.reference
     for note in choose_layout(run, world, policy, reference):
@@ -213,17 +203,11 @@ def _load(
 
 
 def load_updater(
-    run: Run,
-    job: EngineJob,
-    world: World,
-    checkpoint_path: Path | None,
-    updates: int,
-    progress: Progress,
-    model: PreTrainedModel | None = None,
+    run: Run, job: EngineJob, world: World, checkpoint_path: Path | None, updates: int, progress: Progress, model: Model
 ) -> Updater:
     """The updater with the models and the optimizer of a checkpoint, or of a new run. Collective.
 
-    updates: made so far. model: as of `build_trainer`. Call `choose_layout` before the first update.
+    updates: made so far. Call `choose_layout` before the first update.
     """
     with world.parallel.loading():
         path = str(checkpoint_path) if checkpoint_path else job.model_path

@@ -45,10 +45,7 @@ def wait_asleep() -> None:
 
 
 def leave_out_ranks() -> None:
-    """Let the rank of every token be 0 in this process: nobody reads it, and to compile its count takes 2 to 9 s.
-
-    vLLM compiles it even with `enforce_eager`, in the first request. Safe to call again.
-    """
+    """Let the rank of every token be 0, which nobody reads: even eager vLLM compiles its count, for 2 to 9 s."""
     from vllm.v1.sample import sampler
 
     sampler.batched_count_greater_than = lambda logprobs, chosen: chosen.new_zeros(len(chosen)).long()
