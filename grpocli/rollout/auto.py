@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 VLLM_START = 50.0
 """Seconds until vLLM is ready, at least: on an H100 49 (eager, its libraries in memory) to 97 (compiled)."""
 FORWARD = 0.025
-"""Seconds that transformers takes for one more token of all rows. On an H100 this is about 1 ms a layer, in Python, and
-most models have 24 layers or more."""
+"""Seconds of transformers for one more token of all rows: on an H100 about 1 ms a layer, and most models have 24."""
 
 
 @part("engine", "auto")
