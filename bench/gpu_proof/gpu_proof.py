@@ -52,7 +52,7 @@ from machine import CARRY, ROOT, facts
 
 GROUPS = ("kernels", "transfers", "updates", "runs", "serving")
 PLAN = (
-    "default_run,beside_trl,attention_choices,model_flops,step_profile,"
+    "default_run,beside_trl,attention_choices,compiled_layers,model_flops,step_profile,"
     "memory_against_plan+host_synchronizations,lora_adapters,kill_and_resume,skewed_update,"
     "flex_and_sdpa,capabilities,head_kernels,float32_head,cudnn_plans,masked_call,"
     "settings+equal_to_the_cpu+packed_and_padded+ipc_handles+mask_of_odd_width+fsdp2_on_one_process+bucket_race+"

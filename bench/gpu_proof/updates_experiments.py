@@ -10,6 +10,7 @@ import os
 import pstats
 import statistics
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from experiment import Measured, Setting, at_most, between, experiment
 from kernels_experiments import little_policy, milliseconds, random_rows
 from run import PEAK, WARM
 from torch.profiler import ProfilerActivity, profile
-from training_runs import SHORT, apart, output, train_here
+from training_runs import SHORT, apart, metrics, output, train_here
 from workloads import ALL, make_model
 
 OF_ATTENTION = ("skewed", "prompts")
@@ -36,6 +37,8 @@ MEMORY = {
     "lora": ("model.lora.rank=16",),
 }
 """Configs whose planned memory is compared with the measured one."""
+COMPILED = {"half_a_billion": "0.5B, even", "tiny": "tiny"}
+"""Workloads on which compiled layers are compared with eager ones."""
 PROFILED, PROFILED_IN_PYTHON = 3, 5
 """Steps whose updates are profiled, each of which the profile makes slower."""
 
@@ -108,20 +111,25 @@ def skewed_update(setting: Setting) -> Measured:
 
 
 @contextmanager
-def profiled_updates(found: Measured, word: str, tables: Path, device: str) -> Iterator[None]:
-    """A block whose updates are timed; one goes through torch's profiler and one through Python's, into `tables`."""
+def profiled_updates(found: Measured, word: str, tables: Path | None, device: str) -> Iterator[None]:
+    """A block whose updates are timed; one goes through torch's profiler and one through Python's, into `tables`.
+
+    tables: None: the GPU's kernels alone are profiled, which takes seconds.
+    """
     from grpocli.training.trainer import Trainer
 
-    update, took = Trainer.update, found.setdefault(f"update_ms_{word}", [])
+    update, took, began = Trainer.update, found.setdefault(f"update_ms_{word}", []), time.perf_counter()
 
     def watched(self: Any, *given: Any) -> None:
         call, step = partial(update, self, *given), self.state.step
-        if step not in (PROFILED, PROFILED_IN_PYTHON):
+        if step not in (PROFILED, PROFILED_IN_PYTHON) or (step == PROFILED_IN_PYTHON and tables is None):
             took.append(milliseconds(call, device))
+            found.setdefault(f"first_update_s_{word}", time.perf_counter() - began)
             return
-        with tables.open("a") as file:
+        with (tables or Path(os.devnull)).open("a") as file:
             if step == PROFILED:
-                kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+                kinds = [ProfilerActivity.CUDA] if device == "cuda" else []
+                kinds += [ProfilerActivity.CPU] if tables or not kinds else []
                 with profile(activities=kinds, acc_events=True) as seen:
                     milliseconds(call, device)
                 events = seen.key_averages()
@@ -271,6 +279,47 @@ def attention_choices(setting: Setting) -> Measured:
         )
         found |= {f"time_{kind}": seconds(flex) / seconds(sdpa), f"gradient_apart_{kind}": gradient_apart(flex, sdpa)}
         found |= {f"seconds_{kind}": [flex["seconds"], sdpa["seconds"]], f"gib_{kind}": [flex["GiB"], sdpa["GiB"]]}
+        setting.save(found)
+    return found
+
+
+def of_layers(setting: Setting, name: str, *keys: str) -> Measured:
+    """Figures of the updates of a workload or of the built-in model, in a fork."""
+    steps = f"train.steps={PROFILED + 3}"
+
+    def here() -> None:
+        found: Measured = {}
+        with profiled_updates(found, "", None, setting.device):
+            if name == "tiny":
+                short = SHORT if setting.small else []
+                train_here(setting, f"run{len(keys)}", "engine=transformers", steps, *short, *keys)
+            else:
+                update_here(setting, name, PROFILED + 3, *keys)
+        found["gib_"] = torch.cuda.max_memory_allocated() / 2**30 if setting.device == "cuda" else 0.0
+        print(json.dumps(found))
+
+    lines = output(here).splitlines()
+    logs = metrics(setting.folder / f"run{len(keys)}") if name == "tiny" else json.loads(lines[-2])["logs"]
+    return dict(json.loads(lines[-1])) | {"grad_norm_": logs[0]["grad_norm"]}
+
+
+@experiment(
+    "updates",
+    "compiled layers beside eager ones, 0.5B at lengths of 512 and the built-in model",
+    *(at_most(f"time_{of}", 1, f"{of}: time of an update over that of eager layers", gpu=True) for of in COMPILED),
+    *(at_most(f"gradient_apart_{of}", 0.03, f"{of}: difference of the first gradient norm") for of in COMPILED),
+    seconds=120,
+)
+def compiled_layers(setting: Setting) -> Measured:
+    found: Measured = {}
+    for of, name in COMPILED.items():
+        eager, compiled = (of_layers(setting, name, *keys) for keys in ((), ("model.compile=true",)))
+        walls = [statistics.median(one["update_ms_"][WARM:]) for one in (eager, compiled)]
+        found |= {
+            f"time_{of}": walls[1] / walls[0],
+            f"gradient_apart_{of}": apart(compiled["grad_norm_"], eager["grad_norm_"]),
+        }
+        found |= {f"{key}{of}": [eager[key], compiled[key]] for key in eager}
         setting.save(found)
     return found
 

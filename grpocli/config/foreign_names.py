@@ -358,7 +358,7 @@ TRAINING_ARGUMENTS = {
     ),
     "gradient_checkpointing_kwargs": nothing(None, "it is the variant without re-entrance"),
     "torch_compile": default(
-        False, "model.compile={}", "decoder layers, without packed attention; vLLM compiles its own"
+        False, "model.compile={}", "decoder layers, on a GPU with their attention; vLLM compiles its own"
     ),
     "use_liger_kernel": nothing(False, "log-probs are computed in chunks, without a table of all logits"),
     "torch_empty_cache_steps": nothing(None, "memory is bounded by train.micro_batch_tokens"),

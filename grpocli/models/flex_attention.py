@@ -70,8 +70,11 @@ class TiledMask:
 
 def _call(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
     """The kernel's output. Alone, it has one graph for states with a gradient, without, and for a mixture (LoRA)."""
-    if torch.compiler.is_compiling():
-        return _kernel()(query, key, value, **how)
+    if torch.compiler.is_compiling():  # as a part of a decoder layer's graph
+        from torch.nn.attention.flex_attention import flex_attention
+
+        inlined: Tensor = flex_attention(query, key, value, **how)
+        return inlined
     has_gradient = torch.is_grad_enabled()
     with torch.enable_grad():
         states = (one if one.requires_grad else one.detach().requires_grad_() for one in (query, key, value))

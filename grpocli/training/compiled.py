@@ -1,7 +1,8 @@
 """model.compile: the decoder layers of a model through `torch.compile`, for micro-batches of any size.
 
-Attention over packed rows stays outside of the graphs, since its Python depends on the rows of each micro-batch. All
-layers of one class share their graphs. Sampling in this process runs the layers as they are (`Policy.sampling_mode`).
+With `flex_attention` a layer is one graph. `sdpa` over packed rows stays outside of graphs, since its Python depends on
+the rows of each micro-batch. All layers of one class share their graphs. Sampling in this process does not use them
+(`Policy.sampling_mode`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 from grpocli.distributed.fsdp2 import layers
 from grpocli.errors import ConfigError
 from grpocli.models import shared_prompt_attention as attention
+from grpocli.models.flex_attention import for_any_size
 from grpocli.models.routers import routers
 from grpocli.training.logprobs import completion_logp
 from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.packing import FlexPacked
 from grpocli.training.packing_check import BFLOAT16_TOLERANCE, FLOAT32_TOLERANCE, is_close, passes, trial_rows
 from grpocli.training.policy import Reference
 from grpocli.types import Sampling
@@ -43,7 +46,7 @@ def compile_layers(policy: Policy, reference: Reference | Teachers | None, world
     follower = reference if isinstance(reference, Reference) else None
     expected = _logps(policy, follower)
     if policy.packs:
-        attention.register(in_graphs=False)
+        attention.register(in_graphs=policy.packed is FlexPacked and not world.context_parallel)
     models: dict[int, Any] = {id(one): one for one in (policy.model, *(follower.models if follower else ()))}
     for model in models.values():
         for layer in layers(model):
@@ -55,23 +58,32 @@ def compile_layers(policy: Policy, reference: Reference | Teachers | None, world
         found = _logps(policy, follower)
         return all(is_close(one, other, tolerance) for one, other in zip(found, expected, strict=True))
 
-    if world.any(not passes(tried)):
+    with for_any_size():
+        failed = world.any(not passes(tried))
+    if failed:
         needs = "a C++ compiler on a CPU, Triton on a GPU"
         _refuse(f"torch cannot compile this model's decoder layers ({needs}), or not to the same log-probs")
 
 
 def _logps(policy: Policy, follower: Reference | None) -> list[Tensor]:
-    """Log-probs of the trial's rows, as an update computes them: with and without gradients, and the reference's."""
+    """Log-probs of the trial's rows, as an update computes them: with and without gradients, and the reference's.
+
+    And the norms of gradients, where no process has to wait for others in the backward pass.
+    """
     policy.model.train()
     batch = MicroBatch.build(trial_rows(policy), policy.model.device, policy.layout(Sampling(1)))
-    found = []
+    kept_BT, found = batch.mask.bool(), []
     for gradient in (True, False):
         with torch.set_grad_enabled(gradient):
             logp_BT, _ = completion_logp(policy.model, batch, Sampling(1), policy.autocast(), at_head=policy.at_head)
-        found.append(logp_BT.detach())
+        found.append(logp_BT.detach()[kept_BT])
+        if gradient and policy.parallel.replicated:
+            trained = [weight for weight in policy.model.parameters() if weight.requires_grad]
+            gradients = torch.autograd.grad(logp_BT[kept_BT].sum(), trained, allow_unused=True)
+            found.append(torch.stack([one.norm() for one in gradients if one is not None]))
     if follower:
-        found.append(follower.logp(batch, Sampling(1)))
-    return [logp_BT[batch.mask.bool()] for logp_BT in found]
+        found.append(follower.logp(batch, Sampling(1))[kept_BT])
+    return found
 
 
 def _refuse(problem: str) -> None:

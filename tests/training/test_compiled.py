@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from little import SHAPE
 from models.architectures import architecture
+from torch.nn.attention import flex_attention as torchs
 from training.test_packing import GROUPS, rows_of
 from training.test_update import world
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
+from grpocli.models import flex_attention
 from grpocli.models.loading import checkpoint_activations
 from grpocli.models.lora import Lora, attach
 from grpocli.training import compiled
 from grpocli.training.compiled import compile_layers
 from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.packing_check import pack
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.types import Row, Sampling
@@ -43,15 +47,17 @@ def a_policy(kind: str) -> tuple[Policy, Reference]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     initial = copy.deepcopy(model)
-    if kind != "packed":
+    if "lora" in kind:
         model = attach(model, Lora(rank=4), seed=0)
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.1)
         checkpoint_activations(model)
     policy = Policy(model, model, torch.float32)
-    reference = Reference(initial, policy) if kind == "packed" else BaseReference(policy)
+    reference = BaseReference(policy) if "lora" in kind else Reference(initial, policy)
+    policy.packed = wanted = FlexPacked if "flex" in kind else Packed
     assert pack(policy, reference)
+    assert policy.packed is wanted
     return policy, reference
 
 
@@ -68,21 +74,31 @@ def results(policy: Policy, reference: Reference, rows: list[Row]) -> list[torch
 @pytest.mark.survival
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own code
 @pytest.mark.parametrize(
-    ("kind", "backend"),
-    [("packed", "inductor"), ("lora and checkpointing", "eager")],
+    ("kind", "backend", "expected_graphs"),
+    [  # a layer's, not each layer's; with and without gradients, and of the reference
+        ("packed", "inductor", 4 * 3),
+        ("packed, flex_attention", "aot_eager", 3),
+        ("lora and checkpointing", "eager", None),
+    ],
 )
 def test_compiled_layers_give_the_same_and_are_compiled_once(
-    kind: str, backend: str, world: World, graphs: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, backend: str, expected_graphs: int | None, world: World, graphs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "HOW", compiled.HOW | {"backend": backend})
+    if "flex" in kind:  # in its unfused form, which has a backward pass on a CPU
+        monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
+        monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        monkeypatch.setattr(flex_attention, "_kernel", lambda: torchs.flex_attention)
+        monkeypatch.setattr(Packed, "build", classmethod(partial(Packed.build.__func__, on_cpu=False)))  # type: ignore[attr-defined]
     policy, reference = a_policy(kind)
     sizes = [rows_of(groups)[:n] for groups in (GROUPS["ragged"], GROUPS["about one length"]) for n in (2, 3, 5)]
+    sizes.append([Row([3, 4, 5], [7] * n, [1] * n, 1.0, 0, [0.0] * n) for n in (100, 300, 40)])
     expected = [results(policy, reference, rows) for rows in sizes]
     sampled = policy.score([3, 4, 5, 6])
     compile_layers(policy, reference, world)
     after_trial = graphs["unique_graphs"]
-    if kind == "packed":  # four for a layer, not for each; with and without gradients, and of the reference
-        assert after_trial == 4 * 3
+    if expected_graphs:
+        assert after_trial == expected_graphs
     for rows, one in zip(sizes, expected, strict=True):
         for found, wanted in zip(results(policy, reference, rows), one, strict=True):
             assert (found - wanted).norm() <= 1e-5 * wanted.norm()
