@@ -65,6 +65,7 @@ ALLOCATIONS = (
     "_local_scalar_dense",
     "is_pinned",
 )
+"""Names, or their beginnings, of operations that run no kernel, though their results are no views."""
 PINNED = ("is_pinned", "pin_memory", "_pin_memory", "empty", "copy_")
 """The operations of `Tensor.pin_memory`, which a machine without a GPU does not have."""
 OWN_CODE = re.compile("/(?:grpocli|transformers/models)/(.*)")
@@ -89,9 +90,9 @@ class Found:
 class Counted(TorchDispatchMode):
     """Counts what is dispatched, and lets fake tensors stand for those of a GPU."""
 
-    def __init__(self, fake: FakeTensorMode, gpu: bool) -> None:
+    def __init__(self, gpu: bool) -> None:
         super().__init__()
-        self.fake, self.gpu, self.counting, self.inside = fake, gpu, False, 0
+        self.gpu, self.counting, self.inside = gpu, False, 0
         self.found, self.nested, self.samples = Found(), Counter[Any](), dict[Any, Any]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,11 +117,9 @@ class Counted(TorchDispatchMode):
         if function is aten._local_scalar_dense.default and ours:
             self.count(function, args, kwargs, 0)
             return 1.0 if args[0].is_floating_point() else 1
-        if function is aten.equal.default and ours:  # of a trial at the start
+        if ours and function is aten.equal.default:  # of a trial at the start
             return True
-        if (
-            function is aten.index.Tensor and ours and getattr(args[1][0], "dtype", None) == torch.bool
-        ):  # of a trial, too
+        if ours and function is aten.index.Tensor and getattr(args[1][0], "dtype", None) == torch.bool:  # the same
             return args[0].reshape(-1)
         with nullcontext() if ours or to_gpu else unset_fake_temporarily():
             result = function(*args, **kwargs)
@@ -198,9 +197,8 @@ def nests(function: Any) -> bool:
 def recorded(call: Any) -> list[str]:
     """The operations that the dispatcher records during a call, without `aten::`."""
     # torch's newer profiler prints two lines to the terminal at each use, and takes three times as long
-    quiet = ProfilerConfig(
-        ProfilerState.CPU, False, False, False, False, False, torch._C._profiler._ExperimentalConfig()
-    )
+    more = torch._C._profiler._ExperimentalConfig()
+    quiet = ProfilerConfig(ProfilerState.CPU, *5 * [False], more)
     torch.autograd._enable_profiler_legacy(quiet)
     try:
         call()
@@ -307,7 +305,7 @@ def counted(name: str, gpu: bool = True, layers: int | None = None, overrides: S
     """The counts of a workload's second update. layers: of the model, instead of all."""
     run, config = config_of(name, layers, overrides)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    mode, device = Counted(fake, gpu), GPU if gpu else CPU
+    mode, device = Counted(gpu), GPU if gpu else CPU
 
     def model(*_: Any, **__: Any) -> Any:
         with mode.making(), fake:

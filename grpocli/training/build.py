@@ -203,7 +203,13 @@ def _load(
 
 
 def load_updater(
-    run: Run, job: EngineJob, world: World, checkpoint_path: Path | None, updates: int, progress: Progress, model: Model
+    run: Run,
+    job: EngineJob,
+    world: World,
+    checkpoint_path: Path | None,
+    updates: int,
+    progress: Progress,
+    model: Model = None,
 ) -> Updater:
     """The updater with the models and the optimizer of a checkpoint, or of a new run. Collective.
 
