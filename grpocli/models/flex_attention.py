@@ -1,4 +1,4 @@
-"""Packed rows through torch's `flex_attention`: one call a layer for the whole sequence, not one for each block.
+"""Packed rows through torch's `flex_attention`: one call a layer for the whole sequence.
 
 The attention pattern is that of `shared_prompt_attention`. A `BlockMask` lists the tiles of TILE x TILE tokens that are
 not empty, and has a function that decides for each pair of tokens in a tile that is only partly filled.

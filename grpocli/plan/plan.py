@@ -73,7 +73,7 @@ def make_plan(
 
     from grpocli.plan.trace import TracedMemory, trace
 
-    engine = _engine(run)
+    engine = _engine(run, options)
     resources = find_resources(run, engine, options)
     stage("reading the model's sizes")
     size = find_model_size(run.model)
@@ -102,8 +102,9 @@ def _teachers(run: Run) -> tuple[ModelSize, ...]:
     return tuple(sizes)
 
 
-def _engine(run: Run) -> Any:
+def _engine(run: Run, options: DeviceOptions) -> Any:
     """The run's engine, with engine=auto resolved for the planned devices, which this machine may lack."""
+    from grpocli.hardware.devices import visible_gpus
     from grpocli.plan.resources import device_kind
     from grpocli.rollout.auto import VLLM_START, AutoEngine, seconds_by_transformers
     from grpocli.rollout.transformers_engine import Transformers
@@ -111,7 +112,7 @@ def _engine(run: Run) -> Any:
 
     if not isinstance(run.engine, AutoEngine):
         return run.engine
-    short = seconds_by_transformers(run) < VLLM_START
+    short = (options.devices or len(visible_gpus())) <= 1 and seconds_by_transformers(run) < VLLM_START
     return Vllm() if device_kind(run) == "cuda" and not short else Transformers()
 
 

@@ -163,6 +163,13 @@ def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
     assert given[decoding] == pytest.approx(small[decoding])
 
 
+@pytest.mark.parametrize(("gpus", "servers"), [(1, 0), (8, 1)])
+def test_the_engine_is_that_of_a_run_with_as_many_gpus(config_only: list[str], gpus: int, servers: int) -> None:
+    """A short run samples with transformers only where it has a single GPU (`AutoEngine.for_run`)."""
+    short = ("engine=auto", "hardware.device=cuda", "train.steps=1", "eval.problems=0")
+    assert planned(*config_only, *short, devices=gpus).resources.servers == servers
+
+
 def computing(plan: Plan) -> float:
     """Seconds of training on its devices, without a host that keeps them waiting."""
     return step_demand(plan.inputs).part(*COMPUTE).seconds(COSTS[plan.resources.kind])
