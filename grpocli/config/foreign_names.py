@@ -182,7 +182,7 @@ GRPO_CONFIG = {
     "use_vllm": default(
         False,
         Equivalent("engine=vllm", "with TRL's default vllm_mode=colocate it is engine=vllm_colocate", values=ENGINES),
-        "engine=auto takes vLLM where it is installed with a GPU, else engine=transformers",
+        "engine=auto takes vLLM where it is installed with a GPU, except for short runs, else engine=transformers",
     ),
     "vllm_mode": default("colocate", Equivalent("engine=vllm", values={"colocate": "engine=vllm_colocate"})),
     "vllm_model_impl": Equivalent(
@@ -688,7 +688,7 @@ NEMO_RL = {
         "engine={}",
         values={"hf": "engine=transformers", "sglang": "engine=vllm"},
         default="vllm",
-        why="engine=auto takes vLLM where it is installed with a GPU",
+        why="engine=auto takes vLLM where it is installed with a GPU, except for short runs",
     ),
     "policy.generation.max_new_tokens": default("${policy.max_total_sequence_length}", LENGTH, "256 here"),
     "policy.generation.temperature": default(1.0, "rollout.temperature={}"),
