@@ -268,7 +268,7 @@ def attend(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, call: sdpa.Kernel) -> Tensor:
     """The output [1, N, heads, D] of states in the dtype in which copies are made."""
-    calls, heads, size = segments.calls, query.shape[1], query.shape[3]
+    calls, heads, size = segments.calls, query.shape[1], value.shape[3]
 
     def rows(states: Tensor, index: Tensor, lengths: list[int]) -> Iterator[Tensor]:
         """The states [R, heads, tokens, D] of each call. lengths: tokens of a row in each call."""

@@ -242,7 +242,7 @@ class _FlexAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:3], value.shape[3])
         sums = query.new_empty(query.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, sums)
         return output

@@ -11,7 +11,7 @@ from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.shared_prompt_attention import Segments, calls_of, rows_of
 
 CPU = torch.device("cpu")
-HEADS, GROUPS, SIZE = 4, 2, 8
+HEADS, GROUPS, SIZE, SIZE_OF_VALUES = 4, 2, 8, 6  # values are smaller in DeepSeek-V3
 PROMPTS: dict[str, list[tuple[int, list[int]]]] = {
     "equal": [(3, [7, 7, 7])],
     "similar": [(3, [7, 6, 7, 6])],
@@ -102,8 +102,8 @@ def test_no_token_attends_to_padding_or_to_another_completion() -> None:
 
 def _states(tokens: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    shapes = [(1, heads, tokens, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
-    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+    sizes = (HEADS, SIZE), (GROUPS, SIZE), (GROUPS, SIZE_OF_VALUES)
+    return [torch.randn(1, heads, tokens, size, requires_grad=True) for heads, size in sizes]
 
 
 def _alone(
