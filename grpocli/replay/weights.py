@@ -58,7 +58,7 @@ class Weights:
             check_regular(path)
         try:
             state = checkpoint.load_state(path) if path else checkpoint.State()
-            updater = load_updater(run, job, world, path, state.updates, progress, None)
+            updater = load_updater(run, job, world, path, state.updates, progress)
         except UNREADABLE as error:
             if isinstance(error, GrpoError):
                 raise

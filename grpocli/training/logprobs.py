@@ -7,10 +7,12 @@ computed for LOGITS_AT_ONCE numbers at a time, and again in the backward pass.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import cache
+from subprocess import CalledProcessError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
     from grpocli.training.micro_batch import MicroBatch
     from grpocli.types import Sampling
+
+logger = logging.getLogger(__name__)
 
 LOGITS_AT_ONCE = 2**24
 """Logits in memory at once: 64 MiB in float32, times a few copies; without copies, on a GPU, as many bytes."""
@@ -93,7 +97,7 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
         sampling = targets.sampling
         plain = sampling.repetition_penalty == 1 and not sampling.truncates and not targets.entropy_gradient
         linear = type(head) in (torch.nn.Linear, Float32Head) and getattr(head, "bias", None) is None
-        if plain and linear and (hidden.device.type == "cpu" or find_spec("triton")):
+        if plain and linear and (hidden.device.type == "cpu" or _has_kernels(hidden.device)):
             on_cpu = hidden.device.type == "cpu" if targets.on_cpu is None else targets.on_cpu
             how = _How(sampling.temperature or 1.0, isinstance(head, Float32Head), on_cpu)
             scores = _Scores.apply(hidden_NH, head.weight, targets.ids_N, how)  # type: ignore[no-untyped-call]
@@ -173,6 +177,17 @@ def _kernel_scores(logits_nV: torch.Tensor, ids_n: torch.Tensor, temperature: fl
     from grpocli.training.head_kernels import scores
 
     return scores(logits_nV, ids_n, temperature)
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    """Whether Triton is there and compiles the kernels of a GPU's head, for which it needs a C compiler."""
+    try:
+        _kernel_scores(torch.zeros(1, 1, device=device), torch.zeros(1, dtype=torch.long, device=device), 1.0)
+    except (ImportError, OSError, RuntimeError, CalledProcessError):
+        logger.warning("Triton does not run here, so the output head takes torch's operations", exc_info=True)
+        return False
+    return True
 
 
 @_kernel_scores.register_fake

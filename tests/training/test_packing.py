@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
 
@@ -494,6 +495,18 @@ def test_a_gpu_scores_a_wide_vocabulary_in_few_kernels(tokens: int) -> None:
     least = -(-tokens * vocabulary // (2 * logprobs.LOGITS_AT_ONCE))
     assert seen.products == seen.scores <= 1.1 * least + 1
     assert seen.operations <= 5 * (seen.products + 2)  # with views
+
+
+def test_a_gpu_without_a_c_compiler_scores_with_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(*_: Any) -> None:
+        raise CalledProcessError(1, "gcc")
+
+    monkeypatch.setattr(logprobs, "_kernel_scores", compiled)
+    monkeypatch.setattr(logprobs, "_has_kernels", logprobs._has_kernels.__wrapped__)
+    with torch.device("meta"):
+        head, hidden, ids = torch.nn.Linear(4, 9, bias=False), torch.zeros(1, 3, 4), torch.zeros(3, dtype=torch.long)
+    with logprobs.scoring(head, logprobs.Targets(ids, None, Sampling(1))):
+        assert head(hidden).shape == (1, 3, 3)
 
 
 def test_a_model_with_another_attention_is_padded(model) -> None:
