@@ -24,6 +24,7 @@ from grpocli.models.frozen_linear import multiply
 from grpocli.models.loading import checkpoint_activations
 from grpocli.plan.model_size import empty_model, quantized_linear, with_layers
 from grpocli.plan.resources import shares_weights
+from grpocli.training import logprobs
 from grpocli.training.activation_offload import ActivationOffload
 from grpocli.training.logprobs import completion_logp, marked, output_head
 from grpocli.training.micro_batch import MicroBatch
@@ -185,11 +186,9 @@ def _micro_batch_bytes(
             plain = dtype == torch.float32 or shares_weights(run)
             computing: Any = nullcontext() if plain else torch.autocast("cpu", dtype=dtype)
             gradient = run.algorithm.needs_entropy_gradient
-            # A CPU has smaller pieces in the forward pass: a multiple of the time to trace them, and no other peak,
-            # which is the backward pass's.
             with _Elsewhere(model.parameters()) if run.train.activation_offload and shape.gpu else nullcontext():
                 logp, entropy = completion_logp(
-                    model, batch, run.rollout.sampling, computing, gradient, at_head, on_cpu=False
+                    model, batch, run.rollout.sampling, computing, gradient, at_head, on_cpu=not shape.gpu
                 )
             kept, forward = allocated.live, allocated.peak
             if shape == TWO_TOKENS:
@@ -201,21 +200,26 @@ def _micro_batch_bytes(
 
 @contextmanager
 def _fake_kernels() -> Iterator[None]:
-    """A block with kernels for fake tensors: of flex attention, and of a mixture's experts in any dtype.
+    """A block with kernels for fake tensors: of flex attention, of a mixture's experts in any dtype, of a CPU's scores.
 
-    torch has no backward pass of the one on a CPU, and the other's product takes only bfloat16.
+    torch has no backward pass of the first on a CPU, and the second's product takes only bfloat16. The pieces of the
+    third are too small to be the peak, and so many that to trace them takes seconds.
     """
     from transformers.integrations import moe
 
     def product(input: Tensor, weight: Tensor, offs: Tensor) -> Any:
         return _GroupedProduct.apply(input, weight, offs)  # type: ignore[no-untyped-call]
 
-    before = moe._grouped_mm, flex_attention._kernel
-    moe._grouped_mm, flex_attention._kernel = product, lambda: _FlexAttention.call  # type: ignore[assignment]
+    def scores(hidden_nH: Tensor, *others: Any) -> Tensor:
+        return hidden_nH.new_empty(4, len(hidden_nH), dtype=torch.float32)
+
+    before = moe._grouped_mm, flex_attention._kernel, logprobs._row_scores
+    moe._grouped_mm, logprobs._row_scores = product, scores  # type: ignore[assignment]
+    flex_attention._kernel = lambda: _FlexAttention.call  # type: ignore[assignment]
     try:
         yield
     finally:
-        moe._grouped_mm, flex_attention._kernel = before
+        moe._grouped_mm, flex_attention._kernel, logprobs._row_scores = before
 
 
 class _GroupedProduct(torch.autograd.Function):
