@@ -224,11 +224,11 @@ class Packed:
     def pack(cls, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
         """Micro-batches of at most max_tokens tokens, counting a prompt once; a longer row has its own micro-batch."""
         batches: list[list[Row]] = []
-        size = 0
+        size, limit = 0, max(max_tokens, cls.fitting(1))  # the filler of a few rows has room for more
         for prompt, numbers in by_prompt(rows):
             due = len(prompt)  # the prompt's tokens if it is not in this micro-batch yet, otherwise 0
             for row in sorted((rows[k] for k in numbers), key=lambda r: -len(r.completion_ids)):
-                if not batches or cls.fitting(size + due + len(row.completion_ids)) > max_tokens:
+                if not batches or cls.fitting(size + due + len(row.completion_ids)) > limit:
                     batches.append([])
                     size, due = 0, len(prompt)
                 batches[-1].append(row)

@@ -213,6 +213,13 @@ def test_a_group_larger_than_a_micro_batch_is_split() -> None:
     assert any({row.group for row in one} & {row.group for row in other} for one, other in pairwise(batches))
 
 
+def test_the_tiles_of_a_micro_batch_are_filled() -> None:
+    """Even if it may have fewer tokens than two tiles: the filler would be computed for each row."""
+    batches = FlexPacked.pack(rows_of(GROUPS["ragged"]), 22)
+    assert len(batches) == 1
+    assert FlexPacked.size(batches[0]) == FlexPacked.fitting(1)
+
+
 @pytest.mark.parametrize("groups", ["ragged", "a row without tokens"])
 def test_the_gpu_attention_gives_the_same_update(model, world, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU keys are repeated for the heads that share them where there is a mask."""
