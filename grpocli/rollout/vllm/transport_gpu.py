@@ -31,6 +31,8 @@ Stream = Iterator[tuple[str, torch.Tensor]]
 
 def import_engines() -> None:
     """Import vLLM's trainer engines, which takes 5 to 10 s, before the first sync needs them."""
+    # first, because vLLM sets the environment to one thread for torch's compiler
+    import torch._inductor.config  # noqa: F401
     import vllm.distributed.weight_transfer.ipc_engine
     import vllm.distributed.weight_transfer.nccl_engine  # noqa: F401
 
