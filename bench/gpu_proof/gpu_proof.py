@@ -56,7 +56,7 @@ PLAN = (
     "memory_against_plan+host_synchronizations,lora_adapters,kill_and_resume,skewed_update,"
     "flex_and_sdpa,capabilities,head_kernels,float32_head,cudnn_plans,masked_call,"
     "settings+equal_to_the_cpu+packed_and_padded+ipc_handles+mask_of_odd_width+fsdp2_on_one_process+bucket_race+"
-    "sent_after_a_change,lost_weight,killed_server,automatic_engine,colocated_run,sync_by_ipc,ipc_of_half_a_billion,"
+    "sent_after_a_change,lost_weight,killed_server,default_vllm,colocated_run,sync_by_ipc,ipc_of_half_a_billion,"
     "lora_colocated,sync_by_shm,cuda_graphs"
 )
 """First what has not been seen. Those joined by + are not about times, and run together. Others follow."""

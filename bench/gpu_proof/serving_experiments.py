@@ -306,7 +306,7 @@ def cuda_graphs(setting: Setting) -> Measured:
 
 
 question = "engine=vllm, nothing else chosen: compiled vLLM beside the trainer, weights by ipc"
-of_a_run("automatic_engine", "graphs", question, BY_IPC, keys=["engine=vllm"], needs=("gpu", "vllm"), seconds=200)
+of_a_run("default_vllm", "graphs", question, BY_IPC, keys=["engine=vllm"], needs=("gpu", "vllm"), seconds=200)
 
 
 @experiment(
