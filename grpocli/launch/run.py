@@ -59,11 +59,12 @@ from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Changes, Session, add_session, format_value, last_inputs, run_id
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from grpocli.config.schema import Run
     from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tasks.task import Example, Task
     from grpocli.tracking.view import View
-    from grpocli.training.build import Model
     from grpocli.training.resume_point import ResumePoint
 
 logger = logging.getLogger(__name__)
@@ -457,7 +458,7 @@ def _launched(run: Run, job: EngineJob, view: View, check: Callable[[], None]) -
         yield
 
 
-def _load(run: Run, job: TrainerJob) -> tuple[PromptSource, Model]:
+def _load(run: Run, job: TrainerJob) -> tuple[PromptSource, PreTrainedModel | None]:
     """The prompts and, if servers start meanwhile, the policy on the CPU: vLLM is measuring the memory of GPUs."""
     from grpocli.models.loading import load_policy
     from grpocli.training.build import load_prompts

@@ -25,6 +25,8 @@ from grpocli.tracking.run_dir import FORBIDDEN, RunDir
 from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
     from grpocli.processes.heartbeat import HeartbeatWriter
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from grpocli.tracking.metrics import MetricsLog
     from grpocli.tracking.recorder import Recorder
     from grpocli.tracking.view import View
-    from grpocli.training.build import Model
     from grpocli.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class TrainerProcess:
     view: View
     report: Callable[[BaseException], None] = lambda error: None
     heartbeat: HeartbeatWriter | None = None
-    load: Callable[[], tuple[PromptSource, Model]] | None = None
+    load: Callable[[], tuple[PromptSource, PreTrainedModel | None]] | None = None
 
     def train(self) -> float | None:
         """Train, write `model/` at the end, and `summary.json` in any case. Returns the final accuracy."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -61,9 +61,6 @@ if TYPE_CHECKING:
     from grpocli.tracking.recorder import Recorder
     from grpocli.types import Group, Prompt
 
-Model: TypeAlias = "PreTrainedModel | None"
-"""The policy's model, if it is loaded already, on the CPU."""
-
 
 def load_prompts(run: Run, model_path: str) -> PromptSource:
     """The prompts of a run, tokenised for the model at a path."""
@@ -79,9 +76,10 @@ def build_trainer(
     stop: StopSignal,
     checkpoint_path: Path | None,
     data: PromptSource,
-    model: Model = None,
+    model: PreTrainedModel | None = None,
 ) -> Trainer:
-    """The trainer of a run; checkpoint_path: the checkpoint to continue from; model: see `Model`. Collective."""
+    """The trainer of a run; checkpoint_path: the checkpoint to continue from; model: the
+    policy's, on the CPU, if it is loaded already. Collective."""
     _check_rewards(run, data, recorder)
     loaded = _load(run, job, world, data, recorder, checkpoint_path, model)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state
@@ -187,7 +185,13 @@ class _Loaded:
 
 
 def _load(
-    run: Run, job: EngineJob, world: World, data: PromptSource, recorder: Recorder, path: Path | None, model: Model
+    run: Run,
+    job: EngineJob,
+    world: World,
+    data: PromptSource,
+    recorder: Recorder,
+    path: Path | None,
+    model: PreTrainedModel | None,
 ) -> _Loaded:
     with restoring(path):
         state = checkpoint.load_state(path) if path else checkpoint.State(run=run_id(recorder.run_dir))
@@ -209,7 +213,7 @@ def load_updater(
     checkpoint_path: Path | None,
     updates: int,
     progress: Progress,
-    model: Model = None,
+    model: PreTrainedModel | None = None,
 ) -> Updater:
     """The updater with the models and the optimizer of a checkpoint, or of a new run. Collective.
 
