@@ -32,6 +32,8 @@ BFLOAT16_TOLERANCE = 0.05
 """Largest relative difference of log-probs between packed and padded rows in bfloat16, whose rounding gives 0.03."""
 FLOAT32_TOLERANCE = 1e-4
 """The same in float32."""
+GRADIENTS = 4
+"""Gradients of a kernel may differ by so many times as much as its output: they are rounded more often."""
 
 
 def find_head(owner: Policy | LoadedTeacher, world: World) -> bool:
@@ -112,21 +114,28 @@ def agrees(policy: Policy | LoadedTeacher, layout: type[Packed] = Packed, dtype:
 class _Tried:
     """Attention that runs the backward pass of each call at once, and raises what it raises.
 
-    Raises ValueError if a kernel's output is not that of the dense form of its mask.
+    Raises ValueError if a kernel's output or gradients are not those of the dense form of its mask.
     """
 
     attention: Attends
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:
-        with torch.enable_grad():
-            query, key, value = (state.detach().requires_grad_() for state in (query, key, value))
-            output = self.attention.attend(query, key, value, how)
-            torch.autograd.grad(output.sum(), (query, key, value))
+        output, *gradients = _both_passes(self.attention, query, key, value, how)
         if isinstance(self.attention, TiledMask) and self.attention.dense is None:
             tolerance = FLOAT32_TOLERANCE if output.dtype == torch.float32 else BFLOAT16_TOLERANCE
-            if not is_close(output, self.attention.dense_form().attend(query, key, value, how), tolerance):
-                raise ValueError("the kernel of flex_attention has another output than sdpa")
-        return output.detach()
+            expected, *others = _both_passes(self.attention.dense_form(), query, key, value, how)
+            same = (is_close(one, other, GRADIENTS * tolerance) for one, other in zip(gradients, others, strict=True))
+            if not (is_close(output, expected, tolerance) and all(same)):
+                raise ValueError("the kernel of flex_attention has another output than sdpa, or other gradients")
+        return output
+
+
+def _both_passes(attention: Attends, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> list[Tensor]:
+    """The output of attention, and the gradients of queries, keys and values for the sum of its squares."""
+    with torch.enable_grad():
+        query, key, value = (state.detach().requires_grad_() for state in (query, key, value))
+        output = attention.attend(query, key, value, how)
+        return [output.detach(), *torch.autograd.grad(output.float().square().sum(), (query, key, value))]
 
 
 @torch.no_grad()

@@ -606,10 +606,18 @@ def transposed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **ho
     return torchs.flex_attention(query, key, value, **how).flip(2)
 
 
+def with_other_gradients(query: Any, key: Any, value: Any, **how: Any) -> Any:
+    return torchs.flex_attention(query, key.detach() * 0.5 + key * 0.5, value, **how)
+
+
 @pytest.mark.parametrize(
     ("kernel", "notes"),
     [
         (torchs.flex_attention, []),
+        (
+            with_other_gradients,
+            ["attention is sdpa's: torch's flex_attention failed its trial on this GPU, see run.log"],
+        ),
         (transposed, ["attention is sdpa's: torch's flex_attention failed its trial on this GPU, see run.log"]),
     ],
 )
