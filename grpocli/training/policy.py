@@ -33,7 +33,8 @@ class Policy:
     model: the model of transformers. wrapped: what training calls, the same object or a wrapper (DDP, DeepSpeed).
     parallel: how the processes share it; None for a single process. packs: whether it takes packed rows; packed: their
     layout. at_head: whether its logits are exactly the output of its output head. `grpocli.training.packing_check` sets
-    `packs` and `at_head`. offloads: whether activations wait for the backward pass in the CPU's memory. compiles:
+    `packs` and `at_head`. recomputes: whether the backward pass computes activations again. offloads:
+    whether they wait for it in the CPU's memory. compiles:
     whether decoder layers are compiled. shared_with: the processes that share each micro-batch; None: this one alone.
     """
 
@@ -42,7 +43,8 @@ class Policy:
     ) -> None:
         self.model, self.wrapped, self.dtype = model, wrapped, dtype
         self.parallel: Parallel = parallel or SingleProcess(model.device)
-        self.packs, self.at_head, self.offloads, self.compiles = False, True, False, False
+        self.packs, self.at_head, self.compiles = False, True, False
+        self.recomputes = self.offloads = False
         self.packed: type[Packed] = Packed
         self.shared_with: ContextParallel | None = None
 
@@ -72,8 +74,8 @@ class Policy:
         Its cache lives as long as the outermost region, which here is switched off, so that nothing else is cast. Only
         where the backward pass of a micro-batch needs all casts anyway: otherwise they would take more memory.
         """
-        recomputes = getattr(self.model, "is_gradient_checkpointing", False) or self.offloads
-        return nullcontext() if recomputes else torch.autocast(self.model.device.type, enabled=False)
+        lean = self.recomputes or self.offloads
+        return nullcontext() if lean else torch.autocast(self.model.device.type, enabled=False)
 
     @contextmanager
     def sampling_mode(self) -> Iterator[None]:

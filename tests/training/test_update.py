@@ -232,6 +232,7 @@ def test_a_weight_is_cast_once_for_all_micro_batches(little_model, world, rows, 
         up.policy.dtype = torch.bfloat16
         if checkpointing:
             checkpoint_activations(up.policy.model)
+            up.policy.recomputes = True
         window = up.begin_step([copy.copy(r) for r in rows], 2, 1)[0]
         n = len(window.micro_batches)
         weight = up.policy.model.model.layers[0].mlp.down_proj.weight
