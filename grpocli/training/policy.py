@@ -33,9 +33,9 @@ class Policy:
     model: the model of transformers. wrapped: what training calls, the same object or a wrapper (DDP, DeepSpeed).
     parallel: how the processes share it; None for a single process. packs: whether it takes packed rows; packed: their
     layout. at_head: whether its logits are exactly the output of its output head. `grpocli.training.packing_check` sets
-    `packs` and `at_head`. recomputes: whether the backward pass computes activations again. offloads:
-    whether they wait for it in the CPU's memory. compiles:
-    whether decoder layers are compiled. shared_with: the processes that share each micro-batch; None: this one alone.
+    `packs` and `at_head`. recomputes: whether the backward pass computes activations again. offloads: whether they wait
+    for it in the CPU's memory. compiles: whether decoder layers are compiled. shared_with: the processes that share
+    each micro-batch; None: this one alone.
     """
 
     def __init__(
