@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from workloads import ALL
 
+from grpocli.models.shared_prompt_attention import rounded
 from grpocli.processes.cpu_tuning import keep_freed_memory, use_large_pages
-from grpocli.training.packing import rounded
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

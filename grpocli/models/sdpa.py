@@ -67,7 +67,7 @@ def on_cpu(
         if mask is not None:
             mask = torch.nn.functional.pad(_padded(mask, queries), (0, keys), value=float("-inf"))
     if mask is not None:
-        mask = mask.to(dtype)  # 0 and -inf are exact in every dtype; FSDP2 may have cast the mask already
+        mask = mask.to(dtype)  # 0 and -inf are exact in every dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     how = how | {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": groups > 1}
     out: Tensor = scaled_dot_product_attention(query, key, value, **how)

@@ -209,7 +209,8 @@ def calls_of(rows: Sequence[RowOfTokens]) -> Iterator[list[RowOfTokens]]:
     """The rows of each call: of one kind and of similar size."""
 
     def kind(row: RowOfTokens) -> tuple[int, ...]:
-        sizes = row.causal, _rounded(row.queries), _rounded(row.keys)
+        # multiples of 16 that are at most a quarter apart
+        sizes = row.causal, *(rounded(-(-n // 16), bits=3) for n in (row.queries, row.keys))
         if row.causal or row.queries * row.keys <= SMALL_MASK:
             return sizes
         return *sizes, row.several, row.n_prompt  # rows that can share a mask
@@ -224,9 +225,13 @@ def calls_of(rows: Sequence[RowOfTokens]) -> Iterator[list[RowOfTokens]]:
         yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
 
 
-def _rounded(n: int) -> int:
-    """The size up to which rows share calls: multiples of 16, or about a quarter apart."""
-    step = max(16, 1 << max(0, n.bit_length() - 3))
+def rounded(n: int, bits: int = 5) -> int:
+    """The next number of at most `bits` significant bits, so that micro-batches have few sizes.
+
+    On a CPU each new size of a bfloat16 matrix product compiles a kernel that is never freed. On a GPU few sizes reuse
+    memory. With 5 bits for 3 % more tokens on average.
+    """
+    step = 1 << max(0, n.bit_length() - bits)
     return -(-n // step) * step
 
 

@@ -78,8 +78,10 @@ def build_trainer(
     data: PromptSource,
     model: PreTrainedModel | None = None,
 ) -> Trainer:
-    """The trainer of a run; checkpoint_path: the checkpoint to continue from; model: the
-    policy's, on the CPU, if it is loaded already. Collective."""
+    """The trainer of a run. Collective.
+
+    checkpoint_path: the checkpoint to continue from. model: the policy's, on the CPU, if it is loaded already.
+    """
     _check_rewards(run, data, recorder)
     loaded = _load(run, job, world, data, recorder, checkpoint_path, model)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 from grpocli.distributed.context_parallel import SharedAttention
 from grpocli.hardware.devices import to_device
-from grpocli.training.packing import Packed, predictors, rounded
+from grpocli.models.shared_prompt_attention import rounded
+from grpocli.training.packing import Packed, predictors
 
 if TYPE_CHECKING:
     from torch import Tensor
