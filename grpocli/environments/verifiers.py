@@ -152,6 +152,11 @@ class Verifiers:
         self._background.run(lambda: episode.answer(turn))
 
     async def _serve(self) -> ModelContext:
+        import httpx
+
+        # One for all turns, because making one takes longer than a turn, and one for each loop, because no lock guards
+        # its connections. A running episode holds one while it waits for its turn; the step's deadline is the limit.
+        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         self._open = AsyncExitStack()  # kept, because what it holds ends with this object
         for toolset in self._shared:
             await set_up(toolset, self._open)
@@ -168,7 +173,7 @@ class Verifiers:
                 del RUNNING[trace]
 
         played = copy.copy(task)
-        episode = self._episodes[name] = RunningEpisode(take_over(played), self._shared)
+        episode = self._episodes[name] = RunningEpisode(take_over(played), self._shared, self._client)
         episode.work = asyncio.create_task(self._env.run_episode(played, self._context, on_trace=register))
         episode.work.add_done_callback(forget)
         await episode.advance()

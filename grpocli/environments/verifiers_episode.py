@@ -12,6 +12,7 @@ from grpocli.environments.tools import calls_in
 from grpocli.types import Message
 
 if TYPE_CHECKING:
+    import httpx
     from aiohttp import web
     from verifiers.v1 import Episode, ModelContext, Toolset
 
@@ -39,12 +40,14 @@ class RunningEpisode:
     """An episode of the library.
 
     toolsets, shared_toolsets: those that run in this process, of the episode and of all; tools: opened by the harness.
+    client: sends the library's requests; all episodes of a loop share it.
     pending: the request that waits for a turn; None once the episode has ended. traces: ids of its conversations.
     calls: those of the model's last turn, by the id that the library gets; results: their results, by the same id.
     """
 
     toolsets: list[Toolset[Any, Any]]
     shared_toolsets: list[Toolset[Any, Any]]
+    client: httpx.AsyncClient
     work: asyncio.Task[Episode] = field(init=False)
     requests: asyncio.Queue[ModelRequest] = field(default_factory=asyncio.Queue)
     pending: ModelRequest | None = None

@@ -95,10 +95,6 @@ def _harness_class() -> type:
     import httpx
     import verifiers.v1 as vf
 
-    # One for all turns, because making one takes longer than a turn. Each running episode holds a connection while it
-    # waits for its turn, for which the step's deadline is the limit.
-    client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
-
     class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         """The library's chat loop without a program of its own, which would start a process for each episode."""
 
@@ -122,7 +118,7 @@ def _harness_class() -> type:
             messages, tools = messages_of(data), await self._tools(trace, mcp_urls)
             shown = {"tools": tools.schemas} if tools.schemas else {}
             while True:
-                answer = await client.post(
+                answer = await RUNNING[trace.id].client.post(
                     f"{endpoint}/chat/completions",
                     json={"model": ctx.model, "messages": messages, **shown},
                     headers={"Authorization": f"Bearer {secret}"},

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from httpcore import AsyncConnectionPool
 
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.environments.verifiers import Verifiers, load_tasks
@@ -56,6 +59,22 @@ def test_episodes_that_run_together_do_not_mix() -> None:
         say(environment, messages, state, "no")
     ends = [say(environment, messages, state, "1").reward for messages, state in played]
     assert [end.get("right") for end in ends] == [None, 1.0, None]
+
+
+def test_environments_of_a_process_share_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a thread, and two threads corrupt the list of connections of one client."""
+    threads: dict[AsyncConnectionPool, set[int]] = defaultdict(set)
+    handle = AsyncConnectionPool.handle_async_request
+
+    async def noted(pool: AsyncConnectionPool, request: Any) -> Any:
+        threads[pool].add(threading.get_ident())
+        return await handle(pool, request)
+
+    monkeypatch.setattr(AsyncConnectionPool, "handle_async_request", noted)
+    for environment in (counting("plain"), counting("opens")):
+        messages, state = begin(environment)
+        say(environment, messages, state, "1")
+    assert [len(users) for users in threads.values()] == [1] * len(threads)
 
 
 @pytest.mark.survival
