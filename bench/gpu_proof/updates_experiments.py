@@ -74,7 +74,7 @@ def update_here(setting: Setting, name: str, steps: int, *keys: str, script: str
     own = [*keys, f"hardware.device={setting.device}"]
     if script == "trl_side":
         sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL would import parts of it that are not carried
-        own = []
+        own = list(keys)
     sys.argv = [f"{script}.py", workload(setting, name), str(model_folder(setting, name)), str(steps), *own]
     importlib.import_module(script).main()
 
@@ -292,14 +292,14 @@ def of_layers(setting: Setting, name: str, *keys: str) -> Measured:
         with profiled_updates(found, "", None, setting.device):
             if name == "tiny":
                 short = SHORT if setting.small else []
-                train_here(setting, f"run{len(keys)}", "engine=transformers", steps, *short, *keys)
+                train_here(setting, "-".join(keys), "engine=transformers", steps, *short, *keys)
             else:
                 update_here(setting, name, PROFILED + 3, *keys)
         found["gib_"] = torch.cuda.max_memory_allocated() / 2**30 if setting.device == "cuda" else 0.0
         print(json.dumps(found))
 
     lines = output(here).splitlines()
-    logs = metrics(setting.folder / f"run{len(keys)}") if name == "tiny" else json.loads(lines[-2])["logs"]
+    logs = metrics(setting.folder / "-".join(keys)) if name == "tiny" else json.loads(lines[-2])["logs"]
     return dict(json.loads(lines[-1])) | {"grad_norm_": logs[0]["grad_norm"]}
 
 
@@ -313,7 +313,7 @@ def of_layers(setting: Setting, name: str, *keys: str) -> Measured:
 def compiled_layers(setting: Setting) -> Measured:
     found: Measured = {}
     for of, name in COMPILED.items():
-        eager, compiled = (of_layers(setting, name, *keys) for keys in ((), ("model.compile=true",)))
+        eager, compiled = (of_layers(setting, name, f"model.compile={on}") for on in ("false", "true"))
         walls = [statistics.median(one["update_ms_"][WARM:]) for one in (eager, compiled)]
         found |= {
             f"time_{of}": walls[1] / walls[0],
@@ -369,29 +369,37 @@ def gradient_norm(setting: Setting, parallel: str, dtype: str) -> float:
 
 
 PEER_KINDS = ("even", "skewed")
+PEERS = {"plain": (), "liger": ("liger",)}
+"""TRL's layers: as they are, and with Liger's kernels."""
 
 
 @experiment(
     "peer",
     "updates beside TRL's, 0.5B: the time and the memory of grpocli over TRL's",
-    *(at_most(f"{of}_{kind}", 1, f"{kind}: {of}", gpu=True) for of in ("time", "memory") for kind in PEER_KINDS),
+    *(
+        at_most(f"{of}_{kind}_{peer}", 1, f"{kind}, TRL's {peer} layers: {of}", gpu=True)
+        for kind in PEER_KINDS
+        for peer in PEERS
+        for of in ("time", "memory")
+    ),
     *(at_most(f"gradient_apart_{kind}", 0.03, f"{kind}: difference of the gradient norms") for kind in PEER_KINDS),
     needs=("trl",),
-    seconds=180,
+    seconds=240,
 )
 def beside_trl(setting: Setting) -> Measured:
     found: Measured = {}
     for kind in PEER_KINDS:
         name = f"0.5B, {kind}"
         ours = update(setting, name, 5)
-        setting.save(found | {f"own_seconds_{kind}": ours["seconds"], f"own_gib_{kind}": ours["GiB"]})
-        theirs = update(setting, name, 5, script="trl_side")
-        found |= {
-            f"time_{kind}": seconds(ours) / seconds(theirs),
-            f"memory_{kind}": ours["GiB"] / theirs["GiB"],
-            f"gradient_apart_{kind}": gradient_apart(ours, theirs),
-            f"seconds_{kind}": [ours["seconds"], theirs["seconds"]],
-            f"gib_{kind}": [ours["GiB"], theirs["GiB"]],
-        }
-        setting.save(found)
+        found |= {f"seconds_{kind}": ours["seconds"], f"gib_{kind}": ours["GiB"]}
+        for peer, flags in PEERS.items():
+            setting.save(found)
+            theirs = update(setting, name, 5, *flags, script="trl_side")
+            found |= {
+                f"time_{kind}_{peer}": seconds(ours) / seconds(theirs),
+                f"memory_{kind}_{peer}": ours["GiB"] / theirs["GiB"],
+                f"seconds_{kind}_{peer}": theirs["seconds"],
+                f"gib_{kind}_{peer}": theirs["GiB"],
+            }
+            found.setdefault(f"gradient_apart_{kind}", gradient_apart(ours, theirs))
     return found

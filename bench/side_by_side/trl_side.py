@@ -1,6 +1,6 @@
 """Run TRL's GRPOTrainer on one workload, in its own environment, and print one JSON line.
 
-`python trl_side.py WORKLOAD MODEL_FOLDER STEPS [seed=NUMBER]`
+`python trl_side.py WORKLOAD MODEL_FOLDER STEPS [seed=NUMBER] [liger]`
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ def main() -> None:
 def run(scratch: str) -> None:
     """Run the trainer. scratch: a folder for its files."""
     name, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    seed = int(sys.argv[4].removeprefix("seed=")) if len(sys.argv) > 4 else 42
+    seed = next((int(one.removeprefix("seed=")) for one in sys.argv[4:] if one.startswith("seed=")), 42)
     work, watch = ALL[name], StepRecorder()
     cuda = torch.cuda.is_available()
     rows = work.groups * work.rows
     # on a GPU a forward has at least as many tokens as grpocli's; one piece is faster if it fits into memory
-    pieces = min(rows, 2 ** max(0, round(math.log2(rows * (work.prompt + work.longest) / 8192)))) if cuda else 1
+    filled = rows * (work.prompt + work.longest) / work.micro_batch
+    pieces = min(rows, 2 ** max(0, round(math.log2(filled)))) if cuda else 1
     own_tokenizer()
     trainer = GRPOTrainer(
         model=folder,
@@ -85,6 +86,7 @@ def run(scratch: str) -> None:
             seed=seed,
             bf16=True,
             gradient_checkpointing=False,
+            use_liger_kernel="liger" in sys.argv[4:],
             use_cpu=not cuda,
             logging_steps=1,
             save_strategy="no",

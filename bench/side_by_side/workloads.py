@@ -139,7 +139,7 @@ LINEAR = {
     **{f"{k} x length": Workload(f"2 x 8 rows of {12 * k} + {64 * k}", prompt=12 * k, longest=64 * k) for k in (2, 4)},
 }
 GPU = {
-    f"{size}, {name}": Workload(about, f"qwen2.5-{size.lower()}", groups=8, **sizes)
+    f"{size}, {name}": Workload(about, f"qwen2.5-{size.lower()}", groups=8, micro_batch=16384, **sizes)
     for size in ("0.5B", "1.5B")
     for name, about, sizes in (
         ("even", "8 x 8, prompts of 128, 512 new", {"prompt": 128, "longest": 512}),

@@ -55,8 +55,9 @@ class ModelPart:
     packed rows; null: that on a GPU, where its trial passes, otherwise the default of transformers."""
     attn_implementation: str | None = None
     """Former name of model.attention, which is still read."""
-    compile: bool = False
-    """Compile decoder layers with torch.compile: the start takes longer, an update may take less."""
+    compile: bool | None = None
+    """Compile decoder layers with torch.compile: the start takes longer, an update may take less; null: on a GPU, from
+    100 million parameters on, where flex attention is used and each process has all weights."""
     lora: Lora = Lora()
     """Low-rank updates, which train instead of all weights if lora.rank is above 0."""
     quantization: str | None = None

@@ -39,7 +39,7 @@ from grpocli.training import checkpoint, saved_rollouts
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
 from grpocli.training.checkpointer import BackgroundWriter, Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, Sampler, TargetSampler
-from grpocli.training.compiled import compile_layers
+from grpocli.training.compiled import compile_layers, pays
 from grpocli.training.optim import make_optimizer
 from grpocli.training.packing import FlexPacked, Packed, Padded
 from grpocli.training.packing_check import find_head, pack
@@ -252,8 +252,13 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
     if run.model.attention == FLEX and policy.layout(_update_sampling(run)) is Padded:
         why = "a repetition penalty" if run.train.packed else "train.packed=false"
         yield f"model.attention={FLEX} is not used: rows are padded ({why})"
-    if run.model.compile:
-        compile_layers(policy, reference, world)
+    asked = run.model.compile
+    if asked or (asked is None and run.model.quantization is None and pays(policy, world)):
+        problem = compile_layers(policy, reference, world)
+        if problem and asked:
+            raise ConfigError(problem, key="model.compile", value="true", hint="set it to false")
+        if problem:
+            yield f"decoder layers are not compiled, see run.log: {problem}"
     if run.model.lora.rank:
         yield f"LoRA trains {trained_share(policy.model)}"
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.distributed.fsdp2 import layers
-from grpocli.errors import ConfigError
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.flex_attention import for_any_size
 from grpocli.models.routers import routers
@@ -33,25 +32,38 @@ if TYPE_CHECKING:
 
 HOW: dict[str, Any] = {"dynamic": True}
 """Arguments of torch.compile: one graph for micro-batches of any size."""
+LARGE = 100_000_000
+"""Parameters from which layers are compiled on a GPU if the config does not say.
+
+On an H100 an update of 0.5B took half of the time of eager layers, 0.45 s less, after a start of 18 s more, or 8 s with
+torch's cache.
+"""
 
 
-def compile_layers(policy: Policy, reference: Reference | Teachers | None, world: World) -> None:
-    """Compile the layers of the policy, and of a reference that is not a teacher. Collective.
+def pays(policy: Policy, world: World) -> bool:
+    """Whether `model.compile=null` compiles: a large model on a GPU, whole in each process, with flex attention."""
+    is_flex = policy.packs and policy.packed is FlexPacked and not world.context_parallel
+    is_whole = policy.parallel.replicated and not policy.offloads and not routers(policy.model)
+    size = sum(weight.numel() for weight in policy.model.parameters())
+    return world.device.type == "cuda" and is_flex and is_whole and size >= LARGE
 
-    They are compiled for the same few rows in every session, so that a resume has the same graphs. Raises ConfigError,
-    in every process, unless log-probs stay the same.
+
+def compile_layers(policy: Policy, reference: Reference | Teachers | None, world: World) -> str:
+    """Compile the layers of the policy, and of a reference that is not a teacher; return why not, or "". Collective.
+
+    They are compiled for the same few rows in every session, so that a resume has the same graphs. They stay eager, in
+    every process, unless log-probs stay the same.
     """
     if routers(policy.model):
-        _refuse("the hooks that watch a mixture of experts would be compiled again for each micro-batch")
+        return "the hooks that watch a mixture of experts would be compiled again for each micro-batch"
     follower = reference if isinstance(reference, Reference) else None
     expected = _logps(policy, follower)
     if policy.packs:
         attention.register(in_graphs=policy.packed is FlexPacked and not world.context_parallel)
-    models: dict[int, Any] = {id(one): one for one in (policy.model, *(follower.models if follower else ()))}
-    for model in models.values():
-        for layer in layers(model):
-            layer.compile(**HOW)
-    policy.compiles = True
+    models = {id(one): one for one in (policy.model, *(follower.models if follower else ()))}
+    compiled = [layer for model in models.values() for layer in layers(model)]
+    for layer in compiled:
+        layer.compile(**HOW)
     tolerance = FLOAT32_TOLERANCE if policy.dtype == torch.float32 else BFLOAT16_TOLERANCE
 
     def tried() -> bool:
@@ -59,10 +71,13 @@ def compile_layers(policy: Policy, reference: Reference | Teachers | None, world
         return all(is_close(one, other, tolerance) for one, other in zip(found, expected, strict=True))
 
     with for_any_size():
-        failed = world.any(not passes(tried))
-    if failed:
-        needs = "a C++ compiler on a CPU, Triton on a GPU"
-        _refuse(f"torch cannot compile this model's decoder layers ({needs}), or not to the same log-probs")
+        policy.compiles = not world.any(not passes(tried))
+    if policy.compiles:
+        return ""
+    for layer in compiled:
+        layer._compiled_call_impl = None  # as before `compile`
+    needs = "a C++ compiler on a CPU, Triton on a GPU"
+    return f"torch cannot compile this model's decoder layers ({needs}), or not to the same log-probs"
 
 
 def _logps(policy: Policy, follower: Reference | None) -> list[Tensor]:
@@ -84,7 +99,3 @@ def _logps(policy: Policy, follower: Reference | None) -> list[Tensor]:
     if follower:
         found.append(follower.logp(batch, Sampling(1))[kept_BT])
     return found
-
-
-def _refuse(problem: str) -> None:
-    raise ConfigError(f"{problem}: set it to false", key="model.compile", value="true")
