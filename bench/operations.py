@@ -12,7 +12,7 @@ dispatched: the calls that reach a kernel: what a TorchDispatchMode sees.
 launches: the dispatched calls that run a kernel on the GPU: not views, allocations, copies from or to the CPU. One for
 each, also for those that run several (attention's backward pass runs three), and for a kernel of Triton or of flex
 attention.
-Compiled layers count as eager ones. Without --path: of GPUs, and for the default run of CPUs too.
+Layers are eager, also where a GPU compiles them. Without --path: of GPUs, and for the default run of CPUs too.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def config_of(name: str, layers: int | None, overrides: Sequence[str] = ()) -> t
         sizes = [f"rollout.prompts_per_step={work.groups}", f"rollout.group_size={work.rows}"]
         sizes += [f"rollout.max_prompt_tokens={work.prompt}", f"rollout.max_completion_tokens={work.longest}"]
         sizes += [f"train.micro_batch_tokens={work.micro_batch}"]
-        run = build_run(compose([*GIVEN, *sizes, *overrides]))
+        run = build_run(compose([*GIVEN, *sizes, "model.compile=false", *overrides]))
         given = dict(MODELS[work.model])
         config = AutoConfig.for_model(given.pop("model_type"), **given)
     if layers:

@@ -74,11 +74,12 @@ do not tell it apart. weights, logits, network: 80 % of a memory's or a link's s
 "cpu" products reach 40 % of a guessed peak."""
 
 
-HOST = {"cpu": 0.0, "cuda": 4.4e-6}
-"""Seconds of the host for an operation of torch, while the GPU computes: updates of 50,076 and 171,049 operations took
-150 and 1,100 ms beside an H100, 3.0 and 6.4 µs each; the geometric mean."""
-OF_A_PASS, OF_A_LAYER = 500, 275
-"""Operations of a micro-batch's pass, and of a layer in it, as `make bench-operations` counts them."""
+HOST = {"cpu": 0.0, "cuda": 12.5e-6}
+"""Seconds of the host for an operation of torch, while the GPU computes: an update of 73,413 took 0.92 s beside an
+H100, which computed for 0.58 s."""
+OF_A_PASS, OF_A_LAYER, OF_A_COMPILED_LAYER = 270, 300, 160
+"""Operations of a micro-batch's pass, and of a layer in it, as `make bench-operations` counts them; a compiled layer
+took the host as long as 160."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ class TrainingStep:
     forward passes save nothing for a backward pass. micro_batches: of one device, per pass. updates: of the optimizer.
     checkpointing: whether the backward pass repeats the forward pass. frozen: whether only adapters are trained.
     shards: devices that share the weights. shared_by: devices that share each micro-batch. dtype_bytes: of a number
-    that is multiplied. wide_head: whether the output head multiplies in float32. flash_3: FlashAttention 3.
+    that is multiplied. wide_head: whether the output head multiplies in float32. flash_3: FlashAttention 3. compiled:
+    whether decoder layers are.
     """
 
     rows: float
@@ -136,6 +138,7 @@ class TrainingStep:
     shared_by: int = 1
     wide_head: bool = False
     flash_3: bool = False
+    compiled: bool = False
 
     @property
     def tokens(self) -> float:
@@ -193,7 +196,8 @@ def training_demand(size: ModelSize, step: TrainingStep, devices: int, speed: Re
 
 def operations(size: ModelSize, step: TrainingStep) -> float:
     """The operations of torch in a step of training, however large its tensors are."""
-    return step.micro_batches * (step.forward + step.epochs) * (OF_A_PASS + OF_A_LAYER * size.layers)
+    layer = OF_A_COMPILED_LAYER if step.compiled else OF_A_LAYER
+    return step.micro_batches * (step.forward + step.epochs) * (OF_A_PASS + layer * size.layers)
 
 
 def network_bytes(size: ModelSize, step: TrainingStep, devices: int) -> float:

@@ -68,6 +68,7 @@ class PlanInputs:
     """The inputs of the memory and work formulas.
 
     dtype_bytes: bytes per number in the dtype of the computation. teachers: the models of `algorithm.kl.model`.
+    compiled: whether decoder layers are compiled.
     """
 
     run: Run
@@ -79,6 +80,7 @@ class PlanInputs:
     micro_batches: int
     dtype_bytes: int
     teachers: tuple[ModelSize, ...] = ()
+    compiled: bool = False
 
     @property
     def shards(self) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.plan.memory import Device, PlanInputs, devices
 from grpocli.plan.model_size import ModelSize, find_model_size
-from grpocli.plan.resources import DeviceOptions, find_resources
+from grpocli.plan.resources import DeviceOptions, find_resources, shares_weights
 from grpocli.plan.work import Work, work
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TIGHT = 0.1
 """The share of a device's memory that should be left."""
+COMPILED = 0.6
+"""Activations that compiled layers keep over those of eager ones: 29.2 of 49.9 GiB for 0.5B on an H100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ def make_plan(
     """
     import torch
 
+    from grpocli.models.loading import takes_compiled
     from grpocli.plan.trace import TracedMemory, trace
 
     engine = _engine(run, options)
@@ -84,8 +87,12 @@ def make_plan(
     if trace_memory:
         stage("tracing a micro-batch")
         traced = trace(run, size, rows, getattr(torch, dtype)).shared_by(run.hardware.context_parallel)
+    whole = not (shares_weights(run) or size.experts)
+    compiled = rows.flex and whole and takes_compiled(run.model, True, size.parameters)
+    if compiled and not run.train.gradient_checkpointing:
+        traced = replace(traced, activations=int(COMPILED * traced.activations))
     itemsize, teachers = getattr(torch, dtype).itemsize, _teachers(run)
-    inputs = PlanInputs(run, engine, size, resources, traced, packed, micro_batches, itemsize, teachers)
+    inputs = PlanInputs(run, engine, size, resources, traced, packed, micro_batches, itemsize, teachers, compiled)
     found = devices(inputs)
     return Plan(run, size, resources, dtype, rows, micro_batches, traced, found, work(inputs, found), inputs)
 

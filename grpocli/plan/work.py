@@ -124,6 +124,7 @@ def training_step(inputs: PlanInputs, prompt: float | None = None, completion: f
         shared_by=run.hardware.context_parallel,
         wide_head=inputs.wide_head,
         flash_3=run.model.attention == "flash_attention_3",
+        compiled=inputs.compiled,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 PADDING = 0.1
 """The largest share of padding in a padded micro-batch."""
+STEP = 64
+"""Tokens by which the sizes of micro-batches may differ, so that few are tried."""
 UNEVEN = 0.1
 """Tokens above an equal share that a process may get, as a fraction, so that each prompt is computed in one process."""
 
@@ -177,7 +180,7 @@ class Packed:
         keep_U = keep_U if len(keep_U) else np.zeros(1, np.int64)
         present_BT = present([r.completion_ids for r in rows])
         return cls(
-            input_ids=to_device(torch.tensor([ids]), device),
+            input_ids=to_device(torch.from_numpy(np.array([ids])), device),
             position_ids=to_device(torch.from_numpy(np.concatenate(positions)[None]), device),
             keep_U=to_device(torch.from_numpy(keep_U), device),
             predictor_N=to_device(torch.from_numpy(predictor_N), device),
@@ -212,7 +215,21 @@ class Packed:
 
     @classmethod
     def pack(cls, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-        """Micro-batches of at most max_tokens tokens, counting a prompt once; a longer row has its own micro-batch."""
+        """As few micro-batches of at most max_tokens tokens as possible, counting a prompt once, and of about one size.
+
+        A small one at the end would have a GPU wait for each launch. A longer row has its own micro-batch.
+        """
+        batches = cls._filled(rows, max_tokens)
+        n = len(batches)
+        if n < 2:
+            return batches
+        limits = range(Packed.distinct(rows) // n, max_tokens, STEP)
+        least = bisect_left(limits, True, key=lambda limit: len(cls._filled(rows, limit)) <= n)
+        return cls._filled(rows, limits[least]) if least < len(limits) else batches
+
+    @classmethod
+    def _filled(cls, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+        """Micro-batches of which each but the last has as many rows as fit."""
         batches: list[list[Row]] = []
         size, limit = 0, max(max_tokens, cls.fitting(1))  # the filler of a few rows has room for more
         for prompt, numbers in by_prompt(rows):
@@ -274,7 +291,7 @@ class Packed:
 
 
 class FlexPacked(Packed):
-    """The same, whose attention is torch's `flex_attention`: whole tiles, whose number has 4 significant bits."""
+    """The same, whose attention is torch's `flex_attention`: whole tiles, whose number has 5 significant bits."""
 
     __slots__ = ()
     attention = TiledMask
@@ -282,7 +299,7 @@ class FlexPacked(Packed):
     @staticmethod
     def fitting(n: int) -> int:
         """The size of a sequence of n tokens: two tiles at least, because torch compiles apart what there is one of."""
-        return flex_attention.TILE * max(2, rounded(-(-n // flex_attention.TILE), bits=4))
+        return flex_attention.TILE * max(2, rounded(-(-n // flex_attention.TILE)))
 
 
 Layout = Padded | Packed

@@ -166,9 +166,9 @@ def test_one_graph_serves_the_trial_and_every_micro_batch(groups: int, monkeypat
 def test_sizes_are_few_with_little_filler() -> None:
     tokens = range(1, 1 << 14)
     sizes = [FlexPacked.fitting(n) for n in tokens]
-    assert len(set(sizes)) <= 64
+    assert len(set(sizes)) <= 120
     assert all(size % flex.TILE == 0 and size >= max(n, 2 * flex.TILE) for n, size in zip(tokens, sizes, strict=True))
-    assert all(size - n <= max(n / 8, 2 * flex.TILE) for n, size in zip(tokens, sizes, strict=True))
+    assert all(size - n <= max(n / 16 + flex.TILE, 2 * flex.TILE) for n, size in zip(tokens, sizes, strict=True))
 
 
 def test_dropout_is_refused() -> None:

@@ -19,10 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpocli.distributed.world import World
 from grpocli.models import flex_attention
-from grpocli.models.loading import checkpoint_activations
+from grpocli.models.loading import LARGE_ON_A_GPU, checkpoint_activations, takes_compiled
 from grpocli.models.lora import Lora, attach
 from grpocli.training import compiled
-from grpocli.training.compiled import compile_layers, pays
+from grpocli.training.build import _is_flex_on_gpu
+from grpocli.training.compiled import compile_layers
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.packing_check import pack
@@ -126,20 +127,28 @@ def test_a_model_that_torch_cannot_compile_stays_eager(world: World, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("attention", "device", "size", "expected"),
-    [
-        (FlexPacked, "cuda", 1, True),
-        (FlexPacked, "cuda", 2, False),  # smaller than LARGE
-        (FlexPacked, "cpu", 1, False),
-        (Packed, "cuda", 1, False),
-    ],
+    ("device", "attention", "expected"),
+    [("cuda", FlexPacked, True), ("cpu", FlexPacked, False), ("cuda", Packed, False)],
 )
-def test_large_models_on_gpus_are_compiled(
-    attention: type[Packed], device: str, size: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_flex_attention_on_gpus_are_compiled(device: str, attention: type[Packed], expected: bool) -> None:
     policy, _ = a_policy("packed")
     policy.packed = attention
-    weights = sum(weight.numel() for weight in policy.model.parameters())
-    monkeypatch.setattr(compiled, "LARGE", size * weights)
     on: Any = SimpleNamespace(device=torch.device(device), context_parallel=None)
-    assert pays(policy, on) is expected
+    assert _is_flex_on_gpu(policy, on) is expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "flex", "parameters", "quantization", "expected"),
+    [
+        (None, True, LARGE_ON_A_GPU, None, True),
+        (None, True, LARGE_ON_A_GPU - 1, None, False),
+        (None, False, LARGE_ON_A_GPU, None, False),
+        (None, True, LARGE_ON_A_GPU, "nf4", False),
+        (False, True, LARGE_ON_A_GPU, None, False),
+        (True, False, 1, None, True),
+    ],
+)
+def test_large_models_are_compiled_unless_the_config_says_otherwise(
+    asked: bool | None, flex: bool, parameters: int, quantization: str | None, expected: bool
+) -> None:
+    assert takes_compiled(SimpleNamespace(compile=asked, quantization=quantization), flex, parameters) is expected

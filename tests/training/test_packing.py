@@ -213,6 +213,15 @@ def test_a_group_larger_than_a_micro_batch_is_split() -> None:
     assert any({row.group for row in one} & {row.group for row in other} for one, other in pairwise(batches))
 
 
+def test_micro_batches_are_of_about_one_size() -> None:
+    """There are no more of them than if each but the last were full."""
+    rows = [Row([group] * 128, [5] * 512, [1] * 512, 1.0, group, [-3.0] * 512) for group in range(8) for _ in range(8)]
+    sizes = [FlexPacked.size(batch) for batch in FlexPacked.pack(rows, 32768)]
+    assert len(sizes) == 2
+    assert max(sizes) - min(sizes) <= 1024
+    assert sorted(map(id, rows)) == sorted(id(row) for batch in FlexPacked.pack(rows, 32768) for row in batch)
+
+
 def test_the_tiles_of_a_micro_batch_are_filled() -> None:
     """Even if it may have fewer tokens than two tiles: the filler would be computed for each row."""
     batches = FlexPacked.pack(rows_of(GROUPS["ragged"]), 22)
