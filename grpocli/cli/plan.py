@@ -108,12 +108,12 @@ def _simulation(args: argparse.Namespace, config: Mapping[str, Any]) -> Options 
 
 
 def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
-    """The plan, and changes that need less memory if it does not fit, or hardly."""
+    """The plan, and changes that need less memory if it does not fit, or hardly, or that take less time if it does."""
     view.stage("loading libraries")
     from grpocli.launch.compose import build_run
     from grpocli.launch.validate import check_context_parallel, check_shares, check_splits
     from grpocli.plan.plan import load_libraries, make_plan
-    from grpocli.plan.report import advice
+    from grpocli.plan.report import advice, larger
 
     def again(change: list[str]) -> Plan:
         same = replace(asked, devices=plan.resources.devices)
@@ -125,8 +125,10 @@ def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) 
     check_context_parallel(run, plan.resources.trainers)
     if run.hardware.context_parallel > 1:
         check_splits(run, plan.size.config)
-    if (plan.fits and not plan.is_tight) or args.no_advice or args.simulate:
+    if args.no_advice or args.simulate:
         return plan, []
+    if plan.fits and not plan.is_tight:
+        return plan, list(larger(plan, again))
     view.stage("trying changes that need less memory")
     return plan, list(advice(plan, again))
 

@@ -377,6 +377,9 @@ def test_the_command_reports_whether_a_run_fits(grpocli: Command, config_only: l
     code, out, err = grpocli("plan", *config_only, "--memory", f"{peak / 0.97}")
     assert code == 0
     assert "(3%). That is little" in out
+    code, out, _ = grpocli("plan", *config_only, *on_gpu, "train.micro_batch_tokens=2048", "--memory", "80")
+    assert code == 0
+    assert "\n  train.micro_batch_tokens=8192: fits, " in out
     code, out, err = grpocli("plan", *config_only, *on_gpu, "--memory", "1.8")
     assert code == 1
     assert "trying changes that need less memory ..." in err
