@@ -92,11 +92,12 @@ def prune(library: Path) -> None:
     new.replace(library)
 
 
-def pack(archive: Path, folder: Path, files: Sequence[Path]) -> None:
+def pack(archive: Path, folder: Path, files: Sequence[Path]) -> str:
+    """Pack files of a folder; return the archive's name and size."""
     with lzma.open(archive, "wb", preset=6) as out, tarfile.open(fileobj=out, mode="w") as packed:
         for path in files:
             packed.add(path, str(path.relative_to(folder)), recursive=False)
-    print(f"{archive.name}: {mib(archive.stat().st_size)}", flush=True)
+    return f"{archive.name}: {mib(archive.stat().st_size)}"
 
 
 def packable(folder: Path) -> list[Path]:
@@ -136,7 +137,7 @@ def build(with_vllm: bool) -> None:
             others = [path for path in found if path not in libraries]
             parts = {"kernels": libraries[::2], "libraries": libraries[1::2], "vllm": others}
             jobs = [*((new / f"{name}.tar.xz", served, part) for name, part in parts.items()), *jobs]
-        list(pool.map(lambda job: pack(*job), jobs))
+        print(*pool.map(lambda job: pack(*job), jobs), sep="\n", flush=True)
         (new / COMMIT).write_text(commit())
         said = checked_size(size_of_clone(), sum(path.stat().st_size for path in new.iterdir()))
         if CARRY.exists():

@@ -52,7 +52,7 @@ from machine import CARRY, ROOT, facts
 
 GROUPS = ("kernels", "transfers", "updates", "runs", "serving")
 PLAN = (
-    "default_run,beside_trl,attention_choices,compiled_layers,model_flops,step_profile,"
+    "beside_trl,model_flops,compiled_layers,default_run,attention_choices,step_profile,"
     "memory_against_plan+host_synchronizations,lora_adapters,kill_and_resume,skewed_update,"
     "flex_and_sdpa,capabilities,head_kernels,float32_head,cudnn_plans,masked_call,"
     "settings+equal_to_the_cpu+packed_and_padded+ipc_handles+mask_of_odd_width+fsdp2_on_one_process+bucket_race+"
@@ -185,6 +185,7 @@ class Runner:
     def _put(self, one: Experiment, seconds: float, result: dict[str, Any]) -> None:
         self.results.put(one.name, self.machine, self.setting.device, seconds, result)
         page.write_page(self.results, self.results.path.with_suffix(".md"))
+        pack_files(self.setting.folder, self.results.path.parent / "files.tar.xz")  # the call may be killed
         reason = f": {result['reason']}" if result["reason"] else ""
         self.note(f"{seconds:6.1f} s  {one.stage}/{one.name}: {result['verdict']}{reason}")
 
@@ -228,12 +229,12 @@ def machine_facts() -> tuple[dict[str, str], dict[str, bool]]:
     return machine, has
 
 
-def make_models(work: Path) -> None:
+def make_models(work: Path, names: Sequence[str]) -> None:
     """Make the models of updates on the CPU, while experiments without them run."""
     from updates_experiments import made_model
 
     os.nice(5)
-    for name in ("qwen2.5-0.5b", "qwen2.5-1.5b"):
+    for name in names:
         made_model(name, work)
 
 
@@ -364,8 +365,10 @@ def run(args: argparse.Namespace, work: Path, results: Results, began: float) ->
     has["model"] = bool(args.model)
     if device == "cpu":
         has |= {"gpu": False, "two gpus": False}
-    elif any(one.stage in ("updates", "peer") and not results.has(one.name) for one in wanted):
-        helpers.append(child(partial(make_models, work), 1, 2))
+    elif updates := [one.name for one in wanted if one.stage in ("updates", "peer") and not results.has(one.name)]:
+        # not 6 GB that nothing reads: runs wait for the same disk
+        names = ["qwen2.5-0.5b", *(["qwen2.5-1.5b"] if "model_flops" in updates else [])]
+        helpers.append(child(partial(make_models, work, names), 1, 2))
     note(", ".join(f"{key} {value}" for key, value in machine.items() if value))
     before = {results.experiments[one.name]["machine"].get("commit") for one in wanted if results.has(one.name)}
     if others := before - {machine["commit"]}:
