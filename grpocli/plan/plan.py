@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.plan.memory import Device, PlanInputs, devices
 from grpocli.plan.model_size import ModelSize, find_model_size
-from grpocli.plan.resources import DeviceOptions, find_resources, shares_weights
+from grpocli.plan.resources import DeviceOptions, find_resources
 from grpocli.plan.work import Work, work
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def make_plan(
     """
     import torch
 
-    from grpocli.models.loading import takes_compiled
     from grpocli.plan.trace import TracedMemory, trace
+    from grpocli.training.compiled import takes_compiled
 
     engine = _engine(run, options)
     resources = find_resources(run, engine, options)
@@ -87,8 +87,7 @@ def make_plan(
     if trace_memory:
         stage("tracing a micro-batch")
         traced = trace(run, size, rows, getattr(torch, dtype)).shared_by(run.hardware.context_parallel)
-    whole = not (shares_weights(run) or size.experts)
-    compiled = rows.flex and whole and takes_compiled(run.model, True, size.parameters)
+    compiled = rows.flex and takes_compiled(run, True, size.parameters, bool(size.experts))
     if compiled and not run.train.gradient_checkpointing:
         traced = replace(traced, activations=int(COMPILED * traced.activations))
     itemsize, teachers = getattr(torch, dtype).itemsize, _teachers(run)

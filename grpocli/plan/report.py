@@ -126,6 +126,8 @@ def assumptions(plan: Plan) -> list[str]:
     if plan.resources.gpu:
         kept = "" if plan.rows.flex else "; attention keeps the tensors that torch's sdpa keeps on a CPU"
         found.append(f"weights are sent at {LINK / 1e9:g} GB/s{kept}")
+    if plan.inputs.compiled:
+        found.append("decoder layers are compiled (model.compile), as on one H100: fewer launches and activations")
     if plan.run.algorithm.keep.max_rounds > 1:
         found.append("one round of sampling; algorithm.keep=dynamic may need more")
     if plan.resources.gpu and plan.resources.trainers > 1:

@@ -23,7 +23,6 @@ from grpocli.models.loading import (
     load_model,
     load_policy,
     load_tokenizer,
-    takes_compiled,
     takes_flex,
 )
 from grpocli.models.lora import trained_share
@@ -41,7 +40,7 @@ from grpocli.training import checkpoint, saved_rollouts
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
 from grpocli.training.checkpointer import BackgroundWriter, Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, Sampler, TargetSampler
-from grpocli.training.compiled import compile_layers
+from grpocli.training.compiled import compile_layers, takes_compiled
 from grpocli.training.optim import make_optimizer
 from grpocli.training.packing import FlexPacked, Packed, Padded
 from grpocli.training.packing_check import find_head, pack
@@ -254,7 +253,9 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
     if run.model.attention == FLEX and policy.layout(_update_sampling(run)) is Padded:
         why = "a repetition penalty" if run.train.packed else "train.packed=false"
         yield f"model.attention={FLEX} is not used: rows are padded ({why})"
-    if takes_compiled(run.model, _is_flex_on_gpu(policy, world), sum(one.numel() for one in policy.model.parameters())):
+    flex = world.device.type == "cuda" and policy.packs and policy.packed is FlexPacked
+    parameters = sum(one.numel() for one in policy.model.parameters())
+    if takes_compiled(run, flex, parameters, bool(routers(policy.model))):
         problem = compile_layers(policy, reference, world)
         if problem and run.model.compile:
             raise ConfigError(problem, key="model.compile", value="true", hint="set it to false")
@@ -262,12 +263,6 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
             yield f"decoder layers are not compiled, see run.log: {problem}"
     if run.model.lora.rank:
         yield f"LoRA trains {trained_share(policy.model)}"
-
-
-def _is_flex_on_gpu(policy: Policy, world: World) -> bool:
-    """Whether flex attention can be a part of compiled layers, which are whole in each process, on GPUs."""
-    whole = policy.parallel.replicated and not (policy.offloads or world.context_parallel or routers(policy.model))
-    return world.device.type == "cuda" and policy.packs and policy.packed is FlexPacked and whole
 
 
 def _checkpointer(run: Run, world: World, loaded: _Loaded, data: PromptSource, recorder: Recorder) -> Checkpointer:

@@ -25,6 +25,7 @@ from grpocli.types import Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpocli.config.schema import Run
     from grpocli.distributed.world import World
     from grpocli.training.policy import Policy
     from grpocli.training.teachers import Teachers
@@ -32,6 +33,20 @@ if TYPE_CHECKING:
 
 HOW: dict[str, Any] = {"dynamic": True}
 """Arguments of torch.compile: one graph for micro-batches of any size."""
+LARGE = 100_000_000
+"""Parameters from which layers are compiled on a GPU if the config does not say.
+
+On an H100 an update of 0.5B took half of the time of eager layers, 0.45 s less, after a start of 18 s more, or 8 s with
+torch's cache.
+"""
+
+
+def takes_compiled(run: Run, flex: bool, parameters: int, experts: bool) -> bool:
+    """Whether a run tries compiled layers. flex: with flex attention on a GPU. experts: of a mixture."""
+    if run.model.compile is not None:
+        return bool(run.model.compile)
+    whole = run.hardware.parallel == "ddp" and run.hardware.context_parallel == 1 and not run.train.activation_offload
+    return flex and whole and not experts and run.model.quantization is None and parameters >= LARGE
 
 
 def compile_layers(policy: Policy, reference: Reference | Teachers | None, world: World) -> str:

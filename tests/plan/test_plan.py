@@ -28,6 +28,7 @@ from grpocli.models.head import Float32Head
 from grpocli.plan.efficiency import COMPUTE, COSTS, HEAD_BACKWARD, HEAD_FORWARD, WIDE_HEAD_BACKWARD, WIDE_HEAD_FORWARD
 from grpocli.plan.model_size import find_model_size
 from grpocli.plan.plan import Plan, make_plan
+from grpocli.plan.report import assumptions
 from grpocli.plan.resources import GIB, GPUS, DeviceOptions
 from grpocli.plan.trace import AllocationTracker
 from grpocli.plan.work import host_seconds, step_demand
@@ -495,6 +496,13 @@ def test_offloaded_activations_are_not_counted_on_the_gpu(on_gpus: list[str]) ->
     assert update(moved, "activations") < update(plain, "activations") / 4
     assert update(moved, "backward") > 0
     assert moved.traced.total < plain.traced.total
+
+
+def test_compiled_layers_keep_less_and_wait_less(on_gpus: list[str]) -> None:
+    eager, compiled = (planned(*on_gpus, "hardware.parallel=ddp", f"model.compile={on}") for on in ("false", "true"))
+    assert compiled.traced.activations == int(0.6 * eager.traced.activations)
+    assert host_seconds(compiled.inputs) < host_seconds(eager.inputs)
+    assert any("layers are compiled" in line for line in assumptions(compiled))
 
 
 def test_processes_that_share_micro_batches_have_a_part_of_their_activations(on_gpus: list[str]) -> None:

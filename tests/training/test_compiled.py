@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +17,12 @@ from training.test_update import world
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpocli.distributed.world import World
+from grpocli.launch.compose import build_run, compose
 from grpocli.models import flex_attention
-from grpocli.models.loading import LARGE_ON_A_GPU, checkpoint_activations, takes_compiled
+from grpocli.models.loading import checkpoint_activations
 from grpocli.models.lora import Lora, attach
 from grpocli.training import compiled
-from grpocli.training.build import _is_flex_on_gpu
-from grpocli.training.compiled import compile_layers
+from grpocli.training.compiled import LARGE, compile_layers, takes_compiled
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.packing_check import pack
@@ -127,28 +126,22 @@ def test_a_model_that_torch_cannot_compile_stays_eager(world: World, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("device", "attention", "expected"),
-    [("cuda", FlexPacked, True), ("cpu", FlexPacked, False), ("cuda", Packed, False)],
-)
-def test_layers_with_flex_attention_on_gpus_are_compiled(device: str, attention: type[Packed], expected: bool) -> None:
-    policy, _ = a_policy("packed")
-    policy.packed = attention
-    on: Any = SimpleNamespace(device=torch.device(device), context_parallel=None)
-    assert _is_flex_on_gpu(policy, on) is expected
-
-
-@pytest.mark.parametrize(
-    ("asked", "flex", "parameters", "quantization", "expected"),
+    ("overrides", "flex", "parameters", "experts", "expected"),
     [
-        (None, True, LARGE_ON_A_GPU, None, True),
-        (None, True, LARGE_ON_A_GPU - 1, None, False),
-        (None, False, LARGE_ON_A_GPU, None, False),
-        (None, True, LARGE_ON_A_GPU, "nf4", False),
-        (False, True, LARGE_ON_A_GPU, None, False),
-        (True, False, 1, None, True),
+        ((), True, LARGE, False, True),
+        ((), True, LARGE - 1, False, False),
+        ((), False, LARGE, False, False),
+        ((), True, LARGE, True, False),
+        (("model.quantization=nf4", "model.lora.rank=8"), True, LARGE, False, False),
+        (("hardware.parallel=zero2",), True, LARGE, False, False),
+        (("hardware.context_parallel=2",), True, LARGE, False, False),
+        (("train.activation_offload=true",), True, LARGE, False, False),
+        (("model.compile=false",), True, LARGE, False, False),
+        (("model.compile=true",), False, 1, False, True),
     ],
 )
-def test_large_models_are_compiled_unless_the_config_says_otherwise(
-    asked: bool | None, flex: bool, parameters: int, quantization: str | None, expected: bool
+def test_large_whole_models_are_compiled_unless_the_config_says_otherwise(
+    overrides: tuple[str, ...], flex: bool, parameters: int, experts: bool, expected: bool
 ) -> None:
-    assert takes_compiled(SimpleNamespace(compile=asked, quantization=quantization), flex, parameters) is expected
+    run = build_run(compose(["hardware.device=cuda", "hardware.processes=2", *overrides]))
+    assert takes_compiled(run, flex, parameters, experts) is expected
