@@ -87,7 +87,7 @@ def make_plan(
     if trace_memory:
         stage("tracing a micro-batch")
         traced = trace(run, size, rows, getattr(torch, dtype)).shared_by(run.hardware.context_parallel)
-    compiled = rows.flex and takes_compiled(run, True, size.parameters, bool(size.experts))
+    compiled = rows.flex and takes_compiled(run, resources.trainers, True, size.parameters, bool(size.experts))
     if compiled and not run.train.gradient_checkpointing:
         traced = replace(traced, activations=int(COMPILED * traced.activations))
     itemsize, teachers = getattr(torch, dtype).itemsize, _teachers(run)

@@ -255,7 +255,7 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
         yield f"model.attention={FLEX} is not used: rows are padded ({why})"
     flex = world.device.type == "cuda" and policy.packs and policy.packed is FlexPacked
     parameters = sum(one.numel() for one in policy.model.parameters())
-    if takes_compiled(run, flex, parameters, bool(routers(policy.model))):
+    if takes_compiled(run, world.size, flex, parameters, bool(routers(policy.model))):
         problem = compile_layers(policy, reference, world)
         if problem and run.model.compile:
             raise ConfigError(problem, key="model.compile", value="true", hint="set it to false")

@@ -41,12 +41,13 @@ torch's cache.
 """
 
 
-def takes_compiled(run: Run, flex: bool, parameters: int, experts: bool) -> bool:
+def takes_compiled(run: Run, processes: int, flex: bool, parameters: int, experts: bool) -> bool:
     """Whether a run tries compiled layers. flex: with flex attention on a GPU. experts: of a mixture."""
     if run.model.compile is not None:
         return bool(run.model.compile)
-    whole = run.hardware.parallel == "ddp" and run.hardware.context_parallel == 1 and not run.train.activation_offload
-    return flex and whole and not experts and run.model.quantization is None and parameters >= LARGE
+    whole = processes == 1 or (run.hardware.parallel == "ddp" and run.hardware.context_parallel == 1)
+    plain = not (experts or run.model.quantization or run.train.activation_offload)
+    return flex and whole and plain and parameters >= LARGE
 
 
 def compile_layers(policy: Policy, reference: Reference | Teachers | None, world: World) -> str:

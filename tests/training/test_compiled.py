@@ -126,22 +126,23 @@ def test_a_model_that_torch_cannot_compile_stays_eager(world: World, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("overrides", "flex", "parameters", "experts", "expected"),
+    ("overrides", "processes", "flex", "parameters", "experts", "expected"),
     [
-        ((), True, LARGE, False, True),
-        ((), True, LARGE - 1, False, False),
-        ((), False, LARGE, False, False),
-        ((), True, LARGE, True, False),
-        (("model.quantization=nf4", "model.lora.rank=8"), True, LARGE, False, False),
-        (("hardware.parallel=zero2",), True, LARGE, False, False),
-        (("hardware.context_parallel=2",), True, LARGE, False, False),
-        (("train.activation_offload=true",), True, LARGE, False, False),
-        (("model.compile=false",), True, LARGE, False, False),
-        (("model.compile=true",), False, 1, False, True),
+        ((), 2, True, LARGE, False, True),
+        ((), 2, True, LARGE - 1, False, False),
+        ((), 2, False, LARGE, False, False),
+        ((), 2, True, LARGE, True, False),
+        (("model.quantization=nf4", "model.lora.rank=8"), 2, True, LARGE, False, False),
+        (("hardware.parallel=zero2",), 1, True, LARGE, False, True),
+        (("hardware.parallel=zero2",), 2, True, LARGE, False, False),
+        (("hardware.context_parallel=2",), 2, True, LARGE, False, False),
+        (("train.activation_offload=true",), 2, True, LARGE, False, False),
+        (("model.compile=false",), 2, True, LARGE, False, False),
+        (("model.compile=true",), 2, False, 1, False, True),
     ],
 )
 def test_large_whole_models_are_compiled_unless_the_config_says_otherwise(
-    overrides: tuple[str, ...], flex: bool, parameters: int, experts: bool, expected: bool
+    overrides: tuple[str, ...], processes: int, flex: bool, parameters: int, experts: bool, expected: bool
 ) -> None:
-    run = build_run(compose(["hardware.device=cuda", "hardware.processes=2", *overrides]))
-    assert takes_compiled(run, flex, parameters, experts) is expected
+    run = build_run(compose(["hardware.device=cuda", *overrides]))
+    assert takes_compiled(run, processes, flex, parameters, experts) is expected
