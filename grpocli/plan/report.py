@@ -200,7 +200,7 @@ def larger(plan: Plan, again: Callable[[list[str]], Plan]) -> Iterator[str]:
     for times in (4, 2):
         if plan.resources.gpu and plan.micro_batches > 1 and times * tokens <= LARGE_MICRO_BATCH:
             after = again(change := [f"train.micro_batch_tokens={times * tokens}"])
-            if after.fits and not after.is_tight:
+            if after.fits and not after.is_tight and after.micro_batches < plan.micro_batches:
                 yield f"{' '.join(change)}: {outcome(after)}, in fewer launches"
                 return
 
@@ -227,8 +227,8 @@ def candidates(plan: Plan) -> Iterator[list[str]]:
     if resources.trainers > 1 and run.hardware.parallel in ("ddp", "zero2"):
         harmless.append("hardware.parallel=fsdp2")
     yield from ([change] for change in harmless)
-    if harmless:
-        least = [c if "micro_batch" not in c else f"train.micro_batch_tokens={length}" for c in harmless]
+    least = [c if "micro_batch" not in c else f"train.micro_batch_tokens={length}" for c in harmless]
+    if least != harmless[:1]:
         yield least
     if resources.servers and resources.gpu:
         yield [f"engine.tensor_parallel={2 * resources.tensor_parallel}"]

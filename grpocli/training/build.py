@@ -253,7 +253,7 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
     if run.model.attention == FLEX and policy.layout(_update_sampling(run)) is Padded:
         why = "a repetition penalty" if run.train.packed else "train.packed=false"
         yield f"model.attention={FLEX} is not used: rows are padded ({why})"
-    flex = world.device.type == "cuda" and policy.packs and policy.packed is FlexPacked
+    flex = world.device.type == "cuda" and policy.layout(_update_sampling(run)) is FlexPacked
     parameters = sum(one.numel() for one in policy.model.parameters())
     if takes_compiled(run, world.size, flex, parameters, bool(routers(policy.model))):
         problem = compile_layers(policy, reference, world)

@@ -219,25 +219,28 @@ class Packed:
 
         A small one at the end would have a GPU wait for each launch. A longer row has its own micro-batch.
         """
-        batches = cls._filled(rows, max_tokens)
+        longest_first = [
+            sorted((rows[k] for k in numbers), key=lambda r: -len(r.completion_ids)) for _, numbers in by_prompt(rows)
+        ]
+        batches = cls._filled(longest_first, max_tokens)
         n = len(batches)
         if n < 2:
             return batches
-        limits = range(Packed.distinct(rows) // n, max_tokens, STEP)
-        least = bisect_left(limits, True, key=lambda limit: len(cls._filled(rows, limit)) <= n)
-        return cls._filled(rows, limits[least]) if least < len(limits) else batches
+        limits = range(0, max_tokens, STEP)
+        least = bisect_left(limits, True, key=lambda limit: len(cls._filled(longest_first, limit)) <= n)
+        return cls._filled(longest_first, limits[least]) if least < len(limits) else batches
 
     @classmethod
-    def _filled(cls, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-        """Micro-batches of which each but the last has as many rows as fit."""
+    def _filled(cls, groups: Sequence[Sequence[Row]], max_tokens: int) -> list[list[Row]]:
+        """Micro-batches of which each but the last has as many rows as fit. groups: rows with the same prompt."""
         batches: list[list[Row]] = []
         size, limit = 0, max(max_tokens, cls.fitting(1))  # the filler of a few rows has room for more
-        for prompt, numbers in by_prompt(rows):
-            due = len(prompt)  # the prompt's tokens if it is not in this micro-batch yet, otherwise 0
-            for row in sorted((rows[k] for k in numbers), key=lambda r: -len(r.completion_ids)):
+        for group in groups:
+            due = len(group[0].prompt_ids)  # its tokens if the prompt is not in this micro-batch yet, otherwise 0
+            for row in group:
                 if not batches or cls.fitting(size + due + len(row.completion_ids)) > limit:
                     batches.append([])
-                    size, due = 0, len(prompt)
+                    size, due = 0, len(row.prompt_ids)
                 batches[-1].append(row)
                 size += due + len(row.completion_ids)
                 due = 0

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from grpocli.models.head import Float32Head
 from grpocli.plan.efficiency import COMPUTE, COSTS, HEAD_BACKWARD, HEAD_FORWARD, WIDE_HEAD_BACKWARD, WIDE_HEAD_FORWARD
 from grpocli.plan.model_size import find_model_size
 from grpocli.plan.plan import Plan, make_plan
-from grpocli.plan.report import assumptions
+from grpocli.plan.report import assumptions, larger
 from grpocli.plan.resources import GIB, GPUS, DeviceOptions
 from grpocli.plan.trace import AllocationTracker
 from grpocli.plan.work import host_seconds, step_demand
@@ -386,6 +387,21 @@ def test_the_command_reports_whether_a_run_fits(grpocli: Command, config_only: l
     assert "trying changes that need less memory ..." in err
     assert "It does not fit: " in out
     assert "\n  train.gradient_checkpointing=true: fits, " in out
+
+
+@pytest.mark.parametrize(
+    ("batches", "named"), [({4: 32, 2: 64}, ["4"]), ({4: 128, 2: 64}, ["2"]), ({4: 128, 2: 128}, [])]
+)
+def test_larger_micro_batches_are_named_only_if_there_are_fewer(batches: dict[int, int], named: list[str]) -> None:
+    """Twice the longest row does not hold two rows with filler."""
+
+    def a_plan(micro_batches: int) -> Any:
+        run = SimpleNamespace(train=SimpleNamespace(micro_batch_tokens=1))
+        resources, more = SimpleNamespace(gpu=True), {"fits": True, "is_tight": False, "devices": []}
+        return SimpleNamespace(run=run, resources=resources, micro_batches=micro_batches, **more)
+
+    found = larger(a_plan(128), lambda change: a_plan(batches[int(change[0][-1])]))
+    assert [line.partition(":")[0][-1] for line in found] == named
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -45,7 +46,7 @@ from grpocli.models import flex_attention, sdpa
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.frozen_linear import compute_dtype
 from grpocli.tasks.prompt_set import PromptSet
-from grpocli.training import logprobs, packing
+from grpocli.training import build, logprobs, packing
 from grpocli.training.build import choose_layout
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
@@ -220,6 +221,28 @@ def test_micro_batches_are_of_about_one_size() -> None:
     assert len(sizes) == 2
     assert max(sizes) - min(sizes) <= 1024
     assert sorted(map(id, rows)) == sorted(id(row) for batch in FlexPacked.pack(rows, 32768) for row in batch)
+
+
+@pytest.mark.parametrize("layout", [Packed, FlexPacked])
+def test_every_row_is_in_one_micro_batch_within_the_limit(layout: type[Packed]) -> None:
+    """However many rows there are, and of whatever lengths; a longer row is alone and makes the others no less even."""
+    noise = random.Random(0)
+    for _ in range(200):
+        limit, longest = noise.choice([1, 100, 1000, 8192]), noise.choice([1, 30, 3000])
+        rows = []
+        for group in range(noise.randrange(1, 40)):
+            prompt = [group] * noise.randrange(1, longest + 1)
+            for n in noise.choices(range(longest + 1), k=noise.randrange(1, 9)):
+                rows.append(Row(prompt, [5] * n, [1] * n, 1.0, group, [-3.0] * n))
+        batches = layout.pack(rows, limit)
+        assert sorted(map(id, rows)) == sorted(id(row) for batch in batches for row in batch)
+        limit = max(limit, layout.fitting(1))
+        assert all(layout.size(batch) <= limit for batch in batches if len(batch) > 1)
+        assert sum(map(layout.distinct, batches)) > (len(batches) - 1) * limit / 4
+    short = [Row([3], [5] * 19, [1] * 19, 1.0, group, [-3.0] * 19) for group in range(1000)]
+    sizes = sorted(map(layout.size, layout.pack([*short, Row([3], [5] * 30000, [], 1.0, 1000, [])], 8192)))
+    assert len(sizes) == 4
+    assert sizes[-2] - sizes[0] <= 1024
 
 
 def test_the_tiles_of_a_micro_batch_are_filled() -> None:
@@ -652,3 +675,17 @@ def test_a_run_with_padded_rows_says_that_flex_attention_is_not_used(
 ) -> None:
     notes = choose_layout(run_with_flex(**given), world, policy_with_flex(model, world), None)
     assert list(notes) == [f"model.attention=flex_attention is not used: rows are padded ({why})"]
+
+
+@pytest.mark.parametrize(("given", "flex"), [({}, True), ({"packed": False}, False), ({"penalty": 1.5}, False)])
+def test_layers_are_compiled_for_the_rows_of_updates(
+    model, world, given: dict[str, Any], flex: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of padded rows stay eager by default, as in `plan`."""
+    asked, policy, gpu = [], policy_with_flex(model, world), torch.device("cuda")
+    policy.packs = given.get("packed", True)
+    for name in ("pack", "find_head"):  # their trials need the device
+        monkeypatch.setattr(build, name, lambda *_: True)
+    monkeypatch.setattr(build, "takes_compiled", lambda run, processes, flex, *_: asked.append(flex))
+    list(choose_layout(run_with_flex(**given), SimpleNamespace(device=gpu, size=1), policy, None))  # type: ignore[arg-type]
+    assert asked == [flex]
