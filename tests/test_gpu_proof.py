@@ -221,8 +221,8 @@ def test_a_call_does_not_share_its_work_folder(proof: ModuleType, own: Path) -> 
 
 def test_plus_joins_experiments_and_commas_follow(proof: ModuleType) -> None:
     proof.load()
-    groups = [[one.name for one in group] for group in proof.chosen("settings+masked_call,peer")]
-    assert groups == [["settings", "masked_call"], ["beside_trl"]]
+    groups = [[one.name for one in group] for group in proof.chosen("settings+cudnn_plans,peer")]
+    assert groups == [["settings", "cudnn_plans"], ["beside_trl"]]
     every = [one.name for group in proof.chosen("") for one in group]
     assert sorted(every) == sorted(one.name for one in proof.in_order()), "each once"
     for names, unknown in (("settings,nope", "nope"), (",,", ",,"), ("settings+", r"settings\+")):
@@ -531,7 +531,7 @@ def test_a_python_without_grpocli_and_packages_is_refused(
 @pytest.mark.survival
 def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
     """With the smallest sizes: the laws hold that say something about a CPU, and the others are not checked."""
-    names = ["settings", "packed_and_padded", "flex_and_sdpa", "skewed_update", "kill_and_resume"]
+    names = ["settings", "packed_and_padded", "flex_and_sdpa", "attention_choices", "kill_and_resume"]
     own = tmp_path / "own.py"
     own.write_text("")
     run(own, ",".join([*names, "cudnn_plans"]))
@@ -540,8 +540,12 @@ def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
         **dict.fromkeys(names, "as expected"),
         "cudnn_plans": "not run",
     }
-    holds = {law["figure"]: law["holds"] for law in found["skewed_update"]["laws"]}
-    assert holds == {"times_as_fast": None, "gradient_apart": True}
+    holds = {law["figure"]: law["holds"] for law in found["attention_choices"]["laws"]}
+    assert holds == {
+        f"{of}_{kind}": value
+        for of, value in (("time", None), ("gradient_apart", True))
+        for kind in ("skewed", "prompts")
+    }
 
 
 def test_a_row_says_what_its_figure_is_worth(proof: ModuleType) -> None:

@@ -53,9 +53,9 @@ from machine import CARRY, ROOT, facts
 GROUPS = ("kernels", "transfers", "updates", "runs", "serving")
 PLAN = (
     "beside_trl,model_flops,compiled_layers,default_run,attention_choices,step_profile,"
-    "memory_against_plan+host_synchronizations,lora_adapters,kill_and_resume,skewed_update,"
-    "flex_and_sdpa,capabilities,head_kernels,float32_head,cudnn_plans,masked_call,"
-    "settings+equal_to_the_cpu+packed_and_padded+ipc_handles+mask_of_odd_width+fsdp2_on_one_process+bucket_race+"
+    "memory_against_plan+host_synchronizations,lora_adapters,kill_and_resume,"
+    "flex_and_sdpa,capabilities,head_kernels,float32_head,cudnn_plans,"
+    "settings+equal_to_the_cpu+packed_and_padded+ipc_handles+fsdp2_on_one_process+bucket_race+"
     "sent_after_a_change,lost_weight,killed_server,default_vllm,colocated_run,sync_by_ipc,ipc_of_half_a_billion,"
     "lora_colocated,sync_by_shm,cuda_graphs"
 )

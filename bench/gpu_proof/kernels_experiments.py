@@ -59,8 +59,8 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
     return sorted({event.name for event in seen.events() if event.device_type.name == "CUDA"})
 
 
-def has_kernel(names: Sequence[str], *words: str) -> bool:
-    return any(word in name.lower() for name in names for word in words)
+def has_kernel(names: Sequence[str], word: str) -> bool:
+    return any(word in name.lower() for name in names)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -125,13 +125,6 @@ def settings(setting: Setting) -> Measured:
     }
 
 
-def operands(device: str, heads: int, width: int, queries: int, keys: int) -> list[torch.Tensor]:
-    """Queries, keys and values in bfloat16, and the causal mask of the last queries."""
-    of = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return [*(torch.randn(1, heads, n, width, **of) for n in (queries, keys, keys)), mask]  # type: ignore[call-overload]
-
-
 @experiment(
     "kernels",
     "cuDNN's plans: causal attention, forward and backward, at lengths 640, 641 and 642",
@@ -143,8 +136,8 @@ def operands(device: str, heads: int, width: int, queries: int, keys: int) -> li
 )
 def cudnn_plans(setting: Setting) -> Measured:
     def call(n: int) -> None:
-        query, key, value, _ = operands("cuda", 14, 64, n, n)
-        scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+        states = (torch.randn(1, 14, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        scaled_dot_product_attention(*states, is_causal=True).sum().backward()
 
     found: Measured = {}
     for allowed, word in ((True, "with"), (False, "without")):
@@ -156,60 +149,6 @@ def cudnn_plans(setting: Setting) -> Measured:
         found |= {f"new_length_{word}_ms": statistics.median(new), f"known_length_{word}_ms": statistics.median(known)}
         found |= {f"flash_{word}": has_kernel(names, "flash"), f"cudnn_{word}": has_kernel(names, "cudnn")}
         setting.save(found)
-    return found
-
-
-@experiment(
-    "kernels",
-    "attention with a mask, 8,192 queries and 10,240 keys, 12 heads of 128, forward and backward",
-    true("efficient", "the memory-efficient kernel runs", gpu=True),
-    at_most("added_mib", 1024, "MiB beyond the operands", gpu=True),
-    at_most("error", 0.02, "relative error of the first 64 queries beside float32"),
-)
-def masked_call(setting: Setting) -> Measured:
-    from grpocli.models import sdpa
-
-    as_a_run(setting)
-    queries, keys = (64, 80) if setting.small else (8192, 10240)
-    query, key, value, mask = operands(setting.device, 12, 128, queries, keys)
-
-    def call() -> torch.Tensor:
-        out = sdpa.on_gpu(query, key, value, mask, 1, {"dropout_p": 0.0, "scale": None})
-        out.sum().backward()
-        return out
-
-    exact = scaled_dot_product_attention(query[:, :, :64].float(), key.float(), value.float(), attn_mask=mask[:64])
-    found: Measured = {"error": relative(call()[:, :, :64], exact), "ms": typical_ms(call, setting.device)}
-    if setting.device == "cpu":
-        return found
-    names = kernels_of(call)
-    found |= {"efficient": has_kernel(names, "fmha", "efficient"), "added_mib": added_mib(call)}
-    return found | {"kernels": [name[:80] for name in names]}
-
-
-@experiment(
-    "kernels",
-    "attention with a mask of 1,024 queries: MiB that each layer keeps, at 2,048 keys and at 2,043",
-    *(
-        at_most(f"kept_{word}", 1.1, f"{word} width: those beyond the operands over those of the mask in bfloat16")
-        for word in ("even", "odd")
-    ),
-    needs=("gpu",),
-)
-def mask_of_odd_width(setting: Setting) -> Measured:
-    from grpocli.models import sdpa
-
-    as_a_run(setting)
-    found: Measured = {}
-    for word, keys in (("even", 2048), ("odd", 2043)):
-        query, key, value, mask = operands("cuda", 14, 64, 1024, keys)
-        call = partial(sdpa.on_gpu, query, key, value, mask, 1, {"dropout_p": 0.0, "scale": None})
-        found[f"ms_{word}"] = typical_ms(call, "cuda", 20)  # allocates workspaces, too
-        before = torch.cuda.memory_allocated()
-        outs = [call() for _ in range(8)]
-        kept = (torch.cuda.memory_allocated() - before) / 8 - outs[0].nbytes - 1024 * 14 * 4  # and log-sum-exps
-        del outs
-        found |= {f"kept_mib_{word}": kept / MIB, f"kept_{word}": kept / (2 * mask.numel())}
     return found
 
 

@@ -88,28 +88,6 @@ def gradient_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     return apart(*(side["logs"][0]["grad_norm"] for side in (one, other)))
 
 
-@experiment(
-    "updates",
-    "the update at skewed lengths, 0.5B, without cuDNN's plans and with them",
-    between("times_as_fast", 2, 100, "times as fast without them", gpu=True),
-    at_most("gradient_apart", 0.03, "relative difference of the first gradient norm"),
-    seconds=150,
-)
-def skewed_update(setting: Setting) -> Measured:
-    name, steps = "0.5B, skewed", 3 if setting.small else 5
-    without = update(setting, name, steps)
-    setting.save({"seconds_without": without["seconds"], "gib": without["GiB"]})
-    with patch.object(torch.backends.cuda, "enable_cudnn_sdp", lambda on: None):  # it stays as torch has it
-        allowed = update(setting, name, steps)
-    return {
-        "times_as_fast": seconds(allowed) / seconds(without),
-        "seconds_without": without["seconds"],
-        "seconds_with": allowed["seconds"],
-        "gib": without["GiB"],
-        "gradient_apart": gradient_apart(without, allowed),
-    }
-
-
 @contextmanager
 def profiled_updates(found: Measured, word: str, tables: Path | None, device: str) -> Iterator[None]:
     """A block whose updates are timed; one goes through torch's profiler and one through Python's, into `tables`.
