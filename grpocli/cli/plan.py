@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bandwidth", type=float, metavar="T", help="memory bandwidth of one device, in 10^12 bytes per second"
     )
-    parser.add_argument("--no-advice", action="store_true", help="do not try changes with which it may fit")
+    parser.add_argument("--no-advice", action="store_true", help="do not try changes of keys")
     parser.add_argument("--json", action="store_true", help="print all figures, in bytes, operations and seconds")
     _add_simulation(parser)
     return parser

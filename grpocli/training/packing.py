@@ -175,9 +175,7 @@ class Packed:
             ids += ids[-1:] * filler
             positions.append(np.zeros(filler, np.int64))
             prompts.append((filler, []))
-        keep_U, predictor_N = np.unique(predictors(spans), return_inverse=True)
-        predictor_N = np.pad(predictor_N, (0, rounded(len(predictor_N)) - len(predictor_N)))
-        keep_U = keep_U if len(keep_U) else np.zeros(1, np.int64)
+        keep_U, predictor_N = index_predictors(predictors(spans))
         present_BT = present([r.completion_ids for r in rows])
         return cls(
             input_ids=to_device(torch.from_numpy(np.array([ids])), device),
@@ -338,6 +336,13 @@ def predictors(spans: Iterable[tuple[int, int, int, int]]) -> Array:
     for prompt, first, n_prompt, n in spans:
         parts += [np.array([prompt + n_prompt - 1]), np.arange(first, first + n - 1)] if n else []
     return np.concatenate(parts)
+
+
+def index_predictors(position_C: Array) -> tuple[Array, Array]:
+    """`keep_U` and `predictor_N` of `Packed` for the positions that predict completion tokens."""
+    keep_U, predictor_N = np.unique(position_C, return_inverse=True)
+    predictor_N = np.pad(predictor_N, (0, rounded(len(predictor_N)) - len(predictor_N)))
+    return keep_U if len(keep_U) else np.zeros(1, np.int64), predictor_N
 
 
 def present(values: Sequence[Sequence[float]], left: bool = False) -> Array:

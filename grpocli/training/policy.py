@@ -72,7 +72,8 @@ class Policy:
         """A block of several micro-batches with gradients, in which autocast casts each weight once.
 
         Its cache lives as long as the outermost region, which here is switched off, so that nothing else is cast. Only
-        where the backward pass of a micro-batch needs all casts anyway: otherwise they would take more memory.
+        where the backward pass of a micro-batch needs all casts anyway: otherwise they would take more memory. Compiled
+        layers cast in their graphs.
         """
         lean = self.recomputes or self.offloads
         return nullcontext() if lean else torch.autocast(self.model.device.type, enabled=False)

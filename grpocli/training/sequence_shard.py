@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from grpocli.distributed.context_parallel import SharedAttention
 from grpocli.hardware.devices import to_device
-from grpocli.models.shared_prompt_attention import rounded
-from grpocli.training.packing import Packed, predictors
+from grpocli.training.packing import Packed, index_predictors, predictors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,23 +41,21 @@ class SequenceShard(Packed):
         whole, n, rank = cls.layout.build(rows, device, on_cpu), cls.processes.size, cls.processes.rank
         tokens = whole.input_ids.shape[1]
         # from `spans`, which are on the CPU, so that nothing waits for the device
-        position_C = torch.from_numpy(predictors(whole.spans))
-        target_C = (position_C % n == rank).nonzero().squeeze(1)
-        keep_U, predictor_N = (position_C[target_C] // n).unique(return_inverse=True)
-        predictor_N = pad(predictor_N, (0, rounded(len(predictor_N)) - len(predictor_N)))
-        keep_U = keep_U if len(keep_U) else keep_U.new_zeros(1)
+        position_C = predictors(whole.spans)
+        target_C = np.flatnonzero(position_C % n == rank)
+        keep_U, predictor_N = index_predictors(position_C[target_C] // n)
         return cls(
             input_ids=_filled(whole.input_ids, n)[:, rank::n],
             position_ids=_filled(whole.position_ids, n)[:, rank::n],
-            keep_U=to_device(keep_U, device),
-            predictor_N=to_device(predictor_N, device),
+            keep_U=to_device(torch.from_numpy(keep_U), device),
+            predictor_N=to_device(torch.from_numpy(predictor_N), device),
             index_C=whole.index_C,
             completion=whole.completion,
             rows=whole.rows,
             segments=SharedAttention(whole.segments, tokens, cls.processes),
             spans=whole.spans,
             whole=whole,
-            target_C=to_device(target_C, device),
+            target_C=to_device(torch.from_numpy(target_C), device),
         )
 
     @classmethod
