@@ -28,11 +28,6 @@ Without a mask, attention is causal. A mask has values to add to the scores, for
 """
 
 
-def prefers_causal(queries: int, on_cpu: bool) -> bool:
-    """Whether causal attention with the prompt's queries is faster than a mask without them."""
-    return not on_cpu or queries > MASKED
-
-
 def on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, groups: int, how: dict[str, Any]) -> Tensor:
     """Attention on a GPU. Grouped keys are repeated where `sdpa` would take its slowest kernel for them.
 

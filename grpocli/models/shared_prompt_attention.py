@@ -188,7 +188,7 @@ def rows_of(prompts: Sequence[tuple[int, Sequence[int]]], on_cpu: bool) -> Itera
 
 
 def _is_causal(prompt: int, n: int, on_cpu: bool) -> bool:
-    return (n >= prompt and sdpa.prefers_causal(n, on_cpu)) or _mask_is_too_large(prompt, n)
+    return (n >= prompt and not (on_cpu and n <= sdpa.MASKED)) or _mask_is_too_large(prompt, n)
 
 
 def _joined(row: RowOfTokens, other: RowOfTokens) -> RowOfTokens | None:

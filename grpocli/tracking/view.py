@@ -316,10 +316,10 @@ LINE_METRICS = {
 """The metrics of a step's line, and their labels."""
 
 
-def _quoted(text: str, longest: int = 60) -> str:
+def _quoted(text: str) -> str:
     """The end of a text, quoted, on one line."""
     line = one_line(text)
-    return f'"{line}"' if len(line) <= longest else f'"...{line[-longest:]}"'
+    return f'"{line}"' if len(line) <= 60 else f'"...{line[-60:]}"'
 
 
 def plain_view(file: IO[str]) -> PlainView:
