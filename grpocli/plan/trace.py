@@ -179,7 +179,6 @@ def _micro_batch_bytes(
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-        batch = batch if shape.packed else _with_mask(batch, shape)
         at_head = _ends_with_its_head(model)
         ignored = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
         with AllocationTracker(ignored) as allocated:
@@ -331,15 +330,10 @@ def _batch(shape: MicroBatchShape) -> MicroBatch:
     ]
     cpu = torch.device("cpu")
     batch = MicroBatch.build(made, cpu)
+    if not shape.packed:  # with a mask, as for rows of different lengths
+        return replace(batch, layout=replace(cast(Padded, batch.layout), full=False))
     layout = FlexPacked if shape.flex else Packed
-    return replace(batch, layout=layout.build(made, cpu, on_cpu=not shape.gpu)) if shape.packed else batch
-
-
-def _with_mask(batch: MicroBatch, shape: MicroBatchShape) -> MicroBatch:
-    """The padded batch with a mask of four dimensions, which transformers uses without reading its numbers."""
-    length = shape.prompt + shape.completion
-    mask = torch.ones(shape.rows, 1, length, length, dtype=torch.bool)
-    return replace(batch, layout=replace(cast(Padded, batch.layout), attention_mask=mask))
+    return replace(batch, layout=layout.build(made, cpu, on_cpu=not shape.gpu))
 
 
 class AllocationTracker(TorchDispatchMode):

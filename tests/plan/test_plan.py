@@ -404,6 +404,14 @@ def test_larger_micro_batches_are_named_only_if_there_are_fewer(batches: dict[in
     assert [line.partition(":")[0][-1] for line in found] == named
 
 
+def test_a_repetition_penalty_is_traced_in_padded_rows(config_only: list[str]) -> None:
+    plain, penalized = (
+        planned(*config_only, "train.packed=false", f"rollout.repetition_penalty={penalty}") for penalty in (1, 1.1)
+    )
+    assert penalized.traced.activations == plain.traced.activations > 0
+    assert penalized.traced.peak > plain.traced.peak
+
+
 @pytest.mark.slow
 def test_a_gpu_that_is_named_is_planned_for_on_a_machine_without_one(grpocli: Command, config_only: list[str]) -> None:
     code, out, _ = grpocli("plan", "--json", "--no-advice", "--gpu", "L4", *config_only, "engine=transformers")
