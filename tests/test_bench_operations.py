@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from grpocli.plan import efficiency
 
+pytestmark = pytest.mark.skipif(
+    Version(torch.__version__).release < (2, 12), reason="torch 2.11 has no sum of products in float32 for fake tensors"
+)
 BENCH = Path(__file__).parents[1] / "bench"
 BOUNDS = [
     ("built-in", True, 2_900, 770),

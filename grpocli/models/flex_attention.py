@@ -134,7 +134,7 @@ def _block_mask(spans_S4: Array, device: torch.device) -> BlockMask:
 
     start_S, n_S, first_S, n_before_S = spans_S4.T
     bounds_3N = np.repeat(np.stack([start_S, first_S, first_S + n_before_S]), n_S, axis=1).astype(np.int32)
-    own_N, first_N, end_N = to_device(torch.from_numpy(bounds_3N), device).unbind()
+    own_N, first_N, end_N = (to_device(torch.from_numpy(bound_N), device) for bound_N in bounds_3N)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         in_own: Tensor = (key >= own_N[query]) & (key <= query)

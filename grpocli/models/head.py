@@ -89,12 +89,6 @@ def product(a_NK: Tensor, b_KM: Tensor, on_cpu: bool) -> Tensor:
         return a_NK.float() @ b_KM.float()
 
 
-def add_product_(sum_NM: Tensor, a_NK: Tensor, b_KM: Tensor, beta: int) -> None:
-    """sum <- beta * sum + a b, on a GPU, in the dtype of the sum: that of the operands, or float32."""
-    wider: Any = {} if sum_NM.dtype == a_NK.dtype else {"out_dtype": sum_NM.dtype}
-    torch.addmm(sum_NM, a_NK, b_KM, beta=beta, out=sum_NM, **wider)
-
-
 def parts_(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Two tensors of a shorter dtype whose sum is nearly a float32 tensor, which is overwritten.
 

@@ -199,10 +199,11 @@ def _micro_batch_bytes(
 
 @contextmanager
 def _fake_kernels() -> Iterator[None]:
-    """A block with kernels for fake tensors: of flex attention, of a mixture's experts in any dtype, of a CPU's scores.
+    """A block with kernels for fake tensors: of flex attention, a mixture's experts in any dtype, a CPU's scores, sums.
 
     torch has no backward pass of the first on a CPU, and the second's product takes only bfloat16. The pieces of the
-    third are too small to be the peak, and so many that to trace them takes seconds.
+    third are too small to be the peak, and so many that to trace them takes seconds. torch 2.11 takes the fourth, a
+    product that is added in float32, for another one.
     """
     from transformers.integrations import moe
 
@@ -212,13 +213,14 @@ def _fake_kernels() -> Iterator[None]:
     def scores(hidden_nH: Tensor, *others: Any) -> Tensor:
         return hidden_nH.new_empty(4, len(hidden_nH), dtype=torch.float32)
 
-    before = moe._grouped_mm, flex_attention._kernel, logprobs._row_scores
+    before = moe._grouped_mm, flex_attention._kernel, logprobs._row_scores, logprobs.add_product_
     moe._grouped_mm, logprobs._row_scores = product, scores  # type: ignore[assignment]
+    logprobs.add_product_ = lambda *_: None
     flex_attention._kernel = lambda: _FlexAttention.call  # type: ignore[assignment]
     try:
         yield
     finally:
-        moe._grouped_mm, flex_attention._kernel, logprobs._row_scores = before
+        moe._grouped_mm, flex_attention._kernel, logprobs._row_scores, logprobs.add_product_ = before
 
 
 class _GroupedProduct(torch.autograd.Function):

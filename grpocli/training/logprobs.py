@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from grpocli.models.frozen_linear import compute_dtype
-from grpocli.models.head import Float32Head, add_product_, parts_, product
+from grpocli.models.head import Float32Head, parts_, product
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.sampling import first_occurrence
 from grpocli.training.packing import Padded
@@ -268,6 +268,12 @@ class _How:
             return
         product_NM = product(a_NK, b_KM, self.on_cpu) if self.in_float32 else a_NK @ b_KM
         sum_NM.add_(product_NM) if beta else sum_NM.copy_(product_NM)
+
+
+def add_product_(sum_NM: Tensor, a_NK: Tensor, b_KM: Tensor, beta: int) -> None:
+    """sum <- beta * sum + a b, on a GPU, in the dtype of the sum: that of the operands, or float32."""
+    wider: Any = {} if sum_NM.dtype == a_NK.dtype else {"out_dtype": sum_NM.dtype}
+    torch.addmm(sum_NM, a_NK, b_KM, beta=beta, out=sum_NM, **wider)
 
 
 class _Scores(torch.autograd.Function):
