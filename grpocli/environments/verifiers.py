@@ -11,6 +11,7 @@ import asyncio
 import copy
 import itertools
 import secrets
+import weakref
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from grpocli.types import Message
 from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:
+    import httpx
     from verifiers.v1 import Env, ModelContext, Task, Toolset
 
 
@@ -157,6 +159,7 @@ class Verifiers:
         # One for all turns, because making one takes longer than a turn, and one for each loop, because no lock guards
         # its connections. A running episode holds one while it waits for its turn; the step's deadline is the limit.
         self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        weakref.finalize(self, _close, self._client, self._background.loop).atexit = False
         self._open = AsyncExitStack()  # kept, because what it holds ends with this object
         for toolset in self._shared:
             await set_up(toolset, self._open)
@@ -177,6 +180,10 @@ class Verifiers:
         episode.work = asyncio.create_task(self._env.run_episode(played, self._context, on_trace=register))
         episode.work.add_done_callback(forget)
         await episode.advance()
+
+
+def _close(client: httpx.AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.run_coroutine_threadsafe(client.aclose(), loop)
 
 
 def _check_unchanged(asked: list[dict[str, Any]], messages: list[Message]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -75,6 +76,20 @@ def test_environments_of_a_process_share_no_connections(monkeypatch: pytest.Monk
         messages, state = begin(environment)
         say(environment, messages, state, "1")
     assert [len(users) for users in threads.values()] == [1] * len(threads)
+
+
+def test_an_environment_that_is_dropped_closes_its_connections() -> None:
+    environment = counting.__wrapped__("plain")  # not the one that other tests share
+    messages, state = begin(environment)
+    say(environment, messages, state, "1")
+    client = environment._client
+    assert not client.is_closed
+    del environment
+    gc.collect()
+    until = time.monotonic() + 30
+    while not client.is_closed and time.monotonic() < until:
+        time.sleep(0.01)
+    assert client.is_closed
 
 
 @pytest.mark.survival
