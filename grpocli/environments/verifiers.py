@@ -159,6 +159,7 @@ class Verifiers:
         # One for all turns, because making one takes longer than a turn, and one for each loop, because no lock guards
         # its connections. A running episode holds one while it waits for its turn; the step's deadline is the limit.
         self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        # not at the process's end, when the loop's thread is gone
         weakref.finalize(self, _close, self._client, self._background.loop).atexit = False
         self._open = AsyncExitStack()  # kept, because what it holds ends with this object
         for toolset in self._shared:

@@ -199,11 +199,11 @@ def _micro_batch_bytes(
 
 @contextmanager
 def _fake_kernels() -> Iterator[None]:
-    """A block with kernels for fake tensors: of flex attention, a mixture's experts in any dtype, a CPU's scores, sums.
+    """A block with stand-ins for what fake tensors of a CPU lack, or take long for.
 
-    torch has no backward pass of the first on a CPU, and the second's product takes only bfloat16. The pieces of the
-    third are too small to be the peak, and so many that to trace them takes seconds. torch 2.11 takes the fourth, a
-    product that is added in float32, for another one.
+    Flex attention has no backward pass there, and a mixture's product of experts is in bfloat16 only. A CPU's scores
+    have so many small pieces that tracing takes seconds, and are never the peak. torch 2.11 takes the head's sum of
+    products in float32 for another operation.
     """
     from transformers.integrations import moe
 

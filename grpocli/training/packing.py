@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PADDING = 0.1
 """The largest share of padding in a padded micro-batch."""
 STEP = 64
-"""Tokens by which the sizes of micro-batches may differ, so that few are tried."""
+"""Tokens between two sizes of micro-batches that `Packed.pack` tries."""
 UNEVEN = 0.1
 """Tokens above an equal share that a process may get, as a fraction, so that each prompt is computed in one process."""
 
