@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = dict[str, Any]  # `role` and `content`, and for tools `tool_calls` or `name`
 Text: TypeAlias = str | list[Message]  # plain text, or a conversation
+DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes of a model's computations."""
 PREFIX = "prefix"
 """Marks a turn of the assistant that the model continues, as the APIs of Mistral and DeepSeek do."""
 

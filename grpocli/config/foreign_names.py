@@ -349,7 +349,11 @@ TRAINING_ARGUMENTS = {
         Equivalent("model.dtype=bfloat16", values={"false": "model.dtype=float32"}),
         f"TRL takes bfloat16 unless fp16 is set; {DIFFERENT_PRECISION}",
     ),
-    "fp16": Equivalent("model.dtype=bfloat16", "there is no training in float16", {"false": ""}, default=False),
+    "fp16": default(
+        False,
+        Equivalent("model.dtype=float16", values={"false": ""}),
+        "auto here: float16 on a GPU that has no bfloat16; losses are scaled in both",
+    ),
     "tf32": missing(None, "matrix products are in model.dtype; torch's settings are left alone"),
     "gradient_checkpointing": default(
         True,
@@ -840,6 +844,7 @@ VERL = {
     f"{ACTOR}.clip_ratio_c": Equivalent("algorithm.objective.dual={}"),
     f"{ACTOR}.clip_ratio_high": TRL["epsilon_high"],
     f"{ACTOR}.clip_ratio_low": Equivalent("algorithm.objective.low={}"),
+    f"{ACTOR}.dtype": Equivalent("model.dtype={}", "one dtype for the trainer, its reference and vLLM"),
     f"{ACTOR}.entropy_coeff": Equivalent("algorithm/entropy=bonus algorithm.entropy.coefficient={}"),
     f"{ACTOR}.grad_clip": TRL["max_grad_norm"],
     f"{ACTOR}.kl_loss_coef": TRL["beta"],
@@ -868,6 +873,7 @@ VERL = {
     "actor_rollout_ref.model.lora_alpha": TRL["lora_alpha"],
     "actor_rollout_ref.model.lora_rank": TRL["lora_r"],
     "actor_rollout_ref.model.path": MODEL,
+    f"{ROLLOUT}.dtype": Equivalent("model.dtype={}", "one dtype for the trainer, its reference and vLLM"),
     f"{ROLLOUT}.gpu_memory_utilization": TRL["vllm_gpu_memory_utilization"],
     f"{ROLLOUT}.n": TRL["num_generations"],
     f"{ROLLOUT}.name": Equivalent("engine={}", values={"hf": "engine=transformers", "sglang": "engine=vllm"}),

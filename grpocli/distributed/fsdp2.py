@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from grpocli.distributed.parallel import Make, step
+from grpocli.distributed.parallel import Make, loss_scaler, step
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -44,6 +44,7 @@ class Fsdp2:
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
         self._shard_all(model, dtype)
+        self.scaler = loss_scaler(self.device, dtype)
         return model, make(model)
 
     def prepare_frozen(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -78,10 +79,10 @@ class Fsdp2:
         return nullcontext()
 
     def backward(self, wrapped: torch.nn.Module, loss: Tensor) -> None:
-        loss.backward()
+        self.scaler.scale(loss).backward()
 
     def update(self, wrapped: torch.nn.Module, optimizer: Any, rate: float, limit: float) -> Tensor:
-        return self.gather(step(wrapped, optimizer, rate, limit))
+        return self.gather(step(wrapped, optimizer, rate, limit, self.scaler))
 
     @contextmanager
     def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:

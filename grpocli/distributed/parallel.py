@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
 """Makes the optimizer of a model."""
+FIRST_SCALE, GOOD_UPDATES = 2.0**16, 400
+"""The first factor of losses in float16, and the updates without overflow after which it doubles."""
 
 
 class Parallel(Protocol):
@@ -23,10 +25,11 @@ class Parallel(Protocol):
     otherwise.
 
     replicated: whether every process has all weights and all optimizer state, so that `gather` and `moments` do not
-    communicate.
+    communicate. scaler: of the losses, from `prepare` on.
     """
 
     replicated: bool
+    scaler: torch.amp.GradScaler
 
     def loading(self) -> AbstractContextManager[None]:
         """A block in which models are read from disk, before `prepare` and `prepare_frozen`. Not collective."""
@@ -55,7 +58,8 @@ class Parallel(Protocol):
     def update(self, wrapped: torch.nn.Module, optimizer: Any, rate: float, limit: float) -> Tensor:
         """One optimizer step at learning rate `rate`, with gradients clipped to the norm `limit` (0: not clipped).
 
-        Clears the gradients and returns their norm before clipping, over all weights.
+        Clears the gradients and returns their norm before clipping, over all weights. In float16 a norm that is not
+        finite means that all processes have skipped the step.
         """
         ...
 
@@ -95,12 +99,14 @@ class SingleProcess:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.scaler = loss_scaler(device, torch.float32)
 
     def loading(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
         model.to(self.device)
+        self.scaler = loss_scaler(self.device, dtype)
         return model, make(model)
 
     def prepare_frozen(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -114,10 +120,10 @@ class SingleProcess:
         return nullcontext()
 
     def backward(self, wrapped: torch.nn.Module, loss: Tensor) -> None:
-        loss.backward()
+        self.scaler.scale(loss).backward()
 
     def update(self, wrapped: torch.nn.Module, optimizer: Any, rate: float, limit: float) -> Tensor:
-        return step(wrapped, optimizer, rate, limit)
+        return step(wrapped, optimizer, rate, limit, self.scaler)
 
     def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """One autocast region, in which every weight is cast once."""
@@ -151,6 +157,7 @@ class Ddp(SingleProcess):
         self.accelerator = accelerator
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
+        self.scaler = loss_scaler(self.device, dtype)
         return self.accelerator.prepare_model(model), make(model)
 
     def accumulating(self, wrapped: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -159,20 +166,33 @@ class Ddp(SingleProcess):
         return nullcontext() if last else no_sync
 
     def backward(self, wrapped: torch.nn.Module, loss: Tensor) -> None:
-        self.accelerator.backward(loss * self.accelerator.num_processes)  # DDP averages
+        self.accelerator.backward(self.scaler.scale(loss) * self.accelerator.num_processes)  # DDP averages
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, limit: float) -> Tensor:
+def loss_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
+    """The scaler of losses whose gradients are computed in `dtype`: it does nothing unless that is float16.
+
+    float16 rounds gradients below 6e-8 to 0 and has none above 65,504 (arXiv 1710.03740).
+    """
+    enabled = dtype == torch.float16
+    return torch.amp.GradScaler(device.type, FIRST_SCALE, growth_interval=GOOD_UPDATES, enabled=enabled)
+
+
+def step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, limit: float, scaler: torch.amp.GradScaler
+) -> Tensor:
     """`Parallel.update` with torch, for parameters that are plain tensors or DTensors."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_share", 1.0)
+    scaler.unscale_(optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     if limit and getattr(optimizer, "_step_supports_amp_scaling", False):
         # a fused optimizer divides while it reads the gradients, which saves a pass over them
         optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # type: ignore[attr-defined]
     elif limit:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
-    optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return norm
 

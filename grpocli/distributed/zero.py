@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.distributed.parallel import Make, SingleProcess
+from grpocli.distributed.parallel import Make, SingleProcess, loss_scaler
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ class Zero2(SingleProcess):
         engine, optimizer, _, _ = self.deepspeed.initialize(
             model=model, optimizer=optimizer, config=self.config(dtype), dist_init_required=False
         )
+        self.scaler = loss_scaler(self.device, dtype)
+        optimizer.torch_autocast_gradscaler = None  # its scale does not fall, and clipping does not know it
+        self.told = torch.optim.SGD([torch.nn.Parameter(torch.zeros((), device=self.device))], lr=0.0)
         return engine, optimizer
 
     def accumulating(self, wrapped: Any, last: bool) -> AbstractContextManager[Any]:
@@ -57,6 +60,8 @@ class Zero2(SingleProcess):
         return nullcontext()
 
     def backward(self, wrapped: Any, loss: Tensor) -> None:
+        if self.scaler.is_enabled() and wrapped.optimizer.external_loss_scale is None:
+            wrapped.optimizer.override_loss_scale(self.scaler.scale(torch.ones((), device=self.device)).item())
         wrapped.backward(loss * self.size)  # DeepSpeed averages
 
     def update(self, wrapped: Any, optimizer: Any, rate: float, limit: float) -> Tensor:
@@ -64,7 +69,14 @@ class Zero2(SingleProcess):
             group["lr"] = rate
         optimizer.clip_grad = limit
         wrapped.step()
-        return torch.as_tensor(wrapped.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+        norm = torch.as_tensor(wrapped.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+        if self.scaler.is_enabled():
+            # DeepSpeed has unscaled or skipped by itself; torch's scaler learns which from a gradient of its own
+            self.told.param_groups[0]["params"][0].grad = norm.clone()
+            self.scaler.step(self.told)
+            self.scaler.update()
+            optimizer.override_loss_scale(self.scaler.get_scale())
+        return norm
 
     def moments(self, optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
         kept = optimizer.optimizer.state.get(self._flat(optimizer)[0], {})
@@ -149,7 +161,10 @@ class Zero3(Zero2):
         )
 
     def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in model.named_parameters():
+        named: Iterator[tuple[str, Any]] = model.named_parameters()
+        for name, parameter in named:
+            if parameter.ds_status.name == "AVAILABLE":  # a forward has kept it, rounded to 16 bits
+                parameter.partition()
             with self.deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.detach().clone()
 

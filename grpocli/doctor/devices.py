@@ -31,8 +31,8 @@ REINSTALL = "pip install --force-reinstall --no-deps"
 WHEELS = "https://download.pytorch.org/whl"
 OCCUPIED = 0.1
 """The share of a GPU's memory that others may use before it is worth a warning."""
-BFLOAT16 = (8, 0)
-"""The compute capability from which a GPU has bfloat16."""
+BUILT, BFLOAT16 = (7, 5), (8, 0)
+"""The compute capabilities from which torch's builds for CUDA 12.8 have kernels, and a GPU has bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +210,15 @@ def _gpu(gpu: Gpu) -> Finding:
         end = f"kill {gpu.pids} ends what runs there" if gpu.pids else "nvidia-smi shows what runs there"
         advice = f"{end}; export CUDA_VISIBLE_DEVICES=NUMBERS chooses other GPUs"
         return warning(name, f"{detail}; {_gib(gpu.used)} GiB are used{by}", advice)
-    major, _, minor = gpu.capability.partition(".")
-    if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < BFLOAT16:
-        detail = f"{detail}; its compute capability {gpu.capability} has no bfloat16"
-        return warning(name, detail, "set model.dtype=float32")
-    return ok(name, f"{detail}, compute capability {gpu.capability}")
+    detail = f"{detail}, compute capability {gpu.capability}"
+    numbers = gpu.capability.split(".")
+    capability = tuple(map(int, numbers)) if all(map(str.isdigit, numbers)) else BFLOAT16
+    if capability < BUILT:
+        advice = f"{REINSTALL} torch --index-url {WHEELS}/cu126, and engine=transformers"
+        return warning(name, f"{detail}: too old for vLLM, and for torch built for CUDA 12.8 or later", advice)
+    if capability < BFLOAT16:
+        detail = f"{detail}: no bfloat16, so model.dtype=auto is float16; no flash attention, so vLLM takes Triton's"
+    return ok(name, detail)
 
 
 def _unseen(present: list[Gpu], report: TorchReport, machine: Machine, needs: Needs) -> Finding:

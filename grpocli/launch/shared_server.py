@@ -18,6 +18,7 @@ from grpocli.processes.signals import handle_stops, restore
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server_log import failure_cause, fresh_log, printed_log
+from grpocli.types import DTYPES
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -59,7 +60,7 @@ class Serve:
     seed: int = 0
     """Seed of vLLM."""
     dtype: str | None = interpolate("model.dtype")
-    """Dtype of the computation, `float32` or `bfloat16`; `auto`: the choice of `grpocli train`."""
+    """Dtype of the computation, as `model.dtype`; `auto`: the choice of `grpocli train`."""
     lora_rank: int | None = interpolate("model.lora.rank")
     """Rank of the adapter that runs will send; 0: they send all weights."""
     tensor_parallel: int | None = interpolate("engine.tensor_parallel")
@@ -91,7 +92,7 @@ class Serve:
         require(self, "seed", self.seed >= 0, "must be 0 or more")
         require(self, "lora_rank", (self.lora_rank or 0) >= 0, "must be 0 (no adapters) or more")
         if self.dtype is not None:
-            one_of(self, "dtype", ("auto", "float32", "bfloat16"))
+            one_of(self, "dtype", ("auto", *DTYPES))
         self.options()
 
     def options(self) -> Vllm:
@@ -146,7 +147,7 @@ def serve(
 ) -> int:
     """Serve until SIGINT or SIGTERM, then remove all files. Returns the exit code, 0. After an error the log stays.
 
-    model_path: a folder or hub id. dtype: "float32" or "bfloat16", resolved from `config.dtype`.
+    model_path: a folder or hub id. dtype: one of DTYPES, resolved from `config.dtype`.
     progress: called during the start. ready: called when the server answers.
     Raises ConfigError for a busy port, EngineError if the server ends by itself.
     """

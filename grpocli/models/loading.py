@@ -18,6 +18,7 @@ from grpocli.models.chat_template import arguments_of, end_of_turn
 from grpocli.models.lora import Lora
 from grpocli.models.quantization import NF4, check_bitsandbytes, import_bitsandbytes
 from grpocli.processes.memory import too_little
+from grpocli.types import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +33,8 @@ FLEX = "flex_attention"
 """The value of model.attention with which packed rows use torch's flex attention, and other rows `sdpa`."""
 ATTENTIONS = ("sdpa", "eager", FLEX, *(f"flash_attention_{version}" for version in (2, 3, 4)))
 """Values of model.attention beside kernels of the hub, which are `OWNER/NAME`."""
+UNFIT_FOR_FLOAT16 = ("gemma2", "gemma3_text", "glm4")
+"""Types of language models that vLLM refuses in float16, because their activations leave its range."""
 PACKING = (None, "sdpa", FLEX)
 """Values of model.attention with which rows are packed."""
 
@@ -46,7 +49,8 @@ class ModelPart:
     """Base class of the config group `model`."""
 
     dtype: str = "auto"
-    """Dtype of the computation: `float32`, `bfloat16`, or `auto`, the faster one on this machine."""
+    """Dtype of the computation: `float32`, `bfloat16`, `float16`, which rounds less and whose losses are scaled, or
+    `auto`, the fastest one on this machine; of equally fast ones `bfloat16`."""
     head_dtype: str | None = None
     """Dtype of logits, in the trainer and in vLLM alike: `float32`, products in float32 of hidden states and weights in
     model.dtype; null: logits rounded to model.dtype, which is faster and less exact."""
@@ -65,7 +69,7 @@ class ModelPart:
 
     def __post_init__(self) -> None:
         require(self, "quantization", self.quantization in (None, NF4), f"choose {NF4}, or null for whole weights")
-        one_of(self, "dtype", ("auto", "float32", "bfloat16"))
+        one_of(self, "dtype", ("auto", *DTYPES))
         former = self.attn_implementation
         require(self, "attn_implementation", former in (None, self.attention) or not self.attention, OTHER_ATTENTION)
         for name in ("attention", "attn_implementation"):
@@ -342,17 +346,21 @@ LARGE = 20_000_000
 
 
 def choose_dtype(dtype: str, part: Any, model_path: str, device: str) -> str:
-    """`float32` or `bfloat16` for `model.dtype` (`auto`, or one of them), without loading the weights.
+    """One of DTYPES for `model.dtype` (`auto`, or one of them), without loading the weights.
 
     part: the run's choice of `model`. Raises ConfigError if its config cannot be loaded.
-    auto: bfloat16 on a GPU that supports it, and on a CPU with bfloat16 instructions for models over 20 M parameters.
+    auto: bfloat16 on a GPU that has it, otherwise float16, or float32 for UNFIT_FOR_FLOAT16; on a CPU with bfloat16
+    instructions bfloat16 for models over 20 M parameters, otherwise float32.
     """
     if dtype != "auto":
         return dtype
     import torch
 
     if device != "cpu" and torch.cuda.is_available():
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16"
+        kind = load_config(part, model_path).get_text_config().model_type
+        return "float32" if kind in UNFIT_FOR_FLOAT16 else "float16"
     fast = cpu_has_bfloat16(Path("/proc/cpuinfo"))
     return "bfloat16" if fast and count_parameters(part, model_path) > LARGE else "float32"
 

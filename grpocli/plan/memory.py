@@ -168,8 +168,8 @@ def weight_bytes(inputs: PlanInputs) -> tuple[float, str]:
     if not size.quantized:
         return FLOAT32 * size.parameters / inputs.shards, "float32"
     rest = inputs.dtype_bytes * (size.parameters - size.quantized - size.adapter)
-    dtype = "float32" if inputs.dtype_bytes == FLOAT32 else "bfloat16"
-    note = f"4 bits and a scale for 64 weights; embedding, head and norms {dtype}; LoRA float32"
+    computed = "in the dtype that the model computes in"
+    note = f"4 bits and a scale for 64 weights; embedding, head and norms {computed}; LoRA float32"
     return NF4_BYTES * size.quantized + rest + FLOAT32 * size.adapter, note
 
 

@@ -130,7 +130,7 @@ def _dtype(run: Run, size: ModelSize, resources: Resources) -> str:
     if run.model.dtype != "auto":
         return str(run.model.dtype)
     fast = resources.gpu or (cpu_has_bfloat16(Path("/proc/cpuinfo")) and size.parameters > LARGE)
-    return "bfloat16" if fast else "float32"
+    return resources.dtype if fast else "float32"
 
 
 def _takes_packed(run: Run, size: ModelSize) -> bool:

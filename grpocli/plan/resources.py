@@ -21,14 +21,15 @@ GIB = 2**30
 class Gpu:
     """A GPU's data sheet.
 
-    memory: GiB. tflops: 1e12 bfloat16 operations per second, dense. bandwidth: of its memory, 1e12 bytes per second.
-    link: bytes per second that it receives from other GPUs of its machine.
+    memory: GiB. tflops: 1e12 operations per second in 16 bits, dense. bandwidth: of its memory, 1e12 bytes per second.
+    link: bytes per second that it receives from other GPUs of its machine. dtype: that of 16 bits.
     """
 
     memory: float
     tflops: float
     bandwidth: float
     link: float
+    dtype: str = "bfloat16"
 
 
 MAX_DEVICES = 100_000
@@ -43,6 +44,10 @@ GPUS = {
     "L40S": Gpu(48.0, 362.0, 0.86, 32e9),
     "L40": Gpu(48.0, 181.0, 0.864, 32e9),
     "L4": Gpu(24.0, 121.0, 0.3, 32e9),
+    "V100 32GB": Gpu(32.0, 125.0, 0.9, 150e9, "float16"),
+    "V100": Gpu(16.0, 125.0, 0.9, 150e9, "float16"),
+    "T4": Gpu(15.0, 65.0, 0.3, 16e9, "float16"),
+    "RTX 2080 Ti": Gpu(11.0, 53.8, 0.616, 16e9, "float16"),
 }
 """From NVIDIA's data sheets. The first name that is part of a device's name counts."""
 ASSUMED_GPU = "H100"  # if this machine has no GPU
@@ -86,6 +91,7 @@ class Resources:
 
     kind: "cpu" or "cuda". memory: bytes of one device; on a CPU, of the whole machine. tflops, bandwidth: 1e12
     operations and 1e12 bytes per second of one device. link: bytes per second that a trainer receives from others.
+    dtype: of those operations.
     trainers: processes on all machines. servers: copies of the model on vLLM servers that the run starts, each on
     `tensor_parallel` devices. shared: servers use the trainers' devices. train_nodes, rollout_nodes: machines that
     train, and further ones that serve. devices: GPUs of the machine, with hardware=single. assumed: sentences about
@@ -97,6 +103,7 @@ class Resources:
     tflops: float
     bandwidth: float
     link: float
+    dtype: str
     trainers: int
     servers: int
     tensor_parallel: int
@@ -129,6 +136,7 @@ def find_resources(run: Run, engine: Any, options: DeviceOptions) -> Resources:
         device.tflops,
         device.bandwidth,
         link,
+        device.dtype,
         trainers,
         servers,
         tensor_parallel,
@@ -164,8 +172,9 @@ def _gpu(options: DeviceOptions) -> tuple[Gpu, tuple[str, ...]]:
         gpu, source = replace(known, memory=properties.total_memory / GIB), f"this machine's GPU: {properties.name}"
     else:
         gpu, source = GPUS[ASSUMED_GPU], f"no GPU on this machine: an {ASSUMED_GPU} is assumed (--gpu)"
-    gpu = Gpu(options.memory or gpu.memory, options.tflops or gpu.tflops, options.bandwidth or gpu.bandwidth, gpu.link)
-    speeds = f"{gpu.memory:g} GiB, {gpu.tflops:g} TFLOP/s in bfloat16 and {gpu.bandwidth:g} TB/s per GPU"
+    given = {name: getattr(options, name) for name in ("memory", "tflops", "bandwidth") if getattr(options, name)}
+    gpu = replace(gpu, **given)
+    speeds = f"{gpu.memory:g} GiB, {gpu.tflops:g} TFLOP/s in {gpu.dtype} and {gpu.bandwidth:g} TB/s per GPU"
     return gpu, (source, speeds)
 
 

@@ -13,6 +13,8 @@ from grpocli.porting.source import read_mapping
 
 MARKS = ("compute_environment", "distributed_type", "deepspeed_config", "fsdp_config", "mixed_precision")
 """Keys that only a config of accelerate has."""
+HALVES = {"bf16": "bfloat16", "fp16": "float16"}
+"""model.dtype by its name in accelerate and TRL."""
 
 
 def is_accelerate(values: Mapping[str, Any]) -> bool:
@@ -41,10 +43,10 @@ class Accelerate:
             port.check("num_machines", machines, f"set hardware=multinode hardware.train_nodes={machines}")
         self._shard(port)
         precision = self.values.get("mixed_precision")
-        if precision in ("bf16", "fp16") and port.value("model.dtype") is None:
-            port.set("model.dtype", "bfloat16", "mixed_precision", note=str(precision))
+        if precision in HALVES and port.value("model.dtype") is None:
+            port.set("model.dtype", HALVES[precision], "mixed_precision", note=str(precision))
         elif precision == "fp8":
-            port.lack("mixed_precision", precision, "training is in bfloat16 or float32")
+            port.lack("mixed_precision", precision, "training is in bfloat16, float16 or float32")
         if self.values.get("use_cpu"):
             port.set("hardware.device", "cpu", "use_cpu")
 

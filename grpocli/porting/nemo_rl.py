@@ -10,6 +10,7 @@ from typing import Any
 from grpocli.config.foreign_names import NEMO_RL, UNSTATED
 from grpocli.porting.overrides import MISSING, Numbers, Port
 from grpocli.porting.source import Unread
+from grpocli.types import DTYPES
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 PRODUCT = re.compile(r"\$\{mul:\s*(.+?),\s*(.+?)\s*\}")
@@ -100,10 +101,10 @@ class NemoRl(Numbers):
         self.port.set("model", "hf")
         self.port.set("model.path", self.get("policy.model_name"), "policy.model_name")
         dtype = self.get("policy.precision")
-        if dtype in ("bfloat16", "float32"):
+        if dtype in DTYPES:
             self.port.set("model.dtype", dtype, "policy.precision")
         else:
-            self.port.lack("policy.precision", dtype, "training is in bfloat16 or float32")
+            self.port.lack("policy.precision", dtype, f"training is in {', '.join(DTYPES)}")
 
     def _data(self) -> None:
         port, name, path = self.port, self.get("data.dataset_name"), self.get("data.train_data_path")

@@ -16,10 +16,12 @@ from grpocli.config.foreign_names import (
     TRL,
     UNSTATED,
 )
+from grpocli.porting.accelerate import HALVES
 from grpocli.porting.overrides import MISSING, Numbers, Port
 from grpocli.porting.source import ScriptSource, Unread, number_of
 from grpocli.porting.trl_data import set_data, set_rewards
 from grpocli.training.schedule import ARGUMENTS
+from grpocli.types import DTYPES
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}
 OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd": "sgd"}
@@ -127,9 +129,8 @@ class Translation(Numbers):
         for name, key in MODEL_KEYS.items():
             if self.given(name) is not None:
                 self._model_key(key, self.given(name), name)
-        half = next((name for name in ("bf16", "fp16") if self.given(name)), "")
-        if half:
-            self.port.set("model.dtype", "bfloat16", half, note="" if half == "bf16" else "no training in float16")
+        if half := next((name for name in HALVES if self.given(name)), ""):
+            self.port.set("model.dtype", HALVES[half], half)
         self._mapping("model_init_kwargs", self._model_key_of)
         self._mapping("chat_template_kwargs", self._template_argument)
 
@@ -157,7 +158,7 @@ class Translation(Numbers):
             self.port.lack(name, value, "models are loaded without this argument")
 
     def _model_key(self, key: str, value: Any, name: str) -> None:
-        if key == "dtype" and value not in ("auto", "bfloat16", "float32"):
+        if key == "dtype" and value not in ("auto", *DTYPES):
             self.port.set("model.dtype", "bfloat16", name, note=f"training has no {value}")
         elif key != "revision" or value != "main":
             self.port.set(f"model.{key}", value, name)

@@ -10,18 +10,18 @@ from typing import Any
 EXACT_SHARE = 0.99
 """A step is repeated to the bit if this share of its log-probs, or all but one, is equal to the bit: then all of them
 have to be."""
-LOGP_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25}
+LOGP_TOLERANCE = {"float32": 2e-3, "float16": 0.03, "bfloat16": 0.25}
 """Nats by which log-probs, entropies and ratios of the trainer may differ by rounding, by compute dtype, on another
 device, number of processes or version of torch."""
-SAMPLER_TOLERANCE = {"float32": 1e-2, "bfloat16": 1.0}
+SAMPLER_TOLERANCE = {"float32": 1e-2, "float16": 0.15, "bfloat16": 1.0}
 """Nats by which a sampler's log-prob of a token may differ from the trainer's, by compute dtype."""
 SAMPLER_OUTLIER = 100.0
 """In float32, multiple of a step's median difference between sampler and trainer above which a token stands out."""
 SAMPLER_ROUNDING = 2e-5
 """Nats below which a difference between sampler and trainer never stands out."""
-METRIC_TOLERANCE = {"float32": (1e-2, 1e-3), "bfloat16": (0.2, 0.05)}
+METRIC_TOLERANCE = {"float32": (1e-2, 1e-3), "float16": (0.05, 0.01), "bfloat16": (0.2, 0.05)}
 """Relative and absolute difference of metrics that may be rounding, by compute dtype."""
-WEIGHT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}
+WEIGHT_TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 1e-2}
 """Difference of weights that may be rounding, by compute dtype."""
 SUM_TOLERANCE = 1e-6
 """Relative difference of sums, advantages and rewards that may be rounding."""

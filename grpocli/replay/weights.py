@@ -58,7 +58,7 @@ class Weights:
             check_regular(path)
         try:
             state = checkpoint.load_state(path) if path else checkpoint.State()
-            updater = load_updater(run, job, world, path, state.updates, progress)
+            updater = load_updater(run, job, world, path, state, progress)
         except UNREADABLE as error:
             if isinstance(error, GrpoError):
                 raise
@@ -183,7 +183,8 @@ class Weights:
         metrics = updater.metrics(rows)
         parameters = [parameter for _, parameter in _trained(updater.policy.model)]
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        gradient = torch.cat([part.detach().flatten().float().cpu() for part in parts])
+        scale = updater.policy.parallel.scaler.get_scale()
+        gradient = torch.cat([part.detach().flatten().float().cpu() / scale for part in parts])
         updater.optimizer.zero_grad(set_to_none=True)
         loss = metrics.get("loss", 0.0)
         return {"loss": loss, "grad_norm": float(gradient.double().norm())}, gradient

@@ -58,7 +58,7 @@ class Rule:
 
 
 def _mismatch(start: float, flat: Mapping[str, Any]) -> float:
-    return MISMATCH_LIMITS["float32" if flat.get("model.dtype") == "float32" else "bfloat16"]
+    return MISMATCH_LIMITS.get(str(flat.get("model.dtype")), MISMATCH_LIMITS["bfloat16"])
 
 
 RULES = (

@@ -16,6 +16,7 @@ from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Session, accuracy_rewards, format_value, incomparable_since, intact_sessions
 from grpocli.tracking.text import format_duration
+from grpocli.types import DTYPES
 
 NAMES = {
     **{
@@ -28,8 +29,6 @@ NAMES = {
     "adamw": "AdamW",
 }
 """Names of choices in papers."""
-
-DTYPES = ("float32", "bfloat16")
 
 FROM_DATA = ("hub", "jsonl")
 """Tasks that only their data distinguish."""

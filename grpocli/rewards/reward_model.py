@@ -12,6 +12,7 @@ from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
 from grpocli.hub import check_folder, model_folder
 from grpocli.rewards.reward import BaseReward, Sample, Score
+from grpocli.types import DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ class RewardModel(BaseReward):
     device: str = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
     dtype: str = "float32"
-    """Dtype of the model's computations, `float32` or `bfloat16`."""
+    """Dtype of the model's computations, `float32`, `bfloat16` or `float16`."""
     batch: int = 16
     """Rows in a forward pass."""
     max_tokens: int = 2048
@@ -44,7 +45,7 @@ class RewardModel(BaseReward):
         super().__post_init__()
         known = self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:")
         require(self, "device", known, "must be auto, cpu, cuda or cuda:N")
-        one_of(self, "dtype", ("float32", "bfloat16"))
+        one_of(self, "dtype", DTYPES)
         require(self, "batch", self.batch >= 1, "must be at least 1")
         require(self, "max_tokens", self.max_tokens >= 1, "must be at least 1")
 

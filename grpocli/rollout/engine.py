@@ -57,7 +57,7 @@ class PolicyView(Protocol):
 class EngineJob:
     """The settings that an engine gets before any model is loaded.
 
-    model_path: the folder (or hub id) of the initial weights. dtype: "float32" or "bfloat16". head_dtype: "float32" if
+    model_path: the folder (or hub id) of the initial weights. dtype: of DTYPES. head_dtype: "float32" if
         the output head multiplies in float32 while the model computes in another dtype; else None.
     max_tokens: tokens of the longest prompt plus completion. max_num_seqs: completions of one request.
     run_dir: for logs and addresses.

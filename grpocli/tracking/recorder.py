@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-MISMATCH_LIMITS = {"float32": 1.02, "bfloat16": 1.1}
+MISMATCH_LIMITS = {"float32": 1.02, "float16": 1.02, "bfloat16": 1.1}
 """The `token_mult_prob_error` above which the run warns, by compute dtype.
 
 1.02 is the limit of NeMo RL's GRPO guide. In bfloat16 rounding alone gives 1.05 to 1.07 (docs/vllm.md).

@@ -17,6 +17,7 @@ from grpocli.errors import ConfigError
 from grpocli.models.loading import (
     FLEX,
     PACKING,
+    UNFIT_FOR_FLOAT16,
     checkpoint_activations,
     configured_end_ids,
     end_token_ids,
@@ -87,7 +88,7 @@ def build_trainer(
     loaded = _load(run, job, world, data, recorder, checkpoint_path, model)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state
     keep_stop_token_ids(policy.model, data.tokenizer)
-    for hint in _hints(run, data, policy.model.config.get_text_config()):
+    for hint in (*_hints(run, data, policy.model.config.get_text_config()), *_overflows(policy)):
         recorder.view.note(hint)
     if world.is_main:
         checkpoint.check_savable(policy.model, data.tokenizer, recorder.run_dir.path)
@@ -176,6 +177,15 @@ def _hints(run: Run, data: PromptSource, config: Any) -> Iterator[str]:
             yield f"prompts are plain text: an instruct model, which has a chat template, needs {task.key}.format=chat"
 
 
+def _overflows(policy: Policy) -> Iterator[str]:
+    """What is known of a model whose activations may leave the range of float16."""
+    model = policy.model
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    if policy.dtype == torch.float16 and (kept or model.config.get_text_config().model_type in UNFIT_FOR_FLOAT16):
+        why = f" (transformers keeps {', '.join(sorted(kept))} in float32)" if kept else ""
+        yield f"model.dtype=float16: activations of {model.config.model_type} may overflow{why}; bfloat16 is safer"
+
+
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     """The state, models and optimizer of a checkpoint, or of a new run. leftover: groups for the first step."""
@@ -201,7 +211,7 @@ def _load(
         leftover = _leftover(run, data, path)
         problems = problem_scores.load(path) if path else {}
         data.curriculum.restore(problems, data.drawn(state.draws))
-        updater = load_updater(run, job, world, path, state.updates, recorder.progress_of("train"), model)
+        updater = load_updater(run, job, world, path, state, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds
     policy, reference = updater.policy, updater.reference
     for note in choose_layout(run, world, policy, reference):
@@ -214,13 +224,13 @@ def load_updater(
     job: EngineJob,
     world: World,
     checkpoint_path: Path | None,
-    updates: int,
+    state: checkpoint.State,
     progress: Progress,
     model: PreTrainedModel | None = None,
 ) -> Updater:
     """The updater with the models and the optimizer of a checkpoint, or of a new run. Collective.
 
-    updates: made so far. Call `choose_layout` before the first update.
+    Call `choose_layout` before the first update.
     """
     with world.parallel.loading():
         path = str(checkpoint_path) if checkpoint_path else job.model_path
@@ -229,7 +239,9 @@ def load_updater(
         reference = load_reference(run, job, policy, checkpoint_path)
     if checkpoint_path:
         checkpoint.load_optimizer(checkpoint_path, policy, optimizer, run.optim)
-    return _updater(run, world, policy, reference, optimizer, updates, progress)
+    if state.scaler:
+        world.parallel.scaler.load_state_dict(state.scaler)
+    return _updater(run, world, policy, reference, optimizer, state.updates, progress)
 
 
 def choose_layout(run: Run, world: World, policy: Policy, reference: Reference | Teachers | None) -> Iterator[str]:

@@ -58,7 +58,8 @@ class State:
 
     step: steps done. draws: prompts drawn. updates: optimizer updates. seconds: time spent. before: the evaluation
     before training. num_tokens: of prompts and completions, in the steps done. unevaluated: whether the evaluation
-    after `step` was due and has not ended. evaluation: its results; None without one. run: `sessions.run_id`.
+    after `step` was due and has not ended. evaluation: its results; None without one. run: `sessions.run_id`. scaler:
+    the state of `Parallel.scaler`.
     Raises ValueError if a value is out of range.
     """
 
@@ -71,6 +72,7 @@ class State:
     unevaluated: bool = False
     evaluation: dict[str, float] | None = None
     run: str = ""
+    scaler: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         counts = (self.step, self.draws, self.updates, self.num_tokens)

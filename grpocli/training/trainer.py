@@ -26,7 +26,7 @@ from grpocli.training.checkpointer import Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, records_of
 from grpocli.training.micro_batch import rows_of
 from grpocli.training.update import Updater
-from grpocli.training.update_checks import UpdateChecks
+from grpocli.training.update_checks import UpdateChecks, overflow_warning
 from grpocli.types import Row
 
 if TYPE_CHECKING:
@@ -167,7 +167,10 @@ class Trainer:
                 raise
         self.update_checks(step, self.metrics)
         updates, num_tokens = self.updater.updates, self.metrics["num_tokens"]
-        self.state = replace(self.state, step=step, updates=updates, num_tokens=num_tokens, evaluation=None)
+        scaler = self.policy.parallel.scaler.state_dict()
+        self.state = replace(
+            self.state, step=step, updates=updates, num_tokens=num_tokens, evaluation=None, scaler=scaler
+        )
         self.updater.move_reference(step)
 
     def log(self, batch: RolloutBatch, advantages_PG: Tensor, rows: Sequence[Row]) -> None:
@@ -175,7 +178,7 @@ class Trainer:
         step, weights = self.state.step, self.collector.reward_weights
         records = records_of(batch, rows, self.run.algorithm, weights, step) if self.world.is_main else []
         self.metrics["memory/peak_gib"] = peak_memory_gib(self.world.device)
-        warnings = {**batch.warnings, **self.engine.warnings(self.metrics)}
+        warnings = {**batch.warnings, **self.engine.warnings(self.metrics), **overflow_warning(self.metrics)}
         self.recorder.step(step, self.metrics, batch.groups, advantages_PG, warnings, records)
         self.metrics = {}
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from grpocli.training.teachers import Teachers
     from grpocli.types import Sampling
 
+SKIPPED, SCALE = "optim/skipped_updates", "optim/loss_scale"
+"""Metrics of runs in float16: updates whose gradients overflowed, and the scale of the next loss."""
 ROUNDING = 1e-5
 """Relative tolerance of the entropy threshold: equal tokens of two micro-batches may differ by rounding."""
 
@@ -125,7 +127,11 @@ class Updater:
         self.lr = self.optim_config.rate(number, self.total_updates)
         limit = self.optim_config.max_grad_norm
         norm = self.policy.parallel.update(self.policy.wrapped, self.optimizer, self.lr, limit)
-        self._add({"grad_norm": norm / self.world.dp_size})  # `metrics` sums over data-parallel ranks
+        found = {"grad_norm": norm}
+        if self.policy.parallel.scaler.is_enabled():
+            skipped = ~norm.isfinite()
+            found = {"grad_norm": norm.where(~skipped, 0.0), SKIPPED: skipped}
+        self._add({name: value / self.world.dp_size for name, value in found.items()})  # `metrics` sums over them
         self.updates += 1
 
     def accumulate(self, window: Window) -> None:
@@ -338,7 +344,12 @@ class Updater:
         found = self.sums()
         names = sorted(found.keys() - EXTREMES.keys() - {name for name, n in counts.items() if not n})
         sums = self.world.sum_over_dp(torch.tensor([found[name] for name in names], device=self.world.device)).tolist()
-        means = {name: total / counts.get(name, n_updates) for name, total in zip(names, sums, strict=True)}
+        totals = dict(zip(names, sums, strict=True))
+        scaler, skipped = self.policy.parallel.scaler, round(totals.pop(SKIPPED, 0))
+        counts["grad_norm"] = n_updates - skipped
+        means = {name: total / n for name, total in totals.items() if (n := counts.get(name, n_updates))}
+        if scaler.is_enabled():
+            means |= {SKIPPED: skipped, SCALE: scaler.get_scale()}
         signs = {name: sign for name, sign in EXTREMES.items() if name in found}
         signed = torch.tensor([sign * found[name] for name, sign in signs.items()], device=self.world.device)
         largest = self.world.max(signed).tolist() if signs else []

@@ -12,12 +12,24 @@ import torch
 from grpocli.errors import RunError
 from grpocli.tracking.run_dir import resume_word
 from grpocli.training.resume_point import latest
+from grpocli.training.update import SCALE, SKIPPED
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
     from grpocli.tracking.run_dir import RunDir
     from grpocli.training.policy import Policy
+
+
+OTHER_DTYPE = "set model.dtype=bfloat16, or float32 on a device without it"
+
+
+def overflow_warning(metrics: Mapping[str, float]) -> dict[str, str]:
+    """A warning, by its kind, if an update was skipped."""
+    if not metrics.get(SKIPPED):
+        return {}
+    skipped = f"gradients overflowed float16, so an update was skipped; the loss scale is now {metrics[SCALE]:g}"
+    return {"overflow": f"{skipped}. This is normal at the start and now and then; if it goes on, {OTHER_DTYPE}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +48,14 @@ class UpdateChecks:
         self._weights(step)
 
     def _loss(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics.get(SCALE, 1.0) < 1:
+            raise RunError(
+                f"step {step}: gradients overflow float16 even without a scale of the loss; {OTHER_DTYPE}, or "
+                f"{self._remedy(step)}"
+            )
         for name in ("loss", "grad_norm"):
             value = metrics.get(name, 0.0)
-            if not math.isfinite(value):
+            if not math.isfinite(value) and not metrics.get(SKIPPED):
                 raise RunError(f"step {step}: {name} is {value}; {self._remedy(step)}")
 
     def _sampler(self, step: int, metrics: Mapping[str, float]) -> None:

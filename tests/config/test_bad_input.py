@@ -50,7 +50,7 @@ BAD = [
     ("task=[arithmetic,calculator] task.arithmetic=3", "task.arithmetic=3: must be a part, not a value"),
     ("train.steps=many", "train.steps=many: must be of type integer"),
     ("algorithm.kl=k1", "algorithm.kl=k1: is not a part; choose one with algorithm/kl=k1"),
-    ("recipe=nope", "recipe=nope: choose one of dapo-"),
+    ("recipe=nope", "recipe=nope: choose one of colab-t4"),
     ("optim.lr=inf", "optim.lr=inf: must be a finite number"),
     ("optim.lr=-1", "optim.lr=-1.0: must be a finite number of 0 or more"),
     ("rollout.group_size=1", "rollout.group_size=1: a group is compared with itself: it needs at least 2"),

@@ -106,10 +106,22 @@ def test_a_used_gpu_is_a_warning_with_the_process(tmp_path: Path) -> None:
     assert "python3 (process 4711, 58.5 GiB)" in found["GPU 0"].detail
 
 
-def test_an_old_gpu_has_no_bfloat16(tmp_path: Path) -> None:
-    smi = {"query-gpu": Ended(0, "0, Tesla V100, 550.1, 32768, 1, 7.0, GPU-1"), "query-compute-apps": Ended(0)}
-    found = by_name(devices.gpus(machine(tmp_path, answers=smi), DEFAULT))
-    assert (found["GPU 0"].status, found["GPU 0"].advice) == ("warning", "set model.dtype=float32")
+@pytest.mark.parametrize(
+    ("capability", "status", "said"),
+    [
+        ("7.0", "warning", "too old for vLLM, and for torch built for CUDA 12.8 or later"),
+        ("7.5", "ok", "no bfloat16, so model.dtype=auto is float16; no flash attention, so vLLM takes Triton's"),
+        ("8.0", "ok", ""),
+        ("9.0", "ok", ""),
+        ("[N/A]", "ok", ""),
+    ],
+)
+def test_an_old_gpu_is_told_what_runs(tmp_path: Path, capability: str, status: str, said: str) -> None:
+    smi = {"query-gpu": Ended(0, f"0, Tesla, 550.1, 32768, 1, {capability}, GPU-1"), "query-compute-apps": Ended(0)}
+    found = by_name(devices.gpus(machine(tmp_path, answers=smi), DEFAULT))["GPU 0"]
+    assert found.status == status
+    assert found.detail.endswith(f"compute capability {capability}" + f": {said}" * bool(said))
+    assert ("whl/cu126, and engine=transformers" in found.advice) == (status == "warning")
 
 
 @pytest.mark.parametrize(

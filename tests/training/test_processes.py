@@ -27,6 +27,7 @@ from grpocli.rollout.sampler import sample
 from grpocli.training import checksums
 from grpocli.training.micro_batch import group_spans
 from grpocli.training.packing import Packed
+from grpocli.training.update import SCALE, SKIPPED
 from grpocli.types import Request, Row, Sampling
 
 pytestmark = pytest.mark.processes
@@ -188,13 +189,28 @@ def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float, wh
 def test_the_number_of_processes_changes_nothing(results, tied_model, name: str) -> None:
     alone = results[1, 0, "ddp"][name]
     start = torch.cat([p.detach().flatten() for p in tied_model.parameters()])
-    tolerance = 1e-6 if name not in updating.IN_BFLOAT16 else 0.02
+    tolerance = 1e-6 if name not in updating.IN_16_BITS else 0.02
     change = alone["weights"] - start
-    assert change.abs().max() > 0.005  # 5,000 times the tolerance, except in bfloat16
+    assert change.abs().max() > 0.005  # 5,000 times the tolerance, except in 16 bits
     for process, result in results.items():
         if name in result:
             assert_same(result[name], alone, tolerance, process)
             assert (result[name]["weights"] - alone["weights"]).norm() <= 0.05 * change.norm(), process
+
+
+def test_an_overflow_in_one_process_skips_the_update_in_all(results, tied_model) -> None:
+    """Nothing changes but the scale, which halves; the update before, the only one that is made, is the same in all."""
+    alone = results[1, 0, "ddp"]["overflowed"]["weights"]
+    change = alone - torch.cat([p.detach().flatten() for p in tied_model.parameters()])
+    for process, result in results.items():
+        *early, good, last = result["overflowed"]["metrics"]
+        assert len(early) > 3, process
+        assert result["overflowed"]["kept"] == [True] * (len(early) + 1), process
+        scales = [one[SCALE] for one in (*early, good, last)]
+        assert scales == [2.0 ** (29 - i) for i in range(len(early))] + [scales[-3], scales[-3] / 2], process
+        assert [one[SKIPPED] for one in (*early, good, last)] == [1] * len(early) + [0, 1], process
+        assert ["grad_norm" in one for one in (good, last)] == [True, False], process
+        assert (result["overflowed"]["weights"] - alone).norm() <= 0.05 * change.norm(), process
 
 
 def test_a_canary_is_the_same_in_every_kind_of_process(results) -> None:
@@ -218,7 +234,7 @@ def test_the_main_process_gets_the_log_probs_of_every_row(results, rows: list[Ro
         for one, other in zip(result.get(name, {}).get("scored", []), alone, strict=False):
             assert (one is None) == (other is None)
             if one is not None:
-                torch.testing.assert_close(one, other, rtol=0, atol=0.1 if name in updating.IN_BFLOAT16 else 1e-5)
+                torch.testing.assert_close(one, other, rtol=0, atol=0.1 if name in updating.IN_16_BITS else 1e-5)
 
 
 def test_packed_and_padded_rows_give_the_same_update(results) -> None:
@@ -229,7 +245,7 @@ def test_packed_and_padded_rows_give_the_same_update(results) -> None:
 
 def test_the_algorithms_differ(results) -> None:
     """The tests above need algorithms with different updates."""
-    names = [name for name in updating.ALGORITHMS if name not in ("checkpointing", *updating.IN_BFLOAT16, "padded")]
+    names = [name for name in updating.ALGORITHMS if name not in ("checkpointing", *updating.IN_16_BITS, "padded")]
     weights = [results[1, 0, "ddp"][name]["weights"] for name in names]
     for i, one in enumerate(weights):
         for other in weights[:i]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from grpocli.training.optim import AdamW, Muon, Optimizer, Sgd
 from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.packing_check import pack
 from grpocli.training.policy import BaseReference, Policy, Reference
-from grpocli.training.update import Updater
+from grpocli.training.update import SKIPPED, Updater
 from grpocli.types import Request, Row, Sampling
 
 TRAIN = Train(epochs=2, minibatches=2, micro_batch_tokens=28)
@@ -63,9 +64,10 @@ ALGORITHMS = {
     "padded": ("algorithm=grpo",),
     "bfloat16": ("algorithm=dapo",),
     "float32 head": ("algorithm=dapo",),
+    "float16": ("algorithm=dapo",),
 }
-IN_BFLOAT16 = ("bfloat16", "float32 head")
-OF_SHARDS = ("grpo", "clipped", "lora", "checkpointing", *IN_BFLOAT16)
+IN_16_BITS = {"bfloat16": torch.bfloat16, "float32 head": torch.bfloat16, "float16": torch.float16}
+OF_SHARDS = ("grpo", "clipped", "lora", "checkpointing", *IN_16_BITS)
 """Those whose computation depends on how weights are sharded. Three processes test the others with shards, too."""
 
 
@@ -150,12 +152,12 @@ def whole(policy: Policy) -> torch.Tensor:
 
 
 def descended(world: World, folder: Path, name: str, kind: str = "") -> dict[str, object]:
-    """Weights and metrics after a step of four updates (one in bfloat16).
+    """Weights and metrics after a step of four updates (one in 16 bits).
 
     Plain gradient descent, because Adam would hide a gradient's size. kind: "flex" for `flex_attention`, "compiled" for
     compiled layers.
     """
-    dtype = torch.bfloat16 if name in IN_BFLOAT16 else torch.float32
+    dtype = IN_16_BITS.get(name, torch.float32)
     policy, optimizer = loaded(world, folder / "model", descent, name == "lora", dtype, name == "float32 head")
     if name == "checkpointing":
         checkpoint_activations(policy.model)
@@ -166,7 +168,7 @@ def descended(world: World, folder: Path, name: str, kind: str = "") -> dict[str
     )
     if kind == "compiled":
         compile_layers(policy, updater.reference, world)
-    if name in IN_BFLOAT16:  # rounding in earlier updates changes later ones by several per cent
+    if name in IN_16_BITS:  # rounding in earlier updates changes later ones by several per cent
         updater.train = dataclasses.replace(TRAIN, epochs=1, minibatches=1)
     rows = load_rows(folder / "rows.json")
     metrics = train_step(updater, rows, N_GROUPS)
@@ -272,12 +274,46 @@ def canaried(world: World, folder: Path) -> dict[str, object]:
 SHARED = ("ddp", "fsdp2")
 
 
+def overflowed(world: World, folder: Path) -> dict[str, Any]:
+    """Updates in float16: until the first one that the scale is not too large for, and one with an infinite gradient.
+
+    The gradient is that of the last micro-batch in the main process. `kept` says what no skipped update has changed.
+    """
+    optim = AdamW(lr=1e-3, eps=0.1)
+    policy, optimizer = loaded(world, folder / "model", optim.make_for, dtype=torch.float16)
+    updater = updater_of(world, folder, policy, optimizer, ("algorithm=dapo",), optim)
+    updater.train = dataclasses.replace(TRAIN, epochs=1, minibatches=1)
+    rows, parallel = load_rows(folder / "rows.json"), policy.parallel
+    parallel.scaler.load_state_dict(parallel.scaler.state_dict() | {"scale": 2.0**30})
+    plain = parallel.backward
+
+    def backward(wrapped: Any, loss: torch.Tensor) -> None:
+        last = updater.micro_batches_done + 1 == len(updater.windows[0].micro_batches)
+        plain(wrapped, loss * (math.inf if broken and last and world.is_main else 1.0))
+
+    def state() -> list[torch.Tensor]:
+        moments = [parallel.moments(optimizer, p) for _, p in policy.model.named_parameters()]
+        return [whole(policy), *(value.clone() for each in moments for _, value in each)]
+
+    parallel.backward = backward  # type: ignore[method-assign]
+    seen, kept = [], []
+    for step in range(1, 30):
+        before, broken = state() if step > 1 else [whole(policy)], bool(seen) and not seen[-1][SKIPPED]
+        seen.append(train_step(updater, [dataclasses.replace(row) for row in rows], N_GROUPS, step))
+        if seen[-1][SKIPPED]:
+            kept.append(all(map(torch.equal, before, state())))
+        if broken:
+            break
+    return {"metrics": seen, "kept": kept, "weights": whole(policy)}
+
+
 def everything(world: World, folder: Path, parallel: str) -> dict[str, Any]:
     """What every algorithm computes, and what else all processes do together."""
     tried = OF_SHARDS if (world.size, parallel) == (2, "fsdp2") else ALGORITHMS
     names = [name for name in tried if name != "lora" or parallel != "zero3"]
     results: dict[str, Any] = {name: descended(world, folder, name) for name in names}
     results["canary"] = canaried(world, folder)
+    results["overflowed"] = overflowed(world, folder)
     if world.size > 1 and parallel in ("ddp", "fsdp2"):
         results["collectives"] = dict(counted(world, folder))
     if parallel != "zero3":

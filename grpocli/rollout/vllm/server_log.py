@@ -70,6 +70,8 @@ ADVICE = (
         "vLLM's code for this model does not load here (Qwen3.5 needs torchvision): take engine=transformers",
     ),
     (r"Model architectures .* are not supported", "vLLM does not know this model: take engine=transformers"),
+    (r"Bfloat16 is only supported", "this GPU has no bfloat16: set model.dtype=float16"),
+    (r"does not support float16", "its activations overflow float16: set model.dtype=bfloat16, or float32"),
     (r"requires BF16", "vLLM computes recurrent layers on a CPU in bfloat16 only: set model.dtype=bfloat16"),
     (r"only supported for an unquantized lm_head", "the output head is quantized: set model.head_dtype=null"),
     (r"trust_remote_code=True", "the model has its own code: set model.trust_remote_code=true if you trust it"),
