@@ -28,7 +28,7 @@ def overflow_warning(metrics: Mapping[str, float]) -> dict[str, str]:
     """A warning, by its kind, if an update was skipped."""
     if not metrics.get(SKIPPED):
         return {}
-    skipped = f"gradients overflowed float16, so an update was skipped; the loss scale is now {metrics[SCALE]:g}"
+    skipped = f"gradients overflowed float16, so an update was skipped; the loss scale is now {metrics[SCALE]:,.0f}"
     return {"overflow": f"{skipped}. This is normal at the start and now and then; if it goes on, {OTHER_DTYPE}"}
 
 
@@ -61,11 +61,13 @@ class UpdateChecks:
     def _sampler(self, step: int, metrics: Mapping[str, float]) -> None:
         """Compare the engine's log-probs with the policy's.
 
-        Skipped for constrained decoding and rollouts of older weights, whose log-probs differ in any case.
+        Skipped for constrained decoding and rollouts of older weights, whose log-probs differ in any case, and for
+        log-probs that overflow.
         """
         rollout, error = self.run.rollout, metrics.get("token_mult_prob_error", 1.0)
         off_policy = metrics.get("staleness/max", 0) > 0 or metrics.get("sampling/carried", 0) > 0
-        bound = None if rollout.sampling.structure or off_policy else rollout.max_prob_error
+        overflowed = math.isnan(error) and bool(metrics.get(SKIPPED))  # in the trainer's forward
+        bound = None if rollout.sampling.structure or off_policy or overflowed else rollout.max_prob_error
         if bound is not None and not error <= bound:
             raise RunError(
                 f"step {step}: token_mult_prob_error is {error:.4g}, above rollout.max_prob_error={bound:g}: the "

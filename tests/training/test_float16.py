@@ -14,6 +14,7 @@ from cli.running import EVEN, SMALL, assert_same_run, killed_after, metrics, run
 from training import test_update
 from training.test_optim import OPTIMIZERS
 
+from grpocli.config.schema import Rollouts
 from grpocli.distributed import parallel
 from grpocli.distributed.parallel import SingleProcess, loss_scaler, step
 from grpocli.distributed.world import World
@@ -154,10 +155,28 @@ def test_a_scale_below_one_ends_the_run(world, tmp_path: Path) -> None:
         checks._loss(3, {SCALE: 1.0, SKIPPED: 0, "loss": float("nan")})
 
 
+def test_log_probs_that_overflow_do_not_blame_the_engine(world, tmp_path: Path) -> None:
+    run = SimpleNamespace(optim=AdamW(), rollout=Rollouts())
+    checks = UpdateChecks(run, RunDir(tmp_path), None, world)  # type: ignore[arg-type]
+    nan = {"token_mult_prob_error": float("nan")}
+    checks._sampler(3, nan | {SKIPPED: 1})
+    for metrics in (nan, nan | {SKIPPED: 0}, {"token_mult_prob_error": 11.0, SKIPPED: 1}):
+        with pytest.raises(RunError, match="max_prob_error"):
+            checks._sampler(3, metrics)
+
+
+def test_norms_of_skipped_updates_are_not_counted(little_model, world, rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    up = in_float16(little_model, world, 1.0, epochs=3)
+    norms = map(torch.tensor, (2.0, torch.inf, 4.0))
+    monkeypatch.setattr(up.policy.parallel, "update", lambda *_: next(norms))
+    found = up.train_step([copy.copy(row) for row in rows], 2, 1)
+    assert (found["grad_norm"], found[SKIPPED]) == (3.0, 1)
+
+
 def test_a_skipped_update_is_explained() -> None:
     assert overflow_warning({"loss": 0.1}) == overflow_warning({SKIPPED: 0, SCALE: 65536.0}) == {}
     (text,) = overflow_warning({SKIPPED: 1, SCALE: 32768.0}).values()
-    assert "32768" in text
+    assert "32,768" in text
     assert "model.dtype=bfloat16" in text
 
 
