@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of one GPU, or of this machine on a CPU")
     parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs, with hardware=single")
     parser.add_argument(
-        "--tflops", type=float, metavar="T", help="bfloat16 operations per second of one device, in 10^12"
+        "--tflops", type=float, metavar="T", help="16-bit operations per second of one device, in 10^12"
     )
     parser.add_argument(
         "--bandwidth", type=float, metavar="T", help="memory bandwidth of one device, in 10^12 bytes per second"

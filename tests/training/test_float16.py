@@ -22,9 +22,11 @@ from grpocli.errors import RunError
 from grpocli.models import loading, sdpa
 from grpocli.models.hf import HuggingFace
 from grpocli.tracking.run_dir import RunDir
+from grpocli.training import build
 from grpocli.training.optim import AdamW, make_optimizer
 from grpocli.training.packing import Packed
 from grpocli.training.packing_check import pack
+from grpocli.training.policy import Policy
 from grpocli.training.update import SCALE, SKIPPED, Updater
 from grpocli.training.update_checks import UpdateChecks, overflow_warning
 from grpocli.types import Row
@@ -160,9 +162,9 @@ def test_log_probs_that_overflow_do_not_blame_the_engine(world, tmp_path: Path) 
     checks = UpdateChecks(run, RunDir(tmp_path), None, world)  # type: ignore[arg-type]
     nan = {"token_mult_prob_error": float("nan")}
     checks._sampler(3, nan | {SKIPPED: 1})
-    for metrics in (nan, nan | {SKIPPED: 0}, {"token_mult_prob_error": 11.0, SKIPPED: 1}):
+    for found in (nan, nan | {SKIPPED: 0}, {"token_mult_prob_error": 11.0, SKIPPED: 1}):
         with pytest.raises(RunError, match="max_prob_error"):
-            checks._sampler(3, metrics)
+            checks._sampler(3, found)
 
 
 def test_norms_of_skipped_updates_are_not_counted(little_model, world, rows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +173,25 @@ def test_norms_of_skipped_updates_are_not_counted(little_model, world, rows, mon
     monkeypatch.setattr(up.policy.parallel, "update", lambda *_: next(norms))
     found = up.train_step([copy.copy(row) for row in rows], 2, 1)
     assert (found["grad_norm"], found[SKIPPED]) == (3.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept", "dtype", "told"),
+    [
+        ("llama", None, torch.float16, ()),
+        ("glm4", None, torch.float16, ("glm4",)),
+        ("llama", ["wo"], torch.float16, ("llama", "wo")),
+        ("glm4", ["wo"], torch.bfloat16, ()),
+    ],
+)
+def test_a_model_that_may_overflow_is_named(
+    little_model, kind: str, kept: list[str] | None, dtype: torch.dtype, told: tuple[str, ...]
+) -> None:
+    policy = Policy(copy.deepcopy(little_model), little_model, dtype)
+    policy.model.config.model_type, policy.model._keep_in_fp32_modules = kind, kept
+    hints = list(build._overflows(policy))
+    assert len(hints) == bool(told)
+    assert all(word in hints[0] for word in told)
 
 
 def test_a_skipped_update_is_explained() -> None:

@@ -18,7 +18,7 @@ def say(**found: Any) -> None:
 
 
 def gpu(number: int) -> dict[str, Any]:
-    """A GPU as torch sees it, after a product of matrices in float16, which each has."""
+    """A GPU as torch sees it, after a product of matrices in float16, which every GPU has."""
     import torch
 
     found: dict[str, Any] = {"name": torch.cuda.get_device_name(number)}
