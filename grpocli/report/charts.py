@@ -215,6 +215,14 @@ SPECS = (
         ("loss", "loss"),
     ),
     _spec(
+        "Optimization",
+        "skipped",
+        "Skipped updates",
+        "The step's updates whose gradients overflowed float16.",
+        ("optim/skipped_updates", "skipped"),
+        idle=0,
+    ),
+    _spec(
         "Optimization", "lr", "Learning rate", "The learning rate of the step's last update.", ("lr", "learning rate")
     ),
     _spec(

@@ -136,6 +136,16 @@ RULES = (
         "Lower optim.lr, train.epochs or train.minibatches.",
     ),
     Rule(
+        "overflow",
+        "optim/skipped_updates",
+        lambda *_: 0.5,
+        False,
+        "skipped",
+        "{value:.1f} updates of a step are skipped",
+        "Gradients overflow float16 again and again, and a skipped update teaches nothing.",
+        "Set model.dtype=bfloat16, or float32 on a device without it.",
+    ),
+    Rule(
         "length growth",
         "completions/mean_length",
         lambda start, _: max(3 * start, start + 64),

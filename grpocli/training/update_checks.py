@@ -26,9 +26,9 @@ OTHER_DTYPE = "set model.dtype=bfloat16, or float32 on a device without it"
 
 def overflow_warning(metrics: Mapping[str, float]) -> dict[str, str]:
     """A warning, by its kind, if an update was skipped."""
-    if not metrics.get(SKIPPED):
+    if not (n := metrics.get(SKIPPED)):
         return {}
-    skipped = f"gradients overflowed float16, so an update was skipped; the loss scale is now {metrics[SCALE]:,.0f}"
+    skipped = f"gradients overflowed float16: {n} skipped update{'s' * (n > 1)}, loss scale now {metrics[SCALE]:,.0f}"
     return {"overflow": f"{skipped}. This is normal at the start and now and then; if it goes on, {OTHER_DTYPE}"}
 
 

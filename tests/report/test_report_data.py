@@ -136,6 +136,7 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
         ("completions/clipped_ratio", [0.9] * 20, "truncation"),
         ("token_mult_prob_error", [1.5] * 20, "mismatch"),
         ("kl", [0.1] * 10 + [4.0] * 20, "KL"),
+        ("optim/skipped_updates", [0.0] * 10 + [1.0] * 20, "overflow"),
         ("completions/mean_length", [100.0] * 10 + [900.0] * 20, "length growth"),
         ("grad_norm", [1.0, 1.1] * 10 + [90.0], "gradient spike"),
         ("rewards/math/errors", [0.0, 2.0], "reward errors"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from grpocli.models import loading, sdpa
 from grpocli.models.hf import HuggingFace
 from grpocli.tracking.run_dir import RunDir
 from grpocli.training import build
+from grpocli.training.checkpoint import State
 from grpocli.training.optim import AdamW, make_optimizer
 from grpocli.training.packing import Packed
 from grpocli.training.packing_check import pack
@@ -194,10 +196,19 @@ def test_a_model_that_may_overflow_is_named(
     assert all(word in hints[0] for word in told)
 
 
+@pytest.mark.parametrize("scaler", ["abc", {"scale": "x"}, {"scale": math.nan}, {"scale": -4.0}, {"scale": 1e300}])
+def test_a_damaged_scale_is_refused(scaler: Any) -> None:
+    """A scale of nan skips every update, and is not below 1."""
+    with pytest.raises(ValueError, match="out of range"):
+        State(scaler=scaler)
+
+
 def test_a_skipped_update_is_explained() -> None:
     assert overflow_warning({"loss": 0.1}) == overflow_warning({SKIPPED: 0, SCALE: 65536.0}) == {}
     (text,) = overflow_warning({SKIPPED: 1, SCALE: 32768.0}).values()
     assert "32,768" in text
+    (text,) = overflow_warning({SKIPPED: 4, SCALE: 2.0**25}).values()
+    assert "4 skipped updates, loss scale now 33,554,432" in text
     assert "model.dtype=bfloat16" in text
 
 
