@@ -53,6 +53,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 
 FIRST = (
     *("reward", "loss", "kl", "completions/mean_length", "lr", "time/step", "rewards/", "grad_norm", "entropy"),
+    "optim/skipped_updates",
     *("eval/accuracy", "completions/clipped_ratio", "frac_reward_zero_std", "reward_std", "token_mult_prob_error"),
     *("clip_ratio/region_mean", "time/rollout", "time/train", "time/reward", "memory/peak_gib", "num_tokens"),
 )
