@@ -52,7 +52,7 @@ from machine import CARRY, ROOT, facts
 
 GROUPS = ("kernels", "transfers", "updates", "runs", "serving")
 PLAN = (
-    "beside_trl,model_flops,compiled_layers,default_run,attention_choices,step_profile,"
+    "beside_trl,model_flops,float16_update,gap_in_16_bits,compiled_layers,default_run,attention_choices,step_profile,"
     "memory_against_plan+host_synchronizations,lora_adapters,kill_and_resume,"
     "flex_and_sdpa,capabilities,head_kernels,float32_head,cudnn_plans,"
     "settings+equal_to_the_cpu+packed_and_padded+ipc_handles+fsdp2_on_one_process+bucket_race+"

@@ -109,7 +109,31 @@ of_a_run(
 
 @experiment(
     "serving",
-    "the same for 0.5B, 1 GB in buckets: three steps",
+    "the difference between sampler and trainer in float16 and in bfloat16, five steps of a server each",
+    at_most("error", 1.02, "float16: token_mult_prob_error"),
+    at_most("gap", 0.03, "float16: largest mean difference of a probe, nats"),
+    at_most("of_bfloat16", 0.3, "gen_kl_error in float16 over that in bfloat16"),
+    needs=("vllm",),
+    seconds=200,
+)
+def gap_in_16_bits(setting: Setting) -> Measured:
+    found: dict[str, Any] = {}
+    few = ["rollout.prompts_per_step=2", "rollout.group_size=4"] if setting.small else []
+    for dtype in ("bfloat16", "float16"):
+        probes: dict[str, list[float]] = {}
+        with watched_syncs(probes):
+            keys = [*model_keys(setting), *few, "train.steps=5", SERVER, EAGER, f"model.dtype={dtype}"]
+            rows = metrics(train_here(setting, dtype, *keys))
+        found[f"gap_{dtype}"] = max(probes.get("gaps", [0.0]))
+        found |= {f"{name}_{dtype}": mean(rows, name) for name in ("token_mult_prob_error", "gen_kl_error")}
+        setting.save(found)
+    found |= {"error": found["token_mult_prob_error_float16"], "gap": found["gap_float16"]}
+    return found | {"of_bfloat16": found["gen_kl_error_float16"] / found["gen_kl_error_bfloat16"]}
+
+
+@experiment(
+    "serving",
+    "sync_by_ipc for 0.5B, 1 GB in buckets: three steps",
     at_least("transfers", 3, "transfers by CUDA IPC", gpu=True),
     SERVED_LAWS[1],
     at_most("seconds_of_a_transfer", 1, "seconds of a transfer", gpu=True),

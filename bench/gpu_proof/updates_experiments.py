@@ -304,6 +304,24 @@ def compiled_layers(setting: Setting) -> Measured:
 
 @experiment(
     "updates",
+    "float16 beside bfloat16, an update of 0.5B at lengths of 512",
+    between("time", 0.9, 1.1, "time of an update over that in bfloat16", gpu=True),
+    at_most("gradient_apart", 0.03, "difference of the first gradient norm"),
+    at_most("skipped", 3, "updates that overflowed, of 5"),
+    seconds=60,
+)
+def float16_update(setting: Setting) -> Measured:
+    one, other = (update(setting, "0.5B, even", 5, f"model.dtype={dtype}") for dtype in ("bfloat16", "float16"))
+    found: Measured = {"seconds": [one["seconds"], other["seconds"]], "time": seconds(other) / seconds(one)}
+    found["skipped"] = sum(log["optim/skipped_updates"] for log in other["logs"])
+    norms = [
+        (a["grad_norm"], b["grad_norm"]) for a, b in zip(one["logs"], other["logs"], strict=True) if "grad_norm" in b
+    ]
+    return found | {"gradient_apart": apart(*norms[0])}
+
+
+@experiment(
+    "updates",
     "FSDP2 on one process beside plain torch: gradient norms and seconds of an update, float32 and bfloat16",
     at_most("apart_float32", 1e-4, "float32: relative difference of the gradient norms"),
     at_most("apart_bfloat16", 0.03, "bfloat16: the same"),

@@ -91,7 +91,7 @@ def main() -> None:
         rows = [json.loads(line) for line in (scratch / "run" / "metrics.jsonl").read_text().splitlines()]
     if len(rows) != int(steps):
         raise SystemExit(f"{len(rows)} of {steps} steps: the run has failed")
-    logs = [{key: row[key] for key in ("grad_norm", "reward")} for row in rows]
+    logs = [{key: row[key] for key in ("grad_norm", "reward", "optim/skipped_updates") if key in row} for row in rows]
     found: dict[str, Any] = {
         "seconds": [row["time/step"] for row in rows],
         "GiB": peak_gib(rows),
