@@ -1,4 +1,4 @@
-"""model.head_dtype=float32: an output head that multiplies in float32 while the model computes in bfloat16.
+"""model.head_dtype=float32: an output head that multiplies in float32 while the model computes in 16 bits.
 
     logits = float32(round(h)) float32(round(W))^T      round: to the dtype of the computation
 
@@ -81,7 +81,7 @@ class _Rounded(torch.autograd.Function):
 def product(a_NK: Tensor, b_KM: Tensor, on_cpu: bool) -> Tensor:
     """The product of two matrices, multiplied and summed in float32. No gradient.
 
-    A GPU multiplies bfloat16 exactly into float32 sums: one H100 took 1.02 times as long as for a product in bfloat16.
+    A GPU multiplies 16 bits exactly into float32 sums: one H100 took 1.02 times as long as for a product in bfloat16.
     """
     if not on_cpu and a_NK.dtype != torch.float32:
         return mm_into_float32(a_NK, b_KM)
@@ -99,7 +99,7 @@ def parts_(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def mm_into_float32(a_NK: Tensor, b_KM: Tensor) -> Tensor:
-    """torch's product of bfloat16 matrices with a float32 result, which it has for GPUs only."""
+    """torch's product of matrices of 16 bits with a float32 result, which it has for GPUs only."""
     return torch.mm(a_NK, b_KM, out_dtype=torch.float32)
 
 

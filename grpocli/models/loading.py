@@ -49,8 +49,8 @@ class ModelPart:
     """Base class of the config group `model`."""
 
     dtype: str = "auto"
-    """Dtype of the computation: `float32`, `bfloat16`, `float16`, which rounds less and whose losses are scaled, or
-    `auto`, the fastest one on this machine; of equally fast ones `bfloat16`."""
+    """Dtype of the computation: `float32`, `bfloat16`, `float16`, which rounds less and needs a scaled loss, or `auto`,
+    the fastest one on this machine; of equally fast ones `bfloat16`."""
     head_dtype: str | None = None
     """Dtype of logits, in the trainer and in vLLM alike: `float32`, products in float32 of hidden states and weights in
     model.dtype; null: logits rounded to model.dtype, which is faster and less exact."""

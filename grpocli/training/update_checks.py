@@ -50,8 +50,8 @@ class UpdateChecks:
     def _loss(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics.get(SCALE, 1.0) < 1:
             raise RunError(
-                f"step {step}: gradients overflow float16 even without a scale of the loss; {OTHER_DTYPE}, or "
-                f"{self._remedy(step)}"
+                f"step {step}: gradients overflow float16 even without a scale of the loss: {OTHER_DTYPE}. If the "
+                f"weights have diverged, {self._remedy(step)}"
             )
         for name in ("loss", "grad_norm"):
             value = metrics.get(name, 0.0)

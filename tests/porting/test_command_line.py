@@ -163,12 +163,13 @@ def test_a_missing_config_is_an_error(folder: Path, grpocli: Command) -> None:
 
 def test_a_config_of_accelerate(folder: Path, grpocli: Command) -> None:
     (folder / "zero3.yaml").write_text(
-        "distributed_type: DEEPSPEED\nnum_processes: 6\nnum_machines: 1\nmixed_precision: bf16\n"
+        "distributed_type: DEEPSPEED\nnum_processes: 6\nnum_machines: 1\nmixed_precision: fp16\n"
         "deepspeed_config:\n  zero_stage: 3\n  offload_param_device: cpu\n  offload_optimizer_device: none\n"
     )
     code, text, _ = grpocli("from-trl", "plain.py", "--accelerate", "zero3.yaml")
     assert code == 0
-    assert {"hardware.processes=6", "hardware.parallel=zero3", "rollout.prompts_per_step=12"} <= set(overrides(text))
+    wanted = {"hardware.processes=6", "hardware.parallel=zero3", "rollout.prompts_per_step=12", "model.dtype=float16"}
+    assert wanted <= set(overrides(text))
     assert "# no counterpart: offload_param_device=cpu" in text
     assert "this assumes" not in text
     code, _, err = grpocli("from-trl", "zero3.yaml")

@@ -59,6 +59,16 @@ def test_a_scripts_overrides_compose_and_build(settings: str, tmp_path: Path) ->
     assert (run.train.minibatches, run.train.epochs, run.train.steps) == (2, 2, 25)
 
 
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [("bf16=True", "bfloat16"), ("fp16=True", "float16"), ("model_init_kwargs={'dtype': 'float16'}", "float16")],
+)
+def test_sixteen_bits_keep_their_kind(settings: str, dtype: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT.replace("SETTINGS", settings))
+    assert f"model.dtype={dtype}" in overrides(shell_script(ported(file)[0]))
+
+
 def test_what_is_no_literal_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(SCRIPT.replace("SETTINGS", "optim='paged_adamw_8bit'"))

@@ -167,7 +167,7 @@ NAMES = [*FAST, *(pytest.param(name, marks=pytest.mark.survival) for name in MOR
 def test_processes_that_share_micro_batches_make_the_updates_of_one(shared: Shared, world: World, name: str) -> None:
     """Losses, metrics, weights and the log-probs of every row, with ddp and with fsdp2."""
     alone = updating.descended(world, shared.folder, name)
-    tolerance = 0.02 if name in updating.IN_BFLOAT16 else 1e-5
+    tolerance = 0.02 if name in updating.IN_16_BITS else 1e-5
     for parallel, results in shared.results(FAST if name in FAST else SURVIVAL).items():
         for rank, result in enumerate(results):
             assert_same(result[name], alone, tolerance, (parallel, rank))
@@ -175,7 +175,7 @@ def test_processes_that_share_micro_batches_make_the_updates_of_one(shared: Shar
         for one, other in zip(results[0][name]["scored"], alone["scored"], strict=True):
             assert (one is None) == (other is None)
             if one is not None:
-                torch.testing.assert_close(one, other, rtol=0, atol=0.1 if name in updating.IN_BFLOAT16 else 1e-5)
+                torch.testing.assert_close(one, other, rtol=0, atol=0.1 if name in updating.IN_16_BITS else 1e-5)
 
 
 @pytest.mark.processes

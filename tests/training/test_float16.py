@@ -22,6 +22,7 @@ from grpocli.distributed.world import World
 from grpocli.errors import RunError
 from grpocli.models import loading, sdpa
 from grpocli.models.hf import HuggingFace
+from grpocli.replay.weights import Weights
 from grpocli.tracking.run_dir import RunDir
 from grpocli.training import build
 from grpocli.training.checkpoint import State
@@ -65,6 +66,14 @@ def test_a_scaled_loss_gives_the_unscaled_gradient(little_model, world, rows) ->
         assert apart(gradient(in_float16(little_model, world, scale), rows), unscaled) <= 1e-3
     in_float32 = gradient(test_update.updater(little_model, world, "algorithm=dapo"), rows)
     assert 0 < apart(unscaled, in_float32) <= 0.02
+
+
+def test_a_replay_has_the_unscaled_gradient(little_model, world, rows) -> None:
+    up = in_float16(little_model, world, 2.0**16)
+    run: Any = SimpleNamespace(algorithm=up.algorithm, train=up.train)
+    found, _ = Weights(run, None, world, up, 0, "").gradient(run, rows, 2, 1)  # type: ignore[arg-type]
+    expected = gradient(in_float16(little_model, world, 1.0), rows).norm()
+    assert found["grad_norm"] == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_gradients_below_the_range_of_float16_are_not_lost(little_model, world, rows) -> None:
