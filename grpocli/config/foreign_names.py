@@ -839,12 +839,17 @@ VERL_LOSSES = {
     "dppo_kl": "algorithm/objective=dppo algorithm.objective.divergence=kl",
     "dro": "algorithm/objective=mirror",
 }
+HALVES = Equivalent(
+    "model.dtype={}",
+    "one dtype for the trainer, its reference and vLLM",
+    values={"bf16": "model.dtype=bfloat16", "fp16": "model.dtype=float16", "half": "model.dtype=float16"},
+)
 VERL = {
     f"{ACTOR}.clip_ratio": TRL["epsilon"],
     f"{ACTOR}.clip_ratio_c": Equivalent("algorithm.objective.dual={}"),
     f"{ACTOR}.clip_ratio_high": TRL["epsilon_high"],
     f"{ACTOR}.clip_ratio_low": Equivalent("algorithm.objective.low={}"),
-    f"{ACTOR}.dtype": Equivalent("model.dtype={}", "one dtype for the trainer, its reference and vLLM"),
+    f"{ACTOR}.dtype": HALVES,
     f"{ACTOR}.entropy_coeff": Equivalent("algorithm/entropy=bonus algorithm.entropy.coefficient={}"),
     f"{ACTOR}.grad_clip": TRL["max_grad_norm"],
     f"{ACTOR}.kl_loss_coef": TRL["beta"],
@@ -873,7 +878,7 @@ VERL = {
     "actor_rollout_ref.model.lora_alpha": TRL["lora_alpha"],
     "actor_rollout_ref.model.lora_rank": TRL["lora_r"],
     "actor_rollout_ref.model.path": MODEL,
-    f"{ROLLOUT}.dtype": Equivalent("model.dtype={}", "one dtype for the trainer, its reference and vLLM"),
+    f"{ROLLOUT}.dtype": HALVES,
     f"{ROLLOUT}.gpu_memory_utilization": TRL["vllm_gpu_memory_utilization"],
     f"{ROLLOUT}.n": TRL["num_generations"],
     f"{ROLLOUT}.name": Equivalent("engine={}", values={"hf": "engine=transformers", "sglang": "engine=vllm"}),

@@ -118,8 +118,9 @@ class Port:
     def _carry_overrides(self, name: str, value: Any, here: Equivalent) -> None:
         templates = here.values.get(str(value).lower(), here.overrides).split()
         if not templates:
-            off = value in (None, False, "") or str(value).lower() in here.values or value == here.default
-            (self.skip if off and not here.overrides else self.check)(name, value, here.note or "it is off")
+            off = value in (None, False, "") or str(value).lower() in here.values
+            needless = value == here.default or (off and not here.overrides)
+            (self.skip if needless else self.check)(name, value, here.note or "it is off")
             return
         if "reward=[model]" in templates and self.value("reward") is not None:
             self.check(name, value, f"add model to reward=[...], and {here.overrides.split()[1].format(value)}")

@@ -48,6 +48,7 @@ def test_every_override_in_the_table_composes(advised: str) -> None:
         (["bf16=true"], "write model.dtype=bfloat16"),
         (["fp16=true"], "write model.dtype=float16"),
         (["actor_rollout_ref.actor.dtype=float16"], "write model.dtype=float16; one dtype for the trainer, its refer"),
+        (["actor_rollout_ref.rollout.dtype=half"], "write model.dtype=float16; one dtype"),
         (["policy.precision=float16"], "write model.dtype=float16"),
         (["scale_rewards=false"], "write algorithm/advantage=center"),
         (["gradient_accumulation_steps=4"], "nothing to set: train.micro_batch_tokens bounds the memory"),
