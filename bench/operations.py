@@ -45,6 +45,7 @@ from grpocli.hardware.hardware import Single
 from grpocli.launch.compose import build_run, compose
 from grpocli.models import flex_attention
 from grpocli.training import build
+from grpocli.training.checkpoint import State
 from grpocli.types import Row
 
 sys.path.insert(0, str(Path(__file__).parent / "side_by_side"))
@@ -318,7 +319,7 @@ def counted(name: str, gpu: bool = True, layers: int | None = None, overrides: S
     dtype = "float32" if name == BUILT_IN and not gpu else "bfloat16"
     job: Any = SimpleNamespace(model_path="", dtype=dtype)
     with patch.multiple(build, load_policy=model, load_model=model), standing_in(mode), fake, mode:
-        updater = build.load_updater(run, job, world, None, 0, lambda *_, **__: None)
+        updater = build.load_updater(run, job, world, None, State(), lambda *_, **__: None)
         for note in build.choose_layout(run, world, updater.policy, updater.reference):
             print(note, file=sys.stderr)
         rows, groups = rows_of(name)

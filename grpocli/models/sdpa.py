@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,14 +29,20 @@ Without a mask, attention is causal. A mask has values to add to the scores, for
 """
 
 
+@cache
+def before_ampere(device: torch.device) -> bool:
+    """Whether a GPU has no flash kernel."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, groups: int, how: dict[str, Any]) -> Tensor:
     """Attention on a GPU. Grouped keys are repeated where `sdpa` would take its slowest kernel for them.
 
     Only the flash kernel has groups: it takes no mask, no float32, no head larger than MAX_FLASH_HEAD_DIM, and no GPU
     before Ampere.
     """
-    recent = query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) >= (8, 0)
-    flash = recent and mask is None and query.dtype != torch.float32 and query.shape[3] <= MAX_FLASH_HEAD_DIM
+    flash = mask is None and query.dtype != torch.float32 and query.shape[3] <= MAX_FLASH_HEAD_DIM
+    flash = flash and not before_ampere(query.device)
     if groups > 1 and not flash:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     how = how | {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": groups > 1 and flash}

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from cli.running import run_here
 from transformers import LlamaConfig, LlamaForCausalLM, SchedulerType, get_scheduler
 
-from grpocli.distributed.parallel import step
+from grpocli.distributed.parallel import loss_scaler, step
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.hardware.hardware import Single
@@ -77,7 +77,7 @@ def updates(model: LlamaForCausalLM, optimizer: Any, numbers: range) -> None:
         generator = torch.Generator().manual_seed(number)
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        step(model, optimizer, 0.01 / (number + 1), 1.0)
+        step(model, optimizer, 0.01 / (number + 1), 1.0, loss_scaler(torch.device("cpu"), torch.float32))
 
 
 def weights(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
