@@ -839,7 +839,7 @@ VERL_LOSSES = {
     "dppo_kl": "algorithm/objective=dppo algorithm.objective.divergence=kl",
     "dro": "algorithm/objective=mirror",
 }
-HALVES = Equivalent(
+VERL_DTYPE = Equivalent(
     "model.dtype={}",
     "one dtype for the trainer, its reference and vLLM",
     values={"bf16": "model.dtype=bfloat16", "fp16": "model.dtype=float16", "half": "model.dtype=float16"},
@@ -849,7 +849,7 @@ VERL = {
     f"{ACTOR}.clip_ratio_c": Equivalent("algorithm.objective.dual={}"),
     f"{ACTOR}.clip_ratio_high": TRL["epsilon_high"],
     f"{ACTOR}.clip_ratio_low": Equivalent("algorithm.objective.low={}"),
-    f"{ACTOR}.dtype": HALVES,
+    f"{ACTOR}.dtype": VERL_DTYPE,
     f"{ACTOR}.entropy_coeff": Equivalent("algorithm/entropy=bonus algorithm.entropy.coefficient={}"),
     f"{ACTOR}.grad_clip": TRL["max_grad_norm"],
     f"{ACTOR}.kl_loss_coef": TRL["beta"],
@@ -878,7 +878,7 @@ VERL = {
     "actor_rollout_ref.model.lora_alpha": TRL["lora_alpha"],
     "actor_rollout_ref.model.lora_rank": TRL["lora_r"],
     "actor_rollout_ref.model.path": MODEL,
-    f"{ROLLOUT}.dtype": HALVES,
+    f"{ROLLOUT}.dtype": VERL_DTYPE,
     f"{ROLLOUT}.gpu_memory_utilization": TRL["vllm_gpu_memory_utilization"],
     f"{ROLLOUT}.n": TRL["num_generations"],
     f"{ROLLOUT}.name": Equivalent("engine={}", values={"hf": "engine=transformers", "sglang": "engine=vllm"}),

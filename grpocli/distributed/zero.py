@@ -52,7 +52,7 @@ class Zero2(SingleProcess):
         )
         self.scaler = loss_scaler(self.device, dtype)
         optimizer.torch_autocast_gradscaler = None  # its scale does not fall, and clipping does not know it
-        self.told = torch.optim.SGD([torch.nn.Parameter(torch.zeros((), device=self.device))], lr=0.0)
+        self.overflow_flag = torch.optim.SGD([torch.nn.Parameter(torch.zeros((), device=self.device))], lr=0.0)
         return engine, optimizer
 
     def accumulating(self, wrapped: Any, last: bool) -> AbstractContextManager[Any]:
@@ -71,9 +71,9 @@ class Zero2(SingleProcess):
         wrapped.step()
         norm = torch.as_tensor(wrapped.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         if self.scaler.is_enabled():
-            # DeepSpeed has unscaled or skipped by itself; torch's scaler learns which from a gradient of its own
-            self.told.param_groups[0]["params"][0].grad = norm.clone()
-            self.scaler.step(self.told)
+            # DeepSpeed has unscaled or skipped by itself; torch's scaler finds out by the gradient of a flag
+            self.overflow_flag.param_groups[0]["params"][0].grad = norm.clone()
+            self.scaler.step(self.overflow_flag)
             self.scaler.update()
             optimizer.override_loss_scale(self.scaler.get_scale())
         return norm

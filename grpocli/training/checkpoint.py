@@ -50,8 +50,6 @@ OPTIMIZER = "optimizer"
 OPTIMIZER_INDEX = f"{OPTIMIZER}.safetensors.index.json"
 CHECKSUMS = "checksums"
 """The key of STATE that names the file of checksums."""
-MAX_SCALER = 2.0**127
-"""Above the numbers of a scaler, all of which torch keeps in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,6 @@ class State:
         fits = all(type(count) is int and count >= 0 for count in counts)
         fits = fits and isinstance(self.seconds, float | int) and 0 <= self.seconds < math.inf
         fits = fits and all(isinstance(results, dict | None) for results in (self.before, self.evaluation))
-        fits = fits and isinstance(self.scaler, dict)
-        fits = fits and all(isinstance(n, float | int) and 0 <= n < MAX_SCALER for n in self.scaler.values())
         if not (fits and isinstance(self.unevaluated, bool)):
             raise ValueError(f"{STATE} holds a value that is out of range")
 

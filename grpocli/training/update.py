@@ -131,7 +131,8 @@ class Updater:
         if self.policy.parallel.scaler.is_enabled():
             skipped = ~norm.isfinite()
             found = {"grad_norm": norm.where(~skipped, 0.0), SKIPPED: skipped}
-        self._add({name: value / self.world.dp_size for name, value in found.items()})  # `metrics` adds up
+        # `metrics` sums over data-parallel ranks
+        self._add({name: value / self.world.dp_size for name, value in found.items()})
         self.updates += 1
 
     def accumulate(self, window: Window) -> None:
