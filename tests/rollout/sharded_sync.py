@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grpocli.distributed.world import World
 from grpocli.errors import EngineError
 from grpocli.hardware.hardware import Single
+from grpocli.processes.threads import end_process
 from grpocli.rollout.engine import EngineContext
 from grpocli.rollout.sync_config import ShmSyncConfig
 from grpocli.rollout.vllm.engine import make_synchronizer
@@ -92,3 +93,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    end_process(0)  # as a trainer does

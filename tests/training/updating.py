@@ -27,6 +27,7 @@ from grpocli.models.head import widen_head
 from grpocli.models.loading import checkpoint_activations
 from grpocli.models.lora import Lora, attach, is_adapted
 from grpocli.models.tiny import make_tokenizer
+from grpocli.processes.threads import end_process
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.vllm import canary
 from grpocli.training import checkpoint
@@ -341,3 +342,4 @@ if __name__ == "__main__":
     place, what, *kinds = sys.argv[1:]
     for chosen in kinds:
         main(Path(place), chosen, what == "checkpoints")
+    end_process(0)  # as a trainer does; Python's finalization may abort while a thread runs C++ code
