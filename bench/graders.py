@@ -15,8 +15,8 @@ from pathlib import Path
 
 from math_verify import parse, verify
 
-from grpocli.rewards import math_worker
-from grpocli.rewards.final_answer import answer_expression
+from grpocli.answers import math_worker
+from grpocli.answers.final_answer import answer_expression
 
 PAIRS = Path(__file__).parents[1] / "tests" / "rewards" / "answer_pairs.jsonl"
 

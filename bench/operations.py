@@ -39,10 +39,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.distributed.parallel import SingleProcess
 from grpocli.distributed.world import World
 from grpocli.hardware.hardware import Single
-from grpocli.launch.compose import build_run, compose
 from grpocli.models import flex_attention
 from grpocli.training import build
 from grpocli.training.checkpoint import State
@@ -283,7 +283,7 @@ def rows_of(name: str, step: int = 1) -> tuple[list[Row], int]:
 def config_of(name: str, layers: int | None, overrides: Sequence[str] = ()) -> tuple[Any, Any]:
     """The run and the model's config."""
     if name == BUILT_IN:
-        from grpocli.plan.model_size import find_config
+        from grpocli_tools.plan.model_size import find_config
 
         run = build_run(compose([*overrides]))
         config = find_config(run.model)[0]

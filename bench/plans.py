@@ -1,8 +1,8 @@
 """Plans beside published figures of other frameworks: `python bench/plans.py [--fit] [--write]`.
 
 `bench/published.json` has the figures, their configs and sources. Half of the rows fit the
-costs in `grpocli/plan/efficiency.py`, the other half is held out. The rule: rows with the same name (the same work on
-other GPUs) belong together; of the names in alphabetical order the first, third, ... are fitted, the second,
+costs in `grpocli_tools/plan/efficiency.py`, the other half is held out. The rule: rows with the same name (the same
+work on other GPUs) belong together; of the names in alphabetical order the first, third, ... are fitted, the second,
 fourth, ... held out. Rows on an A6000 or A100 are always held out.
 
 Prints the tables as Markdown. --fit prints the costs that the fit gives. --write puts the tables into docs/plan.md.
@@ -24,14 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from grpocli.launch.compose import build_run, compose
-from grpocli.plan.efficiency import COSTS, DECODE_COSTS, DecodeCosts, Decoding, Demand, training_demand
-from grpocli.plan.memory import VLLM
-from grpocli.plan.plan import Plan, make_plan
-from grpocli.plan.resources import GIB, DeviceOptions
-from grpocli.plan.simulate import Job, LogNormal, Speeds, simulate
-from grpocli.plan.sweep import nonnegative_fit
-from grpocli.plan.work import training_step
+from grpocli.composition.compose import build_run, compose
+from grpocli_tools.plan.efficiency import COSTS, DECODE_COSTS, DecodeCosts, Decoding, Demand, training_demand
+from grpocli_tools.plan.memory import VLLM
+from grpocli_tools.plan.plan import Plan, make_plan
+from grpocli_tools.plan.resources import GIB, DeviceOptions
+from grpocli_tools.plan.simulate import Job, LogNormal, Speeds, simulate
+from grpocli_tools.plan.sweep import nonnegative_fit
+from grpocli_tools.plan.work import training_step
 
 Row = dict[str, Any]
 
@@ -221,7 +221,7 @@ def step_job(row: Row, folder: Path, costs: DecodeCosts, training: Demand) -> Jo
 
 
 def _slots(row: Row, plan: Plan) -> int:
-    """Sequences that a server's KV cache has room for, at their mean length, as `grpocli.plan.work.running` counts."""
+    """Sequences that a server's KV cache has room for, at their mean length, as `plan.work.running` counts."""
     tp, size = row["tensor_parallel"], plan.size
     weights = BFLOAT16 * size.parameters / tp
     cache = tp * (UTILIZATION[row["staleness"] > 0] * plan.resources.memory - weights - VLLM["cuda"])

@@ -29,6 +29,6 @@ def build_algorithm(*overrides: str) -> Algorithm:
     The overrides are those of the command line, without a config file. See `Algorithm.advantages` and `Algorithm.loss`.
     Raises ConfigError, naming the key, for an unknown key, choice or value.
     """
-    from grpocli.launch.compose import build_algorithm as build
+    from grpocli.composition.compose import build_algorithm as build
 
     return build(*overrides)

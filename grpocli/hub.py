@@ -24,6 +24,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 PREFIX = "hub:"
+PUSH_KEY = "hub.push"
 REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_PATH = re.compile(rf"{PREFIX}(?P<repo>{REPO.pattern})(?P<folder>(/[\w.-]+)*)(@(?P<revision>[\w./-]+))?")
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py")
@@ -195,3 +196,26 @@ def hub_api() -> Any:
     from grpocli.version import __version__
 
     return HfApi(library_name="grpocli", library_version=__version__)
+
+
+@lru_cache
+def _checked(repo: str, revision: str | None, private: bool) -> None:
+    api = hub_api()
+    api.create_repo(repo, private=private, exist_ok=True)
+    api.auth_check(repo, write=True)  # create_repo accepts a repository that exists and may not be written
+    if private and not api.repo_info(repo).private:
+        print(f"warning: {repo} is a public repository, and hub.private=true does not change it", file=sys.stderr)
+    if revision and revision not in [branch.name for branch in api.list_repo_refs(repo).branches]:
+        empty = api.list_repo_commits(repo)[-1].commit_id  # a branch of the newest commit would have its files
+        api.create_branch(repo, branch=revision, revision=empty, exist_ok=True)
+
+
+def check_may_push(key: str, repo: str, revision: str | None, *, private: bool) -> None:
+    """Create the repository unless it exists. Raises ConfigError if the token may not write to it."""
+    from huggingface_hub import get_token
+
+    with hub_errors(key, repo):
+        if get_token() is None:
+            problem = "needs a token of the hub with write permission: export HF_TOKEN, or `hf auth login`"
+            raise ConfigError(problem, key=key, value=repo)
+        _checked(repo, revision, private)

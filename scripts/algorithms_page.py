@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.algorithm.algorithm import PARTS
+from grpocli.composition.compose import build_run, compose
+from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config.field_docs import field_docs, summary
 from grpocli.config.parts import registered
-from grpocli.explain.explanation import Explanation, compared, explanation, part_section
-from grpocli.explain.render import code, comparison_markdown, explanation_markdown, right_lines, table
 from grpocli.files import write_atomic
-from grpocli.launch.compose import build_run, compose
-from grpocli.launch.hydra_sources import conf_dir
-from grpocli.tracking.sessions import as_typed
+from grpocli.runs.sessions import as_typed
+from grpocli_tools.explain.explanation import Explanation, compared, explanation, part_section
+from grpocli_tools.explain.render import code, comparison_markdown, explanation_markdown, right_lines, table
 
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
 EXAMPLE = "docs/examples/own_trainer.py"

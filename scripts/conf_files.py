@@ -18,12 +18,12 @@ from typing import Any
 import yaml
 from omegaconf import MISSING, OmegaConf
 
+from grpocli.composition.compose import register_parts
+from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config import yaml_text
 from grpocli.config.build import TARGET, flat_keys
 from grpocli.config.field_docs import class_doc, field_docs, summary
 from grpocli.config.parts import CLASSES, SCHEMAS, choices_of, typed_choice
-from grpocli.launch.compose import register_parts
-from grpocli.launch.hydra_sources import conf_dir
 
 WIDTH = 120
 ALGORITHM_PARTS = "algorithm/parts"

@@ -6,20 +6,21 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from grpocli.config import foreign_names
-from grpocli.config.foreign_names import UNSTATED, Equivalent
-from grpocli.explain.choice_files import spelled
-from grpocli.explain.foreign import TABLES, of
-from grpocli.explain.keys import ReferenceIndex
-from grpocli.explain.render import table
+from grpocli.composition.compose import register_parts
+from grpocli.composition.hydra_sources import conf_dir
 from grpocli.files import write_atomic
-from grpocli.launch.compose import register_parts
-from grpocli.launch.hydra_sources import conf_dir
+from grpocli_tools.explain.choice_files import spelled
+from grpocli_tools.explain.foreign import TABLES, of
+from grpocli_tools.explain.keys import ReferenceIndex
+from grpocli_tools.explain.render import table
+from grpocli_tools.porting import foreign_names
+from grpocli_tools.porting.foreign_names import UNSTATED, Equivalent
 
 FROM_TRL = """\
 # From TRL and NeMo RL
 
-`make docs` writes this page from `grpocli/config/foreign_names.py`. `grpocli explain --from-trl NAME` prints one row.
+`make docs` writes this page from `grpocli_tools/porting/foreign_names.py`. `grpocli explain --from-trl NAME` prints
+one row.
 `grpocli from-trl FILE` prints the command for a script of TRL, or a YAML of TRL or NeMo RL, which is never run: every
 setting is an override, or is named with the reason. Importing a script would start its training, so
 `--rewards rewards.py` (or `--out recipe/NAME.yaml`, with a recipe) writes its reward functions, the dataset's `map` as

@@ -14,8 +14,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 
+from grpocli.composition.compose import register_parts
 from grpocli.config.parts import CLASSES, MARKED
-from grpocli.launch.compose import register_parts
 
 PYTEST_VARIABLE = "PYTEST_CURRENT_TEST"
 

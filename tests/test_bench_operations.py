@@ -12,7 +12,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from grpocli.plan import efficiency
+from grpocli_tools.plan import efficiency
 
 pytestmark = pytest.mark.skipif(
     Version(torch.__version__).release < (2, 12), reason="torch 2.11 has no sum of products in float32 for fake tensors"

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from grpocli.launch.compose import compose
+from grpocli.composition.compose import compose
 
 BENCH = Path(__file__).parents[1] / "bench"
 FOLDER = BENCH / "side_by_side"

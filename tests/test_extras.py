@@ -62,7 +62,7 @@ def test_no_extra_is_imported_before_it_is_chosen() -> None:
     code = """
 import sys
 from grpocli.cli import help_text
-from grpocli.launch.compose import build_run, compose, register_parts
+from grpocli.composition.compose import build_run, compose, register_parts
 help_text(); register_parts(); build_run(compose(["model=tiny"]))
 print(" ".join(sorted({name.partition(".")[0] for name in sys.modules})))
 """

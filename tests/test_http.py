@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from grpocli import http
-from grpocli.environments import openenv
 from grpocli.errors import ConfigError, EngineError
+from grpocli.library_environments import openenv_environment as openenv
 from grpocli.rewards import chat_client
 from grpocli.rewards.judge import Judge
 from grpocli.rollout.vllm import client, liveness

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from grpocli import cli
+from grpocli.composition.compose import build_run, compose
 from grpocli.config.user_code import load
 from grpocli.environments.worker import _environment, call
 from grpocli.errors import GrpoError
-from grpocli.launch.compose import build_run, compose
 from grpocli.launch.trainer_process import as_grpo_error
 from grpocli.rewards.python import PythonReward
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.rewards.scorer import call as score
+from grpocli.runs.run_dir import RunDir
 from grpocli.tasks.dataset import processed
-from grpocli.tracking.run_dir import RunDir
 from grpocli.user_frames import where
 
 SOURCE = """\

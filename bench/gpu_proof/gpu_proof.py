@@ -72,7 +72,13 @@ RESULT, LOG = "result.json", "output.log"
 IMPORTED = (
     *("torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate", "datasets"),
     *("transformers.models.qwen2.modeling_qwen2", "transformers.integrations.sdpa_attention", "safetensors.torch"),
-    *("pyarrow.parquet", "grpocli.cli.train", "grpocli.launch.run", "grpocli.training.build", "grpocli.plan.plan"),
+    *(
+        "pyarrow.parquet",
+        "grpocli.cli.train",
+        "grpocli.launch.run",
+        "grpocli.training.build",
+        "grpocli_tools.plan.plan",
+    ),
     *("grpocli.launch.trainer_process", "grpocli.distributed.fsdp2", "grpocli.rollout.vllm.engine", "grpocli_side"),
     "peft",  # after grpocli, which quiets bitsandbytes
 )

@@ -85,7 +85,7 @@ def as_a_run(setting: Setting) -> str:
     between("copy_share", 0.6, 1.05, "share of its memory bandwidth in a copy", gpu=True),
 )
 def capabilities(setting: Setting) -> Measured:
-    from grpocli.plan.resources import GPUS
+    from grpocli_tools.plan.resources import GPUS
 
     n = 256 if setting.small else 8192
     a, b = (torch.randn(n, n, device=setting.device, dtype=torch.bfloat16) for _ in range(2))

@@ -18,11 +18,11 @@ from urllib.parse import urlencode
 from PIL import Image, ImageOps
 from rich.console import Console
 
-from grpocli.tracking.live_view import LiveScreen, LiveView
-from grpocli.tracking.metrics import read_metrics
-from grpocli.tracking.rollouts import read_rollouts
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.view import ShownCompletion
+from grpocli.runs.metrics import read_metrics
+from grpocli.runs.rollouts import read_rollouts
+from grpocli.runs.run_dir import RunDir
+from grpocli.views.live_view import LiveScreen, LiveView
+from grpocli.views.view import ShownCompletion
 
 HERE = Path(__file__).parent
 STEP = 42

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
+import importlib.util
 import os
 import sys
+from pathlib import Path
 
 from grpocli.errors import GrpoError
 from grpocli.masking import masked
+from grpocli.plugins import plugins
 from grpocli.processes.cpu_tuning import shorten_spinning, use_large_pages
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.processes.node import leave_group
@@ -20,23 +23,9 @@ COMMANDS = {
     "train": ("grpocli.cli.train", "train a model; `-m` runs a sweep, `resume=RUN_DIR` continues a run"),
     "sft": ("grpocli.cli.sft", "teach a model the answers of a task, for example before `train`"),
     "vllm-serve": ("grpocli.cli.vllm_serve", "start a vLLM server for several runs"),
-    "explain": ("grpocli.cli.explain", "print the objective of a run as mathematics; `A vs B` compares two"),
-    "from-trl": (
-        "grpocli.cli.from_trl",
-        "print the overrides for a script or config of TRL or NeMo RL, which is never run",
-    ),
-    "doctor": ("grpocli.cli.doctor", "check whether this machine is ready, for a default run or for a config"),
-    "plan": ("grpocli.cli.plan", "estimate memory and work of a run; exit code 1 if it does not fit"),
-    "data": ("grpocli.cli.data", "show the data of a run as its model will see it: tokens, too long, duplicated"),
-    "reward-check": ("grpocli.cli.reward_check", "check rewards against the reference answers of tasks"),
-    "eval": ("grpocli.cli.evaluate", "evaluate models and checkpoints, with confidence intervals"),
-    "rollouts": ("grpocli.cli.rollouts", "show, filter and export the completions of a run"),
-    "compare": ("grpocli.cli.compare", "print a table of runs"),
-    "report": ("grpocli.cli.report", "write a page about runs: curves, warnings, completions"),
     "push": ("grpocli.cli.push", "push a run to the Hugging Face hub: model, card, report, completions"),
-    "watch": ("grpocli.cli.watch", "serve a live page about runs on this machine, until Ctrl-C"),
-    "replay": ("grpocli.cli.replay", "compute recorded steps again and compare them with the record"),
 }
+"""The trainer's commands. Those of installed packages are entry points of the group `grpocli.commands`."""
 
 ELSEWHERE = {
     "resume": "grpocli train resume=RUN",
@@ -55,8 +44,11 @@ grpocli {version}: train language models with reinforcement learning from verifi
 
 usage: grpocli COMMAND [KEY=VALUE ...]
 
-commands
+commands that train
 {commands}
+
+commands that look at runs, configs and machines
+{tools}
 
 examples
   grpocli train                                       teach a tiny model to add, on a CPU, in minutes
@@ -145,17 +137,25 @@ def run(args: list[str]) -> int:
     if args[0] in ("-sc", "--shell-completion"):
         from grpocli.cli.completion import main as complete
 
-        return complete(args, COMMANDS)
-    if args[0] not in COMMANDS:
-        from grpocli.config.parts import nearest
-
-        advice = f"; write {ELSEWHERE[args[0]]}" if args[0] in ELSEWHERE else nearest(args[0], COMMANDS)
-        raise_usage(f"there is no command {args[0]}{advice}; see grpocli --help")
-    module = importlib.import_module(COMMANDS[args[0]][0])
-    from grpocli.tracking.text import clean_warnings
+        return complete(args, [*COMMANDS, *plugins("grpocli.commands")])
+    module = importlib.import_module(_module_of(args[0]))
+    from grpocli.text import clean_warnings
 
     clean_warnings()
     return int(module.main(args[1:]))
+
+
+def _module_of(command: str) -> str:
+    """The module whose `main` runs a command. Raises ConfigError if there is none."""
+    if command in COMMANDS:
+        return COMMANDS[command][0]
+    tools = plugins("grpocli.commands")
+    if command not in tools:
+        from grpocli.config.parts import nearest
+
+        advice = f"; write {ELSEWHERE[command]}" if command in ELSEWHERE else nearest(command, [*COMMANDS, *tools])
+        raise_usage(f"there is no command {command}{advice}; see grpocli --help")
+    return tools[command].module
 
 
 def raise_usage(problem: str) -> None:
@@ -167,8 +167,21 @@ def raise_usage(problem: str) -> None:
 
 def help_text() -> str:
     """The output of `grpocli --help`."""
-    lines = "\n".join(f"  {name:<14}{about}" for name, (_, about) in COMMANDS.items())
-    return HELP.format(version=__version__, commands=lines)
+    own = {name: about for name, (_, about) in COMMANDS.items()}
+    tools = {name: _about(tool.module) for name, tool in sorted(plugins("grpocli.commands").items())}
+    return HELP.format(version=__version__, commands=_lines(own), tools=_lines(tools))
+
+
+def _lines(commands: dict[str, str]) -> str:
+    return "\n".join(f"  {name:<14}{about}" for name, about in commands.items())
+
+
+def _about(module: str) -> str:
+    """What the first line of a command's file says of it, which is read without importing the file."""
+    spec = importlib.util.find_spec(module)
+    text = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+    about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return about.partition(": ")[2].rstrip(".")
 
 
 def _report(message: str, code: int, traced: bool = False) -> int:
@@ -177,7 +190,7 @@ def _report(message: str, code: int, traced: bool = False) -> int:
         import traceback
 
         traceback.print_exc()
-    from grpocli.tracking.text import clean
+    from grpocli.text import clean
 
     print(f"grpocli: {'stopped' if code == 3 else 'error'}: {clean(masked(message))}", file=sys.stderr)
     return code

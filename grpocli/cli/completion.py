@@ -44,6 +44,6 @@ def _words(line: str) -> list[str]:
 
 def _overrides(words: list[str]) -> list[str]:
     """The rewritten overrides before the word that is being typed, and that word."""
-    from grpocli.launch.overrides import rewritten
+    from grpocli.composition.overrides import rewritten
 
     return [*rewritten([word for word in words[:-1] if "=" in word and not word.startswith("-")]), words[-1]]

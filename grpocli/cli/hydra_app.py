@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from grpocli.composition.compose import compose, register_parts
+from grpocli.composition.hydra_errors import hydra_errors
+from grpocli.composition.hydra_sources import conf_dir
+from grpocli.composition.overrides import from_command_line, option_advice
+from grpocli.composition.resume import Resume
 from grpocli.config.escapes import literal_escapes
 from grpocli.config.overrides import in_quotes
 from grpocli.errors import ConfigError, GrpoError, Stopped
-from grpocli.launch.compose import compose, register_parts
-from grpocli.launch.hydra_errors import hydra_errors
-from grpocli.launch.hydra_sources import conf_dir
-from grpocli.launch.overrides import from_command_line, option_advice
-from grpocli.launch.resume import Resume
 from grpocli.processes.memory import check_limit
-from grpocli.tracking.text import clean
+from grpocli.text import clean
 
 if TYPE_CHECKING:
     from grpocli.rewards.reward import BaseReward

@@ -26,10 +26,10 @@ def main(argv: Sequence[str]) -> int:
     """Push. Returns the exit code. Raises ConfigError if the folder holds no run, or if the hub refuses it."""
     args = _parser().parse_args(argv)
     from grpocli.hub import hub_api
-    from grpocli.launch.push import Pusher
-    from grpocli.tracking.run_dir import RunDir
-    from grpocli.tracking.runs import check_run
-    from grpocli.tracking.text import clean
+    from grpocli.publish.push import Pusher
+    from grpocli.runs.run_dir import RunDir
+    from grpocli.runs.runs import check_run
+    from grpocli.text import clean
 
     check_run(args.run, "RUN FOLDER")
     run_dir = RunDir(args.run)
@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
 def _hub(args: argparse.Namespace) -> Any:
     """The `hub` section of the run's config, with the options given now."""
     from grpocli.config.schema import Hub
-    from grpocli.tracking.run_dir import RunDir
-    from grpocli.tracking.runs import load_yaml
+    from grpocli.runs.run_dir import RunDir
+    from grpocli.runs.runs import load_yaml
 
     saved = load_yaml(RunDir(args.run).config)
     section = saved.get("hub") if isinstance(saved, dict) else None

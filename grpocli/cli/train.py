@@ -12,15 +12,15 @@ from omegaconf import DictConfig, open_dict
 
 from grpocli.cli.completion import main as complete
 from grpocli.cli.hydra_app import arguments, hydra_app, only_prints, options_first, search_path, warn_of_escapes
+from grpocli.composition.ready import check_ready, check_training
+from grpocli.composition.resume import Resume
 from grpocli.config.environment import raw_value
 from grpocli.errors import ConfigError
 from grpocli.hub import PREFIX
-from grpocli.launch.pull import fetched
-from grpocli.launch.ready import check_ready, check_training
-from grpocli.launch.resume import Resume
-from grpocli.tracking.metrics import ended_early, finished_steps, read_summary
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.text import clean
+from grpocli.publish.pull import fetched
+from grpocli.runs.metrics import ended_early, finished_steps, read_summary
+from grpocli.runs.run_dir import RunDir
+from grpocli.text import clean
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     run = _check([*searched, *args.overrides], args.multirun, resume)
     if resume and run and (message := _finished(RunDir(resume.folder), run)):
         print(clean(message))
-        from grpocli.launch.run_pushes import complete_push
+        from grpocli.publish.run_pushes import complete_push
 
         complete_push(run.hub, RunDir(resume.folder))
         return 0
@@ -73,8 +73,8 @@ def _check(overrides: list[str], multirun: bool, resume: Resume | None) -> Run |
 
     Returns the run; None for a sweep, which has several.
     """
-    from grpocli.launch.compose import build_run, compose
-    from grpocli.launch.output_dir import run_folder, sweep_folder
+    from grpocli.composition.compose import build_run, compose
+    from grpocli.composition.output_dir import run_folder, sweep_folder
 
     if multirun:
         run, folder = None, sweep_folder(overrides)
@@ -108,7 +108,7 @@ def _task(config: DictConfig, resume: Resume | None) -> float | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from grpocli.launch.output_dir import write_record
+    from grpocli.composition.output_dir import write_record
     from grpocli.launch.run import launch
     from grpocli.processes.libraries import quiet_libraries
 

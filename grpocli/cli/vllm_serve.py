@@ -25,10 +25,11 @@ def _task(config: DictConfig) -> int:
     from grpocli.rollout.vllm.validate import check_plugin
 
     check_plugin()
-    from grpocli.launch.shared_server import build_server_config, serve
     from grpocli.models.loading import choose_dtype
     from grpocli.rollout.vllm.server import check_port
-    from grpocli.tracking.live_view import status_view
+    from grpocli.rollout.vllm.shared_server import build_server_config, serve
+    from grpocli.training.dequantized import dequantized_base
+    from grpocli.views.live_view import status_view
 
     settings = build_server_config(config)
     if settings.port:
@@ -39,6 +40,7 @@ def _task(config: DictConfig) -> int:
         path = settings.model.prepare(lambda fraction, text: view.stage(text, fraction))
         dtype = choose_dtype(settings.dtype or "auto", settings.model, path, "auto")
         view.stage("starting vLLM")
-        return serve(settings, path, dtype, view.progress, view.stop)
+        served = dequantized_base(settings.model, path, dtype)
+        return serve(settings, path, dtype, view.progress, view.stop, served)
     finally:
         view.stop()

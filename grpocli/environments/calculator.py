@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from grpocli.answers.final_answer import final_answer
 from grpocli.environments.environment import Step
-from grpocli.rewards.final_answer import final_answer
 from grpocli.rewards.text_match import last_number
 from grpocli.types import Message
 

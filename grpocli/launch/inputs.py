@@ -15,14 +15,14 @@ from typing import Any
 
 import xxhash
 
+from grpocli.composition.overrides import PATH
 from grpocli.config.build import TARGET, leaves
 from grpocli.config.parts import USER_CODE, is_marked
 from grpocli.config.user_parts import is_spec
 from grpocli.errors import ConfigError
 from grpocli.files import regular
-from grpocli.launch.overrides import PATH
+from grpocli.runs.sessions import Changes
 from grpocli.tasks.loading import READERS
-from grpocli.tracking.sessions import Changes
 
 MODEL = "model"
 """The start model among the inputs: the base below LoRA, and the reference of a KL term."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from grpocli.config.user_parts import choice_of
 from grpocli.rollout.vllm.config import VllmOptions
 from grpocli.tasks.mixture import tasks_of
-from grpocli.tracking.text import counted
+from grpocli.text import counted
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts, Run

@@ -22,7 +22,7 @@ from grpocli.launch.trainer_job import wait_for_job
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.processes.node import Node
 from grpocli.processes.signals import handle_stops
-from grpocli.tracking.text import clean
+from grpocli.text import clean
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -84,7 +84,7 @@ def _reachable_name() -> str:
 def _run(run_dir: Path) -> Run:
     from omegaconf import OmegaConf
 
-    from grpocli.launch.compose import build_run, register_parts
+    from grpocli.composition.compose import build_run, register_parts
 
     register_parts()
     return build_run(OmegaConf.load(run_dir / "config.yaml"))  # type: ignore[arg-type]

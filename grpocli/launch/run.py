@@ -15,25 +15,10 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.config.environment import without_environment
-from grpocli.config.user_parts import choice_of
-from grpocli.environments.environment import environment_of
-from grpocli.errors import ConfigError, GrpoError, Stopped
-from grpocli.files import write_atomic
-from grpocli.hardware.devices import Devices, devices_of, visible_gpus
-from grpocli.hardware.hardware import node_of
-from grpocli.launch.compose import build_run, mode_of, save
-from grpocli.launch.inputs import MODEL, changed_inputs, check_fits, inputs_of
-from grpocli.launch.overview import opening_lines, plan_lines
-from grpocli.launch.push import KEY as PUSH_KEY
-from grpocli.launch.push import refuse_other_run
-from grpocli.launch.ready import check_ready, check_training
-from grpocli.launch.resume import changes
-from grpocli.launch.run_pushes import push_finished
-from grpocli.launch.trainer_job import TrainerJob, wait_for_job
-from grpocli.launch.trainer_launcher import SETTLE, clean, resume_marker, stop_file
-from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error
-from grpocli.launch.validate import (
+from grpocli.composition.compose import build_run, mode_of, save
+from grpocli.composition.ready import check_ready, check_training
+from grpocli.composition.resume import changes
+from grpocli.composition.validate import (
     check_context_parallel,
     check_nodes,
     check_prefetch,
@@ -41,22 +26,37 @@ from grpocli.launch.validate import (
     check_shares,
     check_splits,
 )
+from grpocli.config.environment import without_environment
+from grpocli.config.user_parts import choice_of
+from grpocli.environments.environment import environment_of
+from grpocli.errors import ConfigError, GrpoError, Stopped
+from grpocli.files import write_atomic
+from grpocli.hardware.devices import Devices, devices_of, visible_gpus
+from grpocli.hardware.hardware import node_of
+from grpocli.hub import PUSH_KEY
+from grpocli.launch.inputs import MODEL, changed_inputs, check_fits, inputs_of
+from grpocli.launch.overview import opening_lines, plan_lines
+from grpocli.launch.trainer_job import TrainerJob, wait_for_job
+from grpocli.launch.trainer_launcher import SETTLE, clean, resume_marker, stop_file
+from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error
 from grpocli.processes.node import Node
 from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
 from grpocli.processes.threads import BackgroundTask
+from grpocli.publish.push import refuse_other_run
+from grpocli.publish.run_pushes import push_finished
 from grpocli.rewards.python import PythonReward
 from grpocli.rollout.auto import AutoEngine
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync_config import locate_servers
 from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
 from grpocli.rollout.vllm.validate import flag_of
+from grpocli.runs.metrics import read_metrics
+from grpocli.runs.run_dir import RunDir, resume_word
+from grpocli.runs.runs import saved_choices
+from grpocli.runs.sessions import Changes, Session, add_session, format_value, last_inputs, run_id
 from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 from grpocli.tasks.task import columns_of
 from grpocli.tracking.callbacks import check_callback
-from grpocli.tracking.metrics import read_metrics
-from grpocli.tracking.run_dir import RunDir, resume_word
-from grpocli.tracking.runs import saved_choices
-from grpocli.tracking.sessions import Changes, Session, add_session, format_value, last_inputs, run_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tasks.task import Example, Task
-    from grpocli.tracking.view import View
     from grpocli.training.resume_point import ResumePoint
+    from grpocli.views.view import View
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def _run_locked(
     config: DictConfig, run: Run, run_dir: RunDir, resuming: bool, node: Node | None, begin: Callable[[], None]
 ) -> float | None:
     """Prepare the run and train, in a folder that this process has locked."""
-    from grpocli.tracking.live_view import make_view
+    from grpocli.views.live_view import make_view
 
     view = make_view()
     try:

@@ -19,8 +19,8 @@ from grpocli.processes.exit_reports import exit_reports, report_failure, root_ca
 from grpocli.processes.guard import alive, guarded
 from grpocli.processes.heartbeat import DONE, JOINING, Heartbeat, heartbeats
 from grpocli.processes.signals import handle_stops
-from grpocli.tracking.metrics import read_metrics, summary_of, write_summary
-from grpocli.tracking.run_dir import resume_command
+from grpocli.runs.metrics import read_metrics, summary_of, write_summary
+from grpocli.runs.run_dir import resume_command
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from grpocli.processes.guard import Guarded
     from grpocli.processes.node import Node
     from grpocli.processes.signals import StopSignal
-    from grpocli.tracking.run_dir import RunDir
+    from grpocli.runs.run_dir import RunDir
 
 SETTLE = 5.0
 """Seconds after the first failure in which other processes may still report theirs."""

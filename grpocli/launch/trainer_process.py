@@ -20,8 +20,8 @@ from grpocli.masking import masked
 from grpocli.processes.cpu_tuning import keep_freed_memory
 from grpocli.processes.heartbeat import JOINING, START
 from grpocli.processes.memory import too_little
+from grpocli.runs.run_dir import FORBIDDEN, RunDir
 from grpocli.tracking.callbacks import RunEnd
-from grpocli.tracking.run_dir import FORBIDDEN, RunDir
 from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.processes.heartbeat import HeartbeatWriter
     from grpocli.processes.signals import StopSignal
+    from grpocli.runs.metrics import MetricsLog
     from grpocli.tasks.prompt_source import PromptSource
-    from grpocli.tracking.metrics import MetricsLog
     from grpocli.tracking.recorder import Recorder
-    from grpocli.tracking.view import View
     from grpocli.training.trainer import Trainer
+    from grpocli.views.view import View
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +148,8 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
 
     from grpocli.algorithm.kl import has_teacher
     from grpocli.rewards.reward import answer_columns
+    from grpocli.runs.metrics import MetricsLog, reserve_space
     from grpocli.tracking.callbacks import Callbacks, make_callbacks
-    from grpocli.tracking.metrics import MetricsLog, reserve_space
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.checkpoint import load_state
 
@@ -181,8 +181,8 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
         warn=view.warn,
     )
     if run.hub.push and run.hub.checkpoints:
-        from grpocli.launch.push import Pusher
-        from grpocli.launch.run_pushes import CheckpointPushes
+        from grpocli.publish.push import Pusher
+        from grpocli.publish.run_pushes import CheckpointPushes
 
         recorder.pushes = CheckpointPushes(Pusher(run_dir, run.hub), view.warn)
     return recorder
@@ -208,8 +208,8 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
     import torch
 
     from grpocli.models.loading import load_config
-    from grpocli.tracking.card import model_card
-    from grpocli.tracking.metrics import write_summary
+    from grpocli.publish.card import model_card
+    from grpocli.runs.metrics import write_summary
     from grpocli.training.checkpoint import save_model
 
     main, recorder, card = trainer.world.is_main, trainer.recorder, ""
@@ -231,7 +231,7 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
 
 def summarise(trainer: Trainer | None, recorder: Recorder, cause: str, kind: str) -> None:
     """Write summary.json of a run that ended early, in the main process only. kind: `stopped` or `failed`."""
-    from grpocli.tracking.metrics import write_summary
+    from grpocli.runs.metrics import write_summary
 
     if recorder.metrics is not None:
         write_summary(recorder.run_dir.summary, summary_content(trainer, recorder, cause, kind, {}))
@@ -258,8 +258,8 @@ def summary_content(
     early: dict[str, object] | None = None,
 ) -> dict[str, object]:
     """The content of summary.json."""
-    from grpocli.tracking.metrics import summary_of
-    from grpocli.tracking.sessions import why_incomparable
+    from grpocli.runs.metrics import summary_of
+    from grpocli.runs.sessions import why_incomparable
 
     before = (trainer.state.before if trainer else None) or {}
     return summary_of(
@@ -283,7 +283,7 @@ def main() -> None:
     from grpocli.processes.reaper import die_with_parent
     from grpocli.processes.signals import StopSignal, enable_crash_tracebacks, handle_stops
     from grpocli.processes.threads import end_process
-    from grpocli.tracking.text import clean_warnings
+    from grpocli.text import clean_warnings
 
     enable_crash_tracebacks()
     die_with_parent()  # as the launcher dies with its guard
@@ -309,9 +309,9 @@ def main() -> None:
 def _train_rank(run_dir: RunDir, rank: int, stop: StopSignal, heartbeat: HeartbeatWriter) -> None:
     from omegaconf import OmegaConf
 
-    from grpocli.launch.compose import build_run, register_parts
-    from grpocli.tracking.live_view import make_view
-    from grpocli.tracking.view import silent_view
+    from grpocli.composition.compose import build_run, register_parts
+    from grpocli.views.live_view import make_view
+    from grpocli.views.view import silent_view
 
     register_parts()
     run = build_run(OmegaConf.load(run_dir.config))  # type: ignore[arg-type]

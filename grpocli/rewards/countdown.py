@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
+from grpocli.answers.final_answer import after_thinking
 from grpocli.config.parts import part
-from grpocli.rewards.final_answer import after_thinking
 from grpocli.rewards.reward import Correctness, Failure, Sample, Score
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

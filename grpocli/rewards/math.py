@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from grpocli.answers.final_answer import answer_expression
+from grpocli.answers.math_text import plain_number
 from grpocli.config.parts import part, require
-from grpocli.rewards.final_answer import answer_expression
-from grpocli.rewards.math_text import plain_number
 from grpocli.rewards.reward import Correctness, Failure, Forfeit, Sample, Score, answer_text, answers_of, best_of
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
 
@@ -80,4 +80,4 @@ class Math(Correctness):
         self._pool().close()
 
     def _pool(self) -> WorkerPool:
-        return shared_pool("grpocli.rewards.math_worker:equal", self.workers, self.timeout)
+        return shared_pool("grpocli.answers.math_worker:equal", self.workers, self.timeout)

@@ -9,9 +9,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from grpocli.answers.final_answer import final_answer
+from grpocli.answers.math_text import plain_number, rounded_equal
 from grpocli.config.parts import check_regex, part, require
-from grpocli.rewards.final_answer import final_answer
-from grpocli.rewards.math_text import plain_number, rounded_equal
 from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Score, answer_text
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
 

@@ -19,7 +19,7 @@ from grpocli.config.user_code import load, short, staying
 from grpocli.errors import ConfigError, RunError
 from grpocli.processes.deadline import within
 from grpocli.processes.random_state import keep_random_state
-from grpocli.tracking.metrics import to_json
+from grpocli.runs.metrics import to_json
 from grpocli.user_frames import raised
 
 logger = logging.getLogger(__name__)

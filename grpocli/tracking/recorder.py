@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from grpocli.runs.rollouts import Record, reference_answer, write_rollouts
+from grpocli.text import prompt_text
 from grpocli.tracking.callbacks import Callbacks, StepCompletion
-from grpocli.tracking.rollouts import Record, reference_answer, write_rollouts
-from grpocli.tracking.text import prompt_text
-from grpocli.tracking.view import ShownCompletion, View
+from grpocli.views.view import ShownCompletion, View
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.config.schema import StopAt
     from grpocli.progress import Progress
-    from grpocli.tracking.metrics import MetricsLog
-    from grpocli.tracking.run_dir import RunDir
+    from grpocli.runs.metrics import MetricsLog
+    from grpocli.runs.run_dir import RunDir
     from grpocli.tracking.trackers import LiveTracker
     from grpocli.types import Group
 

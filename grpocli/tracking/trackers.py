@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from grpocli.config.parts import one_of, part
 from grpocli.config.yaml_text import flat_values
 from grpocli.errors import ConfigError
-from grpocli.tracking.metrics import to_json
+from grpocli.runs.metrics import to_json
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from grpocli.training.resume_point import prune
 if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.progress import Progress
-    from grpocli.tracking.run_dir import RunDir
+    from grpocli.runs.run_dir import RunDir
     from grpocli.training.policy import Policy, Reference
     from grpocli.training.prefetch import PrefetchState
 

@@ -23,8 +23,8 @@ from grpocli.rewards.scorer import StreamingScorer
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.rollout.sampling import derive_seed
+from grpocli.runs.rollouts import Record
 from grpocli.tasks.curriculum import Curriculum, Outcome, outcomes_of
-from grpocli.tracking.rollouts import Record
 from grpocli.types import Completion, Episode, Group, Prompt, Request, Rollout, Row, Sampling, Status
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from pathlib import Path
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.files import IRREGULAR, remove
 from grpocli.progress import Progress, unreported
-from grpocli.tracking.metrics import finished_steps, read_metrics, read_summary
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.sessions import read_sessions, run_id
+from grpocli.runs.metrics import finished_steps, read_metrics, read_summary
+from grpocli.runs.run_dir import RunDir
+from grpocli.runs.sessions import read_sessions, run_id
 from grpocli.training import checksums
 from grpocli.training.checkpoint import NAME, STATE, load_state
 

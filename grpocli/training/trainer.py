@@ -19,7 +19,7 @@ from grpocli.hardware.devices import peak_memory_gib
 from grpocli.processes.heartbeat import START
 from grpocli.progress import Cancelled
 from grpocli.rollout.sampling import derive_seed
-from grpocli.tracking.run_dir import resume_command
+from grpocli.runs.run_dir import resume_command
 from grpocli.training.accuracy import Evaluator
 from grpocli.training.checkpoint import State
 from grpocli.training.checkpointer import Checkpointer

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpocli.errors import RunError
-from grpocli.tracking.run_dir import resume_word
+from grpocli.runs.run_dir import resume_word
 from grpocli.training.resume_point import latest
 from grpocli.training.update import SCALE, SKIPPED
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
-    from grpocli.tracking.run_dir import RunDir
+    from grpocli.runs.run_dir import RunDir
     from grpocli.training.policy import Policy
 
 

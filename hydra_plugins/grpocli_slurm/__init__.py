@@ -1,4 +1,4 @@
-"""`hydra/launcher=slurm`, a launcher for Hydra. The work is done in `grpocli.launch.slurm`.
+"""`hydra/launcher=slurm`, a launcher for Hydra.
 
 Hydra finds launchers only in the namespace package `hydra_plugins`, and imports them at the start of every Hydra app.
 """
@@ -13,10 +13,10 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from grpocli.launch.slurm.options import register
+from hydra_plugins.grpocli_slurm.options import register
 
 
-class SlurmLauncher(Launcher):
+class SlurmLauncher(Launcher):  # type: ignore[misc] # mypy sees no types of hydra
     """Submits the runs of a multirun to SLURM."""
 
     def __init__(self, **options: Any) -> None:
@@ -26,7 +26,7 @@ class SlurmLauncher(Launcher):
         self._context, self._config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from grpocli.launch.slurm.launcher import launch
+        from hydra_plugins.grpocli_slurm.launcher import launch
 
         return launch(self._options, self._context, self._config, job_overrides, initial_job_idx)
 

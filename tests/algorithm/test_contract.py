@@ -10,10 +10,10 @@ import torch
 from grpocli.algorithm.aggregate import Constant
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.contract import try_part
+from grpocli.composition.compose import build_run, compose
+from grpocli.composition.ready import check_ready
 from grpocli.config.parts import registered
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
-from grpocli.launch.ready import check_ready
 
 LOSS = "-(a - b).exp() * c[:, None]"
 WHOLE = "(a, b, c, d)"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from composed import built
 
-from grpocli.launch.hydra_sources import conf_dir
+from grpocli.composition.hydra_sources import conf_dir
 
 P, G, T = 3, 4, 6
 

@@ -18,8 +18,8 @@ from algorithm.windows import choices
 from composed import built
 from tables import table
 
+from grpocli.composition.compose import compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import compose
 from grpocli.types import Completion, Prompt, Rollout, Row
 
 Test = TypeVar("Test", bound=Callable[..., None])

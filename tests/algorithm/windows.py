@@ -13,8 +13,8 @@ from grpocli.algorithm import Algorithm
 from grpocli.algorithm.advantage import MaxRL
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.metrics import combined
+from grpocli.composition.compose import register_parts
 from grpocli.config.parts import choices_of
-from grpocli.launch.compose import register_parts
 
 NAN = float("nan")
 WEIGHTS = {"a": 1.0, "b": 0.5}

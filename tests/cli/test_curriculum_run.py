@@ -13,8 +13,8 @@ from cli.copied import config_dir
 from cli.running import assert_same_run, killed_after, metrics, run_here
 from cli.test_failures import failed
 
+from grpocli.runs.rollouts import read_rollouts
 from grpocli.tasks import problem_scores
-from grpocli.tracking.rollouts import read_rollouts
 
 pytestmark = pytest.mark.processes
 

@@ -10,8 +10,8 @@ import pytest
 from chat_families import CHAT_FAMILIES
 from cli.running import run_here
 
-from grpocli.cli.data import histogram
 from grpocli.models.tiny import make_model, make_tokenizer
+from grpocli_tools.data_view.data_command import histogram
 
 QUESTIONS = ["1+1=", "2+2=", "1+1=", "10+20+30=", "3+3="]
 

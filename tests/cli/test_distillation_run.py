@@ -12,7 +12,7 @@ from cli.running import assert_same_run, killed_after, metrics, run_here
 from training.test_teachers import Server
 
 from grpocli.models.tiny import make_model, make_tokenizer
-from grpocli.tracking.rollouts import read_rollouts
+from grpocli.runs.rollouts import read_rollouts
 
 pytestmark = pytest.mark.processes
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cli.running import SMALL, run_here
 
-from grpocli.tracking.rollouts import read_rollouts
+from grpocli.runs.rollouts import read_rollouts
 
 pytestmark = pytest.mark.processes
 

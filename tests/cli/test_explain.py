@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from grpocli.launch.compose import compose, save
+from grpocli.composition.compose import compose, save
 
 Command = Callable[..., tuple[int, str, str]]
 

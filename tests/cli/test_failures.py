@@ -139,7 +139,7 @@ def test_a_missing_vllm_is_reported(grpocli, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_missing_deepspeed_is_reported(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpocli.launch.ready.find_spec", lambda name: None)
+    monkeypatch.setattr("grpocli.composition.ready.find_spec", lambda name: None)
     code, said = failed(grpocli, *SMALL_RUN, "hardware.parallel=zero2")
     assert code == 2
     assert "hardware.parallel=zero2: needs DeepSpeed, which is not installed; pip install" in said
@@ -199,7 +199,7 @@ def test_weights_with_nan_after_the_last_update_are_not_saved(grpocli, tmp_path:
 
 
 def test_two_runs_in_one_folder_are_refused(grpocli, tmp_path: Path) -> None:
-    from grpocli.tracking.run_dir import RunDir
+    from grpocli.runs.run_dir import RunDir
 
     run = RunDir(tmp_path / "run")
     with run.locked():

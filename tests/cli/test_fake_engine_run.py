@@ -10,7 +10,7 @@ from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
 from cli.test_environment_run import TWO
 
 from grpocli.rollout.fake_engine import FakeEngine
-from grpocli.tracking.rollouts import read_rollouts
+from grpocli.runs.rollouts import read_rollouts
 from grpocli.training.update import Updater
 
 pytestmark = pytest.mark.processes

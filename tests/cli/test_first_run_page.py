@@ -17,10 +17,10 @@ from omegaconf import OmegaConf
 
 from grpocli.cli import COMMANDS, HELP
 from grpocli.cli.hydra_app import composed
-from grpocli.launch.compose import build_run
-from grpocli.plan.model_size import PUBLIC
-from grpocli.plan.plan import make_plan
-from grpocli.plan.resources import DeviceOptions
+from grpocli.composition.compose import build_run
+from grpocli_tools.plan.model_size import PUBLIC
+from grpocli_tools.plan.plan import make_plan
+from grpocli_tools.plan.resources import DeviceOptions
 
 MISSING = object()
 PAGE = Path(__file__).parents[2] / "docs" / "first_run.md"

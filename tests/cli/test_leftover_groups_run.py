@@ -12,7 +12,7 @@ from cli.test_failures import failed
 from safetensors.torch import load_file
 from training.recomputed import IN_UPDATE, recomputed
 
-from grpocli.tracking.rollouts import read_rollouts
+from grpocli.runs.rollouts import read_rollouts
 from grpocli.training.saved_rollouts import LEFTOVER_FILE
 
 pytestmark = pytest.mark.processes

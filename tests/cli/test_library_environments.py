@@ -8,7 +8,7 @@ import pytest
 from cli.copied import config_dir
 from cli.running import EVEN, SMALL, assert_same_run, killed_after, metrics, run_here
 
-from grpocli.tracking.rollouts import read_rollouts
+from grpocli.runs.rollouts import read_rollouts
 
 pytestmark = pytest.mark.processes
 

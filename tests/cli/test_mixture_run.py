@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
 
-from grpocli.tracking.rollouts import read_rollouts
+from grpocli.runs.rollouts import read_rollouts
 
 pytestmark = pytest.mark.processes
 

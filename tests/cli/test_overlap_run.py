@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cli.running import SMALL, metrics
 
-from grpocli.tracking.rollouts import read_rollouts
+from grpocli.runs.rollouts import read_rollouts
 
 pytestmark = pytest.mark.vllm
 

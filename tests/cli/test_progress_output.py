@@ -15,7 +15,7 @@ from grpocli.errors import ConfigError
 from grpocli.launch import run as launching
 from grpocli.launch.trainer_job import TrainerJob
 from grpocli.rollout.engine import EngineJob, EnginePart
-from grpocli.tracking.view import View
+from grpocli.views.view import View
 
 ROOT = Path(__file__).parents[2]
 

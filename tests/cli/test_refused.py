@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpocli.composition.compose import compose, save
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import compose, save
-from grpocli.tracking.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir
 
 SLURM = ["-m", "hydra/launcher=slurm", "hydra.launcher.dry_run=true"]
 

@@ -52,7 +52,7 @@ def test_an_out_that_cannot_be_written_is_one_sentence(
 def test_a_folder_that_cannot_be_written_needs_out(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpocli.cli.report.os.access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr("grpocli_tools.report.report_command.os.access", lambda *_: False)  # root may write everywhere
     assert run_here("report", str(run)) == 2
     assert "its folder cannot be written; name another file with --out FILE.html" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cli.running import SMALL, metrics, run_here
 
-from grpocli.tracking.run_dir import BEFORE, RunDir
+from grpocli.runs.run_dir import BEFORE, RunDir
 
 pytestmark = pytest.mark.processes
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from grpocli.tracking.rollouts import evaluation_records, read_rollouts, write_rollouts
+from grpocli.runs.rollouts import evaluation_records, read_rollouts, write_rollouts
 from grpocli.types import Completion, Group, Prompt, Rollout, Row, Status
 
 

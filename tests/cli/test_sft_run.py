@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cli.running import assert_same_run, killed_after, metrics, run_here
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
 from grpocli.launch.run import steps_of
-from grpocli.tracking.rollouts import read_rollouts
+from grpocli.runs.rollouts import read_rollouts
 
 RUN = [
     *("sft", "model.warm_start_steps=1", "rollout.prompts_per_step=8", "train.steps=4", "eval.problems=4"),

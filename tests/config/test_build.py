@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from grpocli.composition.compose import build_run, compose, save
+from grpocli.composition.resume import Resume
 from grpocli.config.build import build
 from grpocli.config.parts import CLASSES
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose, save
-from grpocli.launch.resume import Resume
 from grpocli.rewards.python import PythonReward
 from grpocli.types import Sampling
 

@@ -12,13 +12,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from tables import table
 
+from grpocli.composition import part_modules
+from grpocli.composition.compose import build_run, compose
+from grpocli.composition.hydra_sources import conf_dir
+from grpocli.composition.output_dir import sweep_folder
+from grpocli.composition.overrides import rewritten
 from grpocli.config.parts import CLASSES
 from grpocli.hardware.devices import Devices
-from grpocli.launch import part_modules
-from grpocli.launch.compose import build_run, compose
-from grpocli.launch.hydra_sources import conf_dir
-from grpocli.launch.output_dir import sweep_folder
-from grpocli.launch.overrides import rewritten
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.rollout.engine import EngineJob
 from grpocli.version import PACKAGE

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from conf_files import RUN, WRITTEN_FROM, files, write
 
-from grpocli.launch.hydra_sources import conf_dir
+from grpocli.composition.hydra_sources import conf_dir
 
 FILES = files()
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from omegaconf.errors import ValidationError
 
+from grpocli.composition.compose import compose
+from grpocli.composition.hydra_errors import hydra_errors
+from grpocli.composition.hydra_sources import conf_dir
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import compose
-from grpocli.launch.hydra_errors import hydra_errors
-from grpocli.launch.hydra_sources import conf_dir
 
 MATH = Path(conf_dir(), "reward", "math.yaml").read_text()
 

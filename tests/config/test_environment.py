@@ -11,15 +11,15 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from grpocli.algorithm.kl import NoKL
+from grpocli.composition.compose import build_run, compose, mode_of, save
+from grpocli.composition.resume import Resume
 from grpocli.config.environment import without_environment
 from grpocli.errors import ConfigError
 from grpocli.files import QuietFileHandler
-from grpocli.launch.compose import build_run, compose, mode_of, save
-from grpocli.launch.resume import Resume
 from grpocli.masking import masked
-from grpocli.tracking.card import model_card
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.view import silent_view
+from grpocli.publish.card import model_card
+from grpocli.runs.run_dir import RunDir
+from grpocli.views.view import silent_view
 
 SECRET = "hunter2"
 

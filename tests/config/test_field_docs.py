@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from grpocli.composition.compose import register_parts
 from grpocli.config.field_docs import class_doc, field_docs, summary
 from grpocli.config.parts import CLASSES
-from grpocli.launch.compose import register_parts
 
 register_parts()
 OWN = {name: cls for name, cls in CLASSES.items() if cls.__module__.startswith("grpocli.")}

@@ -10,8 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from tables import table
 
-from grpocli.config.foreign_names import CHOICES, KEYS
-from grpocli.launch.compose import compose
+from grpocli.composition.compose import compose
+from grpocli_tools.porting.foreign_names import CHOICES, KEYS
 
 VALUES = {"model": "tiny", "algorithm": "dapo", "engine": "vllm", "tracker": "wandb", "rollout.stop": "[a]"}
 VALUES |= {"algorithm/correction": "token_mask", "optim.betas": "[0.9,0.99]"}

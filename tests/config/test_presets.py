@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tables import table
 
+from grpocli.composition.compose import compose
+from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config.build import build
-from grpocli.launch.compose import compose
-from grpocli.launch.hydra_sources import conf_dir
 from grpocli.models.hf import HuggingFace
-from grpocli.plan.model_size import PUBLIC
+from grpocli_tools.plan.model_size import PUBLIC
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 ROW = re.compile(r"^\| `([\w.-]+)` \| ([\w.-]+/[\w.-]+) \|", re.MULTILINE)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from grpocli.launch.compose import build_run, compose
-from grpocli.launch.hydra_sources import conf_dir
+from grpocli.composition.compose import build_run, compose
+from grpocli.composition.hydra_sources import conf_dir
 
 RECIPES = Path(conf_dir()) / "recipe"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))

@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 
 from grpocli.algorithm.correction import NoCorrection, TokenMask
 from grpocli.algorithm.keep import All
+from grpocli.composition.compose import build_run, compose, save
+from grpocli.composition.resume import Resume, changes, moved_files
 from grpocli.config.schema import Run
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose, save
-from grpocli.launch.resume import Resume, changes, moved_files
 
 
 def resumed(folder: Path, began_with: list[str], now: list[str], *overrides: str) -> Run:

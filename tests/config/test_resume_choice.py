@@ -8,10 +8,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from grpocli.composition.compose import compose, save
+from grpocli.composition.overrides import rewritten
+from grpocli.composition.resume import Resume, changes
 from grpocli.config.environment import without_environment
-from grpocli.launch.compose import compose, save
-from grpocli.launch.overrides import rewritten
-from grpocli.launch.resume import Resume, changes
 
 REWARDS = ["reward=[math, format]", "reward.format.weight=0.5", "reward.math.weight=2"]
 SAVED = ["engine=vllm", "engine.base_url=http://127.0.0.1:8000", "+engine.vllm_args.x=1", "optim.lr=0.1", "resume=/old"]

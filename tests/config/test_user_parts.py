@@ -13,13 +13,13 @@ import torch
 from omegaconf import OmegaConf
 from tables import table
 
+from grpocli.composition.compose import build_algorithm, build_run, compose, register_parts, save
+from grpocli.composition.overrides import rewritten
+from grpocli.composition.resume import Resume
 from grpocli.config.build import build
 from grpocli.config.parts import CLASSES, stored
 from grpocli.config.user_parts import REQUIRED_MEMBERS, _check, choice_of
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_algorithm, build_run, compose, register_parts, save
-from grpocli.launch.overrides import rewritten
-from grpocli.launch.resume import Resume
 from grpocli.tasks.mixture import tasks_of
 
 SOURCE = '''

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from grpocli.doctor.checkup import Finding
-from grpocli.doctor.machine import Ended, Machine, Package, run_command
+from grpocli_tools.doctor.checkup import Finding
+from grpocli_tools.doctor.machine import Ended, Machine, Package, run_command
 
 FILES = {
     "proc/meminfo": "MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n",

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from grpocli.doctor.checkup import Finding
+from grpocli_tools.doctor.checkup import Finding
 
 pytestmark = pytest.mark.survival
 

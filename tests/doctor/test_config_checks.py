@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from cli.running import run_here
 from doctor.machines import TORCH, by_name, machine, said
+from grpocli_tools.doctor.checkup import Finding, examine
+from grpocli_tools.doctor.config import CheckedConfig, runs_in
+from grpocli_tools.doctor.machine import Ended, Machine, Package
+from grpocli_tools.doctor.needs import GIB
 
 from grpocli.cli.hydra_app import composed
-from grpocli.doctor import engines, surroundings
-from grpocli.doctor.checkup import Finding, examine
-from grpocli.doctor.config import CheckedConfig, runs_in
-from grpocli.doctor.machine import Ended, Machine, Package
-from grpocli.doctor.needs import GIB
+from grpocli.composition.compose import build_run
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run
 from grpocli.progress import unreported
+from grpocli_tools.doctor import engines, surroundings
 
 SMALL = {"fits": True, "model": {"trained": 10**6, "parameters": 10**6}, "step": {"seconds": {"generation": 3.0}}}
 PLAN = {"grpocli plan": Ended(0, json.dumps({**SMALL, "devices": [{"peak": GIB, "memory": 8 * GIB, "name": "GPU"}]}))}
@@ -197,7 +197,7 @@ def test_what_is_neither_here_nor_in_the_cache_comes_from_the_hub(tmp_path: Path
 
 def command(monkeypatch: pytest.MonkeyPatch, here: Machine, *words: str) -> int:
     """The exit code of `grpocli doctor` on a machine."""
-    monkeypatch.setattr("grpocli.doctor.machine.Machine", lambda: here)
+    monkeypatch.setattr("grpocli_tools.doctor.machine.Machine", lambda: here)
     return run_here("doctor", *words)
 
 

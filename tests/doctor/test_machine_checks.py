@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from doctor.machines import TORCH, VLLM, by_name, machine, said
+from grpocli_tools.doctor.checkup import Finding, FindingGroup, MachineCheck, examine, ok
+from grpocli_tools.doctor.machine import Ended, Machine, Package, end_commands, installed_packages, reach
+from grpocli_tools.doctor.needs import GIB, MIB, Module, Needs
+from grpocli_tools.doctor.report import print_report
 from rich.console import Console
 
-from grpocli.doctor import devices, engines, resources, software, surroundings
-from grpocli.doctor.checkup import Finding, FindingGroup, MachineCheck, examine, ok
-from grpocli.doctor.machine import Ended, Machine, Package, end_commands, installed_packages, reach
-from grpocli.doctor.needs import GIB, MIB, Module, Needs
-from grpocli.doctor.report import print_report
 from grpocli.progress import unreported
+from grpocli_tools.doctor import devices, engines, resources, software, surroundings
 
 GPU = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 9.0, GPU-1"
 SEEN = {"name": "NVIDIA H100", "capability": [9, 0], "free": 80 * GIB, "total": 80 * GIB, "computes": True}

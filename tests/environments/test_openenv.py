@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from grpocli.environments.openenv import OpenEnv, read_action
 from grpocli.errors import ConfigError
-from grpocli.tasks.openenv import OpenEnvTask
+from grpocli.library_environments.openenv_environment import OpenEnv, read_action
+from grpocli.library_environments.openenv_task import OpenEnvTask
 
 SESSIONS = 8  # more than a test leaves to a server that is slow to close them
 SERVER = Path(__file__).with_name("guessing_server.py")

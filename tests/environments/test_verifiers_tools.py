@@ -20,11 +20,11 @@ from environments.tool_families import FAMILIES
 
 from grpocli.environments.environment import EnvironmentConfig, loaded_environment_of
 from grpocli.environments.tools import tools_of
-from grpocli.environments.verifiers import Verifiers
 from grpocli.errors import ConfigError
+from grpocli.library_environments.verifiers_environment import Verifiers
+from grpocli.library_environments.verifiers_task import VerifiersTask
 from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.tasks.prompts import tokenize
-from grpocli.tasks.verifiers import VerifiersTask
 from grpocli.types import Completion, Prompt, Request, Sampling
 
 SUMS = Path(__file__).with_name("tool_taskset.py")

@@ -7,9 +7,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from grpocli.cli.evaluate import _show
-from grpocli.evaluation.evaluate import ModelResult
 from grpocli.training.accuracy import Estimate, TaskResult, interval, majority, pass_at_k
+from grpocli_tools.evaluation.eval_command import _show
+from grpocli_tools.evaluation.evaluate import ModelResult
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 7])

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from grpocli.launch.compose import build_run, compose
+from grpocli.composition.compose import build_run, compose
 from grpocli.rewards.math import Math
 from grpocli.rewards.reward import BaseReward, Sample
 from grpocli.rewards.text_match import Format, Number

@@ -7,16 +7,16 @@ import functools
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.explain.explanation import ORDER, Explanation, compared, explanation
-from grpocli.explain.render import (
+from grpocli.composition.compose import build_run, compose
+from grpocli.runs.sessions import as_typed
+from grpocli_tools.explain.explanation import ORDER, Explanation, compared, explanation
+from grpocli_tools.explain.render import (
     comparison_markdown,
     comparison_text,
     explanation_markdown,
     explanation_text,
     pair_lines,
 )
-from grpocli.launch.compose import build_run, compose
-from grpocli.tracking.sessions import as_typed
 
 CASES = [
     [],

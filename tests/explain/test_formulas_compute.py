@@ -16,9 +16,9 @@ from grpocli.algorithm.correction import Correction, SequenceMask, SequenceTrunc
 from grpocli.algorithm.kl import K1, K2, K3
 from grpocli.algorithm.objective import Cispo, Clip, Dppo, Geometric, Mirror, Sapo
 from grpocli.algorithm.question_weight import Difficulty
+from grpocli.composition.compose import build_run, compose
 from grpocli.config.formula import Formula
-from grpocli.explain.explanation import explanation
-from grpocli.launch.compose import build_run, compose
+from grpocli_tools.explain.explanation import explanation
 
 T = 3
 CLIPS = [

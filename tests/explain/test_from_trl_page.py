@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from from_trl_page import from_trl_page
 
-from grpocli.config.foreign_names import GRPO_CONFIG, NEMO_RL
-from grpocli.explain.keys import ReferenceIndex
-from grpocli.launch.compose import register_parts
-from grpocli.launch.hydra_sources import conf_dir
+from grpocli.composition.compose import register_parts
+from grpocli.composition.hydra_sources import conf_dir
+from grpocli_tools.explain.keys import ReferenceIndex
+from grpocli_tools.porting.foreign_names import GRPO_CONFIG, NEMO_RL
 
 DOCS = Path(__file__).parents[2] / "docs"
 

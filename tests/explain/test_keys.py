@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from grpocli.composition.compose import build_run, compose, register_parts
+from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config.build import flat_keys
 from grpocli.errors import ConfigError
-from grpocli.explain.foreign import find
-from grpocli.explain.keys import GroupReference, KeyReference, ReferenceIndex
-from grpocli.launch.compose import build_run, compose, register_parts
-from grpocli.launch.hydra_sources import conf_dir
+from grpocli_tools.explain.foreign import find
+from grpocli_tools.explain.keys import GroupReference, KeyReference, ReferenceIndex
 
 Command = Callable[..., tuple[int, str, str]]
 

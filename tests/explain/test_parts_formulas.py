@@ -13,12 +13,12 @@ from algorithms_page import VARIANTS
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.kl import K3
 from grpocli.algorithm.objective import Clip
+from grpocli.composition.compose import register_parts
 from grpocli.config.formula import Formula, formula_of
 from grpocli.config.parts import registered
 from grpocli.config.user_parts import choice_of
-from grpocli.explain.explanation import part_section
-from grpocli.explain.render import LABEL, WIDTH
-from grpocli.launch.compose import register_parts
+from grpocli_tools.explain.explanation import part_section
+from grpocli_tools.explain.render import LABEL, WIDTH
 
 register_parts()
 CHOICES = [(kind, choice, made) for kind in PARTS for choice, made in registered(f"algorithm/{kind}").items()]

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from grpocli.composition.compose import build_run, compose
+from grpocli.composition.validate import check_nodes, check_shares
 from grpocli.errors import ConfigError, Stopped
 from grpocli.hardware import devices
 from grpocli.hardware.devices import Devices, devices_of, split
 from grpocli.hardware.hardware import Multinode, Single, node_of
 from grpocli.launch import run as launch_run
 from grpocli.launch import trainer_launcher
-from grpocli.launch.compose import build_run, compose
 from grpocli.launch.overview import plan_lines
-from grpocli.launch.validate import check_nodes, check_shares
 from grpocli.processes.node import Node
 from grpocli.rollout.transformers_engine import Transformers
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server_files import new_engine_folder
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.view import View
+from grpocli.runs.run_dir import RunDir
+from grpocli.views.view import View
 
 EIGHT = [str(i) for i in range(8)]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from grpocli.composition.resume import FIXED
 from grpocli.errors import ConfigError
 from grpocli.launch.inputs import BLOCK, changed_inputs, digest, inputs_of
-from grpocli.launch.resume import FIXED
 
 
 def append(path: Path, more: bytes = b'{"prompt": "a"}\n') -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
 from grpocli.launch.run import _load
 from grpocli.launch.trainer_job import TrainerJob
 from grpocli.rollout.engine import EngineJob

@@ -13,17 +13,17 @@ from launch.test_push import add_checkpoint, hub, run  # noqa: F401 - the fixtur
 from stand_in_hub import StandInHub
 
 from grpocli.cli.hydra_app import composed
+from grpocli.composition.compose import compose, register_parts, save
+from grpocli.composition.resume import Resume
 from grpocli.config.schema import Hub
 from grpocli.errors import ConfigError
 from grpocli.hub import HubPath
-from grpocli.launch import pull
-from grpocli.launch.compose import compose, register_parts, save
-from grpocli.launch.foreign_code import runs_code
-from grpocli.launch.pull import check_config, newest_checkpoint
-from grpocli.launch.push import Pusher
-from grpocli.launch.resume import Resume
-from grpocli.tracking.published import HIDDEN
-from grpocli.tracking.run_dir import RunDir
+from grpocli.publish import pull
+from grpocli.publish.foreign_code import runs_code
+from grpocli.publish.published import HIDDEN
+from grpocli.publish.pull import check_config, newest_checkpoint
+from grpocli.publish.push import Pusher
+from grpocli.runs.run_dir import RunDir
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"
@@ -131,7 +131,7 @@ def test_a_resume_takes_no_saved_key_of_hydra(config: Callable[..., Path], overr
         ("task.maths.tools", "grpocli.environments.ready_tools:python", False),
         ("task.maths.tools", "grpocli.files:remove", True),
         ("task.maths.environment.name", "grpocli.environments.worker:call", True),
-        ("task.maths.environment.name", "grpocli.environments.openenv:OpenEnv", False),
+        ("task.maths.environment.name", "grpocli.library_environments.openenv_environment:OpenEnv", False),
         ("task.maths.environment.arguments.taskset", "evil.py", True),
         ("engine.api_key_file", "~/.ssh/id_ed25519", True),
         ("engine.api_key_file", None, False),

@@ -14,16 +14,16 @@ import pytest
 import yaml
 from stand_in_hub import Repo, StandInHub, serving
 
+from grpocli.composition.compose import register_parts
 from grpocli.config.schema import Hub
 from grpocli.errors import ConfigError
 from grpocli.hub import why_unreachable
-from grpocli.launch import push as pushing
-from grpocli.launch.compose import register_parts
-from grpocli.launch.push import Pusher
-from grpocli.launch.run_pushes import CheckpointPushes
-from grpocli.tracking.published import Publisher
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.sessions import Session, add_session
+from grpocli.publish import push as pushing
+from grpocli.publish.published import Publisher
+from grpocli.publish.push import Pusher
+from grpocli.publish.run_pushes import CheckpointPushes
+from grpocli.runs.run_dir import RunDir
+from grpocli.runs.sessions import Session, add_session
 from grpocli.training import checksums
 
 pytestmark = pytest.mark.filterwarnings(

@@ -8,7 +8,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.launch.run import run_errors
-from grpocli.tracking.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir
 
 
 @pytest.mark.parametrize(("problem", "kept"), [("there is no such model", False), ("vLLM ended (see {log})", True)])

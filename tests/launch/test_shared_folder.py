@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpocli.launch.run import shared_folder
-from grpocli.tracking.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import torch
 from chat_families import CHAT_FAMILIES
 
 from grpocli.chat_clock import with_date
+from grpocli.composition.compose import compose
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import compose
 from grpocli.models.chat_template import end_of_turn, variables
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import configured_end_ids, end_token_ids, load_tokenizer

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
+from grpocli.composition.compose import compose
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import compose
 from grpocli.models import loading
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import check_vocabulary, language_model_class, load_model, load_tokenizer, without_dropout

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from grpocli.composition.compose import compose
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import compose
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_policy
 from grpocli.models.lora import (

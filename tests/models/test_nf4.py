@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.distributed.parallel import SingleProcess
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_policy
 from grpocli.models.lora import Lora, lora_layers, merged, switched_off

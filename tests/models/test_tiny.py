@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpocli.composition.compose import compose
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import compose
 from grpocli.models.loading import load_model, load_tokenizer
 from grpocli.models.tiny import ALPHABET, Tiny, content_hash, make_model, make_tokenizer
 from grpocli.models.warm_start import corrupt, orthogonalise, warm_start

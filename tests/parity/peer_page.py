@@ -9,8 +9,8 @@ from typing import Any
 
 from parity.peer_cases import ADVANTAGES, DIFFERENCES, GRPO, LOSSES, AdvantageCase, PeerCase
 
-from grpocli.explain.render import table
 from grpocli.files import write_atomic
+from grpocli_tools.explain.render import table
 
 INTRODUCTION = """\
 # The same loss in other trainers

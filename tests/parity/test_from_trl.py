@@ -10,8 +10,8 @@ from parity.cases import LENGTH, case, our_loss
 from parity.table import Table
 
 from grpocli import build_algorithm
-from grpocli.porting.source import of_mapping
-from grpocli.porting.trl import Translation
+from grpocli_tools.porting.source import of_mapping
+from grpocli_tools.porting.trl import Translation
 
 SETTINGS = {
     "TRL's defaults": {},

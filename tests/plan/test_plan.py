@@ -23,19 +23,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
-from grpocli.cli.plan import EXAMPLES, _parser
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
 from grpocli.models.head import Float32Head
-from grpocli.plan.efficiency import COMPUTE, COSTS, HEAD_BACKWARD, HEAD_FORWARD, WIDE_HEAD_BACKWARD, WIDE_HEAD_FORWARD
-from grpocli.plan.model_size import find_model_size
-from grpocli.plan.plan import Plan, make_plan
-from grpocli.plan.report import assumptions, larger
-from grpocli.plan.resources import GIB, GPUS, DeviceOptions
-from grpocli.plan.trace import AllocationTracker
-from grpocli.plan.work import host_seconds, step_demand
 from grpocli.training.logprobs import Targets, scoring
 from grpocli.types import Sampling
+from grpocli_tools.plan.efficiency import (
+    COMPUTE,
+    COSTS,
+    HEAD_BACKWARD,
+    HEAD_FORWARD,
+    WIDE_HEAD_BACKWARD,
+    WIDE_HEAD_FORWARD,
+)
+from grpocli_tools.plan.model_size import find_model_size
+from grpocli_tools.plan.plan import Plan, make_plan
+from grpocli_tools.plan.plan_command import EXAMPLES, _parser
+from grpocli_tools.plan.report import assumptions, larger
+from grpocli_tools.plan.resources import GIB, GPUS, DeviceOptions
+from grpocli_tools.plan.trace import AllocationTracker
+from grpocli_tools.plan.work import host_seconds, step_demand
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -271,7 +278,7 @@ def test_gradient_checkpointing_and_smaller_micro_batches_save_activations(confi
 def test_layers_of_deep_models_are_extrapolated(config_only: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [*config_only, "model.dtype=bfloat16"]
     whole = planned(*overrides)
-    monkeypatch.setattr("grpocli.plan.trace.TRACED_LAYERS", 2)
+    monkeypatch.setattr("grpocli_tools.plan.trace.TRACED_LAYERS", 2)
     assert planned(*overrides).traced.total == pytest.approx(whole.traced.total, rel=0.02)
 
 

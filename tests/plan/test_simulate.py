@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.plan.simulate import Faults, Job, LogNormal, Observed, Speeds, generate, simulate
+from grpocli_tools.plan.simulate import Faults, Job, LogNormal, Observed, Speeds, generate, simulate
 
 LENGTHS = LogNormal(300.0, 0.8, 1000)
 DECODE = [0.0, *(0.01 + 0.0001 * n for n in range(1, 257))]

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
-from grpocli.plan.plan import Plan, make_plan
-from grpocli.plan.resources import DeviceOptions
-from grpocli.plan.simulate import Faults, generate
-from grpocli.plan.sweep import Options, check_options, nonnegative_fit, speeds_of_runs, sweep
+from grpocli_tools.plan.plan import Plan, make_plan
+from grpocli_tools.plan.resources import DeviceOptions
+from grpocli_tools.plan.simulate import Faults, generate
+from grpocli_tools.plan.sweep import Options, check_options, nonnegative_fit, speeds_of_runs, sweep
 
 Command = Callable[..., tuple[int, str, str]]
 

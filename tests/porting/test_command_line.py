@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from grpocli.composition.compose import build_run, compose
+from grpocli.composition.overrides import from_command_line
 from grpocli.config.user_code import load
-from grpocli.launch.compose import build_run, compose
-from grpocli.launch.overrides import from_command_line
 
 Command = Callable[..., tuple[int, str, str]]
 PLAIN = """

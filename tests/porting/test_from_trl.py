@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.cli.from_trl import ported, shell_script
-from grpocli.launch.compose import build_run, compose
-from grpocli.porting.overrides import Port
+from grpocli.composition.compose import build_run, compose
+from grpocli_tools.porting.from_trl_command import ported, shell_script
+from grpocli_tools.porting.overrides import Port
 
 Command = Callable[..., tuple[int, str, str]]
 SCRIPT = """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.config.user_code import load
-from grpocli.launch.compose import build_run, compose
 
 Command = Callable[..., tuple[int, str, str]]
 SCRIPT = '''

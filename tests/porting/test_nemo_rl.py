@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpocli.porting.nemo_rl import NemoRl
+from grpocli_tools.porting.nemo_rl import NemoRl
 
 
 def overrides(**grpo: Any) -> dict[str, str]:

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from tables import table
 
-from grpocli.cli.from_trl import ported, shell_script
-from grpocli.config.foreign_names import LORA_CONFIG, NEMO_RL, TRAINER, TRL, UNSTATED
-from grpocli.launch.compose import compose
+from grpocli.composition.compose import compose
+from grpocli_tools.porting.foreign_names import LORA_CONFIG, NEMO_RL, TRAINER, TRL, UNSTATED
+from grpocli_tools.porting.from_trl_command import ported, shell_script
 
 SAMPLES: dict[str, Any] = {
     "accelerator_config": {"split_batches": True},

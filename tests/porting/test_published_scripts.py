@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.cli.from_trl import ported, shell_script
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
+from grpocli_tools.porting.from_trl_command import ported, shell_script
 
 HEAD = """
 from datasets import load_dataset

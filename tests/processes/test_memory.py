@@ -15,7 +15,7 @@ from grpocli.launch.trainer_process import as_grpo_error
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_tokenizer
 from grpocli.processes import memory
-from grpocli.tracking.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir
 
 
 class OutOfMemoryError(RuntimeError):

@@ -16,7 +16,7 @@ from cli.running import SMALL, finish, start
 from grpocli import cli
 from grpocli.launch.run import run_errors
 from grpocli.processes.signals import CHECK_SECONDS, STOPPING, StopSignal, stop_signal
-from grpocli.tracking.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir
 
 
 def test_a_second_interrupt_prints_how_to_resume(

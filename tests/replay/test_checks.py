@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpocli.replay.checks import Check, Difference, total
+from grpocli_tools.replay.checks import Check, Difference, total
 
 
 def test_every_excused_difference_counts_as_not_checked() -> None:

@@ -14,8 +14,8 @@ import pytest
 from replay.test_replay import STEP, Grpocli
 
 from grpocli.errors import ConfigError
-from grpocli.replay.record import RecordedStep
-from grpocli.tracking.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir
+from grpocli_tools.replay.record import RecordedStep
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,7 @@ from cli.test_mixture_run import TWO as MIXTURE
 from replay.conftest import TINY, trained
 from replay.test_replay import Grpocli, differing, replayed
 
-from grpocli.replay.step_replay import VARIES
+from grpocli_tools.replay.step_replay import VARIES
 
 pytestmark = pytest.mark.processes
 

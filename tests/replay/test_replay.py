@@ -16,7 +16,7 @@ from cli.test_environment_run import TWO
 from replay.conftest import trained
 
 from grpocli.errors import ConfigError
-from grpocli.replay import source
+from grpocli_tools.replay import source
 
 pytestmark = pytest.mark.processes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpocli.replay.collection import written_by_model
+from grpocli_tools.replay.collection import written_by_model
 
 
 def row(loss_mask: list[int], logprobs: list[float], turns: int | None) -> dict[str, object]:

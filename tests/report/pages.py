@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from grpocli.report.page_data import (
+from grpocli_tools.report.page_data import (
     Chart,
     ChartLine,
     CompletionView,

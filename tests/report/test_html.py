@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from report.pages import page, run
 
-from grpocli.report.html import SCRIPTS, embedded_json, live_html, page_html
+from grpocli_tools.report.html import SCRIPTS, embedded_json, live_html, page_html
 
 
 def test_text_from_data_cannot_end_the_element_that_holds_it() -> None:
@@ -19,7 +19,7 @@ def test_text_from_data_cannot_end_the_element_that_holds_it() -> None:
 
 
 def test_our_scripts_parse_no_markup_and_run_no_text() -> None:
-    folder = files("grpocli.report").joinpath("page")
+    folder = files("grpocli_tools.report").joinpath("page")
     assert {path.name for path in folder.iterdir() if path.name.endswith(".js")} == set(SCRIPTS)
     forbidden = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser")
     assert [name for name in SCRIPTS if forbidden.search(folder.joinpath(name).read_text(encoding="utf-8"))] == []

@@ -9,10 +9,10 @@ import pytest
 from report.test_live_data import make_run, no_formula
 from starlette.testclient import TestClient
 
-from grpocli.report.build import Builder, new_values
-from grpocli.report.live import LONGEST_QUERY, BrowserSessions, live_app
-from grpocli.report.live_data import LiveData
-from grpocli.report.rollout_sample import read_step
+from grpocli_tools.report.build import Builder, new_values
+from grpocli_tools.report.live import LONGEST_QUERY, BrowserSessions, live_app
+from grpocli_tools.report.live_data import LiveData
+from grpocli_tools.report.rollout_sample import read_step
 
 PATHS = ("/", "/data", "/data?since=x", "/rollouts?run=r0&step=1", "/nothing", "/?token=wrong", "/?token=")
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.report.build import Builder, new_values
-from grpocli.report.html import page_json
-from grpocli.report.live_data import SHARE, Budget, LiveData, MetricsTail
-from grpocli.report.rollout_sample import read_step
+from grpocli_tools.report.build import Builder, new_values
+from grpocli_tools.report.html import page_json
+from grpocli_tools.report.live_data import SHARE, Budget, LiveData, MetricsTail
+from grpocli_tools.report.rollout_sample import read_step
 
 
 def row(step: int, **more: Any) -> str:

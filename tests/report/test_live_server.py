@@ -17,9 +17,9 @@ from cli.running import finish, start
 from report.conftest import wait_until
 from report.test_live_data import add, make_run, row
 
-from grpocli.cli.watch import main
 from grpocli.errors import ConfigError
-from grpocli.report.live_server import listen
+from grpocli_tools.report.live_server import listen
+from grpocli_tools.report.watch_command import main
 
 ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)")
 
@@ -161,8 +161,10 @@ def test_a_free_port_is_on_the_loopback_address() -> None:
 
 @pytest.mark.processes
 def test_the_server_imports_neither_torch_nor_transformers() -> None:
-    modules = "grpocli.report.live_server, grpocli.report.live, grpocli.report.live_data, grpocli.report.build"
-    code = f"import sys, {modules}, grpocli.cli.watch; print({{'torch', 'transformers'}} & sys.modules.keys())"
+    modules = "live_server, live, live_data, build, watch_command"
+    code = (
+        f"import sys; from grpocli_tools.report import {modules}; print({{'torch', 'transformers'}} & {{*sys.modules}})"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

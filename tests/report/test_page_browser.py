@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from report.pages import completion, page, prompt, run, sweep
 
-from grpocli.report.page_data import GroupView, PromptText, RolloutSelection
+from grpocli_tools.report.page_data import GroupView, PromptText, RolloutSelection
 
 pytestmark = pytest.mark.browser
 

@@ -14,8 +14,8 @@ import pytest
 from report.conftest import wait_until
 from report.pages import completion, page, prompt, run
 
-from grpocli.report.html import live_html, page_json
-from grpocli.report.page_data import GroupView, PageData, RolloutSelection
+from grpocli_tools.report.html import live_html, page_json
+from grpocli_tools.report.page_data import GroupView, PageData, RolloutSelection
 
 pytestmark = pytest.mark.browser
 

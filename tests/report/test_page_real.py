@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from cli.running import run_here
 
-from grpocli.report.build import Builder
-from grpocli.report.page_data import PageData
+from grpocli_tools.report.build import Builder
+from grpocli_tools.report.page_data import PageData
 
 pytestmark = [pytest.mark.browser, pytest.mark.processes, pytest.mark.survival]
 

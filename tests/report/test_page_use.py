@@ -12,7 +12,7 @@ import pytest
 from report.conftest import wait_until
 from report.pages import completion, page, run, sweep
 
-from grpocli.report.page_data import Chart, ChartLine, GroupView, PageData, PageTable, RolloutSelection, Verdict
+from grpocli_tools.report.page_data import Chart, ChartLine, GroupView, PageData, PageTable, RolloutSelection, Verdict
 
 pytestmark = pytest.mark.browser
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from grpocli.cli.compare import main
 from grpocli.errors import ConfigError
-from grpocli.report.plot import mean_and_range, smoothed
+from grpocli_tools.report.compare_command import main
+from grpocli_tools.report.plot import mean_and_range, smoothed
 
 SUFFIXES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
@@ -117,7 +117,7 @@ def test_smoothing_has_no_bias_at_the_start() -> None:
 @pytest.mark.browser
 def test_the_page_smooths_and_averages_as_the_picture(chromium: Any) -> None:
     """Two seeds, the second of which ends early and has a gap; and too few values to smooth."""
-    page = files("grpocli.report").joinpath("page")
+    page = files("grpocli_tools.report").joinpath("page")
     is_number = next(line for line in (page / "dom.js").read_text().splitlines() if line.startswith("const isNumber"))
     code = (
         f"{is_number}\n{(page / 'series.js').read_text()}\nconst lines = arguments[0].map((one) => smooth(one, 0.6));"

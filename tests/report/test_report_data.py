@@ -13,12 +13,16 @@ import pytest
 from omegaconf import OmegaConf
 from report.large_run import write_large_run
 
+from grpocli.composition.compose import compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import compose
-from grpocli.report.build import Builder
-from grpocli.report.charts import charts
-from grpocli.report.curves import Curves, accuracy_interval, read_curves, thinned
-from grpocli.report.diagnosis import (
+from grpocli.runs.run_dir import RunDir
+from grpocli.runs.runs import RESULTS, RunRow, flatten
+from grpocli.runs.sessions import Session, add_session
+from grpocli.training.accuracy import interval, pass_at_k
+from grpocli_tools.report.build import Builder
+from grpocli_tools.report.charts import charts
+from grpocli_tools.report.curves import Curves, accuracy_interval, read_curves, thinned
+from grpocli_tools.report.diagnosis import (
     BLOCKS,
     EARLY,
     ENDS,
@@ -34,13 +38,9 @@ from grpocli.report.diagnosis import (
     verdict,
     warnings,
 )
-from grpocli.report.html import page_json
-from grpocli.report.rollout_sample import BUDGET, LONGEST, Prompts, RolloutSample, cut
-from grpocli.report.several import labels
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.runs import RESULTS, RunRow, flatten
-from grpocli.tracking.sessions import Session, add_session
-from grpocli.training.accuracy import interval, pass_at_k
+from grpocli_tools.report.html import page_json
+from grpocli_tools.report.rollout_sample import BUDGET, LONGEST, Prompts, RolloutSample, cut
+from grpocli_tools.report.several import labels
 
 
 def run_folder(path: Path, lines: list[str], config: str = "seed: 0\ntrain:\n  steps: 4\n") -> Path:

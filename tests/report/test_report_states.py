@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from cli.running import SMALL, killed_after, run_here
 
-from grpocli.launch.report_page import formula_lines_of
-from grpocli.report.build import Builder, state_of
-from grpocli.report.html import page_html
-from grpocli.report.page_data import PageData, RunView
-from grpocli.tracking.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir
+from grpocli_tools.report.build import Builder, state_of
+from grpocli_tools.report.html import page_html
+from grpocli_tools.report.page_data import PageData, RunView
+from grpocli_tools.report.report_page import formula_lines_of
 
 STOPPING = """
 import os, signal
@@ -162,7 +162,7 @@ def facts_of(tmp_path: Path, *overrides: str) -> dict[str, str]:
     """The facts of a run that began with these overrides."""
     from omegaconf import OmegaConf
 
-    from grpocli.launch.compose import compose, save
+    from grpocli.composition.compose import compose, save
 
     chosen = compose(list(overrides), with_hydra=True)
     choices = {"hydra": {"runtime": {"choices": OmegaConf.to_container(chosen.hydra.runtime.choices)}}}
@@ -219,7 +219,7 @@ def test_a_report_runs_no_code_of_a_run(tmp_path: Path) -> None:
 def config_text(reward: str, advantage: str) -> str:
     from omegaconf import OmegaConf
 
-    from grpocli.launch.compose import compose, save
+    from grpocli.composition.compose import compose, save
 
     plain = OmegaConf.to_container(OmegaConf.create(save(compose([]))))
     assert isinstance(plain, dict)

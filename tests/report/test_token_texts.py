@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from grpocli.report.token_texts import TokenTexts
+from grpocli_tools.report.token_texts import TokenTexts
 
 TEXTS = [
     "2 + 2 = 4",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tables import table
 
-from grpocli.rewards import math_value, math_worker
-from grpocli.rewards.final_answer import LONGEST, answer_expression, chosen_letter, reference_expression
+from grpocli.answers import math_value, math_worker
+from grpocli.answers.final_answer import LONGEST, answer_expression, chosen_letter, reference_expression
 
 PAIRS: list[dict[str, Any]] = [
     json.loads(line) for line in (Path(__file__).parent / "answer_pairs.jsonl").read_text("utf-8").splitlines()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+from grpocli.composition.compose import register_parts
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import register_parts
 from grpocli.rewards.length import Overlong
 from grpocli.rewards.python import PythonReward
 from grpocli.rewards.text_match import Format

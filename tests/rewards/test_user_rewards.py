@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
 from grpocli.rewards.scorer import Scorer
 from grpocli.training.collector import rewards_of
 from grpocli.types import Completion, Group, Prompt, Rollout

@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 import torch
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.hardware import devices
-from grpocli.launch.compose import build_run, compose
 from grpocli.rollout.auto import AutoEngine
 from grpocli.rollout.transformers_engine import Transformers
 from grpocli.rollout.vllm.engine_parts import Vllm

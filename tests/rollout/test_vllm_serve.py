@@ -16,10 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
+from grpocli.composition.compose import compose
 from grpocli.config.overrides import to_text
 from grpocli.errors import ConfigError, EngineError
-from grpocli.launch.compose import compose
-from grpocli.launch.shared_server import SHORT, Serve, build_server_config, how_to_use, serve
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync_config import AutoSyncConfig
 from grpocli.rollout.vllm import server as vllm_server
@@ -27,6 +26,7 @@ from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server import ServerSpec
 from grpocli.rollout.vllm.server_files import Endpoint, serve_file
 from grpocli.rollout.vllm.server_log import StartupLog, fresh_log, printed_log
+from grpocli.rollout.vllm.shared_server import SHORT, Serve, build_server_config, how_to_use, serve
 
 VALUES: dict[str, Any] = {
     "tensor_parallel": 2,

@@ -18,8 +18,8 @@ from models.architectures import architecture
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError, EngineError
-from grpocli.launch.compose import build_run, compose
 from grpocli.launch.run import _starts_dummy
 from grpocli.launch.trainer_launcher import command
 from grpocli.rollout import sync_config

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tables import table
 
-from grpocli.launch.slurm.cluster import environment
-from grpocli.launch.slurm.monitor import last_error
-from grpocli.launch.slurm.options import Options, seconds
+from hydra_plugins.grpocli_slurm.cluster import environment
+from hydra_plugins.grpocli_slurm.monitor import last_error
+from hydra_plugins.grpocli_slurm.options import Options, seconds
 
 DRY = ["train", "-m", "hydra/launcher=slurm", "hydra.launcher.dry_run=true", "hydra.launcher.partition=gpu"]
 MULTINODE = ["hardware=multinode", "hardware.train_nodes=4", "engine=vllm", "engine.tensor_parallel=8"]

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from grpocli.cli.reward_check import main
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
 from grpocli.tasks.code import CodeProblems
+from grpocli_tools.reward_check.reward_check_command import main
 
 MBPP = [
     {

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
 from grpocli.tasks import problem_scores
 from grpocli.tasks.curriculum import Curriculum, Outcome, difficulty_ranks, outcomes_of
 from grpocli.tasks.jsonl import Jsonl

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
 from grpocli.tasks.gsm8k import Gsm8k
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.streaming import StreamedPrompts

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from conf_files import WRITTEN_FROM
 
+from grpocli.composition.compose import build_run, compose
+from grpocli.composition.hydra_sources import conf_dir
+from grpocli.composition.overrides import expand_task_lists
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
-from grpocli.launch.hydra_sources import conf_dir
-from grpocli.launch.overrides import expand_task_lists
 from grpocli.rewards.score_stats import ErrorLimit
 from grpocli.tasks.mixture import error_limits_of, errors_below, tasks_of
 from grpocli.tasks.prompt_source import PromptSource

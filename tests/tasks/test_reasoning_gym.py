@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.rewards.reasoning_gym import ReasoningGymReward
+from grpocli.library_environments.reasoning_gym_reward import ReasoningGymReward
+from grpocli.library_environments.reasoning_gym_task import ReasoningGym
 from grpocli.rewards.reward import Failure, Sample
-from grpocli.tasks.reasoning_gym import ReasoningGym
 from grpocli.types import Completion, Prompt, Rollout
 
 GENERATORS = [

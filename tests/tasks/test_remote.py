@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
 from grpocli.models.tiny import make_tokenizer
 from grpocli.tasks.loading import load_table
 from grpocli.tasks.prompt_source import PromptSource

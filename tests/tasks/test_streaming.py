@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
 from grpocli.tasks import json_rows, prompts, streaming
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.prompt_source import PromptSource
@@ -95,7 +95,7 @@ def test_every_process_draws_the_same_prompts(data, file: Path) -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 from conftest import words
-from grpocli.launch.compose import build_run, compose
+from grpocli.composition.compose import build_run, compose
 from grpocli.tasks.prompt_source import PromptSource
 data = PromptSource.of(build_run(compose({["task=jsonl", "task.shuffle_buffer=8", *config]!r})), words(None))
 print([data.draw(number).text for number in range({2 * N})])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from environments.tool_families import FAMILIES
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose
 from grpocli.models.tiny import make_tokenizer
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.prompt_set import PromptSet

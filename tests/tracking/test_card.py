@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from grpocli.tracking.card import model_card
-from grpocli.tracking.metrics import finished_steps, reserve_space, summary_of, write_summary
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.sessions import Session, add_session
+from grpocli.publish.card import model_card
+from grpocli.runs.metrics import finished_steps, reserve_space, summary_of, write_summary
+from grpocli.runs.run_dir import RunDir
+from grpocli.runs.sessions import Session, add_session
 
 CONFIG = """\
 algorithm:

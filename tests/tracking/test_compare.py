@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from grpocli.cli.compare import main
 from grpocli.errors import ConfigError
-from grpocli.report.several import labels
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.runs import check_run, find_runs
-from grpocli.tracking.sessions import Session, add_session
+from grpocli.runs.run_dir import RunDir
+from grpocli.runs.runs import check_run, find_runs
+from grpocli.runs.sessions import Session, add_session
+from grpocli_tools.report.compare_command import main
+from grpocli_tools.report.several import labels
 
 
 def run(folder: Path, algorithm: str, seed: int, accuracy: float | None, lr: float = 0.1) -> None:
@@ -332,7 +332,7 @@ def kinds(tmp_path: Path) -> Path:
 def test_runs_of_different_kinds_show_results_first_and_then_what_fits(
     kinds: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpocli.tracking.compare.PIPE", width)
+    monkeypatch.setattr("grpocli_tools.report.comparison.PIPE", width)
     main([str(kinds)])
     out = capsys.readouterr().out
     lines = out.splitlines()

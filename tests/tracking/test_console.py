@@ -9,8 +9,8 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from grpocli.tracking.console import CleanConsole
-from grpocli.tracking.text import clean_warnings
+from grpocli.text import clean_warnings
+from grpocli.views.console import CleanConsole
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2J\x9bb\u202ec[/red][red]d"
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpocli.errors import ConfigError
-from grpocli.tracking.metrics import MetricsLog, json_line, read_metrics, to_json
+from grpocli.runs.metrics import MetricsLog, json_line, read_metrics, to_json
 
 
 def steps(path: Path) -> list[int]:

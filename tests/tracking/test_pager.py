@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.tracking.console import pager_of
+from grpocli.views.console import pager_of
 
 SCRIPT = """
-from grpocli.tracking.console import paged
+from grpocli.views.console import paged
 with paged() as console:
     for k in range(LINES):
         console.print(f"line {k}", style="dim", highlight=False)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpocli.tracking.metrics import MetricsLog
+from grpocli.runs.metrics import MetricsLog
+from grpocli.runs.run_dir import RunDir
 from grpocli.tracking.recorder import Recorder
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.view import ShownCompletion, silent_view
 from grpocli.types import Completion, Group, Prompt, Rollout
+from grpocli.views.view import ShownCompletion, silent_view
 
 
 @pytest.mark.parametrize(

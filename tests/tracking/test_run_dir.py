@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.tracking.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir
 
 
 def test_files_have_their_paths(tmp_path: Path) -> None:
@@ -152,11 +152,11 @@ def test_a_resume_waits_for_trainer_processes_that_outlive_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir(tmp_path / "run")
-    monkeypatch.setattr("grpocli.tracking.run_dir.WORKERS_WITHIN", 1.0)
+    monkeypatch.setattr("grpocli.runs.run_dir.WORKERS_WITHIN", 1.0)
     still = pytest.raises(ConfigError, match="trainer processes of an earlier start still run in it")
     with run.worker_lock(), run.worker_lock(), still, run.locked():
         pass
-    monkeypatch.setattr("grpocli.tracking.run_dir.WORKERS_WITHIN", 30.0)
+    monkeypatch.setattr("grpocli.runs.run_dir.WORKERS_WITHIN", 30.0)
     left = ExitStack()
     left.enter_context(run.worker_lock())
     ended = threading.Event()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.sessions import (
+from grpocli.runs.run_dir import RunDir
+from grpocli.runs.sessions import (
     Session,
     add_session,
     format_value,

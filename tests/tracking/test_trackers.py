@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from grpocli.composition.compose import compose
+from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import compose
-from grpocli.launch.hydra_sources import conf_dir
 from grpocli.tracking import trackers
 from grpocli.tracking.trackers import TRACKERS, Accelerate, AccelerateTracker, NoTracker, flat
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpocli.tracking.live_view import LiveScreen, LiveView, make_view, sections
-from grpocli.tracking.text import clean, format_duration, format_number, prompt_text, sparkline, trend
-from grpocli.tracking.view import CurrentStage, Pace, PlainView, ShownCompletion, Stage, View, silent_view
+from grpocli.text import clean, format_duration, format_number, prompt_text, sparkline, trend
+from grpocli.views.live_view import LiveScreen, LiveView, make_view, sections
+from grpocli.views.view import CurrentStage, Pace, PlainView, ShownCompletion, Stage, View, silent_view
 
 METRICS: dict[str, Any] = {
     "reward": 0.4123,

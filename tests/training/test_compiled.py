@@ -16,8 +16,8 @@ from training.test_packing import GROUPS, rows_of
 from training.test_update import world
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.distributed.world import World
-from grpocli.launch.compose import build_run, compose
 from grpocli.models import flex_attention
 from grpocli.models.loading import checkpoint_activations
 from grpocli.models.lora import Lora, attach

@@ -18,13 +18,13 @@ from training.test_processes import assert_same, rows, tied_model
 from training.test_router_balance import ALONE, updated
 from training.test_update import world
 
+from grpocli.composition.validate import check_splits
 from grpocli.config.schema import Rollouts
 from grpocli.distributed.context_parallel import ContextParallel
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.hardware.hardware import Single
 from grpocli.launch.trainer_launcher import command
-from grpocli.launch.validate import check_splits
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_config

@@ -21,8 +21,7 @@ from grpocli.distributed.world import World
 from grpocli.errors import RunError
 from grpocli.models import loading, sdpa
 from grpocli.models.hf import HuggingFace
-from grpocli.replay.weights import Weights
-from grpocli.tracking.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir
 from grpocli.training import build
 from grpocli.training.optim import AdamW, make_optimizer
 from grpocli.training.packing import Packed
@@ -31,6 +30,7 @@ from grpocli.training.policy import Policy
 from grpocli.training.update import SCALE, SKIPPED, Updater
 from grpocli.training.update_checks import UpdateChecks, overflow_warning
 from grpocli.types import Row
+from grpocli_tools.replay.weights import Weights
 
 CPU = torch.device("cpu")
 rows, world = test_update.rows, test_update.world

@@ -15,11 +15,11 @@ from accelerate import Accelerator
 from cli.running import run_here
 from transformers import LlamaConfig, LlamaForCausalLM, SchedulerType, get_scheduler
 
+from grpocli.composition.compose import build_run, compose
 from grpocli.distributed.parallel import loss_scaler, step
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.hardware.hardware import Single
-from grpocli.launch.compose import build_run, compose
 from grpocli.models.tiny import make_tokenizer
 from grpocli.training import schedule
 from grpocli.training.checkpoint import Contents, State, load_optimizer, save

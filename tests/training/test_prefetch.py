@@ -17,7 +17,7 @@ from composed import built
 
 from grpocli.errors import EngineError, RunError
 from grpocli.rewards.score_stats import ScoreStats
-from grpocli.tracking.rollouts import write_rollouts
+from grpocli.runs.rollouts import write_rollouts
 from grpocli.training import saved_rollouts
 from grpocli.training.collector import Collector, RolloutBatch, records_of
 from grpocli.training.micro_batch import rows_of as step_rows_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpocli.launch.trainer_process import as_grpo_error, close_all
-from grpocli.tracking.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir
 
 
 def raising(error: Exception, closed: list[str]) -> None:

@@ -1,0 +1,226 @@
+"""task=openenv: episodes of an OpenEnv server, one session for each."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from grpocli.environments.environment import Step
+from grpocli.environments.tools import Schema, answer_to, calls_in, name_of, refusal
+from grpocli.http import fetch, json_of
+from grpocli.library_environments.background_loop import BackgroundLoop
+from grpocli.types import Message
+
+if TYPE_CHECKING:
+    from openenv import GenericEnvClient
+    from openenv.core.client_types import StepResult
+
+FENCE = "```"
+LARGEST_SCHEMA, SCHEMA_SECONDS = 4_000_000, 10.0
+"""Bytes of a schema, and seconds for it."""
+FULL = "at capacity"
+"""Part of a server's answer when it has no session left."""
+INVALID = "VALIDATION_ERROR"
+"""Part of a server's answer to an action that does not fit its schema."""
+TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
+"""Names of the schemas of actions of servers whose actions are calls of tools."""
+
+
+class OpenEnv:
+    """Sessions of a server.
+
+    observation, action: names of the fields that hold a text; seconds: deadline of a step; tool_schemas: the tools that
+    the prompts show; with tools, the actions are calls of them.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        observation: str | None,
+        action: str | None,
+        seconds: float,
+        tool_schemas: Sequence[Schema] = (),
+    ) -> None:
+        self.base_url, self.observation, self.action = base_url, observation, action
+        self._tools = list(map(name_of, tool_schemas))
+        self._background = BackgroundLoop(seconds)
+        self._sessions: dict[str, GenericEnvClient] = {}
+
+    @cached_property
+    def _schema(self) -> dict[str, Any]:
+        return {} if self.action else action_schema(self.base_url)
+
+    def reset(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Open a session and reset it with the example's `reset`. Raises ValueError for another opening."""
+        name = secrets.token_urlsafe(8)
+        session, text = self._open(metadata["reset"])
+        self._sessions[name] = session
+        if text != metadata["opening"]:
+            self._close({"session": name})
+            raise ValueError(f"two resets with {metadata['reset']} have different first observations; give a seed")
+        return {"session": name}
+
+    def step(self, messages: list[Message], metadata: dict[str, Any]) -> Step:
+        """Send the model's turn as an action. An unreadable action is answered, and has no reward."""
+        session = self._sessions.get(metadata["session"])
+        if session is None:
+            raise ValueError("its worker process ended, and with it the session")
+        try:
+            play = self._call_tools if self._tools else self._act
+            return play(session, messages[-1], metadata)
+        except Exception:
+            self._close(metadata)
+            raise
+
+    def _act(self, session: GenericEnvClient, turn: Message, metadata: dict[str, Any]) -> Step:
+        """Send a turn as an action."""
+        try:
+            action = read_action(turn["content"], self.action, self._schema)
+            result = self._send(session, action)
+        except ValueError as error:
+            return Step([{"role": "user", "content": f"error: {error}"}], 0.0, False, metadata)
+        if result.done:
+            self._close(metadata)
+        shown: list[Message] = [{"role": "user", "content": self._text(result.observation)}]
+        return Step([] if result.done else shown, result.reward or 0.0, bool(result.done), metadata)
+
+    def _send(self, session: GenericEnvClient, action: dict[str, Any]) -> StepResult[dict[str, Any]]:
+        """The result of an action. Raises ValueError if it does not fit the server's schema."""
+        try:
+            return self._background.run(lambda: session.step(action))
+        except RuntimeError as error:
+            if INVALID in str(error):
+                raise ValueError("the action does not fit the server's schema") from error
+            raise
+
+    def _call_tools(self, session: GenericEnvClient, turn: Message, metadata: dict[str, Any]) -> Step:
+        """Run the calls of a turn, one action for each. A turn without a call ends the episode."""
+        answers: list[Message] = []
+        calls, total = calls_in(turn), 0.0
+        done = not calls
+        for call in calls:
+            if done:
+                break
+            content = refusal(call, self._tools)
+            failed = bool(content)
+            if not failed:
+                action = {"type": "call_tool", "tool_name": call["name"], "arguments": call["arguments"]}
+                result = self._send(session, action)
+                content, failed = read_result(result.observation)
+                total, done = total + (result.reward or 0.0), bool(result.done)
+            answers.append(answer_to(call, self._tools, content, failed))
+        if done:
+            self._close(metadata)
+        return Step(answers, total, done, metadata)
+
+    def tools(self) -> list[Schema]:
+        """The tools of the server."""
+
+        async def ask() -> StepResult[dict[str, Any]]:
+            async with GenericEnvClient(base_url=self.base_url) as session:
+                return await session.step({"type": "list_tools"})
+
+        from openenv import GenericEnvClient
+
+        found = self._background.run(ask).observation.get("tools", [])
+        shown = [
+            {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
+            for tool in found
+        ]
+        return [{"type": "function", "function": one} for one in shown]
+
+    def finish(self, messages: list[Message], metadata: dict[str, Any]) -> None:
+        """Close the session of an episode that a limit ended."""
+        self._close(metadata)
+
+    def opening(self, reset: dict[str, Any]) -> str:
+        """The first observation after a reset with these arguments."""
+        session, text = self._open(reset)
+        self._background.run(session.close)
+        return text
+
+    def _open(self, reset: dict[str, Any]) -> tuple[GenericEnvClient, str]:
+        from openenv import GenericEnvClient
+        from websockets.exceptions import ConnectionClosedOK
+
+        async def begin() -> StepResult[dict[str, Any]]:
+            await session.connect()
+            return await session.reset(**reset)
+
+        session = GenericEnvClient(base_url=self.base_url)
+        try:
+            return session, self._text(self._background.run(begin).observation)
+        except Exception as error:
+            self._background.run(session.close)
+            if FULL in str(error):
+                raise ValueError(f"{error}: start it with a larger max_concurrent_envs") from error
+            if isinstance(error, ConnectionClosedOK):  # it may close before its reason is read
+                problem = f"the server closed a new session, as one {FULL} does"
+                raise ValueError(f"{problem}: start it with a larger max_concurrent_envs") from error
+            raise
+
+    def _close(self, metadata: dict[str, Any]) -> None:
+        if session := self._sessions.pop(metadata["session"], None):
+            self._background.run(session.close)
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        """The text of an observation: its field `observation`, or all of it as JSON."""
+        if self.observation is None:
+            return json.dumps(observation, ensure_ascii=False)
+        if self.observation not in observation:
+            raise ValueError(f"the observation has the fields {', '.join(observation)}, but no {self.observation!r}")
+        return str(observation[self.observation])
+
+
+def read_action(text: str, field: str | None, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The action that a turn of the model says: its text as `field`, or a JSON object, which may be fenced.
+
+    Raises ValueError if the text is no JSON object and the schema does not have exactly one required field, a text.
+    """
+    if field is not None:
+        return {field: text}
+    bare = text.strip()
+    if bare.startswith(FENCE) and bare.endswith(FENCE):
+        bare = "\n".join(bare.splitlines()[1:-1])
+    try:
+        action = json.loads(bare)
+    except ValueError:
+        action = None
+    if isinstance(action, dict):
+        return action
+    required = schema.get("required", [])
+    if len(required) == 1 and schema.get("properties", {}).get(required[0], {}).get("type") == "string":
+        return {required[0]: text}
+    raise ValueError(f"an action is a JSON object with {', '.join(required) or 'the fields of the schema'}")
+
+
+def read_result(observation: Mapping[str, Any]) -> tuple[str, bool]:
+    """The text of a tool's result, and whether the call failed."""
+    if error := observation.get("error"):
+        return f"error: {error['message']}", True
+    result = observation.get("result")
+    if not isinstance(result, dict) or "content" not in result:
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), False
+    texts = [part["text"] for part in result["content"] if part.get("type") == "text"]
+    return "\n".join(texts), bool(result.get("is_error"))
+
+
+def action_schema(base_url: str) -> dict[str, Any]:
+    """The JSON schema of a server's actions."""
+    answer = fetch(f"{base_url.rstrip('/')}/schema", LARGEST_SCHEMA, SCHEMA_SECONDS).raise_for_status()
+    found: dict[str, Any] = json_of(answer)["action"]
+    return found
+
+
+def openings(base_url: str, observation: str | None, seconds: float, resets: list[dict[str, Any]]) -> list[str]:
+    """The first observation of each reset, for a worker process."""
+    environment = OpenEnv(base_url, observation, None, seconds)
+    return [environment.opening(reset) for reset in resets]
+
+
+def server_tools(base_url: str, seconds: float) -> list[Schema]:
+    """The tools of a server, for a worker process."""
+    return OpenEnv(base_url, None, None, seconds).tools()

@@ -1,0 +1,95 @@
+"""reward=[reasoning_gym]: the library's scorer of the generator that made the question."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from grpocli.answers.final_answer import after_thinking
+from grpocli.config.parts import check_regex, nearest, part, require
+from grpocli.errors import ConfigError
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
+from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
+
+COLUMN = "reasoning_gym"
+"""The example's column with the source of its question: see `score`."""
+MISSING_LIBRARY = "needs the library reasoning-gym: pip install reasoning-gym"
+
+
+@part("reward", "reasoning_gym", package="reward.reasoning_gym")
+class ReasoningGymReward(BaseReward):
+    """A score between 0 and 1, from the scorer of the generator that `task=reasoning_gym` names."""
+
+    scores_independently = True
+    checks_answers = True
+    pattern: str = r"<answer>(.*?)</answer>"
+    """Regular expression whose first group is the answer; the last match counts. Without a match, the answer is all
+    that follows the thinking part."""
+    timeout: float = 20.0
+    """Seconds for a sample; one that takes longer scores 0."""
+    workers: int = 0
+    """Worker processes; 0: one per core."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_regex(self, "pattern", group="the answer")
+        require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
+        require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        known = [i for i, sample in enumerate(samples) if COLUMN in sample.columns]
+        scores: list[Score] = [Failure("the example is not of task=reasoning_gym")] * len(samples)
+        items = [[samples[i].columns[COLUMN], self.answer(samples[i].text)] for i in known]
+        empty = [[samples[i].columns[COLUMN], ""] for i in known]
+        for i, score in zip(known, score_items(self._pool(), items, empty), strict=True):
+            scores[i] = score
+        return scores
+
+    def vote(self, sample: Sample) -> str:
+        return self.answer(sample.text)
+
+    def answer(self, text: str) -> str:
+        """The answer in a completion's text."""
+        text = after_thinking(text)
+        found = re.findall(self.pattern, text, re.DOTALL)
+        last = found[-1] if found else text
+        return (last if isinstance(last, str) else last[0]).strip()
+
+    def close(self) -> None:
+        self._pool().close()
+
+    def _pool(self) -> WorkerPool:
+        return shared_pool("grpocli.library_environments.reasoning_gym_reward:score", self.workers, self.timeout)
+
+
+def score(source: dict[str, Any], answer: str) -> float:
+    """The score of an answer. Runs in a worker process.
+
+    source: name, config, seed and size of the dataset, and the question's index. From these the library makes the
+    question again, with the data that its scorer needs.
+    """
+    dataset = _dataset(source["name"], source["config"], source["seed"], source["size"])
+    return float(dataset.score_answer(answer, dataset[source["index"]]))
+
+
+@lru_cache(maxsize=32)
+def _dataset(name: str, config: str, seed: int, size: int) -> Any:
+    return make(name, config, seed, size)
+
+
+def make(name: str, config: str, seed: int, size: int) -> Any:
+    """A dataset of the library, which makes its entries on access. Raises ConfigError."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(f"{MISSING_LIBRARY} ({error})", key="task", value="reasoning_gym") from error
+    if name not in DATASETS:
+        raise ConfigError(f"reasoning-gym has no such generator{nearest(name, DATASETS)}", key="task.name", value=name)
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"{name} refuses it: {error}", key="task.config", value=config) from error

@@ -1,0 +1,167 @@
+"""The README of a final model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpocli.files import regular
+from grpocli.hub import REPO, hub_path
+from grpocli.publish.published import Publisher
+from grpocli.runs.run_dir import RunDir
+from grpocli.runs.runs import saved_choices
+from grpocli.runs.sessions import SessionSteps, format_value, read_sessions, steps_by_session
+from grpocli.version import __version__
+
+CARD = """\
+---
+{front}---
+
+# {name}
+
+Trained by reinforcement learning from verifiable rewards with grpocli {version}.
+
+| | |
+|---|---|
+| started from | {base} |
+| algorithm | {algorithm} |
+| task | {task} |
+| rewards | {rewards} |
+| steps | {steps} |
+{sessions}| held-out accuracy at temperature 1 | {before} before, {after} after |
+| held-out accuracy, greedy | {greedy_before} before, {greedy_after} after |
+{incomparable}
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH_TO_THIS_FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")
+```
+
+{caption}
+
+```yaml
+{config}
+```
+"""
+
+
+def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
+    """The README of a run's final model. base: the folder or hub id of the start model.
+
+    The card may be published, so it has the names of environment variables, never their values, and no local folders.
+    """
+    config = yaml.safe_load(regular(run_dir.config).read_text()) or {}
+    named = str((config.get("model") or {}).get("path"))
+    base = named if "${" in named else _hub_name(named) or _hub_name(base) or base
+    choices = saved_choices(run_dir.path, config)
+    trained = steps_by_session(read_sessions(run_dir), summary["steps"])
+    why = str(summary.get("eval/incomparable", ""))
+    return CARD.format(
+        front=front_matter(base, _datasets(config.get("task")), _results(run_dir.name, choices, summary)),
+        name=run_dir.name,
+        version=__version__,
+        base=_base(base, choices),
+        algorithm=_in_turn(choices.get("algorithm"), trained),
+        task=_code(choices.get("task")),
+        rewards=", ".join(_code(name) for name in config.get("reward") or {}) or "none",
+        steps=summary["steps"],
+        sessions="".join(
+            f"| steps {part.first} to {part.last} | {_session(part, first=not i)} |\n" for i, part in enumerate(trained)
+        ),
+        caption="The config of the last steps:" if len(trained) > 1 else "The config that made it:",
+        before=_share(summary, "eval/accuracy_before"),
+        after=_share(summary, "eval/accuracy"),
+        greedy_before=_share(summary, "eval/accuracy_greedy_before"),
+        greedy_after=_share(summary, "eval/accuracy_greedy"),
+        incomparable=f"\n{why[0].upper()}{why[1:]}.\n" if why else "",
+        config=Publisher.of(config, run_dir.path)(regular(run_dir.config).read_text().strip()),
+    )
+
+
+def _session(part: SessionSteps, first: bool) -> str:
+    """The start, versions, damaged checkpoints and changed keys of a session."""
+    if part.session is None:
+        return "in sessions that were not recorded"
+    versions = ", ".join(f"{name} {version}" for name, version in part.session.versions.items())
+    changes = {} if first else part.session.changes
+    changed = "".join(f"; `{key}` {format_value(old)} -> {format_value(new)}" for key, (old, new) in changes.items())
+    damaged = "".join(f"; {sentence}" for sentence in part.session.fallback)
+    return f"started {part.session.time} with {versions}{damaged}{changed}".replace("|", "\\|")
+
+
+def _in_turn(last: Any, trained: Sequence[SessionSteps]) -> str:
+    """The algorithms of all sessions, in order. last: the algorithm of the last session."""
+    names = [last]
+    for part in reversed(trained):
+        if part.session and "algorithm" in part.session.changes:
+            names.insert(0, part.session.changes["algorithm"][0])
+    return ", then ".join(map(_code, names))
+
+
+def front_matter(base: str, datasets: Sequence[str] = (), results: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The YAML that the hub reads. `base_model` is left out for a local folder."""
+    facts: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["grpocli", "grpo", "reinforcement-learning"],
+    }
+    if REPO.fullmatch(base):
+        facts["base_model"] = base
+    if datasets:
+        facts["datasets"] = list(datasets)
+    if results:
+        facts["model-index"] = list(results)
+    text: str = yaml.safe_dump(facts, sort_keys=False)
+    return text
+
+
+def _hub_name(name: str) -> str:
+    """OWNER/NAME of a model on the hub; empty for a folder."""
+    if Path(name).expanduser().exists():
+        return ""
+    place = hub_path(name, "model.path") if name.startswith("hub:") else None
+    return place.repo if place else name if REPO.fullmatch(name) else ""
+
+
+def _datasets(task: Any) -> list[str]:
+    """The data sets on the hub that a task, or the tasks of a mixture, read."""
+    if not isinstance(task, Mapping):
+        return []
+    own = [str(task["path"])] if REPO.fullmatch(str(task.get("path"))) else []
+    own = [name for name in own if not Path(name).exists()]
+    return list(dict.fromkeys([*own, *(name for part in task.values() for name in _datasets(part))]))
+
+
+def _results(name: str, choices: Mapping[str, str], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The accuracies as the hub's model index."""
+    measured = {"temperature 1": summary.get("eval/accuracy"), "greedy": summary.get("eval/accuracy_greedy")}
+    metrics = [
+        {"type": "accuracy", "name": f"held-out accuracy, {how}", "value": round(float(value), 4)}
+        for how, value in measured.items()
+        if value is not None
+    ]
+    if not metrics:
+        return []
+    task = choices.get("task") or "unknown"
+    data = {"name": task, "type": task}
+    return [{"name": name, "results": [{"task": {"type": "text-generation"}, "dataset": data, "metrics": metrics}]}]
+
+
+def _base(base: str, choices: Mapping[str, str]) -> str:
+    """The start model: its name on the hub, or its choice; a folder of this machine is nobody else's business."""
+    name = choices.get("model")
+    shown = base if REPO.fullmatch(base) or "${" in base else Path(base).name
+    return _code(shown) if REPO.fullmatch(base) or not name else f"{_code(name)} ({_code(shown)})"
+
+
+def _code(text: Any) -> str:
+    return f"`{text}`" if text else "unknown"
+
+
+def _share(summary: Mapping[str, Any], key: str) -> str:
+    value = summary.get(key)
+    return "not measured" if value is None else f"{value:.3f}"

@@ -1,0 +1,202 @@
+"""`resume=hub:OWNER/NAME`: the folder of a pushed run, with its newest checkpoint, on this machine.
+
+The downloaded config could name any code (launch/foreign_code.py). So code outside grpocli must be named again on the
+command line. The config is checked before it is composed, because Hydra imports choices of users, and again as a whole,
+with its interpolations resolved.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from glob import escape
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpocli.composition.compose import compose, register_parts
+from grpocli.composition.resume import Resume, of_hydra
+from grpocli.config import yaml_text
+from grpocli.config.build import leaves
+from grpocli.config.environment import OVERRIDES, raw_value, unresolved
+from grpocli.config.overrides import in_quotes, parse, text_of
+from grpocli.errors import ConfigError
+from grpocli.files import remove
+from grpocli.hub import MODEL_FILES, HubPath, hub_api, hub_errors, hub_path
+from grpocli.publish.foreign_code import SENDS, code_in, runs_code
+from grpocli.publish.published import ELSEWHERE, HIDDEN
+from grpocli.publish.push import TEXTS
+from grpocli.runs.run_dir import RunDir
+
+KEY = "resume"
+STATE = "trainer.json"
+CONFIG = "config.yaml"
+CHECKPOINT = re.compile(rf"(checkpoints/step_(\d{{6,9}}))/{re.escape(STATE)}")
+ROLLOUTS = re.compile(r"rollouts/step_\d{6,9}\.parquet")
+
+
+def fetched(overrides: Sequence[str], searched: Sequence[str] = ()) -> list[str]:
+    """The overrides with the folder of the downloaded run in the place of `resume=hub:...`. searched: `search_path`.
+
+    The folder is that of hydra.run.dir=, or runs/OWNER/NAME. Raises ConfigError if there is no such run, if the folder
+    is taken, or if the run needs something that is not given here.
+    """
+    named = [text_of(text) for text in overrides if text.startswith(f"{KEY}=")][-1]
+    place = hub_path(named, KEY)
+    assert place is not None
+    if place.folder:
+        raise ConfigError("expected hub:OWNER/NAME, hub:OWNER/NAME@REVISION", key=KEY, value=named)
+    folders = [text_of(text) for text in overrides if text.startswith("hydra.run.dir=")]
+    folder = Path(folders[-1]) if folders else Path("runs") / place.repo
+    rest = [text for text in overrides if not text.startswith((f"{KEY}=", "hydra.run.dir="))]
+    fetch(place, named, folder, rest, searched)
+    return [f"{KEY}={in_quotes(str(folder))}", *rest]
+
+
+def fetch(place: HubPath, named: str, folder: Path, given: Sequence[str], searched: Sequence[str] = ()) -> None:
+    """Download a run into a new folder. given: overrides, which may name code and files again."""
+    RunDir(folder).check_free()
+    print(f"downloading {named} ...", flush=True)
+    with hub_errors(KEY, named):
+        from huggingface_hub import hf_hub_download, snapshot_download
+
+        api = hub_api()
+        commit = api.repo_info(place.repo, revision=place.revision).sha
+        files = api.list_repo_files(place.repo, revision=commit)
+        if CONFIG not in files:
+            raise ConfigError("holds no run of grpocli: there is no config.yaml in it", key=KEY, value=named)
+        config = check_config(Path(hf_hub_download(place.repo, CONFIG, revision=commit)), named, given, searched)
+        checkpoint = newest_checkpoint(files, named)
+        rollouts = filter(ROLLOUTS.fullmatch, files)
+        wanted = [*TEXTS, *rollouts, *(f"{checkpoint}/{kind}" for kind in _kinds(given))]
+        # of this commit alone: a branch may have moved since an earlier download was interrupted
+        partial = folder.with_name(f"{folder.name}.{commit[:12]}.download")
+        snapshot_download(place.repo, revision=commit, local_dir=partial, allow_patterns=wanted)
+    shutil.rmtree(partial / ".cache", ignore_errors=True)
+    (partial / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+    if folder.exists():
+        remove(folder)  # it is free, so it is empty but for the log of a run that never began
+    partial.rename(folder)
+    for other in folder.parent.glob(f"{escape(folder.name)}.*.download"):
+        remove(other)
+
+
+def _kinds(given: Sequence[str]) -> list[str]:
+    """The kinds of files of a checkpoint: Python files only for a model whose code is trusted again."""
+    trusts = any(text.lstrip("+").startswith("model.trust_remote_code=") for text in given)
+    return [kind for kind in (*MODEL_FILES, "*.pt") if trusts or kind != "*.py"]
+
+
+def newest_checkpoint(files: Sequence[str], named: str) -> str:
+    """The folder of the newest checkpoint among the files of a repository."""
+    whole = {int(found[2]): found[1] for path in files if (found := CHECKPOINT.fullmatch(path))}
+    if not whole:
+        problem = "holds no checkpoint, from which alone a run resumes"
+        hint = "push them with hub.checkpoints=true, or grpocli push RUN --checkpoints"
+        raise ConfigError(problem, key=KEY, value=named, hint=hint)
+    return whole[max(whole)]
+
+
+def check_config(path: Path, named: str, given: Sequence[str], searched: Sequence[str] = ()) -> dict[str, Any]:
+    """The config that is safe to keep: without code outside grpocli, except for what `given` names again.
+
+    Raises ConfigError if it has such code that is not named again, or files that are not on the hub. Imports none of
+    it: Hydra reads the saved overrides only after they have passed.
+    """
+    register_parts()
+    loaded = _loaded(path, named)
+    saved = [text for text in map(str, loaded.get(OVERRIDES) or []) if not of_hydra(text)]
+    repeated = [text for text in saved if _override_is_code(text, named, given)]
+    values = {name: node for name, node in loaded.items() if name != OVERRIDES}
+    config: dict[str, Any] = _without(values, repeated_code(values, named, given))
+    # a later choice of a group replaces an earlier one unread; other overrides Hydra would read, too
+    choices = {text.partition("=")[0] for text in given if not {".", "@", "+"} & {*text.partition("=")[0]}}
+    config[OVERRIDES] = [text for text in saved if text not in repeated or text.partition("=")[0] in choices]
+    with TemporaryDirectory() as folder:
+        Path(folder, CONFIG).write_text(yaml.safe_dump(config))
+        resume = Resume(Path(folder), [text for text in given if not of_hydra(text)])
+        whole = _composed(resume, named, searched)
+    kept = whole.pop(OVERRIDES)[: -len(resume.given) or None]
+    repeated_code(whole, named, given)  # an interpolation may have become code
+    again = [text for text in given if _name(text) in map(_name, repeated)]
+    return config | {OVERRIDES: [*(text for text in kept if text not in repeated), *again]}
+
+
+def _composed(resume: Resume, named: str, searched: Sequence[str]) -> dict[str, Any]:
+    """The plain config of the resumed run, with the values of its interpolations."""
+    composed = compose([*searched, *resume.overrides(resume.given)])
+    try:
+        whole = resume.merged(composed)
+        line = raw_value(whole, OVERRIDES)
+        whole[OVERRIDES] = []  # it may name a variable that is not set
+        return OmegaConf.to_container(whole, resolve=True) | {OVERRIDES: line}  # type: ignore[operator, return-value]
+    except OmegaConfBaseException as error:
+        raise ConfigError(unresolved(error)) from error
+    except ConfigError as error:
+        raise error if error.value != resume.folder else ConfigError(error.problem, key=KEY, value=named) from error
+
+
+def _loaded(path: Path, named: str) -> dict[str, Any]:
+    try:
+        loaded = yaml_text.load(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"its config.yaml is broken: {error}", key=KEY, value=named) from error
+    if not isinstance(loaded, dict):
+        raise ConfigError("its config.yaml is broken: expected a mapping", key=KEY, value=named)
+    return loaded
+
+
+def _name(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _override_is_code(override: str, named: str, given: Sequence[str]) -> bool:
+    """Whether a saved override names code outside grpocli. Raises ConfigError unless `given` replaces it."""
+    if (found := parse(override)) is None:
+        raise ConfigError(f"its config.yaml is broken: {override}", key=KEY, value=named)
+    code = code_in(found)
+    if code and _name(override) not in map(_name, given):
+        raise _untrusted(_name(override), code[1], named)
+    return code is not None
+
+
+def repeated_code(node: dict[str, Any], named: str, given: Sequence[str]) -> set[str]:
+    """The keys of code that `given` names again. Raises ConfigError for code and files that must be given."""
+    keys = [_name(text).partition("@")[0].replace("/", ".") for text in given]
+    again = set()
+    for key, value in leaves(node):
+        is_given = any(f"{key}.".startswith(f"{one}.") for one in keys)
+        if runs_code(key, value):
+            if not is_given:
+                raise _untrusted(key, value, named)
+            again.add(key)
+        if isinstance(value, str) and not is_given:
+            _refuse_unpushed(key, value, named)
+    return again
+
+
+def _refuse_unpushed(key: str, value: str, named: str) -> None:
+    if value.startswith(f"{ELSEWHERE}/"):
+        problem = f"{key} was a file outside of the run, {Path(value.partition('/')[2])}, which is not on the hub"
+        raise ConfigError(problem, key=KEY, value=named, hint="give this key again, with its place here")
+    if HIDDEN in value:
+        problem = f"{key} has a secret, which is not on the hub"
+        raise ConfigError(problem, key=KEY, value=named, hint="give this key again")
+
+
+def _untrusted(key: str, value: object, named: str) -> ConfigError:
+    does = "chooses where a key is sent" if SENDS.fullmatch(key) else "runs code outside grpocli"
+    problem = f"its config {does}, {key}={value}"
+    return ConfigError(problem, key=KEY, value=named, hint="if you trust it, give this key again")
+
+
+def _without(node: Any, keys: set[str], prefix: str = "") -> Any:
+    if not isinstance(node, dict):
+        return node
+    below = {name: f"{prefix}.{name}".lstrip(".") for name in node}
+    return {name: _without(value, keys, below[name]) for name, value in node.items() if below[name] not in keys}

@@ -1,0 +1,253 @@
+"""Rollout files: rollouts/step_000001.parquet has every completion that was sampled for a step, with its status."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from grpocli.errors import ConfigError
+from grpocli.files import regular, write_atomic
+from grpocli.text import prompt_text, spoken
+from grpocli.types import Group, Message, Prompt, Rollout, Row, Status
+
+LONGEST = 100_000
+"""The longest JSON of an example's column in characters; longer ones are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One completion of a step's rollout file.
+
+    group: the number of its group in the step. sampled_step: the step that sampled it, whose metrics count it. reward:
+    the weighted sum of its rewards; NaN if none applies. row: what the update trained on; None outside of the update.
+    """
+
+    rollout: Rollout
+    group: int
+    status: Status
+    sampled_step: int
+    reward: float = math.nan
+    row: Row | None = None
+
+
+def evaluation_records(groups: Sequence[Group]) -> list[Record]:
+    """Records of the completions of an evaluation."""
+    return [Record(r, i, Status.EVALUATED, 0) for i, group in enumerate(groups) for r in group.rollouts]
+
+
+def reference_answer(columns: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """The reference answer of an example as text: the first of these columns that is not None."""
+    answer = next((columns[name] for name in names if columns.get(name) is not None), None)
+    return answer if answer is None or isinstance(answer, str) else _json(answer)
+
+
+def write_rollouts(path: Path, records: Sequence[Record], step: int, answers: Sequence[str] = ("answer",)) -> None:
+    """Write a row for each record, with the columns of docs/rollouts.md; missing values are null.
+
+    answers: the example columns that may hold the reference answer.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    out = pa.BufferOutputStream()
+    # log-probs hardly repeat, so a dictionary encoding makes the file 1.5 times as large
+    pq.write_table(rollout_table(records, step, answers), out, compression="zstd", use_dictionary=False)
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, out.getvalue().to_pybytes())
+
+
+def rollout_table(records: Sequence[Record], step: int, answers: Sequence[str] = ("answer",)) -> Any:
+    """The Arrow table of a rollout file. Arguments are those of `write_rollouts`."""
+    import pyarrow as pa
+
+    prompts = {id(record.rollout.prompt): record.rollout.prompt for record in records}
+    shared = {key: _of_prompt(prompt, answers) for key, prompt in prompts.items()}
+    rows = [{"step": step, **_of_record(record), **shared[id(record.rollout.prompt)]} for record in records]
+    rewards = dict.fromkeys(name for record in records for name in record.rollout.rewards)
+    return pa.Table.from_pylist(rows, schema=rollout_schema(rewards))
+
+
+def read_rollouts(path: Path, wanted: Callable[[str], bool] = lambda column: True) -> list[dict[str, Any]]:
+    """The rows of a rollout file, with the wanted columns. Raises ConfigError if it is broken."""
+    import pyarrow.parquet as pq
+
+    with _readable(path), pq.ParquetFile(regular(path)) as file:  # `read_table` loads pandas
+        columns = [column for column in file.schema_arrow.names if wanted(column)]
+        rows: list[dict[str, Any]] = file.read(columns).to_pylist()
+    return rows
+
+
+def read_schema(path: Path) -> Any:
+    """The Arrow schema of a rollout file. Raises ConfigError if it is broken."""
+    import pyarrow.parquet as pq
+
+    with _readable(path):
+        return pq.read_schema(regular(path))
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the errors of Arrow, and of text that is not UTF-8
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: is broken or no parquet file: {reason}; remove it, or name other steps") from error
+
+
+def _of_prompt(prompt: Prompt, answers: Sequence[str]) -> dict[str, Any]:
+    """The columns that all completions of a prompt share."""
+    reference = reference_answer(prompt.columns, answers)
+    return {
+        "task": prompt.task,
+        "uid": prompt.uid,
+        "row": prompt.row,
+        "prompt": _utf8(prompt_text(prompt.text)),
+        "messages": None if isinstance(prompt.text, str) else _messages(prompt.text),
+        "answer": None if reference is None else _utf8(reference),
+        "columns": _columns(prompt),
+        "prompt_ids": prompt.token_ids,
+    }
+
+
+def _of_record(record: Record) -> dict[str, Any]:
+    rollout, done, row = record.rollout, record.rollout.completion, record.row
+    return {
+        "sampled_step": record.sampled_step,
+        "status": str(record.status),
+        "group": record.group,
+        "completion": _utf8(rollout.text),
+        "episode": _messages(done.episode.messages) if done.episode else None,
+        "turns": done.episode.turns if done.episode else None,
+        "completion_ids": done.token_ids,
+        "length": done.written,
+        "loss_mask": row.mask if row else [0] * len(done.token_ids),
+        "logprobs": None if any(map(math.isnan, done.logprobs[:1])) else done.logprobs,
+        "trainer_logprobs": row.logp if row else None,
+        "entropies": row.entropy if row else None,
+        "ratios": row.ratio if row else None,
+        "clipped": None if row is None or row.clipped is None else row.clipped.astype("int8"),
+        "reward": _number(record.reward),
+        "advantage": row.advantage if row else None,
+        "finish_reason": done.finish_reason,
+        "version": done.version,
+        "version_spans": done.spans,
+        **{f"reward/{name}": _number(value) for name, value in rollout.rewards.items()},
+    }
+
+
+def rollout_schema(rewards: Iterable[str]) -> Any:
+    """The Arrow schema of a rollout file with these rewards."""
+    import pyarrow as pa
+
+    ids, floats = pa.list_(pa.int32()), pa.list_(pa.float32())
+    messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    return pa.schema(
+        [
+            ("step", pa.int32()),
+            ("sampled_step", pa.int32()),
+            ("status", pa.string()),
+            ("task", pa.string()),
+            ("uid", pa.string()),
+            ("row", pa.int64()),
+            ("group", pa.int32()),
+            ("prompt", pa.string()),
+            ("messages", messages),
+            ("completion", pa.string()),
+            ("episode", messages),
+            ("turns", pa.int32()),
+            ("answer", pa.string()),
+            ("columns", pa.string()),
+            ("prompt_ids", ids),
+            ("completion_ids", ids),
+            ("length", pa.int32()),
+            ("loss_mask", pa.list_(pa.int8())),
+            ("logprobs", floats),
+            ("trainer_logprobs", floats),
+            ("entropies", floats),
+            ("ratios", floats),
+            ("clipped", pa.list_(pa.int8())),
+            ("reward", pa.float64()),
+            ("advantage", pa.float32()),
+            ("finish_reason", pa.string()),
+            ("version", pa.int32()),
+            ("version_spans", pa.list_(ids)),
+            *[(f"reward/{name}", pa.float64()) for name in rewards],
+        ]
+    )
+
+
+def _number(value: float) -> float | None:
+    """null for a reward that does not apply, because a mean over NaN is NaN."""
+    return None if math.isnan(value) else value
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages with role and content as text, with calls of tools; `_columns` keeps messages that have more."""
+    return [{"role": _text(m.get("role")), "content": _content(m)} for m in messages]
+
+
+def _content(message: Message) -> str:
+    return _utf8(spoken(message)) if message.get("tool_calls") else _text(message.get("content"))
+
+
+def _text(value: Any) -> str:
+    return _utf8("" if value is None else value if isinstance(value, str) else _json(value))
+
+
+def _columns(prompt: Prompt) -> str:
+    """The columns of the example that rewards get, as a JSON object.
+
+    It includes the prompt's messages if they have more than a role and a text.
+    """
+    columns = {name: value for name, value in prompt.columns.items() if name != "task_name"}
+    if not isinstance(prompt.text, str) and not all(_is_plain(message) for message in prompt.text):
+        columns["prompt"] = prompt.text
+    return _utf8(
+        json.dumps({str(name): _short(_jsonable(value)) for name, value in columns.items()}, ensure_ascii=False)
+    )
+
+
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    return message.keys() == {"role", "content"} and all(isinstance(value, str) for value in message.values())
+
+
+def _short(value: Any) -> Any:
+    """The value, or the first LONGEST characters of its JSON."""
+    text = json.dumps(value, ensure_ascii=False)
+    return value if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text) - LONGEST:,} more characters)"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_jsonable(value), ensure_ascii=False)
+
+
+def _jsonable(value: Any) -> Any:
+    """A value of a data set in JSON types.
+
+    Arrays become lists, dates and decimals text; images, bytes and large arrays become the name of their type.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, Decimal | date | time | timedelta):
+        return str(value)
+    if hasattr(value, "tolist") and value.nbytes <= LONGEST:  # of numpy, a single number too
+        return _jsonable(value.tolist())
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else f"<{type(value).__name__}>"
+
+
+def _utf8(text: str) -> str:
+    """Replace lone surrogates, which some data sets have and Arrow refuses."""
+    return text.encode(errors="replace").decode()

@@ -1,0 +1,375 @@
+"""Views for terminals: the live view of a run, and a status line for other commands.
+
+They fit the size of the terminal: nothing wraps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text as Line
+
+from grpocli.text import clean, format_duration, format_number, one_line, prompt_text, sparkline, trend
+from grpocli.views.view import CurrentStage, Pace, ShownCompletion, View, plain_view
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
+    from grpocli.views.view import Stage
+
+FIXED = 4
+"""Lines for progress, stage and reward, and an empty one: a terminal scrolls when its last line is written."""
+COLUMN = 36
+"""The width of a column of metrics."""
+
+HEADED = 16
+"""Headings of sections are shown if there is room for this many lines of metrics."""
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "rewards": ("reward", "reward_std", "rewards/", "eval/", "frac_reward_zero_std", "reward_"),
+    "policy": ("loss", "grad_norm", "kl", "entropy", "lr", "clip_ratio/", "token_mult_prob_error"),
+    "completions": (
+        "completions/mean_length",
+        "completions/clipped_ratio",
+        "completions/",
+        "num_tokens",
+        "tokens/",
+        "sampling/",
+    ),
+    "time": ("time/step", "time/", "memory/", "weight_version", "sync/"),
+}
+"""Metrics by section, in order: names, or prefixes that end in `/` or `_`. Other metrics go to `policy`."""
+
+FIRST = (
+    *("reward", "loss", "kl", "completions/mean_length", "lr", "time/step", "rewards/", "grad_norm", "entropy"),
+    "optim/skipped_updates",
+    *("eval/accuracy", "completions/clipped_ratio", "frac_reward_zero_std", "reward_std", "token_mult_prob_error"),
+    *("clip_ratio/region_mean", "time/rollout", "time/train", "time/reward", "memory/peak_gib", "num_tokens"),
+)
+"""Metrics that are shown first if there is no room for all; `rewards/`: the mean of each reward."""
+
+
+class LiveScreen:
+    """Renders the live view at the current size of the terminal."""
+
+    def __init__(self, view: LiveView) -> None:
+        self._view = view
+        self._spinner = Spinner("dots")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown, width = self._view.shown, options.max_width
+        room = console.size.height - FIXED
+        if shown.metrics is not None:
+            body = _sample_height(shown.sample, width, room)
+            if shown.sample is not None and body:
+                yield sample_panel(console, shown.sample, width, body)
+            room -= body + 2 if body else 0
+            yield from metrics_table(shown.metrics, shown.before or {}, width, room)
+            yield reward_line(shown.rewards, width)
+        yield self._progress(width)
+        yield self._stage(console)
+
+    def _progress(self, width: int) -> RenderableType:
+        shown, pace = self._view.shown, self._view.pace
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True, style="bold")
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        done = pace.done / pace.total if pace.total else 0.0
+        name = f"{shown.title}  {pace.count}" if width >= 76 and shown.title else pace.count
+        row.add_row(Line(name), ProgressBar(total=1.0, completed=done), Line(self._speed(width), style="cyan"))
+        return row
+
+    def _speed(self, width: int) -> str:
+        pace = self._view.pace
+        if pace.seconds_a_step is None:
+            return ""
+        left = "" if self._view.shown.over or pace.left is None else f"{format_duration(pace.left)} left"
+        speed = f"{format_number(pace.seconds_a_step)} s/step" if width >= 44 or not left else ""
+        return ", ".join(part for part in (speed, left) if part)
+
+    def _stage(self, console: Console) -> RenderableType:
+        stage = self._view.current.stage
+        if self._view.shown.over:
+            return Line(stage.text, style="green" if stage.text == "done" else "yellow", no_wrap=True)
+        return stage_line(stage, self._spinner, console)
+
+
+def stage_line(stage: Stage, spinner: Spinner, console: Console) -> RenderableType:
+    """The stage, its duration and its progress; cut off at the width of the terminal."""
+    now = time.monotonic()
+    text = Line(f"{stage.text}  ", no_wrap=True, overflow="ellipsis")
+    text.append(format_duration(now - stage.since), style="dim")
+    text.append(f"  {stage.progress(now)}")
+    row = Table.grid(padding=(0, 1))
+    row.add_column(no_wrap=True)
+    row.add_column(no_wrap=True, overflow="ellipsis")
+    row.add_row(spinner.render(console.get_time()), text)
+    return row
+
+
+def reward_line(rewards: Sequence[float], width: int) -> RenderableType:
+    """The curve of the reward, with its first and last value."""
+    if not rewards:
+        return Line("")
+    ends = f"{format_number(rewards[0])} → {format_number(rewards[-1])}"
+    curve = sparkline(rewards, max(0, min(60, width - len(ends) - 10)))
+    return Line.assemble(("reward ", "bold"), (curve, "green"), f" {ends}", no_wrap=True, overflow="ellipsis")
+
+
+def metrics_table(
+    metrics: Mapping[str, Any], before: Mapping[str, Any], width: int, rows: int
+) -> Iterable[RenderableType]:
+    """Metrics by section in as many columns as fit; if not all fit, those of FIRST come first."""
+    columns = max(1, min(4, width // COLUMN))
+    if rows < 1 or not metrics:
+        return
+    cells = _cells(_fitting(metrics, columns * rows), metrics, before, headed=columns * rows >= HEADED)
+    flow = _flow(cells, min(rows, -(-len(cells) // columns)), columns)
+    grid = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(columns):
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for r in range(max(map(len, flow))):
+        grid.add_row(*[column[r][1] if r < len(column) else "" for column in flow])
+    yield grid
+
+
+def sections(names: Iterable[str]) -> dict[str, list[str]]:
+    """Metric names by section, in the order of SECTIONS."""
+    found: dict[str, list[tuple[int, str]]] = {section: [] for section in SECTIONS}
+    for name in names:
+        section, place = _place(name)
+        found[section].append((place, name))
+    return {section: [name for _, name in sorted(members)] for section, members in found.items() if members}
+
+
+def _place(name: str) -> tuple[str, int]:
+    for section, patterns in SECTIONS.items():
+        for place, pattern in enumerate(patterns):
+            if name == pattern or (pattern and pattern[-1] in "/_" and name.startswith(pattern)):
+                return section, place
+    return "policy", len(SECTIONS["policy"])
+
+
+def _fitting(metrics: Mapping[str, Any], room: int) -> list[str]:
+    """The names that fit beside the headings."""
+    ranks = {name: rank for rank, name in enumerate(FIRST)}
+
+    def rank(name: str) -> int:
+        is_reward = name.startswith("rewards/") and name.endswith("/mean")
+        return ranks.get("rewards/" if is_reward else name, len(FIRST))
+
+    return sorted(metrics, key=rank)[: room - len(SECTIONS) - 1 if room >= HEADED else room]
+
+
+Cell = tuple[bool, Any]
+"""Whether it is a heading, and what rich draws."""
+
+
+def _cells(names: Sequence[str], metrics: Mapping[str, Any], before: Mapping[str, Any], headed: bool) -> list[Cell]:
+    cells: list[Cell] = []
+    for section, members in sections(names).items():
+        if headed:
+            cells.append((True, Line(section, style="bold cyan")))
+        cells += [(False, _cell(section, n, metrics[n], before.get(n))) for n in members]
+    return cells
+
+
+def _cell(section: str, name: str, value: Any, before: Any) -> RenderableType:
+    row = Table.grid(expand=True)
+    row.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
+    row.add_column(justify="right", no_wrap=True)
+    unit = " s" if name.startswith("time/") else ""
+    row.add_row(Line(one_line(_short(section, name))), Line(f"{format_number(value)}{unit} {trend(value, before)}"))
+    return row
+
+
+def _short(section: str, name: str) -> str:
+    """A name without the section: `rollout` for `time/rollout`, `math` for `rewards/math/mean`."""
+    if name.startswith("rewards/"):
+        return name.removeprefix("rewards/").removesuffix("/mean")
+    return name.removeprefix(f"{section}/")
+
+
+def _flow(cells: Sequence[Cell], height: int, columns: int) -> list[list[Cell]]:
+    """Fill columns from top to bottom, without a heading in the last line; cells that do not fit are left out."""
+    flow: list[list[Cell]] = [[]]
+    for cell in cells:
+        is_heading = cell[0]
+        if len(flow[-1]) + is_heading >= height:
+            flow.append([])
+        flow[-1].append(cell)
+    return flow[:columns]
+
+
+def _sample_height(sample: ShownCompletion | None, width: int, room: int) -> int:
+    """Lines of text in the panel of the completion: a third of the screen; 0 on a small one."""
+    return 0 if sample is None or room < 14 or width < 30 else min(12, room // 3)
+
+
+def sample_panel(console: Console, sample: ShownCompletion, width: int, height: int) -> RenderableType:
+    """The ends of prompt and completion and the reference answer, in at most `height` lines."""
+    inner = width - 4
+    prompt = _tail(console, prompt_text(sample.prompt), inner, max(1, height // 3), "dim")
+    reference = [] if sample.answer is None else [Line(f"reference: {sample.answer}", "cyan", no_wrap=True)]
+    for line in reference:
+        line.truncate(inner - 2, overflow="ellipsis")
+    room = height - len(prompt) - len(reference)
+    completion = _tail(console, sample.completion or "(nothing)", inner, room, "")
+    scores = "  ".join(f"{one_line(name)} {format_number(value)}" for name, value in sample.rewards.items())
+    foot = Line(f"{scores}  advantage {format_number(sample.advantage)}", no_wrap=True, overflow="ellipsis")
+    foot.truncate(max(1, inner - 2), overflow="ellipsis")
+    body = Line("\n").join([*prompt, *completion, *reference])
+    return Panel(Padding(body, 0), title="a completion", subtitle=foot, border_style="dim", width=width)
+
+
+def _tail(console: Console, text: str, width: int, height: int, style: str) -> list[Line]:
+    """The last lines of a wrapped text; `…` if there are more."""
+    # cut first: wrapping a long text six times a second would be slow
+    end = text.strip()[-width * height * 2 :]
+    lines = [line for line in Line(end, style=style).wrap(console, width - 2) if line.plain.strip()] or [Line("")]
+    if len(lines) > height:
+        lines = lines[-height:]
+        lines[0] = Line("… ", style=style) + lines[0]
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class ViewState:
+    """What the live view shows, with cleaned texts. Immutable, because another thread draws it."""
+
+    title: str = ""
+    metrics: Mapping[str, Any] | None = None
+    before: Mapping[str, Any] | None = None
+    rewards: tuple[float, ...] = ()
+    sample: ShownCompletion | None = None
+    over: bool = False
+
+
+class LiveView(View):
+    """A view that is redrawn in place; notes scroll above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.pace = Pace()
+        self.current = CurrentStage()
+        self.shown = ViewState()
+        self._live = Live(
+            LiveScreen(self), console=console, refresh_per_second=6, transient=False, vertical_overflow="crop"
+        )
+        self._live.start()
+        atexit.register(self.stop)  # otherwise the cursor may stay hidden
+
+    def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
+        self.pace.total = total_steps
+        self._show(title=one_line(title))
+        if plan:
+            self.note("\n".join(plan))
+
+    def resumed(self, done_steps: int) -> None:
+        self.pace.done = done_steps
+        if done_steps:
+            self.note(f"going on after step {done_steps}")
+
+    def ends_after(self, steps: int) -> None:
+        self.pace.total = steps
+
+    def stage(self, text: str, fraction: float | None = None) -> None:
+        self.current.begin(one_line(text), fraction)
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        self.current.progress(done, total, unit, one_line(detail))
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.pace.step(step, metrics.get("time/step"))
+        reward = metrics.get("reward")
+        known = isinstance(reward, int | float) and reward == reward
+        rewards = (*self.shown.rewards, float(reward)) if known else self.shown.rewards  # type: ignore[arg-type]
+        self._show(metrics=dict(metrics), before=self.shown.metrics, rewards=rewards)
+
+    def sample(self, sample: ShownCompletion) -> None:
+        self._show(
+            sample=replace(
+                sample,
+                prompt=clean(prompt_text(sample.prompt)),
+                completion=clean(sample.completion),
+                answer=None if sample.answer is None else one_line(sample.answer),
+            )
+        )
+
+    def note(self, text: str) -> None:
+        self._console.print(Line(clean(text)))
+
+    def warn(self, text: str) -> None:
+        self._console.print(Line(f"warning: {clean(text)}", style="yellow"))
+
+    def stop(self, last_line: str = "") -> None:
+        atexit.unregister(self.stop)
+        if self._live.is_started:
+            self.current.begin(last_line or ("done" if self.pace.finished else "stopped"))
+            self._show(over=True)
+            self._live.stop()
+
+    def _show(self, **changes: Any) -> None:
+        self.shown = replace(self.shown, **changes)
+
+
+class StatusView(View):
+    """One line with the current stage, removed at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._spinner = console, Spinner("dots")
+        self._current = CurrentStage()
+        self._live = Live(get_renderable=self._line, console=console, refresh_per_second=6, transient=True)
+        self._live.start()
+        atexit.register(self.stop)
+
+    def stage(self, text: str, fraction: float | None = None) -> None:
+        self._current.begin(one_line(text), fraction)
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        self._current.progress(done, total, unit, one_line(detail))
+
+    def note(self, text: str) -> None:
+        self._console.print(Line(clean(text)))
+
+    def stop(self, last_line: str = "") -> None:
+        atexit.unregister(self.stop)
+        self._live.stop()
+
+    def _line(self) -> RenderableType:
+        return stage_line(self._current.stage, self._spinner, self._console)
+
+
+def make_view(is_terminal: bool | None = None) -> View:
+    """A live view in a terminal, plain lines elsewhere. is_terminal: None to look at standard output."""
+    from rich.console import Console
+
+    console = Console()
+    # not rich's check, which takes a file for a terminal if FORCE_COLOR is set
+    if is_terminal is None:
+        is_terminal = sys.stdout.isatty()
+    if is_terminal and not console.is_dumb_terminal:
+        return LiveView(console)
+    return plain_view(sys.stdout)
+
+
+def status_view() -> View:
+    """The view of a command that does not train, on standard error: one line in a terminal, plain lines elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if sys.stderr.isatty() and not console.is_dumb_terminal:
+        return StatusView(console)
+    return plain_view(sys.stderr)

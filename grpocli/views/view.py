@@ -1,0 +1,334 @@
+"""Views of a run: stages with their progress, and plain lines for logs and pipes.
+
+live_view.py has those for terminals.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Any
+
+from grpocli.files import FULL
+from grpocli.text import clean, format_duration, format_number, one_line, prompt_text
+from grpocli.types import Text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+logger = logging.getLogger(__name__)
+
+
+Clock = Callable[[], float]
+
+SETTLED = 2.0
+"""Seconds of counting before there is an estimate of the time left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a run, such as sampling, and its progress.
+
+    text: its name. since: when it began (seconds of a clock). done, total, unit, detail: as in `Progress`. The rate is
+    measured from `began`, when `first` units were done; time before the first unit, for example for reading prompts,
+    does not count.
+    """
+
+    text: str
+    since: float
+    done: float = 0.0
+    total: float = 0.0
+    unit: str = ""
+    detail: str = ""
+    began: float = 0.0
+    first: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """The text up to the first comma, after which there is a count."""
+        return self.text.partition(",")[0]
+
+    @property
+    def fraction(self) -> float | None:
+        """The share that is done, from 0 to 1; None if the total is unknown."""
+        return min(1.0, self.done / self.total) if self.total else None
+
+    def renamed(self, text: str, now: float) -> Stage:
+        """This stage with a new text if only the count differs, else a new stage."""
+        fresh = Stage(text, now)
+        return replace(self, text=text) if fresh.kind == self.kind else fresh
+
+    def at(self, now: float, done: float, total: float, unit: str, detail: str = "") -> Stage:
+        """This stage with new progress."""
+        counted = replace(self, done=done, total=total, unit=unit, detail=detail)
+        same = (total, unit) == (self.total, self.unit) and done >= self.done and done > self.first
+        return counted if same else replace(counted, began=now, first=done)
+
+    def left(self, now: float) -> float | None:
+        """Seconds left at the rate so far; None without an estimate."""
+        if not self.total or self.done <= self.first or now - self.began < SETTLED:
+            return None
+        return max(0.0, (self.total - self.done) * (now - self.began) / (self.done - self.first))
+
+    def progress(self, now: float) -> str:
+        """`312/1,280 completions, 24%, 2:05 left, token 12 of at most 256`; empty without progress."""
+        share, left = self.fraction, self.left(now)
+        count = f"{int(self.done):,}/{self.total:,.0f} {self.unit}" if self.unit and self.total else ""
+        parts = (
+            count or self.unit,
+            "" if share is None else f"{share:.0%}",
+            "" if left is None else f"{format_duration(left)} left",
+            self.detail,
+        )
+        return ", ".join(filter(None, parts))
+
+
+class CurrentStage:
+    """The current stage of a run. Any thread may report progress."""
+
+    def __init__(self, clock: Clock = time.monotonic, text: str = "starting") -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.stage = Stage(text, clock())
+
+    def begin(self, text: str, fraction: float | None = None) -> Stage:
+        """Begin a stage, or update the count of the current one. fraction: the share that is done, from 0 to 1."""
+        with self._lock:
+            now = self._clock()
+            stage = self.stage.renamed(text, now)
+            self.stage = stage if fraction is None else stage.at(now, fraction, 1.0, "")
+            return self.stage
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        """A `Progress` callback."""
+        with self._lock:  # otherwise a late report could bring the previous stage back
+            self.stage = self.stage.at(self._clock(), done, total, unit, detail)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownCompletion:
+    """A completion to show, as the model wrote it. answer: the reference answer, if known."""
+
+    prompt: Text
+    completion: str
+    rewards: Mapping[str, float]
+    advantage: float
+    answer: str | None = None
+
+
+class View:
+    """A view that shows nothing, and the interface of PlainView, LiveView and StatusView."""
+
+    def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
+        """Show the name of the run, the lines of its plan, and its number of steps. Other methods may come before."""
+
+    def resumed(self, done_steps: int) -> None:
+        """Show how many steps were done in earlier sessions."""
+
+    def ends_after(self, steps: int) -> None:
+        """Count to this number of steps from now on: the run ends early."""
+
+    def stage(self, text: str, fraction: float | None = None) -> None:
+        """Begin a stage. fraction: the share of it that is done, from 0 to 1."""
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        """A `Progress` callback of the stage, for any thread."""
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show the metrics of a step."""
+
+    def sample(self, sample: ShownCompletion) -> None:
+        """Show a completion of the last step."""
+
+    def note(self, text: str) -> None:
+        """Show a sentence that stays."""
+
+    def warn(self, text: str) -> None:
+        """Show a warning that stays."""
+
+    def stop(self, last_line: str = "") -> None:
+        """End the view and restore the terminal.
+
+        Safe to call twice. last_line: what happens next, without this view.
+        """
+
+
+class Pace:
+    """Steps done, and the time left at the speed of the last steps."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.total = self.done = 0
+        self._clock = clock
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._last = clock()
+
+    def step(self, step: int, seconds: float | None) -> None:
+        """Count a step. seconds: its duration; None: the time since the last one."""
+        now = self._clock()
+        self._seconds.append(now - self._last if seconds is None else seconds)
+        self.done, self._last = step, now
+
+    @property
+    def seconds_a_step(self) -> float | None:
+        """The mean over the last steps; None before the first."""
+        return sum(self._seconds) / len(self._seconds) if self._seconds else None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the last step is done; None if unknown."""
+        if self.seconds_a_step is None or not self.total:
+            return None
+        return max(0.0, (self.total - self.done) * self.seconds_a_step - (self._clock() - self._last))
+
+    @property
+    def count(self) -> str:
+        """`step 3/60`."""
+        return f"step {self.done:>{len(str(self.total))}}/{self.total}" if self.total else f"step {self.done}"
+
+    @property
+    def finished(self) -> bool:
+        return 0 < self.total <= self.done
+
+
+QUIET_SECONDS = 4.0
+LONGEST_QUIET = 30.0
+"""While a stage lasts, lines are a fifth of its duration apart, but at least and at most these seconds."""
+TICK_SECONDS = 0.5
+SAMPLE_SECONDS = 30.0
+
+
+class PlainView(View):
+    """One line per step; a line when a stage first begins and while it lasts; a completion now and then."""
+
+    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._pace = Pace(clock)
+        self._stages: set[str] = set()
+        self._current = CurrentStage(clock)
+        self._printed_at = self._next_sample = clock()
+        self._print_lock = threading.RLock()
+        self._stopped = threading.Event()
+
+    def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
+        self._pace.total = total_steps
+        if plan:
+            self._print(f"run {title}")
+        for line in plan:
+            self._print(f"  {line}")
+
+    def resumed(self, done_steps: int) -> None:
+        self._pace.done = done_steps
+        if done_steps:
+            self._print(f"going on after step {done_steps}")
+
+    def ends_after(self, steps: int) -> None:
+        self._pace.total = steps
+
+    def stage(self, text: str, fraction: float | None = None) -> None:
+        stage = self._current.begin(text, fraction)
+        if stage.kind not in self._stages:  # the stages of a step recur in every step: the first time is enough
+            self._stages.add(stage.kind)
+            self._print(f"{stage.kind} ...")
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        self._current.progress(done, total, unit, detail)
+
+    def tick(self) -> None:
+        """Print the stage and its progress, unless a line was printed a short time ago."""
+        now, stage = self._clock(), self._current.stage
+        quiet = min(LONGEST_QUIET, max(QUIET_SECONDS, (now - stage.since) / 5))
+        if not self._stages or now - self._printed_at < quiet:
+            return
+        took = f"{format_duration(now - stage.since)} so far" if now - stage.since >= 1 else ""
+        self._print(f"{stage.text} ... {', '.join(filter(None, (stage.progress(now), took)))}".rstrip())
+
+    def keep_ticking(self) -> None:
+        """Tick in a thread until `stop`."""
+
+        def work() -> None:
+            while not self._stopped.wait(TICK_SECONDS):
+                self.tick()
+
+        threading.Thread(target=work, name="view", daemon=True).start()
+
+    def stop(self, last_line: str = "") -> None:
+        self._stopped.set()
+        if last_line:
+            self._print(f"{last_line} ...")
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._pace.step(step, metrics.get("time/step"))
+        parts = [f"{label} {format_number(metrics[key])}" for key, label in LINE_METRICS.items() if key in metrics]
+        parts.append(f"{format_number(self._pace.seconds_a_step)} s/step")
+        if self._pace.left is not None:
+            parts.append(f"{format_duration(self._pace.left)} left")
+        self._print(f"{self._pace.count}  {'  '.join(parts)}")
+
+    def sample(self, sample: ShownCompletion) -> None:
+        if self._clock() < self._next_sample:
+            return
+        self._next_sample = self._clock() + SAMPLE_SECONDS
+        scores = [f"{name} {format_number(value)}" for name, value in sample.rewards.items()]
+        facts = "  ".join([*scores, f"advantage {format_number(sample.advantage)}"])
+        said = f"{_quoted(prompt_text(sample.prompt))} -> {_quoted(sample.completion)}"
+        reference = "" if sample.answer is None else f"  reference {_quoted(sample.answer)}"
+        self._print(f"  {said}{reference}  {facts}")
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def warn(self, text: str) -> None:
+        self._print(f"warning: {text}")
+
+    def _print(self, text: str) -> None:
+        with self._print_lock:
+            self._printed_at = self._clock()
+            try:
+                self._console.print(clean(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
+                self._console.file.flush()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                self._discard_output(error)
+
+    def _discard_output(self, error: OSError) -> None:
+        """After a full disk write no more to standard output, so that the run continues."""
+        logger.warning("standard output cannot be written (%s): the run goes on without it", error.strerror)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._console.file.fileno())
+        os.close(null)
+
+
+LINE_METRICS = {
+    "reward": "reward",
+    "loss": "loss",
+    "kl": "kl",
+    "completions/mean_length": "length",
+    "eval/accuracy": "accuracy",
+}
+"""The metrics of a step's line, and their labels."""
+
+
+def _quoted(text: str) -> str:
+    """The end of a text, quoted, on one line."""
+    line = one_line(text)
+    return f'"{line}"' if len(line) <= 60 else f'"...{line[-60:]}"'
+
+
+def plain_view(file: IO[str]) -> PlainView:
+    from rich.console import Console
+
+    view = PlainView(Console(file=file, force_terminal=False, no_color=True, width=100_000))
+    view.keep_ticking()
+    return view
+
+
+def silent_view() -> View:
+    return View()

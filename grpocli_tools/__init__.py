@@ -1,0 +1,1 @@
+"""What looks at runs, configs and machines: the commands of grpocli that train nothing."""

@@ -1,0 +1,215 @@
+"""`grpocli eval`: evaluate models and checkpoints, with confidence intervals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpocli.cli.hydra_app import composed, parser_of, warn_of_rewards
+from grpocli.errors import ConfigError
+from grpocli.files import write_atomic
+from grpocli.hub import PREFIX
+from grpocli.text import clean
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from grpocli.config.schema import Run
+    from grpocli.rollout.engine import EngineJob
+    from grpocli.training.accuracy import Estimate
+    from grpocli.views.view import View
+    from grpocli_tools.evaluation.evaluate import ModelResult
+
+EXAMPLES = """\
+It accepts the overrides of `grpocli train`: model, task (or several), reward, engine, rollout.max_completion_tokens ...
+A completion is right if the task's first reward, or eval.reward, scores 1 or more.
+
+examples
+  grpocli eval                                                           the built-in model on arithmetic
+  grpocli eval model.path=FOLDER task=gsm8k 'reward=[math]' engine=vllm --samples 8 --problems 200
+  grpocli eval 'task=[gsm8k,math]' model=qwen2.5-1.5b reward=[math]
+  grpocli eval --run runs/DATE/TIME --checkpoints all                    a run's config, a row for each checkpoint
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table, and write results.json and the samples. Returns the exit code. Raises GrpoError."""
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    for name in ("problems", "samples"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
+    if args.no_greedy and not args.samples:
+        parser.error("--no-greedy --samples 0: there is nothing to sample")
+    if args.checkpoints and not args.run:
+        parser.error("--checkpoints: needs --run RUN")
+    config, run = _run(args)
+    out = Path(args.out or time.strftime("evals/%Y-%m-%d/%H-%M-%S"))
+    warn_of_rewards(run.reward.values())
+    found = _evaluate(run, args, out)
+    write_atomic(out / "results.json", json.dumps(_as_dict(config, run, args, found), indent=2) + "\n")
+    _show(found)
+    print(clean(f"results and samples are in {out}"))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("eval", "[--samples N] [--problems N] [--run RUN]", __doc__, EXAMPLES)
+    parser.add_argument(
+        "--samples", type=int, default=4, metavar="N", help="samples of each problem; 0: only a greedy one (4)"
+    )
+    parser.add_argument(
+        "--problems", type=int, default=0, metavar="N", help="the first N problems of each task; 0: all"
+    )
+    parser.add_argument("--no-greedy", action="store_true", help="sample no greedy answers")
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN", help="use the config and model of this run; overrides change the config"
+    )
+    parser.add_argument(
+        "--checkpoints",
+        metavar="all|STEPS",
+        help="evaluate checkpoints of the run: all, or 10,20; default: its final model",
+    )
+    parser.add_argument("--out", metavar="DIR", help="a new folder for the results (evals/DATE/TIME)")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
+    from grpocli.composition.compose import build_run
+    from grpocli.composition.ready import check_ready
+    from grpocli.runs.runs import check_run
+
+    overrides = list(args.overrides)
+    if args.run:
+        if any(one.startswith(("model=", "model.path=", "resume=")) for one in overrides):
+            raise ConfigError("the model is the run's own", key="--run", hint="leave out model= and model.path=")
+        check_run(args.run, f"--run {args.run}")
+        overrides.insert(0, f"resume={args.run}")
+    config = composed(overrides, args.config_dir)
+    run = build_run(config)
+    if (run.hardware.processes or 1) > 1 or run.hardware.nodes > 1:
+        raise ConfigError(
+            "an evaluation runs in one process; leave it null", key="hardware.processes", value=run.hardware.processes
+        )
+    check_ready(run)
+    return config, _with_whole_weights(run) if args.run and not args.checkpoints else run
+
+
+def _with_whole_weights(run: Run) -> Run:
+    """The run as its final model needs it: LoRA's updates are added to weights of all their bits."""
+    lora = replace(run.model.lora, rank=0, path=None)
+    return replace(run, model=replace(run.model, lora=lora, quantization=None))
+
+
+def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult]:
+    from grpocli.hardware.devices import devices_of
+    from grpocli.launch.run import prepare
+    from grpocli.runs.run_dir import RunDir
+    from grpocli.views.live_view import status_view
+
+    models = _models(args)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError("exists already", key="--out", value=out, hint="give another folder")
+    view = status_view()
+    try:
+        out_dir = RunDir(out, "--out")
+        job = prepare(run, out_dir, view, devices_of(run.hardware, run.engine.resolved()), split="eval")
+        out_dir.check_writable(resuming=True)
+        return _sampled(
+            run, job.engine, models or [(_shown(run, job.engine.model_path), job.engine.model_path)], args, out, view
+        )
+    finally:
+        view.stop()
+
+
+def _shown(run: Run, path: str) -> str:
+    """The name of a model in the results: its name on the hub rather than the folder of its download."""
+    given = str(getattr(run.model, "path", ""))
+    return given if given.startswith(PREFIX) else path
+
+
+def _models(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(name, path) of each model of --run to evaluate; empty without --run."""
+    from grpocli_tools.evaluation.evaluate import checkpoints_of
+
+    if args.checkpoints:
+        return checkpoints_of(args.run, args.checkpoints)
+    if args.run and not (args.run / "model").is_dir():
+        raise ConfigError("has no final model yet", key="--run", value=args.run, hint="give --checkpoints all")
+    return [(str(args.run / "model"), str(args.run / "model"))] if args.run else []
+
+
+def _sampled(
+    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], args: argparse.Namespace, out: Path, view: View
+) -> list[ModelResult]:
+    """Evaluate each model, and write its completions to `out`."""
+    from grpocli.progress import Watch
+    from grpocli.rewards.reward import answer_columns
+    from grpocli.runs.rollouts import evaluation_records, write_rollouts
+    from grpocli_tools.evaluation.evaluate import Evaluation, EvaluationOptions
+
+    options = EvaluationOptions(args.problems, args.samples, not args.no_greedy)
+    evaluation = Evaluation(run, job, options, view, Watch(view.progress))
+    found: list[ModelResult] = []
+    for one in evaluation.results(models):
+        name = "".join(c if c.isalnum() else "_" for c in Path(one.name).name)
+        for kind, groups in (("greedy", one.greedy), ("sampled", one.sampled)):
+            if groups:
+                path = out / "samples" / f"{len(found):03d}_{name}_{kind}.parquet"
+                write_rollouts(path, evaluation_records(groups), 0, answer_columns(run.reward.values()))
+        found.append(one)
+    return found
+
+
+def _as_dict(config: DictConfig, run: Run, args: argparse.Namespace, found: Sequence[ModelResult]) -> dict[str, object]:
+    from dataclasses import asdict
+
+    from grpocli.config.environment import without_environment
+
+    rollout = without_environment(config)["rollout"]
+    settings = {"samples": args.samples, "problems": args.problems, "overrides": args.overrides, "run": args.run}
+    return {
+        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()},
+        "sampling": {name: rollout.get(name, value) for name, value in asdict(run.rollout.sampling).items()},
+        "models": [{"name": one.name, "tasks": [task.as_dict() for task in one.tasks]} for one in found],
+    }
+
+
+def _show(found: Sequence[ModelResult]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from grpocli.runs.significance import Paired
+    from grpocli.views.console import CleanConsole
+
+    scores = dict.fromkeys(score for one in found for task in one.tasks for score in task.scores)
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("model", "task"):
+        table.add_column(name, overflow="fold")
+    for name in ("questions", *scores, "length", "cut off", "failed"):
+        table.add_column(name, justify="right")
+    for one in found:
+        for task in one.tasks:
+            cells = [_cell(task.scores[score]) if score in task.scores else "" for score in scores]
+            rest = [f"{task.mean_length:.0f}", f"{task.truncated:.1%}", str(task.failed)]
+            table.add_row(Path(one.name).name, task.task, str(task.questions), *cells, *rest)
+    console = CleanConsole(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    console.print(
+        "below each score: its 95 % confidence interval over questions (Wilson, several samples by design effect)"
+    )
+    for one in found[1:]:
+        for first, task in zip(found[0].tasks, one.tasks, strict=True):
+            if paired := Paired.of(first.by_problem, task.by_problem):
+                names = f"{Path(one.name).name} against {Path(found[0].name).name}"
+                console.print(f"{task.task}, {names}: {paired.change:+.3f}, {paired}")
+
+
+def _cell(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f}\n{estimate.low:.3f} to {estimate.high:.3f}"

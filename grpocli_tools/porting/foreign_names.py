@@ -1,0 +1,959 @@
+"""Keys and choices of TRL, NeMo RL, verl and transformers, with the equivalent overrides of grpocli.
+
+The only table of foreign names: errors of the command line, `grpocli explain KEY`, `grpocli from-trl` and
+docs/from-trl.md read it. Tests compose every override, and compare fields and defaults of TRL with an installed TRL.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+UNSTATED: Final = object()
+"""Marks a foreign name whose default is not stated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """The equivalent in grpocli.
+
+    overrides: `{}` is replaced by the value; empty if there is nothing to set. note: a remark after the overrides.
+    values: {value in lower case: overrides for it}. default: the default of the other trainer.
+    why: why the default here differs; empty if it does not. lacks: whether grpocli lacks the function.
+    """
+
+    overrides: str = ""
+    note: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    default: Any = UNSTATED
+    why: str = ""
+    lacks: bool = False
+
+    def sentence(self, value: str) -> str:
+        """The advice for a value, such as `write optim.lr=1e-6`."""
+        written = " ".join(shlex.quote(one) for one in self.written(value))
+        return "; ".join(filter(None, [f"write {written}" if written else "", self.note]))
+
+    def written(self, value: str) -> list[str]:
+        """The overrides for a value."""
+        overrides = self.values.get(value.strip("'\"").lower(), self.overrides)
+        return [one.format(value) for one in overrides.split()]
+
+    def examples(self) -> Iterator[str]:
+        """All overrides that may be advised."""
+        yield from filter(None, [self.overrides, *self.values.values()])
+
+
+def default(value: Any, equivalent: Equivalent | str, why: str = "", note: str = "") -> Equivalent:
+    """An equivalent, or its overrides, of a name whose default is `value`."""
+    if isinstance(equivalent, str):
+        return Equivalent(equivalent, note, default=value, why=why)
+    return replace(equivalent, default=value, why=why)
+
+
+def nothing(value: Any, note: str) -> Equivalent:
+    """A name that needs no counterpart, with the reason."""
+    return Equivalent("", f"nothing to set: {note}", default=value)
+
+
+def missing(value: Any, note: str) -> Equivalent:
+    """A name whose function grpocli lacks, with the reason or what to do instead."""
+    return Equivalent("", f"no counterpart: {note}", default=value, lacks=True)
+
+
+BATCH = Equivalent(
+    "rollout.prompts_per_step={}",
+    "the prompts of a step on all devices, each with rollout.group_size completions",
+)
+COMPLETIONS = Equivalent(
+    "",
+    "rollout.prompts_per_step=N counts prompts, this counts completions: divide it by num_generations",
+)
+MEMORY = Equivalent(
+    "", "nothing to set: train.micro_batch_tokens bounds the memory, and batches are split and summed by it"
+)
+EPOCHS = Equivalent(
+    "", "train.steps=N counts steps of rollout.prompts_per_step prompts (train.epochs is passes over a step)"
+)
+LENGTH = Equivalent("rollout.max_completion_tokens={}")
+MODEL = Equivalent("model={}")
+HUB = Equivalent("", "hub.push=OWNER/NAME pushes the finished run, with hub.checkpoints=true its checkpoints, too")
+ALGORITHMS = {
+    "bnpo": "algorithm=grpo algorithm/aggregate=token_mean algorithm.aggregate.scope=micro_batch",
+    "cispo": "algorithm=cispo",
+    "dapo": "algorithm=dapo",
+    "dr_grpo": "algorithm=drgrpo",
+    "grpo": "algorithm=grpo",
+    "gspo": "algorithm=gspo",
+    "luspo": "algorithm=luspo",
+    "rloo": "algorithm=rloo",
+    "reinforce_plus_plus": "algorithm=reinforce_pp",
+    "reinforce_plus_plus_baseline": "algorithm=reinforce_pp algorithm.advantage.over=tokens",
+    "sapo": "algorithm=sapo",
+}
+LOSSES = {
+    "bnpo": ALGORITHMS["bnpo"],
+    "cispo": "algorithm=grpo algorithm/objective=cispo algorithm/aggregate=token_mean",
+    "dapo": "algorithm=grpo algorithm/aggregate=token_mean",
+    "dr_grpo": "algorithm=grpo algorithm/aggregate=constant",
+    "grpo": "algorithm=grpo",
+    "luspo": "algorithm=grpo algorithm.objective.level=sequence algorithm/aggregate=token_sum",
+    "sapo": "algorithm=grpo algorithm/objective=sapo",
+}
+"""TRL's `loss_type`, which is a part of the algorithm."""
+LOSS = (
+    "loss_type is the loss alone; the whole methods of the papers are algorithm=dapo, algorithm=drgrpo; "
+    "add algorithm/kl=none for beta=0, TRL's default"
+)
+ADVANTAGES = {
+    "true": "algorithm/advantage=std",
+    "group": "algorithm/advantage=std",
+    "batch": "algorithm/advantage=batch_std",
+    "false": "algorithm/advantage=center",
+    "none": "algorithm/advantage=center",
+}
+ORDERS = {"true": "task.order=shuffled", "false": "task.order=file"}
+"""Whether a trainer shuffles its data."""
+ENGINES = {"true": "engine=vllm", "false": "engine=transformers"}
+KL = {"true": "algorithm/kl=k3", "false": "algorithm/kl=none"}
+NO_CRITIC = Equivalent(
+    "algorithm=grpo", "there is no value model: the group is the baseline, under PPO's clipped objective"
+)
+PREFERENCES = missing(
+    UNSTATED, "it learns from pairs of a better and a worse answer; grpocli trains from rewards, or by sft"
+)
+VESPO = missing(UNSTATED, "VESPO's loss (loss_type=vespo) is not an objective here; take grpo, cispo or sapo")
+ADAPTIVE = missing(UNSTATED, "the entropy bonus has a constant coefficient, algorithm.entropy.coefficient")
+SHOWN = "every completion is in RUN/rollouts, and `grpocli rollouts RUN` shows them"
+CUT = "the loss has the log-probs of the cut distribution here, those of the whole one in TRL"
+OWN_BATCHES = "engine=transformers batches completions itself; engine=vllm is the fast way"
+
+GRPO_CONFIG = {
+    "learning_rate": default(1e-6, "optim.lr={}"),
+    "remove_unused_columns": nothing(False, "rewards get every column that their signature names"),
+    "model_init_kwargs": Equivalent(
+        "", "its entries are keys: model.dtype, .attention, .revision, .trust_remote_code", default=None
+    ),
+    "trust_remote_code": default(False, "model.trust_remote_code={}"),
+    "router_aux_loss_coef": default(
+        None, "algorithm.router_aux_loss_coef={}", note="of each completion here, of a micro-batch in TRL"
+    ),
+    "disable_dropout": nothing(False, "training has no dropout, since the sampler has none"),
+    "cast_lm_head_to_fp32": default(
+        False,
+        Equivalent(
+            "model.head_dtype=float32",
+            "in vLLM too: trainer and sampler then differ by a third less",
+            values={"false": "model.head_dtype=null"},
+        ),
+    ),
+    "num_generations": default(8, "rollout.group_size={}"),
+    "num_generations_eval": default(
+        None, "eval.samples={}", "TRL's default is num_generations; 4 here, and a greedy completion as well"
+    ),
+    "max_completion_length": default(512, LENGTH, "256 is enough for grade-school mathematics; state your own"),
+    "ds3_gather_for_generation": nothing(True, "with hardware.parallel=zero3 completions come from engine=vllm"),
+    "shuffle_dataset": Equivalent(
+        "",
+        "true is the default: every epoch has its own order, a function of seed; with false TRL leaves out the last "
+        "rows of an epoch that do not fill a batch",
+        ORDERS,
+        default=True,
+    ),
+    "pad_to_multiple_of": nothing("auto", "rows are packed end to end (train.packed), so there is little padding"),
+    "generation_batch_size": default(None, COMPLETIONS),
+    "steps_per_generation": Equivalent(
+        "train.minibatches={}", "divided by gradient_accumulation_steps, since TRL counts micro-batches", default=None
+    ),
+    "temperature": default(1.0, "rollout.temperature={}"),
+    "top_p": default(1.0, "rollout.top_p={}", note=CUT),
+    "top_k": default(0, "rollout.top_k={}", note=CUT),
+    "min_p": default(None, Equivalent("rollout.min_p={}", CUT, {"none": "rollout.min_p=0.0"})),
+    "generation_kwargs": Equivalent(
+        "", "its entries are keys of rollout, such as rollout.stop; others have no counterpart", default=None
+    ),
+    "chat_template_kwargs": Equivalent("", "each entry is model.chat_template_arguments.NAME=VALUE", default=None),
+    "repetition_penalty": default(
+        1.0, "rollout.repetition_penalty={}", note="the loss has log-probs with the penalty here, without it in TRL"
+    ),
+    "cache_implementation": nothing(None, "engine=transformers has its own cache of keys and values"),
+    "use_vllm": default(
+        False,
+        Equivalent("engine=vllm", "with TRL's default vllm_mode=colocate it is engine=vllm_colocate", values=ENGINES),
+        "engine=auto takes vLLM where it is installed with a GPU, except for short runs, else engine=transformers",
+    ),
+    "vllm_mode": default("colocate", Equivalent("engine=vllm", values={"colocate": "engine=vllm_colocate"})),
+    "vllm_model_impl": Equivalent(
+        "engine=vllm engine.vllm_args.model_impl={}", values={"vllm": "engine=vllm"}, default="vllm"
+    ),
+    "vllm_enable_sleep_mode": default(
+        False, "engine=vllm_colocate engine.sleep={}", "null here: memory is given back on GPUs"
+    ),
+    "vllm_structured_outputs_regex": default(None, "rollout.regex={}"),
+    "vllm_server_base_url": default(
+        None, "engine=vllm engine.base_url={}", note="a server of `grpocli vllm-serve`; without it the run starts one"
+    ),
+    "vllm_server_host": Equivalent(
+        "", "engine.base_url=http://HOST:PORT is a server of `grpocli vllm-serve`", default="0.0.0.0"
+    ),
+    "vllm_server_port": Equivalent(
+        "", "engine.base_url=http://HOST:PORT is a server of `grpocli vllm-serve`", default=8000
+    ),
+    "vllm_server_timeout": default(
+        240.0, "engine=vllm engine.start_timeout={}", "600 s: a large model and vLLM's compilation take minutes"
+    ),
+    "vllm_group_port": nothing(51216, "sync=nccl finds a free port"),
+    "vllm_gpu_memory_utilization": default(
+        0.3,
+        "engine=vllm engine.gpu_memory_utilization={}",
+        "null: 0.9 of a server's own GPUs, 0.4 of GPUs that also train; 0.3 for engine=vllm_colocate",
+    ),
+    "vllm_max_model_length": default(None, "engine=vllm engine.max_model_len={}"),
+    "vllm_tensor_parallel_size": default(1, "engine=vllm engine.tensor_parallel={}"),
+    "beta": default(
+        0.0,
+        Equivalent("algorithm.kl.beta={}", "algorithm=dapo, drgrpo and dgpo also need algorithm/kl=k3"),
+        "algorithm=grpo has the KL term of the GRPO paper; algorithm/kl=none is TRL's default",
+    ),
+    "num_iterations": default(1, "train.epochs={}"),
+    "epsilon": default(0.2, "algorithm.objective.low={} algorithm.objective.high={}"),
+    "delta": default(None, "algorithm.objective.delta={}"),
+    "epsilon_high": default(
+        None,
+        Equivalent("algorithm.objective.high={}", "for loss_type=cispo TRL's bound is 1 + high of this one"),
+        "as in TRL, except for algorithm=dapo, which has the paper's 0.28",
+    ),
+    "sapo_temperature_neg": default(1.05, "algorithm/objective=sapo algorithm.objective.tau_negative={}"),
+    "sapo_temperature_pos": default(1.0, "algorithm/objective=sapo algorithm.objective.tau_positive={}"),
+    "vespo_k_pos": replace(VESPO, default=2.0),
+    "vespo_lambda_pos": replace(VESPO, default=3.0),
+    "vespo_k_neg": replace(VESPO, default=3.0),
+    "vespo_lambda_neg": replace(VESPO, default=2.0),
+    "importance_sampling_level": default("token", "algorithm.objective.level={}"),
+    "reward_weights": Equivalent("", "reward.NAME.weight=VALUE, for each", default=None),
+    "multi_objective_aggregation": default(
+        "sum_then_normalize", Equivalent("algorithm.combine={}", values={"sum_then_normalize": "algorithm.combine=sum"})
+    ),
+    "scale_rewards": default("group", Equivalent("algorithm/advantage=std", values=ADVANTAGES)),
+    "loss_type": default(
+        "dapo",
+        Equivalent("algorithm={}", LOSS, LOSSES),
+        "algorithm=grpo averages each completion first, as the GRPO paper does",
+    ),
+    "mask_truncated_completions": default(False, "algorithm.keep.mask_truncated={}"),
+    "sync_ref_model": Equivalent("", "algorithm.kl.sync_every=N above 0 moves the reference", default=False),
+    "ref_model_mixup_alpha": default(0.6, "algorithm.kl.sync_alpha={}"),
+    "ref_model_sync_steps": default(
+        512,
+        Equivalent("algorithm.kl.sync_every={}", "it counts steps here and optimizer updates in TRL"),
+        "0 here: the reference stays; TRL's number has no effect without sync_ref_model",
+    ),
+    "top_entropy_quantile": default(1.0, "algorithm/tokens=top_entropy algorithm.tokens.quantile={}"),
+    "entropy_coef": default(0.0, "algorithm/entropy=bonus algorithm.entropy.coefficient={}"),
+    "use_adaptive_entropy": replace(ADAPTIVE, default=False),
+    "entropy_coef_min": replace(ADAPTIVE, default=0.0),
+    "entropy_coef_max": replace(ADAPTIVE, default=1.0),
+    "entropy_coef_delta": replace(ADAPTIVE, default=0.005),
+    "entropy_target": replace(ADAPTIVE, default=0.2),
+    "max_tool_calling_iterations": Equivalent(
+        "", "task.environment.turns=N+1: the turns with calls and the one with the answer, 8 here", default=None
+    ),
+    "vllm_importance_sampling_correction": default(
+        True,
+        Equivalent("algorithm/correction=token_truncate", values={"false": "algorithm/correction=none"}),
+        "a weight sync is verified, so on-policy completions need none; algorithm/correction=auto corrects stale ones",
+    ),
+    "vllm_importance_sampling_mode": default(
+        "sequence_mask",
+        Equivalent(
+            "algorithm/correction={}",
+            "TRL's sequence ratio is a product over tokens, here it is their geometric mean; token modes are equal",
+        ),
+        "a product of many ratios leaves hardly a long completion; token_truncate is the nearest",
+    ),
+    "vllm_importance_sampling_clip_max": default(
+        3.0,
+        "algorithm/correction=token_truncate algorithm.correction.max={}",
+        "2 is the bound of the truncated importance sampling that the corrections are from",
+    ),
+    "vllm_importance_sampling_clip_min": default(
+        None, "algorithm/correction=token_truncate algorithm.correction.min={}"
+    ),
+    "off_policy_mask_threshold": default(
+        None,
+        "algorithm.objective.drop_above={}",
+        note="TRL compares with the sampler, here it is the old policy; algorithm/correction=sampler makes both one",
+    ),
+    "use_bias_correction_kl": default(
+        True,
+        "algorithm.kl.on_policy={}",
+        "false here: the GRPO paper's estimate has no ratio; it matters only with a KL term",
+    ),
+    "log_completions": nothing(False, SHOWN),
+    "log_multimodal": missing(True, "models are of text only"),
+    "num_completions_to_print": nothing(None, SHOWN),
+    "log_unique_prompts": nothing(False, SHOWN),
+    "log_completions_hub_repo": nothing(None, "`grpocli rollouts RUN --export hub:OWNER/NAME` uploads them"),
+    "use_transformers_continuous_batching": nothing(False, OWN_BATCHES),
+    "transformers_continuous_batching_config": nothing(None, OWN_BATCHES),
+    "use_transformers_paged": nothing(False, OWN_BATCHES),
+    "vllm_importance_sampling_cap": default(
+        None, "algorithm/correction=token_truncate algorithm.correction.max={}", note="TRL's former name of clip_max"
+    ),
+}
+"""The fields that GRPOConfig of TRL 1.16 adds to TrainingArguments or gives another default."""
+
+DIFFERENT_PRECISION = "auto here: the faster dtype of this machine; weights and optimizer state are float32 in both"
+TRAINING_ARGUMENTS = {
+    "output_dir": default(None, "hydra.run.dir={}", "runs/DATE/TIME here, so that no run overwrites another"),
+    "per_device_train_batch_size": Equivalent(
+        "",
+        "rollout.prompts_per_step=N is the prompts of a step on all devices: this x gradient_accumulation_steps x "
+        "processes / num_generations; train.micro_batch_tokens bounds memory",
+        default=8,
+    ),
+    "gradient_accumulation_steps": default(1, MEMORY),
+    "num_train_epochs": default(3.0, EPOCHS),
+    "max_steps": Equivalent(
+        "train.steps={}",
+        "it counts optimizer updates in TRL: divide it by train.epochs x train.minibatches",
+        default=-1,
+        why="60 here, a number of steps instead of epochs",
+    ),
+    "lr_scheduler_type": default(
+        "linear",
+        Equivalent("optim.schedule={}", "those of transformers that follow no metric, after optim.warmup_steps"),
+        "constant here, as in the papers of GRPO, DAPO and DGPO",
+    ),
+    "lr_scheduler_kwargs": Equivalent("", "each entry is optim.schedule_arguments.NAME=VALUE", default=None),
+    "warmup_steps": default(0, "optim.warmup_steps={}"),
+    "warmup_ratio": Equivalent(
+        "", "optim.warmup_steps=N counts updates: train.steps x train.minibatches x train.epochs"
+    ),
+    "optim": default(
+        "adamw_torch_fused",
+        Equivalent("optim=adamw", "also adamw_8bit, muon, adafactor and sgd; paged ones are not there"),
+    ),
+    "optim_args": missing(None, "arguments are keys, such as optim.betas and optim.eps"),
+    "weight_decay": default(0.0, "optim.weight_decay={}"),
+    "adam_beta1": default(0.9, "optim.betas=[{},0.999]"),
+    "adam_beta2": default(0.999, "optim.betas=[0.9,{}]"),
+    "adam_epsilon": default(1e-8, "optim.eps={}"),
+    "max_grad_norm": default(1.0, "optim.max_grad_norm={}"),
+    "average_tokens_across_devices": nothing(True, "every denominator counts all processes"),
+    "label_smoothing_factor": nothing(0.0, "it is for supervised training"),
+    "bf16": default(
+        None,
+        Equivalent("model.dtype=bfloat16", values={"false": "model.dtype=float32"}),
+        f"TRL takes bfloat16 unless fp16 is set; {DIFFERENT_PRECISION}",
+    ),
+    "fp16": default(
+        False,
+        Equivalent("model.dtype=float16", values={"false": ""}),
+        "auto here: float16 on a GPU that has no bfloat16; losses are scaled in both",
+    ),
+    "tf32": missing(None, "matrix products are in model.dtype; torch's settings are left alone"),
+    "gradient_checkpointing": default(
+        True,
+        "train.gradient_checkpointing={}",
+        "false here: train.micro_batch_tokens bounds memory first, without computing twice",
+    ),
+    "gradient_checkpointing_kwargs": nothing(None, "it is the variant without re-entrance"),
+    "torch_compile": default(
+        False, "model.compile={}", "decoder layers, on a GPU with their attention; vLLM compiles its own"
+    ),
+    "use_liger_kernel": nothing(False, "log-probs are computed in chunks, without a table of all logits"),
+    "torch_empty_cache_steps": nothing(None, "memory is bounded by train.micro_batch_tokens"),
+    "auto_find_batch_size": nothing(
+        False, "`grpocli plan` says whether a run fits, and train.micro_batch_tokens bounds it"
+    ),
+    "logging_steps": nothing(10, "every step is in RUN/metrics.jsonl and goes to the tracker"),
+    "logging_first_step": nothing(False, "every step is in RUN/metrics.jsonl"),
+    "logging_strategy": nothing("steps", "every step is in RUN/metrics.jsonl"),
+    "logging_dir": nothing(UNSTATED, "metrics are in the run's folder"),
+    "disable_tqdm": nothing(None, "the progress lines are in RUN/run.log too"),
+    "report_to": default("none", "tracker={}"),
+    "run_name": default(None, "hydra.run.dir=runs/{}"),
+    "eval_strategy": Equivalent(
+        "",
+        "eval.every=N evaluates every N steps, besides before and after the run",
+        default="no",
+        why="accuracy is measured before and after the run here, on held-out prompts; eval.problems=0 is off",
+    ),
+    "eval_steps": default(None, Equivalent("eval.every={}", "it counts steps here and optimizer updates in TRL")),
+    "eval_on_start": nothing(False, "every run with eval.problems above 0 begins with an evaluation"),
+    "per_device_eval_batch_size": default(8, MEMORY),
+    "save_strategy": default("steps", Equivalent("", "checkpoint.every=N saves every N steps")),
+    "save_steps": default(
+        500,
+        Equivalent("checkpoint.every={}", "it counts steps here and optimizer updates in TRL"),
+        "20 here: a step is many completions, and an exact resume loses no more",
+    ),
+    "save_total_limit": default(
+        None, Equivalent("checkpoint.keep={}", values={"none": "checkpoint.keep=0"}), "2 here, all in TRL"
+    ),
+    "save_only_model": nothing(False, "a checkpoint has all training state; the final RUN/model has the model alone"),
+    "push_to_hub": default(False, HUB),
+    "hub_model_id": default(None, "hub.push={}"),
+    "hub_strategy": default("every_save", HUB),
+    "load_best_model_at_end": missing(False, "the final model is the last one; checkpoint.keep=0 keeps all"),
+    "metric_for_best_model": missing(None, "the final model is the last one"),
+    "seed": default(42, "seed={}", "0 here"),
+    "data_seed": nothing(None, "seed is that of everything random, the order of prompts too"),
+    "full_determinism": nothing(False, "runs on a CPU repeat to the bit; a GPU may sum in another order"),
+    "use_cpu": default(False, Equivalent("", "hardware.device=cpu", {"true": "hardware.device=cpu"})),
+    "dataloader_num_workers": nothing(0, "prompts are read in the trainer; rollout.max_staleness overlaps sampling"),
+    "dataloader_drop_last": nothing(False, "steps run on across epochs, so nothing is dropped"),
+    "ddp_timeout": default(1800, "hardware.timeout={}"),
+    "fsdp": Equivalent("hardware.parallel=fsdp2", values={"none": ""}, default=None),
+    "fsdp_config": Equivalent("hardware.parallel=fsdp2", values={"none": ""}, default=None),
+    "deepspeed": Equivalent("hardware.parallel=zero2", "or zero3", {"none": ""}, default=None),
+    "accelerator_config": nothing(None, "batches are not split by accelerate"),
+    "resume_from_checkpoint": Equivalent(
+        "", "resume=RUN continues from the newest checkpoint of a run's folder", default=None
+    ),
+}
+"""Fields of transformers' TrainingArguments that people set, with TRL's defaults."""
+
+MODEL_CONFIG = {
+    "model_name_or_path": default(None, MODEL),
+    "model_revision": default("main", "model.revision={}"),
+    "dtype": default("float32", "model.dtype={}", DIFFERENT_PRECISION),
+    "torch_dtype": Equivalent("model.dtype={}"),
+    "attn_implementation": default(None, "model.attention={}"),
+    "use_peft": default(False, Equivalent("model.lora.rank=16", values={"false": "model.lora.rank=0"})),
+    "lora_r": default(16, "model.lora.rank={}", "0 here: without use_peft, TRL's number has no effect"),
+    "lora_alpha": default(32, "model.lora.alpha={}"),
+    "lora_dropout": missing(0.05, "LoRA has no dropout, since the sampler has none"),
+    "lora_target_modules": default(
+        None, "model.lora.target_modules={}", "all-linear here, PEFT's choice by model there"
+    ),
+    "lora_target_parameters": missing(None, "LoRA is added to linear layers"),
+    "lora_modules_to_save": missing(None, "all other weights stay as they are"),
+    "lora_task_type": nothing("CAUSAL_LM", "every policy is a causal language model"),
+    "use_rslora": missing(False, "set model.lora.alpha to alpha x sqrt(rank), which is the same scale"),
+    "use_dora": missing(False, "LoRA has no magnitudes"),
+    "load_in_8bit": missing(False, "base weights have 4 bits or all: model.quantization=nf4"),
+    "load_in_4bit": default(
+        False, Equivalent("model.quantization=nf4", values={"false": "model.quantization=null"}), note="with model.lora"
+    ),
+    "bnb_4bit_quant_type": Equivalent("model.quantization={}", "the only type is nf4", default="nf4"),
+    "use_bnb_nested_quant": missing(False, "scales are float32, since a mean of them depends on the number of threads"),
+    "dataset_name": default(None, Equivalent("task=hub task.path={}", "task=jsonl for a file")),
+    "dataset_config": default(None, "task.name={}"),
+    "dataset_train_split": default("train", "task.split={}"),
+    "dataset_test_split": default(
+        "test", "task.eval_split={}", "null here: without it, prompts of the training split are held out"
+    ),
+    "dataset_streaming": default(False, "task=hub task.streaming={}"),
+    "reward_model_name_or_path": default(None, "reward=[model] reward.model.path={}"),
+    "reward_funcs": Equivalent(
+        "", "reward=[FILE.py:NAME] uses your functions, reward=[math,format] built-in rewards", default=None
+    ),
+}
+"""Fields of TRL's ModelConfig and ScriptArguments, which `trl grpo` reads beside GRPOConfig."""
+
+TRAINER = {
+    "model": MODEL,
+    "args": Equivalent("", "the keys of this page"),
+    "train_dataset": Equivalent("", "task=hub task.path=OWNER/NAME, task=jsonl task.path=FILE, or a task of grpocli"),
+    "eval_dataset": Equivalent("", "task.eval_path=FILE or task.eval_split=NAME"),
+    "processing_class": nothing(None, "the tokenizer is the model's; model.chat_template=FILE replaces its template"),
+    "reward_processing_classes": nothing(None, "a reward model brings its tokenizer"),
+    "callbacks": Equivalent(
+        "", "callbacks=[FILE.py:CLASS], with a class derived from grpocli.Callback (docs/trackers.md)"
+    ),
+    "optimizers": missing(None, "optim=adamw is made from its keys"),
+    "peft_config": Equivalent("", "model.lora.rank=R model.lora.alpha=A model.lora.target_modules=[...]"),
+    "quantization_config": Equivalent("", "for 4 bits: model.quantization=nf4 with model.lora.rank", default=None),
+    "tools": Equivalent("", "task.tools=[FILE.py:NAME,...], the same functions"),
+    "rollout_func": Equivalent("", "task.environment.name=FILE.py:CLASS for several turns, or an engine of your own"),
+    "environment_factory": Equivalent("", "task.environment.name=FILE.py:CLASS"),
+}
+"""Arguments of GRPOTrainer."""
+
+LORA_CONFIG = {
+    "r": default(8, "model.lora.rank={}", "0 here: all weights train"),
+    "lora_alpha": default(8, "model.lora.alpha={}", "32 here, TRL's own default"),
+    "target_modules": default(None, "model.lora.target_modules={}", "all-linear here, PEFT's choice by model there"),
+    "lora_dropout": missing(0.0, "LoRA has no dropout, since the sampler has none"),
+    "bias": missing("none", "biases are not trained with LoRA"),
+    "task_type": nothing(None, "every policy is a causal language model"),
+    "use_rslora": MODEL_CONFIG["use_rslora"],
+    "use_dora": MODEL_CONFIG["use_dora"],
+    "modules_to_save": MODEL_CONFIG["lora_modules_to_save"],
+}
+"""Arguments of PEFT's LoraConfig; `target_modules` and `r` are too general for the advice of the command line."""
+
+TRL = GRPO_CONFIG | TRAINING_ARGUMENTS | MODEL_CONFIG
+
+SAVED = "the final model is RUN/model, a Hugging Face folder with merged LoRA weights"
+PAGE = "the run's folder has everything that is logged"
+NEW_TOKENS = Equivalent("", "save the model and its tokenizer with the change to a folder, and set model.path=FOLDER")
+TEMPLATE = Equivalent("", "write the template to a file, and set model.chat_template=FILE")
+END = Equivalent("", "set rollout.stop=[TEXT], or save the tokenizer with it beside the model: model.path=FOLDER")
+UNPADDED = nothing(UNSTATED, "rows are not padded")
+TOKENIZER = dict.fromkeys(("add_tokens", "add_special_tokens", "bos_token", "resize_token_embeddings"), NEW_TOKENS)
+TOKENIZER |= dict.fromkeys(("additional_special_tokens", "extra_special_tokens"), NEW_TOKENS)
+TOKENIZER |= dict.fromkeys(("setup_chat_format", "clone_chat_template"), NEW_TOKENS)
+TOKENIZER |= {"chat_template": TEMPLATE, "get_chat_template": TEMPLATE, "eos_token": END, "eos_token_id": END}
+TOKENIZER |= dict.fromkeys(("pad_token", "pad_token_id", "padding_side"), UNPADDED)
+"""What scripts do to their tokenizer: attributes, calls and arguments."""
+
+EARLIER = TOKENIZER | {
+    "max_prompt_length": Equivalent(
+        "rollout.max_prompt_tokens={}",
+        "TRL cut longer prompts from the left, as rollout.long_prompts=truncate does; they are dropped by default here",
+        default=512,
+    ),
+    "vllm_device": nothing("auto", "hardware.rollout_devices says which GPUs sample"),
+    "vllm_dtype": nothing("auto", "vLLM has the dtype of the policy, model.dtype"),
+    "vllm_max_model_len": Equivalent("engine=vllm engine.max_model_len={}", default=None),
+    "vllm_guided_decoding_regex": Equivalent("rollout.regex={}", default=None),
+    "use_liger_loss": nothing(False, "log-probs are computed in chunks, without a table of all logits"),
+    "evaluation_strategy": Equivalent("", "eval.every=N evaluates every N steps", default="no"),
+    "overwrite_output_dir": nothing(False, "a run never overwrites another; resume=RUN continues one"),
+    "do_train": nothing(False, "`grpocli train` trains"),
+    "do_eval": nothing(
+        False, "eval.problems above 0 evaluates before and after the run; `grpocli eval --run RUN` later"
+    ),
+    "save_safetensors": nothing(True, "models are Hugging Face folders with safetensors"),
+    "group_by_length": nothing(False, "rows are packed end to end (train.packed)"),
+    "log_level": nothing("passive", PAGE),
+    "log_on_each_node": nothing(True, PAGE),
+    "logging_nan_inf_filter": nothing(True, "metrics are logged as they are"),
+    "dataloader_pin_memory": nothing(True, "prompts are read in the trainer"),
+    "dataloader_prefetch_factor": nothing(None, "prompts are read in the trainer"),
+    "dataloader_persistent_workers": nothing(False, "prompts are read in the trainer"),
+    "ddp_find_unused_parameters": nothing(None, "every parameter that trains has a gradient"),
+    "eval_accumulation_steps": nothing(None, "train.micro_batch_tokens bounds the memory"),
+    "greater_is_better": missing(None, "the final model is the last one"),
+    "hub_token": nothing(None, "the token is that of HF_TOKEN or `hf auth login`"),
+    "hub_private_repo": Equivalent("hub.private={}"),
+    "tokenizer": nothing(None, "the tokenizer is the model's; model.chat_template=FILE replaces its template"),
+    "save_model": nothing(None, SAVED),
+    "save_pretrained_merged": nothing(None, SAVED),
+    "save_lora": nothing(None, "the adapter is in RUN/checkpoints; RUN/model has the merged weights"),
+}
+"""Fields of earlier versions of TRL and transformers, others without a counterpart, and calls at the end of scripts."""
+
+ALIASES = EARLIER | {
+    "batch_size": BATCH,
+    "chat_template_path": Equivalent("model=hf model.chat_template={}"),
+    "dataset": TRL["dataset_name"],
+    "dataset_path": Equivalent("task=jsonl task.path={}"),
+    "epochs": EPOCHS,
+    "group_size": Equivalent("rollout.group_size={}"),
+    "lora_rank": Equivalent("model.lora.rank={}"),
+    "max_new_tokens": LENGTH,
+    "max_tokens": LENGTH,
+    "model_id": MODEL,
+    "model_name": MODEL,
+    "model_path": MODEL,
+    "num_epochs": EPOCHS,
+    "num_processes": Equivalent("hardware.processes={}"),
+    "context_parallel_size": Equivalent("hardware.context_parallel={}"),
+    "cp_size": Equivalent("hardware.context_parallel={}"),
+    "sp_size": Equivalent("hardware.context_parallel={}"),
+    "pretrained_model_name_or_path": MODEL,
+    "stop_strings": Equivalent("rollout.stop={}"),
+    "system_prompt": Equivalent("task.system_prompt={}"),
+    "train_batch_size": BATCH,
+    "train_file": Equivalent("task=jsonl task.path={}"),
+    "random_state": nothing(UNSTATED, "seed is that of everything random"),
+    "use_gradient_checkpointing": Equivalent(
+        "train.gradient_checkpointing={}", values={"unsloth": "train.gradient_checkpointing=true"}
+    ),
+}
+"""Other names that people type."""
+
+NO_MEGATRON = "training is with torch, not with Megatron: hardware.parallel=fsdp2 shards it"
+MEGATRON: dict[str, Any] = {
+    "enabled": False,
+    "empty_unused_memory_level": 0,
+    "activation_checkpointing": False,
+    "converter_type": "Qwen2ForCausalLM",
+    "tensor_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "context_parallel_size": 1,
+    "pipeline_dtype": "${policy.precision}",
+    "sequence_parallel": False,
+    "freeze_moe_router": True,
+    "moe_router_dtype": "fp64",
+    "moe_router_load_balancing_type": "none",
+    "moe_router_bias_update_rate": 0.0,
+    "moe_permute_fusion": False,
+    "apply_rope_fusion": True,
+    "defer_fp32_logits": None,
+    "optimizer": UNSTATED,
+    "scheduler": UNSTATED,
+    "distributed_data_parallel_config": UNSTATED,
+    "fp8_cfg": None,
+    "env_vars": None,
+}
+"""Keys of policy.megatron_cfg, with their values in grpo_math_1B.yaml."""
+
+NEMO_RL = {
+    "grpo.num_prompts_per_step": default(32, BATCH, "16 here"),
+    "grpo.num_generations_per_prompt": default(16, "rollout.group_size={}", "8 here, as in TRL"),
+    "grpo.max_rollout_turns": default(1, "task.environment.turns={}", "it has an effect only with an environment"),
+    "grpo.max_num_epochs": default(1, EPOCHS),
+    "grpo.max_num_steps": default(1_000_000, "train.steps={}", "60 here; there is no second limit by epochs"),
+    "grpo.normalize_rewards": default(
+        True, Equivalent("algorithm/advantage=std", values={"false": "algorithm/advantage=center"})
+    ),
+    "grpo.use_leave_one_out_baseline": Equivalent(
+        "algorithm/advantage=leave_one_out",
+        "with normalize_rewards NeMo RL also divides by the others' deviation: algorithm.advantage.scale=others",
+        {"false": "algorithm/advantage=std"},
+        default=True,
+        why="the GRPO paper's mean is over the whole group",
+    ),
+    "grpo.advantage_clip_low": default(None, "algorithm.advantage_min={}"),
+    "grpo.advantage_clip_high": default(None, "algorithm.advantage_max={}"),
+    "grpo.val_period": default(10, "eval.every={}", "0 here: before and after the run"),
+    "grpo.val_at_start": nothing(False, "every run with eval.problems above 0 begins with an evaluation"),
+    "grpo.val_num_generations_per_prompt": default(1, "eval.samples={}", "4 here"),
+    "grpo.stop_at_validation_metric": Equivalent(
+        "eval.stop_at.metric={}",
+        "pass_k is pass@K, K=eval.samples; needs eval.stop_at.threshold and eval.every",
+        {"pass_k": "eval.stop_at.metric=pass@4"},
+        default=None,
+    ),
+    "grpo.stop_at_validation_threshold": default(None, "eval.stop_at.threshold={}"),
+    "grpo.overlong_filtering": default(False, "algorithm.keep.mask_truncated={}"),
+    "grpo.max_val_samples": default(256, "eval.problems={}", "256 on a GPU, 32 on a CPU"),
+    "grpo.val_batch_size": default(256, MEMORY),
+    "grpo.seed": default(42, "seed={}", "0 here"),
+    "grpo.async_grpo.enabled": Equivalent("", "rollout.max_staleness above 0 samples ahead", default=False),
+    "grpo.async_grpo.max_trajectory_age_steps": default(
+        1, "rollout.max_staleness={}", "0 here; NeMo RL's number has no effect unless async_grpo is enabled"
+    ),
+    "grpo.use_dynamic_sampling": Equivalent("algorithm/keep=dynamic", values={"false": "algorithm/keep=all"}),
+    "grpo.dynamic_sampling_max_gen_batches": Equivalent("algorithm/keep=dynamic algorithm.keep.max_rounds={}"),
+    "grpo.reward_shaping.enabled": Equivalent("", "reward=[...,overlong] is DAPO's punishment of long completions"),
+    "loss_fn.reference_policy_kl_penalty": default(
+        0.01, "algorithm.kl.beta={}", "0.04 is the GRPO paper's; 0 is algorithm/kl=none"
+    ),
+    "loss_fn.ratio_clip_min": default(0.2, "algorithm.objective.low={}"),
+    "loss_fn.ratio_clip_max": default(0.2, "algorithm.objective.high={}"),
+    "loss_fn.ratio_clip_c": default(None, "algorithm.objective.dual={}"),
+    "loss_fn.use_on_policy_kl_approximation": Equivalent(
+        "algorithm.kl.on_policy=true",
+        "since June 2026 NeMo RL's KL has the ratio's gradient with either value; true also weighs it by π/μ, "
+        "which is ours with algorithm/correction=sampler",
+        default=False,
+    ),
+    "loss_fn.use_importance_sampling_correction": Equivalent(
+        "algorithm/correction=token_truncate algorithm.correction.max=1e9",
+        "NeMo RL's weight has no bound unless truncated_importance_sampling_ratio is set",
+        {"false": "algorithm/correction=none"},
+        default=False,
+    ),
+    "loss_fn.truncated_importance_sampling_ratio": Equivalent(
+        "algorithm/correction=token_truncate algorithm.correction.max={}"
+    ),
+    "loss_fn.sequence_level_importance_ratios": Equivalent(
+        "algorithm.objective.level=sequence", values={"false": "algorithm.objective.level=token"}, default=False
+    ),
+    "loss_fn.token_level_loss": Equivalent(
+        "algorithm/aggregate=token_mean",
+        values={"false": "algorithm/aggregate=sequence_mean"},
+        default=True,
+        why="algorithm=grpo averages each completion first, as the GRPO paper does; algorithm=dapo has the token mean",
+    ),
+    "policy.model_name": default("Qwen/Qwen2.5-1.5B", MODEL, "the default model here is a tiny built-in one"),
+    "policy.tokenizer.name": nothing("${policy.model_name}", "the tokenizer is the model's"),
+    "policy.train_global_batch_size": Equivalent(
+        "", "train.minibatches=N updates a pass: completions of a step / train_global_batch_size", default=512
+    ),
+    "policy.train_micro_batch_size": default(4, MEMORY),
+    "policy.generation_batch_size": nothing(32, "engine.max_rows bounds engine=transformers"),
+    "policy.logprob_batch_size": default(4, MEMORY),
+    "policy.logprob_chunk_size": nothing(None, "log-probs are always computed in chunks"),
+    "policy.max_total_sequence_length": Equivalent(
+        "", "rollout.max_prompt_tokens + rollout.max_completion_tokens", default=512, why="512 + 256 here"
+    ),
+    "policy.precision": default("bfloat16", "model.dtype={}", "auto here: the faster dtype of this machine"),
+    "policy.max_grad_norm": default(1.0, "optim.max_grad_norm={}"),
+    "policy.optimizer.name": Equivalent("optim=adamw", default="torch.optim.AdamW"),
+    "policy.optimizer.kwargs.lr": default(5e-6, "optim.lr={}", "1e-6 here, as in the GRPO paper and TRL"),
+    "policy.optimizer.kwargs.weight_decay": default(0.01, "optim.weight_decay={}", "0 here, as in TRL"),
+    "policy.optimizer.kwargs.betas": default([0.9, 0.999], "optim.betas={}"),
+    "policy.optimizer.kwargs.eps": default(1e-8, "optim.eps={}"),
+    "policy.scheduler": Equivalent("", "optim.warmup_steps=N and optim.schedule=NAME", default=UNSTATED),
+    "policy.generation.backend": Equivalent(
+        "engine={}",
+        values={"hf": "engine=transformers", "sglang": "engine=vllm"},
+        default="vllm",
+        why="engine=auto takes vLLM where it is installed with a GPU, except for short runs",
+    ),
+    "policy.generation.max_new_tokens": default("${policy.max_total_sequence_length}", LENGTH, "256 here"),
+    "policy.generation.temperature": default(1.0, "rollout.temperature={}"),
+    "policy.generation.top_p": default(1.0, "rollout.top_p={}"),
+    "policy.generation.top_k": Equivalent("rollout.top_k={}", values={"none": "rollout.top_k=0"}, default=None),
+    "policy.generation.stop_strings": Equivalent("rollout.stop={}", values={"none": "rollout.stop=[]"}, default=None),
+    "policy.generation.stop_token_ids": missing(None, "completions end at the model's own end tokens or rollout.stop"),
+    "policy.generation.vllm_cfg.tensor_parallel_size": default(1, "engine=vllm engine.tensor_parallel={}"),
+    "policy.generation.vllm_cfg.pipeline_parallel_size": missing(1, "a server splits layers, not stages"),
+    "policy.generation.vllm_cfg.expert_parallel_size": Equivalent(
+        "", "engine.vllm_args.enable_expert_parallel=true", default=1
+    ),
+    "policy.generation.vllm_cfg.gpu_memory_utilization": default(
+        0.6, "engine=vllm engine.gpu_memory_utilization={}", "null: 0.9 of a server's own GPUs, 0.4 of shared ones"
+    ),
+    "policy.generation.vllm_cfg.max_model_len": default(
+        "${policy.max_total_sequence_length}", "engine=vllm engine.max_model_len={}", "as many as the run needs"
+    ),
+    "policy.generation.vllm_cfg.enforce_eager": default(
+        False, "engine=vllm engine.enforce_eager={}", "null here: no compilation on a CPU only"
+    ),
+    "policy.generation.vllm_cfg.async_engine": nothing(False, "the server is vLLM's, which is asynchronous"),
+    "policy.generation.vllm_cfg.precision": nothing("${policy.precision}", "the server has the dtype of the trainer"),
+    "policy.generation.vllm_cfg.use_deep_gemm": missing(False, "vLLM chooses its own kernels"),
+    "policy.generation.vllm_cfg.num_last_layers_in_bf16": missing(0, "weights are not quantized to 8 bit"),
+    "policy.generation.vllm_cfg.num_first_layers_in_bf16": missing(0, "weights are not quantized to 8 bit"),
+    "policy.generation.colocated.resources.gpus_per_node": Equivalent(
+        "", "the GPUs that training leaves, hardware.processes=N, are the servers'", default=None
+    ),
+    "policy.generation.colocated.resources.num_nodes": Equivalent(
+        "", "hardware=multinode: nodes beyond hardware.train_nodes sample", default=None
+    ),
+    "policy.generation.vllm_kwargs": Equivalent("", "each entry is engine.vllm_args.NAME=VALUE", default=UNSTATED),
+    "policy.generation.colocated.enabled": default(
+        True,
+        Equivalent("engine=vllm_colocate", values={"false": "engine=vllm"}),
+        "a separate server shares the trainer's GPU or has its own",
+    ),
+    "policy.dtensor_cfg.enabled": Equivalent(
+        "hardware.parallel=fsdp2",
+        values={"false": "hardware.parallel=ddp"},
+        default=True,
+        why="ddp here: nothing is sharded unless the memory needs it",
+    ),
+    "policy.dtensor_cfg.activation_checkpointing": default(False, "train.gradient_checkpointing={}"),
+    "policy.dtensor_cfg.cpu_offload": missing(False, "weights stay on the GPU; hardware.parallel=fsdp2 shards them"),
+    "policy.dtensor_cfg.sequence_parallel": missing(
+        False, "it goes with tensor parallelism; hardware.context_parallel splits sequences"
+    ),
+    "policy.dtensor_cfg.tensor_parallel_size": missing(1, "training shards with fsdp2, not by tensors"),
+    "policy.dtensor_cfg.context_parallel_size": default(1, "hardware.context_parallel={}"),
+    "policy.dtensor_cfg._v2": nothing(True, "hardware.parallel=fsdp2 is torch's own"),
+    "policy.dtensor_cfg.custom_parallel_plan": missing(None, "training shards with fsdp2, not by tensors"),
+    **{f"policy.megatron_cfg.{name}": missing(value, NO_MEGATRON) for name, value in MEGATRON.items()},
+    "policy.make_sequence_length_divisible_by": nothing(
+        "${policy.dtensor_cfg.tensor_parallel_size}", "hardware.context_parallel fills up what it splits"
+    ),
+    "policy.optimizer.kwargs.foreach": nothing(False, "optim=adamw is fused where the device has it"),
+    "policy.optimizer.kwargs.fused": nothing(False, "optim=adamw is fused where the device has it"),
+    "policy.dynamic_batching.enabled": nothing(False, "micro-batches are filled up to train.micro_batch_tokens"),
+    "policy.dynamic_batching.train_mb_tokens": nothing(
+        "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}",
+        "micro-batches are filled up to train.micro_batch_tokens",
+    ),
+    "policy.dynamic_batching.logprob_mb_tokens": replace(
+        MEMORY, default="${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}"
+    ),
+    "policy.dynamic_batching.sequence_length_round": nothing(64, "rows are not padded to a multiple"),
+    "policy.sequence_packing.enabled": default(True, "train.packed={}"),
+    "policy.sequence_packing.logprob_mb_tokens": replace(
+        MEMORY, default="${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}"
+    ),
+    "policy.sequence_packing.algorithm": nothing(
+        "modified_first_fit_decreasing", "the order of rows in a micro-batch never changes the gradient"
+    ),
+    "policy.sequence_packing.sequence_length_round": nothing(64, "rows are not padded to a multiple"),
+    "policy.sequence_packing.train_mb_tokens": default(
+        "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}",
+        "train.micro_batch_tokens={}",
+        "8192 here",
+    ),
+    "data.dataset_name": Equivalent(
+        "", "task=gsm8k, math, ..., or task=hub task.path=OWNER/NAME", default="OpenMathInstruct-2"
+    ),
+    "data.train_data_path": Equivalent("task=jsonl task.path={}"),
+    "data.val_data_path": Equivalent("task=jsonl task.eval_path={}"),
+    "data.input_key": Equivalent("task.prompt_column={}"),
+    "data.output_key": Equivalent("task.answer_column={}"),
+    "data.train_split": Equivalent("task.split={}"),
+    "data.val_split": Equivalent("task.eval_split={}"),
+    "data.max_input_seq_length": default(
+        "${policy.max_total_sequence_length}", "rollout.max_prompt_tokens={}", "512 here"
+    ),
+    "data.prompt_file": Equivalent(
+        "", "task.prompt_template with the column in {braces} in place of {}", default="examples/prompts/cot.txt"
+    ),
+    "data.system_prompt_file": Equivalent("", "task.system_prompt is the text itself", default=None),
+    "data.shuffle": Equivalent(
+        "", "true is the default: every epoch has its own order, a function of seed", ORDERS, default=True
+    ),
+    "env.math.num_workers": default(8, "reward=[math] reward.math.workers={}", "0 here: one for each core"),
+    "env.math.math_verify_impl": Equivalent(
+        "reward=[math]", "it is math-verify with the answer's form checked as well", default="hf_math_verify"
+    ),
+    "checkpointing.enabled": default(True, Equivalent("", "checkpoint.every=0 saves only at the end")),
+    "checkpointing.checkpoint_dir": default("results/grpo", "hydra.run.dir={}", "runs/DATE/TIME here"),
+    "checkpointing.save_period": default(10, "checkpoint.every={}", "20 here"),
+    "checkpointing.keep_top_k": default(
+        3, Equivalent("checkpoint.keep={}", "the newest, not the best"), "2 here, the newest"
+    ),
+    "checkpointing.metric_name": missing("val_reward", "the newest checkpoints are kept, not the best"),
+    "checkpointing.higher_is_better": missing(True, "the newest checkpoints are kept, not the best"),
+    "checkpointing.checkpoint_must_save_by": Equivalent(
+        "", "hydra.launcher.signal_before=SECONDS saves before a SLURM job's time limit", default=None
+    ),
+    "checkpointing.model_save_format": nothing("safetensors", "models are Hugging Face folders with safetensors"),
+    "checkpointing.save_consolidated": nothing(False, "a checkpoint's model is a Hugging Face folder"),
+    "logger.log_dir": nothing("logs", "everything of a run is in its folder, hydra.run.dir"),
+    "logger.wandb_enabled": Equivalent("tracker=wandb", values={"false": "tracker=none"}, default=False),
+    "logger.tensorboard_enabled": Equivalent("tracker=tensorboard", values={"false": "tracker=none"}, default=False),
+    "logger.mlflow_enabled": Equivalent("tracker=mlflow", values={"false": "tracker=none"}, default=False),
+    "logger.swanlab_enabled": Equivalent("tracker=swanlab", values={"false": "tracker=none"}, default=False),
+    "logger.wandb.project": default("grpo-dev", "tracker=wandb tracker.project={}", "grpocli here"),
+    "logger.wandb.name": nothing("grpo-dev-logger", "a run is called after its folder, hydra.run.dir"),
+    "logger.tensorboard": nothing(UNSTATED, "tracker=tensorboard writes into the run's folder"),
+    "logger.mlflow.experiment_name": default("grpo-dev", "tracker=mlflow tracker.project={}", "grpocli here"),
+    "logger.mlflow.run_name": nothing("grpo-dev-logger", "a run is called after its folder, hydra.run.dir"),
+    "logger.gpu_monitoring": missing(UNSTATED, "memory and times are metrics; a GPU's load is not"),
+    "logger.num_val_samples_to_print": nothing(0, SHOWN),
+    "logger.monitor_gpus": missing(True, "memory and times are metrics; a GPU's load is not"),
+    "cluster.gpus_per_node": Equivalent("", "hardware.processes=N, by default all GPUs", default=1),
+    "cluster.num_nodes": Equivalent("", "hardware=multinode hardware.train_nodes=N", default=1),
+}
+"""Keys of NeMo RL's examples/configs/grpo_math_1B.yaml, with its values as defaults, and a few beside them."""
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+VERL_LOSSES = {
+    "vanilla": "algorithm/objective=clip",
+    "gspo": "algorithm/objective=clip algorithm.objective.level=sequence",
+    "sapo": "algorithm/objective=sapo",
+    "cispo": "algorithm/objective=cispo",
+    "geo_mean": "algorithm/objective=geometric",
+    "dppo_tv": "algorithm/objective=dppo",
+    "dppo_kl": "algorithm/objective=dppo algorithm.objective.divergence=kl",
+    "dro": "algorithm/objective=mirror",
+}
+VERL_DTYPE = Equivalent(
+    "model.dtype={}",
+    "one dtype for the trainer, its reference and vLLM",
+    values={"bf16": "model.dtype=bfloat16", "fp16": "model.dtype=float16", "half": "model.dtype=float16"},
+)
+VERL = {
+    f"{ACTOR}.clip_ratio": TRL["epsilon"],
+    f"{ACTOR}.clip_ratio_c": Equivalent("algorithm.objective.dual={}"),
+    f"{ACTOR}.clip_ratio_high": TRL["epsilon_high"],
+    f"{ACTOR}.clip_ratio_low": Equivalent("algorithm.objective.low={}"),
+    f"{ACTOR}.dtype": VERL_DTYPE,
+    f"{ACTOR}.entropy_coeff": Equivalent("algorithm/entropy=bonus algorithm.entropy.coefficient={}"),
+    f"{ACTOR}.grad_clip": TRL["max_grad_norm"],
+    f"{ACTOR}.kl_loss_coef": TRL["beta"],
+    f"{ACTOR}.kl_loss_type": Equivalent("algorithm/kl=k3"),
+    f"{ACTOR}.policy_loss.loss_mode": Equivalent(VERL_LOSSES["vanilla"], values=VERL_LOSSES),
+    f"{ACTOR}.policy_loss.dro_beta": Equivalent("algorithm/objective=mirror algorithm.objective.tau={}"),
+    f"{ACTOR}.loss_agg_mode": Equivalent(
+        "algorithm/aggregate=token_mean",
+        values={
+            "seq-mean-token-mean": "algorithm/aggregate=sequence_mean",
+            "seq-mean-token-sum-norm": "algorithm/aggregate=constant",
+        },
+    ),
+    f"{ACTOR}.optim.clip_grad": TRL["max_grad_norm"],
+    f"{ACTOR}.optim.lr": TRL["learning_rate"],
+    f"{ACTOR}.optim.lr_warmup_steps": TRL["warmup_steps"],
+    f"{ACTOR}.optim.weight_decay": TRL["weight_decay"],
+    f"{ACTOR}.ppo_epochs": TRL["num_iterations"],
+    f"{ACTOR}.ppo_max_token_len_per_gpu": Equivalent("train.micro_batch_tokens={}"),
+    f"{ACTOR}.ppo_micro_batch_size": MEMORY,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": MEMORY,
+    f"{ACTOR}.ppo_mini_batch_size": Equivalent("", "train.minibatches=N divides a step into N updates"),
+    f"{ACTOR}.ulysses_sequence_parallel_size": Equivalent("hardware.context_parallel={}"),
+    f"{ACTOR}.use_kl_loss": Equivalent("algorithm/kl=k3", values=KL),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": TRL["gradient_checkpointing"],
+    "actor_rollout_ref.model.lora_alpha": TRL["lora_alpha"],
+    "actor_rollout_ref.model.lora_rank": TRL["lora_r"],
+    "actor_rollout_ref.model.path": MODEL,
+    f"{ROLLOUT}.dtype": VERL_DTYPE,
+    f"{ROLLOUT}.gpu_memory_utilization": TRL["vllm_gpu_memory_utilization"],
+    f"{ROLLOUT}.n": TRL["num_generations"],
+    f"{ROLLOUT}.name": Equivalent("engine={}", values={"hf": "engine=transformers", "sglang": "engine=vllm"}),
+    f"{ROLLOUT}.temperature": TRL["temperature"],
+    f"{ROLLOUT}.tensor_model_parallel_size": TRL["vllm_tensor_parallel_size"],
+    f"{ROLLOUT}.top_k": TRL["top_k"],
+    f"{ROLLOUT}.top_p": TRL["top_p"],
+    "algorithm.adv_estimator": Equivalent("algorithm={}", values=ALGORITHMS | {"gae": "algorithm=grpo"}),
+    "algorithm.kl_ctrl.kl_coef": TRL["beta"],
+    "algorithm.norm_adv_by_std_in_grpo": TRL["scale_rewards"],
+    "custom_reward_function.path": TRL["reward_funcs"],
+    "data.max_prompt_length": ALIASES["max_prompt_length"],
+    "data.max_response_length": LENGTH,
+    "data.prompt_key": Equivalent("task.prompt_column={}"),
+    "data.train_batch_size": BATCH,
+    "data.train_files": Equivalent("task=jsonl task.path={}"),
+    "data.val_files": Equivalent("task.eval_path={}"),
+    "trainer.default_local_dir": TRL["output_dir"],
+    "trainer.experiment_name": TRL["run_name"],
+    "trainer.logger": Equivalent("", "tracker=NAME: wandb, tensorboard, mlflow ..."),
+    "trainer.n_gpus_per_node": ALIASES["num_processes"],
+    "trainer.nnodes": Equivalent("hardware=multinode hardware.train_nodes={}"),
+    "trainer.project_name": Equivalent("tracker=wandb tracker.project={}"),
+    "trainer.resume_mode": TRL["resume_from_checkpoint"],
+    "trainer.save_freq": TRL["save_steps"],
+    "trainer.test_freq": TRL["eval_steps"],
+    "trainer.total_epochs": EPOCHS,
+    "trainer.total_training_steps": TRL["max_steps"],
+}
+VERL = {name: replace(equivalent, default=UNSTATED, why="") for name, equivalent in VERL.items()}
+TRAINERS = {"TRL": TRL, "NeMo RL": NEMO_RL, "verl": VERL}
+SHARED_NAMES = ("seed", "optim", "model")
+"""Foreign names that are also keys or config groups of grpocli."""
+KEYS = {name: equivalent for name, equivalent in (ALIASES | TRL | NEMO_RL | VERL).items() if name not in SHARED_NAMES}
+
+CHOICES = {
+    **{("algorithm", name): Equivalent(overrides) for name, overrides in ALGORITHMS.items()},
+    ("algorithm", "ppo"): NO_CRITIC,
+    ("algorithm", "gae"): NO_CRITIC,
+    **{("algorithm", name): PREFERENCES for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
+    ("algorithm", "reinforce"): Equivalent(ALGORITHMS["rloo"], "REINFORCE with the rest of the group as the baseline"),
+    ("algorithm", "reinforce++"): Equivalent(ALGORITHMS["reinforce_plus_plus"]),
+    ("engine", "hf"): Equivalent("engine=transformers"),
+    ("engine", "huggingface"): Equivalent("engine=transformers"),
+    ("engine", "sglang"): Equivalent("engine=vllm"),
+    ("hardware", "cpu"): Equivalent("hardware.device=cpu"),
+    ("hardware", "cuda"): Equivalent("hardware.device=cuda"),
+    ("hardware", "gpu"): Equivalent("hardware.device=cuda"),
+    ("optim", "adam"): Equivalent("optim=adamw"),
+    ("optim", "adamw_torch"): Equivalent("optim=adamw"),
+    ("optim", "adamw_torch_fused"): Equivalent("optim=adamw"),
+    ("optim", "adamw_bnb_8bit"): Equivalent("optim=adamw_8bit"),
+    ("optim", "adam8bit"): Equivalent("optim=adamw_8bit"),
+    ("optim", "paged_adamw_8bit"): Equivalent("optim=adamw_8bit", "its state stays in the device's memory"),
+    ("reward", "accuracy"): Equivalent("reward=[math]"),
+    ("reward", "accuracy_reward"): Equivalent("reward=[math]"),
+    ("reward", "think_format_reward"): Equivalent("reward=[format]"),
+    ("reward", "soft_overlong_punishment"): Equivalent("reward=[math,overlong]"),
+}
+
+
+def key_advice(key: str, value: str) -> str | None:
+    """The advice for a key of another trainer; None for an unknown key."""
+    here = KEYS.get(key)
+    return here.sentence(value) if here else None
+
+
+def advice_of_like(name: str, value: str) -> str | None:
+    """The advice for the key of another trainer that is written almost as `name`; None if there is none."""
+    close = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.85)
+    return key_advice(close[0], value) if close else None
+
+
+def choice_advice(group: str, choice: str) -> str | None:
+    """The advice for a choice of another trainer; None for an unknown choice."""
+    here = CHOICES.get((group, choice.lower().replace("-", "_")))
+    return here.sentence(choice) if here else None

@@ -1,0 +1,218 @@
+"""The settings of a foreign config or script as plain values, before they are translated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpocli.config import yaml_text
+from grpocli.config.parts import nearest
+from grpocli.errors import ConfigError
+from grpocli_tools.porting.foreign_names import ALIASES, LORA_CONFIG, TRAINER, TRL
+
+FROM_COMMAND_LINE = (
+    "the script reads GRPOConfig from its command line, so TRL's defaults are used; give the arguments after `--`"
+)
+MAX_BYTES = 2_000_000
+"""Largest file that is read."""
+MAX_NUMBER = 1e15
+"""Numbers from here on are typing errors, as are infinity and NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A value that is not a literal, such as a call: its text and line."""
+
+    text: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.text} (line {self.line})"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCall:
+    """A reward: name of a function. module: where it is imported from; "" for a function of the script.
+
+    arguments: those of a call that makes the function, and code: that call. path: a reward model instead of a function.
+    line: where it is used. words: parameters and texts of a function or class of the script.
+    """
+
+    name: str
+    module: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    path: str = ""
+    code: str = ""
+    line: int = 0
+    words: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetStep:
+    """A method call on the dataset, such as `map` with the text of its function."""
+
+    method: str
+    text: str
+    line: int
+    function: str = ""
+    plain: bool = True
+    """Whether the call has no other arguments that matter, such as `batched=True`."""
+    arguments: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Data:
+    """A dataset: the arguments of `load_dataset` and the steps after it. others: arguments without a field here."""
+
+    path: str = ""
+    name: str | None = None
+    split: str | None = None
+    files: Any = None
+    streaming: bool = False
+    steps: list[DatasetStep] = field(default_factory=list)
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ScriptSource:
+    """What a file sets. settings: {field: value or Unread}, of GRPOConfig and what `trl grpo` reads beside it.
+
+    lora: arguments of LoraConfig; None without one.
+    ignored: arguments of GRPOTrainer and others that are not settings. own: arguments that the script defines itself.
+    loose: steps on datasets that `data` does not have. notes: what a reader must know.
+    """
+
+    file: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: str | Unread | None = None
+    rewards: list[RewardCall | Unread] = field(default_factory=list)
+    data: Data | Unread | None = None
+    eval_data: Data | Unread | None = None
+    lora: dict[str, Any] | None = None
+    ignored: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    loose: list[DatasetStep] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_script: bool = False
+
+
+def number_of(value: Any) -> float | None:
+    """A value as a number, also of text such as YAML's `1e-6`; None if it is not one below MAX_NUMBER."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if abs(number) < MAX_NUMBER else None
+
+
+def read_text(file: Path) -> str:
+    """The text of a file. Raises ConfigError if it cannot be read, is too large, or is not UTF-8."""
+    try:
+        if not file.is_file():
+            problem = "is a folder; give a file in it" if file.is_dir() else "is a pipe or device; give a file"
+            raise ConfigError(problem if file.exists() else "there is no such file", key=str(file))
+        if (size := file.stat().st_size) > MAX_BYTES:
+            raise ConfigError(f"has {size:,} bytes; a config or script has at most {MAX_BYTES:,}", key=str(file))
+        text = file.read_text(encoding="utf-8-sig")
+        if "\0" in text:
+            raise ConfigError("has null bytes, so it is not text", key=str(file), hint="save it as UTF-8")
+        return text
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8 (byte {error.start:,})", key=str(file), hint="save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", key=str(file)) from error
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """The mapping of a YAML or JSON file. Raises ConfigError if it is broken, too deep, too large or not a mapping."""
+    text = read_text(file)
+    try:
+        values = json.loads(text) if file.suffix == ".json" else yaml_text.load(text)
+    except (ValueError, RecursionError) as error:
+        problem = "lists or mappings are nested too deep" if isinstance(error, RecursionError) else str(error)
+        hint = "give a YAML, a JSON or a .py file"
+        raise ConfigError(f"cannot be read: {problem}", key=str(file), hint=hint) from error
+    if not isinstance(values, dict):
+        kind = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"has {kind}, not a mapping of settings", key=str(file))
+    return {str(key): value for key, value in values.items()}
+
+
+def of_mapping(file: Path, values: Mapping[str, Any]) -> ScriptSource:
+    """The source of a `trl grpo --config` file. Raises ConfigError if no key of it is known."""
+    source = ScriptSource(file)
+    known = {name: value for name, value in values.items() if name in TRL}
+    if not known:
+        close = next((nearest(name, TRL) for name in values if nearest(name, TRL)), "")
+        hint = "give the config of `trl grpo --config` or of NeMo RL, or a script with GRPOConfig(...)"
+        raise ConfigError(f"has no key of TRL{close}", key=str(file), hint=hint)
+    for name, value in values.items():
+        _put(source, name, value)
+    return source
+
+
+def add_arguments(source: ScriptSource, values: Mapping[str, Any], own: Container[str]) -> None:
+    """Add the arguments that a script got. own: those that the script defines, and uses where it reads them."""
+    for name, value in values.items():
+        if name in own or (name.startswith("dataset_") and isinstance(source.data, Data) and source.data.path):
+            source.own[name] = value
+        elif name != "reward_model_name_or_path" or RewardCall("model", path=str(value)) not in source.rewards:
+            _put(source, name, value)
+    if values:
+        source.notes = [note for note in source.notes if note != FROM_COMMAND_LINE]
+
+
+def _put(source: ScriptSource, name: str, value: Any) -> None:
+    """Store a value where the translation looks for it."""
+    if name == "model_name_or_path":
+        source.model = str(value)
+    elif name == "reward_funcs":
+        source.rewards += [_reward(str(one)) for one in (value if isinstance(value, list) else [value])]
+    elif name == "reward_model_name_or_path":
+        source.rewards.insert(0, RewardCall("model", path=str(value)))
+    elif name.startswith("dataset_"):
+        _put_data(source, name, value)
+    elif name == "datasets" and isinstance(value, list):
+        _put_mixture(source, value)
+    elif name in TRL or name in TRAINER or name in LORA_CONFIG or name in ALIASES:
+        source.settings[name] = value
+    else:
+        source.ignored[name] = value
+
+
+def _put_data(source: ScriptSource, name: str, value: Any) -> None:
+    data = source.data if isinstance(source.data, Data) else Data()
+    source.data = data
+    match name:
+        case "dataset_name":
+            data.path = str(value)
+        case "dataset_config":
+            data.name = None if value is None else str(value)
+        case "dataset_train_split":
+            data.split = str(value)
+        case "dataset_test_split":
+            source.eval_data = Data(split=str(value))
+        case "dataset_streaming":
+            data.streaming = bool(value)
+        case _:
+            source.ignored[name] = value
+
+
+def _put_mixture(source: ScriptSource, datasets: list[Any]) -> None:
+    """The first dataset of a mixture; the others are a note."""
+    first = datasets[0] if datasets and isinstance(datasets[0], dict) else {}
+    if first.get("path"):
+        source.data = Data(str(first["path"]), first.get("name"), first.get("split"), first.get("data_files"))
+    if len(datasets) > 1:
+        source.notes.append(
+            f"the mixture has {len(datasets)} datasets, and this takes the first: task=[A,B] trains on several"
+        )
+
+
+def _reward(name: str) -> RewardCall:
+    module, _, function = name.rpartition(".")
+    return RewardCall(function, module or "trl.rewards")

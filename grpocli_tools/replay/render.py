@@ -1,0 +1,141 @@
+"""The report of a replay, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from grpocli.text import clean, format_number, one_line
+from grpocli_tools.replay import checks as limits
+from grpocli_tools.replay.checks import Check, Difference, total
+from grpocli_tools.replay.replay import StepReport
+
+SHOWN = 5
+"""Differences shown of each check; --json has all."""
+NAMES = {
+    "logprobs": "sampler's log-prob",
+    "trainer_logprobs": "log-prob",
+    "entropies": "entropy",
+    "completion_ids": "token",
+    "version": "weight version",
+}
+"""Names of columns in sentences."""
+LONGEST = 60
+
+
+def as_dict(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str, object]]) -> dict[str, Any]:
+    """The reports as JSON values."""
+    steps = [
+        {
+            "step": one.step,
+            "asked": one.asked,
+            "agrees": one.agrees,
+            "from": one.origin,
+            "exact": one.exact,
+            "dtype": one.dtype,
+            "notes": one.notes,
+            "checks": [asdict(check) | {"differ": check.differ, "unchecked": check.unchecked} for check in one.checks],
+        }
+        for one in reports
+    ]
+    return {"run": str(run), "agrees": all(one.agrees for one in reports), "steps": steps, "what_if": list(others)}
+
+
+def as_text(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str, object]]) -> str:
+    """A table of the checks, then the differences and what cannot be checked."""
+    checks = total(check for report in reports for check in report.checks)
+    lines = [_heading(run, reports), _table(checks)]
+    said: set[tuple[object, ...]] = set()
+    for check in checks:  # two checks may find the same difference
+        new = {_key(one): one for one in check.differences if _key(one) not in said}
+        said |= new.keys()
+        lines += [_sentence(one) for one in list(new.values())[:SHOWN]]
+        if (more := len(new) - SHOWN) > 0:
+            lines.append(f"  ... and {more:,} more of {check.name}")
+    lines += [f"cannot be checked: {c.name}: {n:,} {c.unit}: {why}" for c in checks for why, n in c.why.items()]
+    lines += [note for report in reports for note in report.notes]
+    for other in others:
+        lines += ["", *_other(other)]
+    return "\n".join(clean(line.rstrip("\n")) for line in [*lines, _verdict(reports)])
+
+
+def _heading(run: Path, reports: Sequence[StepReport]) -> str:
+    asked = [one.step for one in reports if one.asked]
+    steps = f"step {asked[0]}" if len(asked) == 1 else f"steps {asked[0]} to {asked[-1]}"
+    origin = reports[0].origin or "the record alone"
+    leading = len(reports) - len(asked)
+    earlier = f"{leading} earlier step{'s' if leading > 1 else ''}"
+    way = f", {earlier} checked too, except for rewards and the sampler's log-probs" if leading else ""
+    return f"{run}: {steps} replayed from {origin}{way}; {_exactness(reports)}"
+
+
+def _exactness(reports: Sequence[StepReport]) -> str:
+    if all(one.exact is None for one in reports):
+        return "no weights were computed"
+    if all(one.exact is not False for one in reports):
+        return "recomputed to the bit"
+    dtype = next(one.dtype for one in reports if one.dtype)
+    relative, absolute = limits.METRIC_TOLERANCE[dtype]
+    return (
+        f"recomputed within rounding ({dtype}: {limits.LOGP_TOLERANCE[dtype]:g} nats, metrics {relative:g} relative or "
+        f"{absolute:g})"
+    )
+
+
+def _table(checks: Sequence[Check]) -> str:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from grpocli.views.console import CleanConsole
+
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("check")
+    for name in ("agree", "differ", "not checked"):
+        table.add_column(name, justify="right")
+    table.add_column("of")
+    for check in checks:
+        table.add_row(check.name, f"{check.agree:,}", f"{check.differ:,}", f"{check.unchecked:,}", check.unit)
+    out = StringIO()
+    CleanConsole(file=out, width=100).print(table)
+    return out.getvalue()
+
+
+def _key(one: Difference) -> tuple[object, ...]:
+    return one.step, one.what, one.group, one.completion, one.token, repr(one.recomputed)
+
+
+def _sentence(one: Difference) -> str:
+    places = [("step", one.step), ("group", one.group), ("completion", one.completion), ("token", one.token)]
+    where = ", ".join(f"{name} {number}" for name, number in places if number is not None)
+    token = f" ({one.token_text!r})" if one.token_text else ""
+    name = NAMES.get(one.what, one.what)
+    return f"{where}{token}: recorded {name} {_value(one.recorded)}, recomputed {_value(one.recomputed)}"
+
+
+def _other(other: dict[str, object], indent: str = "") -> list[str]:
+    """A line for each value; mappings and lists of mappings are indented below their name."""
+    lines = []
+    for name, value in other.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}", *_other(value, f"{indent}  ")]
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            pairs = [", ".join(f"{key} {_value(item)}" for key, item in one.items()) for one in value]
+            lines += [f"{indent}{name}", *[f"{indent}  {pair}" for pair in pairs]]
+        else:
+            lines.append(f"{indent}{name}: {format_number(value) if isinstance(value, float) else _value(value)}")
+    return lines
+
+
+def _value(value: Any) -> str:
+    text = one_line("nothing" if value is None else str(value))
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _verdict(reports: Sequence[StepReport]) -> str:
+    wrong = [one.step for one in reports if not one.agrees]
+    if not wrong:
+        return "everything that can be checked agrees"
+    return f"the record differs in step {', '.join(map(str, wrong[:10]))}{' ...' if len(wrong) > 10 else ''}"

@@ -1,0 +1,442 @@
+"""The verdict about a run, and warnings where its numbers look wrong."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpocli.runs.significance import CLEAR
+from grpocli.tracking.recorder import MISMATCH_LIMITS
+from grpocli_tools.report.curves import HIGH, LOW, Curves
+from grpocli_tools.report.page_data import RunWarning, Verdict
+
+FEW_STEPS = 20
+"""Steps below which rewards alone allow no verdict: a tenth would be less than two steps."""
+ENDS = 5
+"""The least number of steps whose rewards are compared at the start and at the end."""
+BLOCKS = 5
+"""The parts of the first and of the last steps whose means are compared: neighbouring steps are not independent."""
+NOISE = 4.604
+"""Standard errors by which two means must differ to count as different: the 99.5 % quantile of Student's t with
+BLOCKS - 1 degrees of freedom, the fewest that Welch's test can have."""
+WINDOW = 10
+"""Steps that a warning's numbers are averaged over, because single steps are noisy."""
+
+EARLY = 3
+"""Steps in the mean of an unmistakable warning, which more steps would not change."""
+FULL = 0.95
+"""The share of its maximum from which a mean reward counts as solved."""
+
+SPIKE = 20.0
+"""A gradient norm is a spike above this multiple of the median; clipping limits smaller ones."""
+SLOW = "Sampling and training should take most of the time."
+SAME = 0.5
+"""The share of groups with equal rewards up to which a low entropy is harmless."""
+STALE = 0.1
+"""The share of steps that may drop groups as too old: a few do after a resume."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A warning: the mean of `metric` over WINDOW steps passes the limit.
+
+    limit: (start mean, config) -> limit. sure: a stricter limit for the mean over EARLY steps.
+    """
+
+    kind: str
+    metric: str
+    limit: Callable[[float, Mapping[str, Any]], float]
+    below: bool
+    chart: str
+    seen: str
+    meaning: str
+    advice: str
+    sure: float | None = None
+
+
+def _mismatch(start: float, flat: Mapping[str, Any]) -> float:
+    return MISMATCH_LIMITS.get(str(flat.get("model.dtype")), MISMATCH_LIMITS["bfloat16"])
+
+
+RULES = (
+    Rule(
+        "entropy collapse",
+        "entropy",
+        lambda start, _: min(0.1 * start, 0.02),
+        True,
+        "entropy",
+        "the entropy is {value:.3g} nats, from {start:.3g}",
+        "The policy samples nearly the same text each time, so groups hardly differ and exploration ends.",
+        "Raise algorithm.objective.high or rollout.temperature, or lower optim.lr.",
+    ),
+    Rule(
+        "entropy explosion",
+        "entropy",
+        lambda start, _: max(3 * start, start + 0.5),
+        False,
+        "entropy",
+        "the entropy is {value:.3g} nats, from {start:.3g}",
+        "The policy becomes random; rewards usually fall soon after.",
+        "Lower optim.lr.",
+    ),
+    Rule(
+        "no spread",
+        "frac_reward_zero_std",
+        lambda *_: 0.9,
+        False,
+        "zero_std",
+        "{value:.0%} of the groups have equal rewards",
+        "Groups with equal rewards have no training signal: the problems are too hard or too easy.",
+        "Choose problems of another difficulty, raise rollout.group_size, or use algorithm/keep=dynamic.",
+        sure=0.99,
+    ),
+    Rule(
+        "truncation",
+        "completions/clipped_ratio",
+        lambda *_: 0.5,
+        False,
+        "truncated",
+        "{value:.0%} of the completions are cut off",
+        "A completion that is cut off usually has no answer, and its reward says little.",
+        "Raise rollout.max_completion_tokens.",
+        sure=0.95,
+    ),
+    Rule(
+        "mismatch",
+        "token_mult_prob_error",
+        _mismatch,
+        False,
+        "mismatch",
+        "token_mult_prob_error is {value:.3f}",
+        "The sampler and the trainer give the same tokens different probabilities.",
+        "Try model.dtype=float32, or algorithm/correction=token_truncate.",
+        sure=1.5,
+    ),
+    Rule(
+        "KL",
+        "kl",
+        lambda *_: 1.0,
+        False,
+        "kl",
+        "the KL to the reference is {value:.3g} nats per token",
+        "The policy has moved far from the reference model.",
+        "Raise algorithm.kl.beta or lower optim.lr.",
+    ),
+    Rule(
+        "clipping",
+        "clip_ratio/region_mean",
+        lambda *_: 0.3,
+        False,
+        "clip",
+        "{value:.0%} of the tokens are clipped",
+        "The policy moves too far within a step, so many tokens have no gradient.",
+        "Lower optim.lr, train.epochs or train.minibatches.",
+    ),
+    Rule(
+        "overflow",
+        "optim/skipped_updates",
+        lambda *_: 0.5,
+        False,
+        "skipped",
+        "{value:.1f} updates of a step are skipped",
+        "Gradients overflow float16 again and again, and a skipped update teaches nothing.",
+        "Set model.dtype=bfloat16, or float32 on a device without it.",
+    ),
+    Rule(
+        "length growth",
+        "completions/mean_length",
+        lambda start, _: max(3 * start, start + 64),
+        False,
+        "length",
+        "the mean length is {value:.0f} tokens, from {start:.0f}",
+        "Longer completions cost time; without a higher reward they gain nothing.",
+        "Lower rollout.max_completion_tokens, or use the reward overlong.",
+    ),
+    Rule(
+        "length collapse",
+        "completions/mean_length",
+        lambda start, _: start / 3 if start >= 16 else 0.0,
+        True,
+        "length",
+        "the mean length is {value:.0f} tokens, from {start:.0f}",
+        "The model stops reasoning, perhaps because a reward favours short texts.",
+        "Read the completions and check the rewards.",
+    ),
+    Rule(
+        "low acceptance",
+        "sampling/acceptance",
+        lambda *_: 0.2,
+        True,
+        "acceptance",
+        "{value:.0%} of the groups are kept",
+        "Most of the sampled completions are thrown away.",
+        "Choose problems of another difficulty.",
+    ),
+)
+
+SPECIAL = {
+    "solved": ("Nothing is left to learn from these problems.", "Choose harder problems."),
+    "not finite": (
+        "The update cannot be trusted: an overflow, or a batch without a token in the loss.",
+        "Lower optim.lr, or try model.dtype=float32.",
+    ),
+    "reward falls": ("The update harms the policy.", "Lower optim.lr, or raise algorithm.kl.beta."),
+    "reward hacking": (
+        "The model may exploit the reward instead of solving the problems.",
+        "Read completions of high reward, and choose stricter rewards.",
+    ),
+    "gradient spike": ("Single batches dominate the update.", "Lower optim.max_grad_norm or optim.lr."),
+    "reward errors": ("Completions have no score, or a wrong one.", "Check the reward with grpocli reward-check."),
+    "staleness": ("Sampled completions are thrown away.", "Raise rollout.max_staleness."),
+    "slow reward": (SLOW, "Choose a faster reward, or one with worker processes."),
+    "slow sync": (SLOW, "Raise sync.verify_every."),
+    "slow eval": (SLOW, "Raise eval.every, or lower eval.problems."),
+    "slow checkpoint": (SLOW, "Raise checkpoint.every."),
+}
+"""(meaning, advice) of the warnings without a Rule."""
+
+STAGES = ("reward", "sync", "eval", "checkpoint")
+"""The stages that should be small beside sampling and training."""
+
+
+def warnings(curves: Curves, flat: Mapping[str, Any]) -> list[RunWarning]:
+    """Warnings in the order of their first steps."""
+    found = [warning for rule in RULES if (warning := _warning(rule, curves, flat))]
+    return sorted(
+        [*found, *_not_finite(curves), *_slow_stages(curves), *_learning(curves), *_events(curves)],
+        key=lambda warning: warning.step,
+    )
+
+
+def _warning(rule: Rule, curves: Curves, flat: Mapping[str, Any]) -> RunWarning | None:
+    if rule.kind == "length growth" and (change := _reward_change(curves)) and change[0] == "good":
+        return None  # as reasoning grows, which is healthy
+    if rule.kind == "mismatch" and _mismatch_expected(curves, flat):
+        return None
+    if rule.kind in ("KL", "no spread") and has_teacher(flat):
+        return None  # a teacher is far at the start, and teaches groups with equal rewards too
+    points = curves.series(rule.metric)
+    start = statistics.fmean(value for _, value in points[:ENDS]) if points else 0.0
+    for step, value, width in _means(rule, points, rule.limit(start, flat)):
+        if rule.kind == "entropy collapse" and _is_harmless(curves, flat, step):
+            continue
+        text = f"{rule.seen.format(value=value, start=start)} (the mean of {width} steps)"
+        if rule.kind == "no spread" and _solved(curves, flat, step):
+            return RunWarning(step, "solved", text, *SPECIAL["solved"], rule.chart)
+        return RunWarning(step, rule.kind, text, rule.meaning, rule.advice, rule.chart)
+    return None
+
+
+def _means(rule: Rule, points: Sequence[tuple[int, float]], limit: float) -> Iterator[tuple[int, float, int]]:
+    """(last step, mean, number of steps) of the windows that pass the rule's limit."""
+    for end in range(1, len(points) + 1):
+        for width, border in ((WINDOW, limit), (EARLY, rule.sure)):
+            if border is not None and end >= width:
+                value = statistics.fmean(value for _, value in points[end - width : end])
+                if value < border if rule.below else value > border:
+                    yield points[end - 1][0], value, width
+                    break
+
+
+def _mismatch_expected(curves: Curves, flat: Mapping[str, Any]) -> bool:
+    """Stale completions come from other weights; constrained decoding changes the sampler's probabilities."""
+    constrained = any(flat.get(key) is not None for key in ("rollout.regex", "rollout.json_schema"))
+    return constrained or any(value > 0 for _, value in curves.series("staleness/max"))
+
+
+def _is_harmless(curves: Curves, flat: Mapping[str, Any], step: int) -> bool:
+    """Whether a low entropy at a step is harmless: the groups still differ, or there is nothing left to learn."""
+    spread = [value for at, value in curves.series("frac_reward_zero_std") if at <= step][-WINDOW:]
+    return bool(spread) and (statistics.fmean(spread) <= SAME or _solved(curves, flat, step))
+
+
+def _solved(curves: Curves, flat: Mapping[str, Any], step: int) -> bool:
+    """Whether the mean reward up to a step is near its maximum."""
+    rewards = [value for at, value in curves.series("reward") if at <= step][-WINDOW:]
+    names = sorted({key.split(".")[1] for key in flat if key.startswith("reward.") and key.count(".") > 1})
+    most = sum(_weight(flat, name) * _maximum(flat, name) for name in names)
+    return bool(rewards) and most > 0 and statistics.fmean(rewards) >= FULL * most
+
+
+def _weight(flat: Mapping[str, Any], name: str) -> float:
+    weight = flat.get(f"reward.{name}.weight", 1.0)
+    return float(weight) if isinstance(weight, int | float) else 1.0
+
+
+def _maximum(flat: Mapping[str, Any], name: str) -> float:
+    """The highest score of a reward: `right` if it has that key, 0 for a punishment, otherwise 1."""
+    right = flat.get(f"reward.{name}.right")
+    punishes = f"reward.{name}.buffer_tokens" in flat
+    return float(right) if isinstance(right, int | float) else 0.0 if punishes else 1.0
+
+
+def _not_finite(curves: Curves) -> list[RunWarning]:
+    return [
+        _special(steps[0], "not finite", f"{name} is not a finite number in {len(steps)} steps", name)
+        for name in ("loss", "grad_norm")
+        if (steps := curves.not_finite.get(name))
+    ]
+
+
+def _special(step: int, kind: str, text: str, chart: str) -> RunWarning:
+    shown = "slow stage" if kind.startswith("slow ") else kind
+    return RunWarning(step, shown, text, *SPECIAL[kind], chart)
+
+
+def _slow_stages(curves: Curves) -> list[RunWarning]:
+    whole = sum(value for _, value in curves.series("time/step"))
+    parts = {stage: sum(value for _, value in curves.series(f"time/{stage}")) for stage in STAGES}
+    return [
+        _special(curves.steps[0], f"slow {stage}", f"{seconds / whole:.0%} of the time is {stage}", "time")
+        for stage, seconds in parts.items()
+        if len(curves.steps) >= WINDOW and whole and seconds > whole / 2
+    ]
+
+
+def verdict(curves: Curves, state: str, found: Sequence[RunWarning]) -> Verdict:
+    """Whether the run learned: by held-out accuracy, otherwise by the reward of the first and last steps."""
+    alarms = [warning for warning in found if warning.kind != "solved"]
+    look = f"{alarms[0].kind}, from step {alarms[0].step}." if alarms else "the completions of the last step."
+    if not curves.steps:
+        return Verdict("unclear", "unclear", "The run has no step yet.")
+    level, word, text = _by_accuracy(curves) or _by_teacher(curves) or _by_answers(curves) or _by_reward(curves)
+    points, why = curves.comparable("eval/accuracy")
+    told = "" if _reward_change(curves) else curves.comparable("reward")[1]
+    if why and why != told and len(points) < 2 <= len(curves.series("eval/accuracy")):
+        text += f" A resume changed {why}, so accuracies before and after it cannot be compared."
+    if state == "failed" and level == "good":
+        level, word = "unclear", "unclear"
+    return Verdict(level, word, text, look)
+
+
+def _by_accuracy(curves: Curves) -> tuple[str, str, str] | None:
+    """The level, word and text of a verdict; None without two accuracies."""
+    name = "eval/accuracy"
+    points, lows, highs = curves.comparable(name)[0], dict(curves.series(name + LOW)), dict(curves.series(name + HIGH))
+    known = [(step, value) for step, value in points if step in lows and step in highs]
+    if len(known) < 2:
+        return None
+    first, last = known[0][0], known[-1][0]
+    spans = [f"{value:.3f} [{lows[step]:.3f}, {highs[step]:.3f}]" for step, value in (known[0], known[-1])]
+    numbers = f"from {spans[0]} at step {first} to {spans[1]} at step {last} (95 % Wilson intervals over problems)"
+    reason = "the intervals overlap" if lows[last] <= highs[first] and highs[last] >= lows[first] else ""
+    if paired := curves.paired(name, first, last):
+        numbers, reason = f"{numbers}, {paired}", "" if paired.clear else f"p is not below {CLEAR}"
+    if reason:
+        return "unclear", "unclear", f"No clear change: held-out accuracy went {numbers}, and {reason}."
+    if (paired.change if paired else lows[last] - highs[first]) > 0:
+        return "good", "learned", f"It learned: held-out accuracy rose {numbers}."
+    return "bad", "got worse", f"It got worse: held-out accuracy fell {numbers}."
+
+
+def has_teacher(flat: Mapping[str, Any]) -> bool:
+    """Whether the reference of a run is a model other than its start policy."""
+    keys = ("algorithm.kl.model", "algorithm.kl.base_url")
+    return any(value is not None and f"{key}.".startswith(tuple(f"{k}." for k in keys)) for key, value in flat.items())
+
+
+def _by_teacher(curves: Curves) -> tuple[str, str, str] | None:
+    """The verdict of a run without rewards, by the divergence from its teacher; None for any other run."""
+    if curves.series("reward") or not (values := [value for _, value in curves.series("kl")]):
+        return None
+    if len(values) < FEW_STEPS:
+        return "unclear", "unclear", f"{len(values)} steps are too few to judge the KL to the teacher."
+    return _change_verdict("KL to the teacher", *_change(values), lower_is_better=True)
+
+
+def _change_verdict(what: str, level: str, numbers: str, lower_is_better: bool = False) -> tuple[str, str, str]:
+    """The level, word and text of a verdict for `_change` of what its first word names."""
+    if level == "unclear":
+        return level, "unclear", f"No clear change: the {what} went {numbers}."
+    verb = "rose" if level == "good" else "fell"
+    good = (level == "good") != lower_is_better
+    return "good" if good else "bad", f"{what.split()[0]} {verb}", f"The {what} {verb} {numbers}."
+
+
+def _by_answers(curves: Curves) -> tuple[str, str, str] | None:
+    """The verdict of supervised training, by the loss on held-out answers or those it learns; None for other runs."""
+    if not curves.series("token_accuracy"):
+        return None
+    held_out, own = curves.comparable("eval/loss")[0], [value for _, value in curves.comparable("loss")[0]]
+    if len(held_out) > 1 and (paired := curves.paired("eval/loss", held_out[0][0], held_out[-1][0])):
+        (first, before), (last, after) = held_out[0], held_out[-1]
+        level = "unclear" if not paired.clear else "good" if paired.change > 0 else "bad"
+        numbers = f"from {before:.3f} at step {first} to {after:.3f} at step {last}, {paired}"
+        return _change_verdict("loss on held-out answers", level, numbers, lower_is_better=True)
+    if len(own) < FEW_STEPS:
+        return "unclear", "unclear", f"{len(own)} steps are too few to judge the loss."
+    return _change_verdict("loss on the answers it learns", *_change(own), lower_is_better=True)
+
+
+def _by_reward(curves: Curves) -> tuple[str, str, str]:
+    change = _reward_change(curves)
+    if change is None:
+        rewards, why = curves.comparable("reward")
+        if not rewards:
+            return "unclear", "unclear", f"The rewards of the steps cannot be compared: {why}."
+        since = f" since a resume changed {why}" if why else ""
+        return "unclear", "unclear", f"{len(rewards)} steps{since} are too few to judge the reward."
+    level, numbers = change
+    return _change_verdict(
+        "reward", level, numbers + "; there are no held-out accuracies to compare" * (level == "good")
+    )
+
+
+def _reward_change(curves: Curves) -> tuple[str, str] | None:
+    """`_change` of the reward; None for few steps."""
+    rewards = [value for _, value in curves.comparable("reward")[0]]
+    return _change(rewards) if len(rewards) >= FEW_STEPS else None
+
+
+def _change(rewards: Sequence[float]) -> tuple[str, str]:
+    """The level of the change from the first to the last tenth of the values, and its numbers. A rise is good."""
+    n = max(ENDS, len(rewards) // 10 // BLOCKS * BLOCKS)
+    (before, first), (after, last) = (_mean_and_error(part) for part in (rewards[:n], rewards[-n:]))
+    numbers = (
+        f"from {before:.3f} ± {first:.3f} in the first {n} steps to {after:.3f} ± {last:.3f} in the last {n} "
+        f"(± standard error of {BLOCKS} block means)"
+    )
+    clear = abs(after - before) > NOISE * math.hypot(first, last)
+    return ("unclear" if not clear else "good" if after > before else "bad"), numbers
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error, from the means of BLOCKS equal parts in order."""
+    size = len(values) // BLOCKS
+    means = [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]
+    return statistics.fmean(means), statistics.stdev(means) / math.sqrt(BLOCKS)
+
+
+def _learning(curves: Curves) -> list[RunWarning]:
+    """A reward that falls, and an accuracy that falls while the reward rises."""
+    change, accuracy = _reward_change(curves), _by_accuracy(curves)
+    last = curves.steps[-1] if curves.steps else 0
+    if change and change[0] == "bad":
+        return [_special(last, "reward falls", f"the reward went {change[1]}", "reward")]
+    if change and change[0] == "good" and accuracy and accuracy[0] == "bad":
+        return [_special(last, "reward hacking", f"{accuracy[2]} The reward rose {change[1]}", "accuracy")]
+    return []
+
+
+def _events(curves: Curves) -> list[RunWarning]:
+    """Spikes of the gradient norm, rewards that fail, and groups that are dropped as too old."""
+    found = []
+    norms = curves.series("grad_norm")
+    usual = statistics.median(value for _, value in norms) if norms else 0.0
+    spikes = [(step, value) for step, value in norms if len(norms) >= FEW_STEPS and value > SPIKE * usual > 0]
+    if spikes:
+        text = f"the gradient norm is {spikes[0][1]:.3g}, the median {usual:.3g}, in {len(spikes)} steps"
+        found.append(_special(spikes[0][0], "gradient spike", text, "grad_norm"))
+    for name in curves.metrics:
+        failed = [(step, value) for step, value in curves.series(name) if value > 0]
+        if failed and name.startswith("rewards/") and name.endswith(("/errors", "/timeouts")):
+            text = f"{name} is {failed[0][1]:g}, above 0 in {len(failed)} steps"
+            found.append(_special(failed[0][0], "reward errors", text, "reward_errors"))
+    stale = [(step, value) for step, value in curves.series("sampling/stale") if value > 0]
+    if len(stale) > len(curves.steps) * STALE:
+        text = f"groups were dropped as too old in {len(stale)} steps"
+        found.append(_special(stale[0][0], "staleness", text, "staleness"))
+    return found

@@ -1,0 +1,70 @@
+"""`grpocli report`: write a page about runs: curves, warnings, completions."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpocli.cli.parser import plain_parser
+from grpocli.errors import ConfigError
+
+EXAMPLES = """\
+examples
+  grpocli report runs/DATE/TIME                   one run: curves, warnings, completions
+  grpocli report multirun/DATE/TIME               a sweep: curves over seeds, results, differences
+  grpocli report RUN RUN --out compared.html
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page. Returns the exit code. Raises ConfigError for a folder without runs or a file that fails."""
+    args = _parser().parse_args(argv)
+    if args.completions is not None and args.completions < 0:
+        raise ConfigError("must be 0 or more", key="--completions", value=args.completions)
+    out = args.out or args.folders[0] / "report.html"
+    _check_writable(out, args.folders)
+    from grpocli.files import write_atomic
+    from grpocli.text import clean
+    from grpocli_tools.report.report_page import report_page
+
+    html = report_page(args.folders, args.completions, _progress)
+    try:
+        write_atomic(out, html)
+    except OSError as error:
+        raise _unwritable(out, error.strerror or str(error)) from error
+    print(clean(str(out)))
+    return 0
+
+
+def _check_writable(out: Path, folders: Sequence[Path]) -> None:
+    """Raise ConfigError before the work if the page cannot be written."""
+    if any(not folder.is_dir() for folder in folders):
+        return  # another sentence says so
+    if out.is_dir():
+        raise _unwritable(out, "is a folder")
+    if not out.parent.is_dir():
+        raise _unwritable(out, "its folder does not exist")
+    if not os.access(out.parent, os.W_OK):
+        raise _unwritable(out, "its folder cannot be written")
+
+
+def _unwritable(out: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"the page cannot be written: {problem}", value=out, key="--out", hint="name another file with --out FILE.html"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = plain_parser("report", "Write a page about runs as one HTML file, which needs no network.", EXAMPLES)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN|SWEEP", help="a run, or a folder of runs")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="the file (report.html in the first folder)")
+    parser.add_argument("--completions", type=int, metavar="N", help="about N completions (as many as fit in 6 MB)")
+    return parser
+
+
+def _progress(done: float, total: float, unit: str, detail: str = "") -> None:
+    if total > 500 and sys.stderr.isatty():
+        print(f"\r{done:,.0f} of {total:,.0f} {unit}   ", end="\n" if done >= total else "", file=sys.stderr)

@@ -1,0 +1,68 @@
+"""The report's page of runs, with the formulas of their objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpocli.errors import ConfigError
+from grpocli.progress import Progress, unreported
+from grpocli.publish.foreign_code import foreign_target
+
+PLAIN_REWARD = "grpocli.rewards.reward.BaseReward"
+
+
+def report_page(
+    folders: Sequence[Path], completions: int | None = None, progress: Progress = unreported, made: str = ""
+) -> str:
+    """The page as HTML. completions: about how many; None for as many as fit. made: its date; "" for now.
+
+    Raises ConfigError without runs.
+    """
+    from grpocli_tools.report.build import Builder
+    from grpocli_tools.report.html import page_html
+
+    page = Builder(formula_lines_of, completions, progress).page(folders)
+    return page_html(replace(page, made=made or page.made))
+
+
+def formula_lines_of(run: Path) -> list[str]:
+    """The objective of a run as `grpocli explain resume=RUN` prints it."""
+    from omegaconf import OmegaConf
+
+    from grpocli.composition.compose import register_parts
+    from grpocli.config.build import build
+    from grpocli.runs.run_dir import RunDir
+    from grpocli.runs.runs import load_yaml
+    from grpocli_tools.explain.explanation import explanation
+    from grpocli_tools.explain.render import formula_lines
+
+    register_parts()
+    config = OmegaConf.create(own_parts(load_yaml(RunDir(run).config)))
+    return formula_lines(explanation(build(config), config, []))
+
+
+def own_parts(saved: dict[str, Any]) -> dict[str, Any]:
+    """The config of a run without code outside grpocli, which a report does not run.
+
+    Rewards become a reward without a formula; parts that the formula does not show become built-in ones. Raises
+    ConfigError if the algorithm or the task names such code.
+    """
+    config = dict(saved) | {
+        "overrides": [],
+        "engine": {"_target_": "engine/auto"},
+        "tracker": {"_target_": "tracker/none"},
+    }
+    rewards = config.get("reward") or {}
+    config["reward"] = {
+        name: reward if not foreign_target(reward) else {"_target_": PLAIN_REWARD, "weight": reward.get("weight", 1.0)}
+        for name, reward in rewards.items()
+    }
+    if foreign := foreign_target({**config, "reward": {}}):
+        hint = "grpocli explain resume=RUN runs it"
+        raise ConfigError(
+            "is code outside grpocli, which a report does not run", value=foreign, key="_target_", hint=hint
+        )
+    return config

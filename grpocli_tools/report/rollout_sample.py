@@ -1,0 +1,346 @@
+"""The completions of a run that a page shows, and the rule that chooses them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from grpocli.errors import RunError
+from grpocli.files import regular
+from grpocli.progress import Progress, unreported
+from grpocli.runs.metrics import number
+from grpocli.runs.run_dir import RunDir
+from grpocli.runs.runs import load_yaml
+from grpocli_tools.report.own_files import is_own
+from grpocli_tools.report.page_data import CompletionView, GroupView, PromptText, RolloutSelection, Series
+from grpocli_tools.report.token_texts import TokenTexts
+from grpocli_tools.rollouts.rollout_query import rollout_files
+
+BUDGET = 6_000_000
+"""Bytes of JSON of all rollouts of a page: small enough for a mail, and read by a browser in a moment."""
+
+LONGEST = 20_000
+"""Characters shown of a text; the rest is left out, and the text says how much."""
+
+MOST_TOKENS = 8_192
+"""Tokens of a completion that have values; longer completions are shown as text."""
+
+FILES_FOR_PROMPTS = 2_000
+"""The most rollout files whose prompts are compared to follow a prompt: a millisecond for each."""
+
+TOKEN_BYTES, COMPLETION_BYTES = 40, 230
+"""The JSON of a token and of the rest of a completion, measured on runs of the built-in model."""
+
+Wanted = dict[int, list[int] | None]
+"""{step: groups}; None for all groups of the step."""
+
+
+@dataclass(slots=True)
+class Prompts:
+    """The prompts of a page. A group refers to its prompt by number, so that a text is on the page once."""
+
+    found: list[PromptText] = field(default_factory=list)
+    numbers: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def number(self, row: Mapping[str, Any]) -> int:
+        """The number of a row's prompt."""
+        key = (_text(row.get("task")), _text(row.get("prompt")))
+        if key not in self.numbers:
+            self.numbers[key] = len(self.found)
+            answer = row.get("answer")
+            text = PromptText(
+                key[0], cut(key[1]), _messages(row.get("messages")), None if answer is None else cut(answer)
+            )
+            self.found.append(text)
+        return self.numbers[key]
+
+
+@dataclass(frozen=True)
+class RolloutSample:
+    """Chooses and reads completions of one run.
+
+    budget: bytes of JSON. most: completions; None without a limit. notes: gets a sentence for each problem.
+    """
+
+    run: Path
+    prompts: Prompts
+    tokens: TokenTexts | None
+    budget: int = BUDGET
+    most: int | None = None
+    notes: list[str] = field(default_factory=list)
+    progress: Progress = unreported
+
+    def read(self) -> RolloutSelection:
+        """The completions: all if they fit into the budget, otherwise those of the rule."""
+        steps = sorted(self.files)
+        if not steps:
+            return RolloutSelection()
+        counts = self._counts(steps)
+        total, steps = sum(counts.values()), [step for step in steps if step in counts]
+        if not steps or self.most == 0:
+            return RolloutSelection("no completions were asked for" if steps else "", total, steps)
+        affordable = self._affordable(steps)
+        wanted: Wanted = dict.fromkeys(steps)
+        rule = ""
+        if total > affordable:
+            wanted, rule = self._chosen(steps, counts, affordable)
+        groups = list(self._read(wanted))
+        shown = sum(len(group.completions) for group in groups)
+        return RolloutSelection(rule and f"{shown:,} of {total:,} completions: {rule}", total, steps, groups)
+
+    @cached_property
+    def files(self) -> dict[int, Path]:
+        """{step: rollout file}. Links out of the run's folder and pipes are left out, with a note."""
+        found = rollout_files(self.run)
+        foreign = [step for step, path in found.items() if not is_own(path, self.run)]
+        self.notes.extend(
+            f"rollouts/{found.pop(step).name} is a link out of the run's folder, or a pipe, and is left out"
+            for step in foreign
+        )
+        return found
+
+    def _counts(self, steps: Sequence[int]) -> dict[int, int]:
+        """The number of completions of each step, from the files' footers; unreadable files are left out."""
+        counts = {}
+        for step in steps:
+            with_rows = self._arrow(step, lambda file: file.metadata.num_rows)
+            if with_rows is not None:
+                counts[step] = int(with_rows)
+            self.progress(len(counts), len(steps), "rollout files")
+        return counts
+
+    def _affordable(self, steps: Sequence[int]) -> int:
+        """How many completions fit into the budget, estimated from the first, a middle and the last step."""
+        sizes = [size for step in {steps[0], steps[len(steps) // 2], steps[-1]} if (size := self._size(step))]
+        fit = int(self.budget / (sum(sizes) / len(sizes))) if sizes else 0
+        return fit if self.most is None else self.most
+
+    def _size(self, step: int) -> float:
+        """The mean bytes of JSON of a completion of a step."""
+        table = self._arrow(step, lambda file: file.read(columns=["completion_ids", "completion", "loss_mask"]))
+        if table is None or not table.num_rows:
+            return 0.0
+        shown = [
+            (min(len(text), LONGEST) + (len(ids) * TOKEN_BYTES if len(ids) <= MOST_TOKENS else 0))
+            for text, ids in zip(table["completion"].to_pylist(), table["completion_ids"].to_pylist(), strict=True)
+        ]
+        return COMPLETION_BYTES + sum(shown) / len(shown)
+
+    def _chosen(self, steps: Sequence[int], counts: Mapping[int, int], affordable: int) -> tuple[Wanted, str]:
+        """Half for the first and last steps, half for prompts that are followed through the steps."""
+        ends, whole = _ends(steps, counts, affordable // 2)
+        looked = _evenly([step for step in steps if step not in ends], FILES_FOR_PROMPTS)
+        prompts = self._prompts_of([*ends, *looked])
+        sizes = [counts[step] / max(1, len(prompts.get(step, {}))) for step in looked if prompts.get(step)]
+        each = sum(sizes) / len(sizes) if sizes else 1.0
+        wanted: Wanted = dict.fromkeys(ends)
+        if not whole:
+            wanted = _lowest({step: prompts.get(step, {}) for step in ends}, int(affordable / 2 / each))
+        followed = _lowest({step: prompts[step] for step in looked if step in prompts}, int(affordable / 2 / each))
+        first = f"all of the steps {_listed(ends)}" if whole else f"groups of the steps {_listed(ends)}"
+        seen = "" if len(looked) + len(ends) == len(steps) else f" of {len(looked):,} evenly spaced steps"
+        rule = f"{first}; of the other steps, the prompts{seen} with the lowest hash, those seen in several steps first"
+        return wanted | followed, rule
+
+    def _prompts_of(self, steps: Sequence[int]) -> dict[int, dict[int, str]]:
+        """{step: {group: hash of its prompt}}."""
+        found = {}
+        for done, step in enumerate(steps):
+            table = self._arrow(step, lambda file: file.read(columns=["group", "task", "prompt"], use_threads=False))
+            if table is not None:
+                columns = (table[name].to_pylist() for name in ("group", "task", "prompt"))
+                texts = {group: (task, prompt) for group, task, prompt in zip(*columns, strict=True)}
+                found[step] = {group: _hash(*text) for group, text in texts.items()}
+            self.progress(done + 1, len(steps), "steps compared")
+        return found
+
+    def _read(self, wanted: Wanted) -> Iterator[GroupView]:
+        for done, step in enumerate(sorted(wanted)):
+            yield from self._groups(step, wanted[step])
+            self.progress(done + 1, len(wanted), "steps read")
+
+    def _groups(self, step: int, groups: Sequence[int] | None) -> Iterator[GroupView]:
+        by_group: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for row in self._table(step, groups):
+            by_group[row["group"] if isinstance(row.get("group"), int) else 0].append(row)
+        for group, members in by_group.items():
+            views = [completion_view(row, self.tokens) for row in members]
+            yield GroupView(step, group, _text(members[0].get("uid")), self.prompts.number(members[0]), views)
+
+    def step_groups(self, step: int) -> list[GroupView]:
+        """The first groups of a step that fit into the budget."""
+        groups = list(self._prompts_of([step]).get(step, {}))
+        completions = self._counts([step]).get(step, 0)
+        if not groups:
+            return []
+        most = max(1, self._affordable([step]) * len(groups) // max(1, completions))
+        return list(self._groups(step, None if most >= len(groups) else groups[:most]))
+
+    def _table(self, step: int, groups: Sequence[int] | None) -> list[dict[str, Any]]:
+        import pyarrow as pa
+        from pyarrow import compute
+
+        def rows(file: Any) -> list[dict[str, Any]]:
+            names = set(file.schema_arrow.names)
+            table = file.read(columns=sorted(names - {"columns", "prompt_ids", "version_spans"}), use_threads=False)
+            if groups is not None:
+                table = table.filter(compute.is_in(table["group"], pa.array(groups, pa.int32())))
+            return table.to_pylist()  # type: ignore[no-any-return]
+
+        return self._arrow(step, rows) or []
+
+    def _arrow(self, step: int, use: Callable[[Any], Any]) -> Any:
+        """What `use` makes of a step's file; None, and a note, if it is broken."""
+        import pyarrow.parquet as pq
+
+        path = self.files[step]
+        try:
+            with pq.ParquetFile(regular(path)) as file:
+                return use(file)
+        except (OSError, ValueError, KeyError, TypeError):  # the errors of Arrow, and columns of other types
+            note = f"rollouts/{path.name} is broken or not a rollout file, and is left out"
+            if note not in self.notes:
+                self.notes.append(note)
+            return None
+
+
+def read_step(run: Path, step: int) -> dict[str, Any]:
+    """The prompts and groups of one step for the live page: as many groups as fit into the budget.
+
+    Raises RunError if the file is broken.
+    """
+    try:
+        config = load_yaml(RunDir(run).config)
+    except (OSError, ValueError):
+        config = {}
+    prompts = Prompts()
+    tokens = TokenTexts.of_run(run, config if isinstance(config, dict) else {})
+    sample = RolloutSample(run, prompts, tokens)
+    groups = sample.step_groups(step)
+    if sample.notes:
+        raise RunError(sample.notes[0])
+    return {"prompts": prompts.found, "groups": groups}
+
+
+def completion_view(row: Mapping[str, Any], tokens: TokenTexts | None) -> CompletionView:
+    """A row of a rollout file for the page."""
+    ids = row.get("completion_ids") or []
+    short = len(ids) <= MOST_TOKENS
+    length = row.get("length")
+    return CompletionView(
+        text=cut(_text(row.get("completion"))),
+        status=_text(row.get("status")),
+        finish=_text(row.get("finish_reason")),
+        length=length if isinstance(length, int) else len(ids),
+        version=row["version"] if isinstance(row.get("version"), int) else 0,
+        reward=number(row.get("reward")),
+        rewards={name.removeprefix("reward/"): number(v) for name, v in row.items() if name.startswith("reward/")},
+        advantage=rounded(row.get("advantage")),
+        episode=_messages(row.get("episode")),
+        tokens=tokens(ids) if tokens and short and ids else None,
+        mask=_per_token(row.get("loss_mask"), ids) if short else None,
+        logp=_rounded(row.get("logprobs"), ids) if short else None,
+        trainer_logp=_rounded(row.get("trainer_logprobs"), ids) if short else None,
+        entropy=_rounded(row.get("entropies"), ids) if short else None,
+        ratio=_rounded(row.get("ratios"), ids) if short else None,
+        clipped=_per_token(row.get("clipped"), ids) if short else None,
+    )
+
+
+def cut(text: str) -> str:
+    """The first LONGEST characters of a text, and how many are missing."""
+    more = len(text) - LONGEST
+    return text if more <= 0 else f"{text[:LONGEST]} … ({more:,} more characters)"
+
+
+def rounded(value: Any) -> float | int | None:
+    """Four significant digits, which keeps the page small."""
+    known = number(value)
+    return None if known is None else float(f"{known:.4g}")
+
+
+def _rounded(values: Any, ids: Sequence[int]) -> Series | None:
+    known = _per_token(values, ids)
+    if known is None:
+        return None
+    try:
+        return [float(f"{value:.4g}") if value is not None and isfinite(value) else None for value in known]
+    except (TypeError, ValueError):  # a column of another type
+        return [rounded(value) for value in known]
+
+
+def _per_token(values: Any, ids: Sequence[int]) -> Any:
+    return values if isinstance(values, list) and ids and len(values) == len(ids) else None
+
+
+def _ends(steps: Sequence[int], counts: Mapping[int, int], most: int) -> tuple[list[int], bool]:
+    """The first and last steps with `most` completions, and whether they fit; the first and last if not even those."""
+    inwards = [step for pair in zip(steps, reversed(steps), strict=True) for step in pair]
+    chosen: list[int] = []
+    for step in dict.fromkeys(inwards):
+        if sum(counts[other] for other in chosen) + counts[step] > most:
+            break
+        chosen.append(step)
+    if len(chosen) >= 2:
+        return sorted(chosen), True
+    return sorted({steps[0], steps[-1]}), False
+
+
+def _evenly(steps: Sequence[Any], most: int) -> list[Any]:
+    """At most `most` of the steps, evenly spaced."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[int(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def _lowest(prompts: Mapping[int, Mapping[int, str]], most: int) -> Wanted:
+    """The groups of the prompts with the lowest hashes, those that several steps have first, at most `most` groups."""
+    places: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for step, hashes in prompts.items():
+        for group, text in hashes.items():
+            places[text].append((step, group))
+    wanted: dict[int, list[int]] = defaultdict(list)
+    left = most
+    for text in sorted(places, key=lambda text: (len({step for step, _ in places[text]}) < 2, text)):
+        for step, group in _evenly(places[text], max(2, left)):
+            if left > 0:
+                wanted[step].append(group)
+                left -= 1
+    return dict(wanted)
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """`1 to 3 and 58 to 60`."""
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and step - ranges[-1][1] == 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    texts = [f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in ranges]
+    return " and ".join(texts) if len(texts) < 5 else f"{texts[0]} ... {texts[-1]}"
+
+
+def _hash(task: Any, prompt: Any) -> str:
+    return hashlib.sha256(json.dumps([_text(task), _text(prompt)]).encode()).hexdigest()[:16]
+
+
+def _messages(messages: Any) -> list[dict[str, str]] | None:
+    if not isinstance(messages, list):
+        return None
+    return [
+        {"role": _text(message.get("role")), "content": cut(_text(message.get("content")))}
+        for message in messages
+        if isinstance(message, Mapping)
+    ]
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)

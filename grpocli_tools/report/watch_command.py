@@ -1,0 +1,128 @@
+"""`grpocli watch`: serve a live page about runs on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from grpocli.cli.parser import plain_parser
+from grpocli.errors import ConfigError
+
+EPILOG = """\
+examples
+  grpocli watch runs/DATE/TIME            one run
+  grpocli watch runs                      every run in a folder, also those that begin later
+  grpocli watch RUN --port 8080 --open    on a fixed port, and open the browser
+
+The page is served on 127.0.0.1 only. From another machine, forward the port, then open the printed address there:
+  ssh -N -L PORT:127.0.0.1:PORT USER@MACHINE
+Each printed address lets one browser in. Ctrl-C stops the server; the run goes on.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Prints the address for a browser. port: of the server."""
+
+    port: int
+
+    def address(self, token: str) -> str:
+        return f"http://127.0.0.1:{self.port}/?token={token}"
+
+    def next(self, token: str) -> None:
+        """Print the address for one more browser."""
+        with suppress(OSError):  # the terminal is closed
+            print(f"opened; another browser: {self.address(token)}", flush=True)
+
+    def tunnel(self) -> str | None:
+        """The command that forwards the port to the user's machine, in a session of SSH."""
+        parts = os.environ.get("SSH_CONNECTION", "").split()
+        if len(parts) != 4:
+            return None
+        user = os.environ.get("USER") or "USER"
+        return f"ssh -N -L {self.port}:127.0.0.1:{self.port} {user}@{parts[2]}"
+
+
+@dataclass(slots=True)
+class TimedFormula:
+    """A run's formula. It is composed once for each config, so its seconds do not delay the next build of the page."""
+
+    lines_of: Callable[[Path], list[str]]
+    seconds: float = 0.0
+
+    def __call__(self, run: Path) -> list[str]:
+        start = time.monotonic()
+        try:
+            return self.lines_of(run)
+        finally:
+            self.seconds += time.monotonic() - start
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve the page until Ctrl-C. Returns the exit code. Raises ConfigError for a file or a port that is taken."""
+    args = _parser().parse_args(argv)
+    for folder in args.folders:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is a file; give the folder of a run, or a folder of runs")
+    if not 0 <= args.port < 1 << 16:
+        raise ConfigError("must be between 1 and 65535, or 0 for a free one", key="--port", value=args.port)
+    from grpocli_tools.report.build import Builder, new_values
+    from grpocli_tools.report.live import BrowserSessions, live_app
+    from grpocli_tools.report.live_data import Budget, LiveData
+    from grpocli_tools.report.live_server import listen, serve
+    from grpocli_tools.report.report_page import formula_lines_of
+    from grpocli_tools.report.rollout_sample import read_step
+
+    server = listen(args.port)
+    announcement = Announcement(server.getsockname()[1])
+    formula = TimedFormula(formula_lines_of)
+    builds = Budget(2.0, lambda: time.monotonic() - formula.seconds)
+    data = LiveData(args.folders, Builder(formula, live=True).page, new_values, read_step, builds=builds)
+    sessions = BrowserSessions(f"grpocli_watch_{announcement.port}", announcement.next)
+    app = live_app(data, sessions, "grpocli watch")
+    _announce(args.folders, announcement, sessions.token)
+    if args.open:
+        _open(announcement.address(sessions.token))
+    with suppress(KeyboardInterrupt):  # before the server handles it
+        serve(app, server)
+    print("the server has stopped; the runs continue", flush=True)
+    if threading.active_count() > 1:
+        os._exit(0)  # a thread that still builds the page only reads
+    return 0
+
+
+def _announce(folders: Sequence[Path], announcement: Announcement, token: str) -> None:
+    from grpocli.text import one_line
+
+    say = partial(print, flush=True)
+    say(f"watching {', '.join(one_line(str(folder)) for folder in folders)}")
+    for folder in folders:
+        if not folder.is_dir():
+            say(f"there is no folder {one_line(str(folder))} yet; its runs are shown when they begin")
+    say(f"open {announcement.address(token)}")
+    if tunnel := announcement.tunnel():
+        say(f"from your machine, first: {one_line(tunnel)}")
+    say("Ctrl-C stops the server")
+
+
+def _open(address: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(address):
+        print("no browser can be opened here", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = plain_parser("watch", "Serve a live page about runs, until Ctrl-C.", EPILOG)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN|FOLDER", help="a run, or a folder of runs")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="the port on 127.0.0.1 (a free one)")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
+    return parser
