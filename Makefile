@@ -18,7 +18,7 @@ TESTS := $(BIN)/python $(PYTEST)
 FAST := "not (processes or vllm or browser or slow or survival or slurm or zero or parity)"
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test-fast test test-survival test-slurm test-zero test-newest test-oldest test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-operations bench-gpu gpu-proof gpu-carry clean
+.PHONY: help train test-fast test test-tools test-survival test-slurm test-zero test-newest test-oldest test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-operations bench-gpu gpu-proof gpu-carry clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -29,8 +29,11 @@ train: $(VENV)/.ready-to-train ## make the environment and run the default train
 test-fast: setup ## the tests without processes, vLLM, whole runs and slow ones: about two minutes on two cores
 	$(TESTS) -m $(FAST) $(ARGS)
 
-test: setup ## every test that runs anywhere, real vLLM included: about ten minutes on two cores
-	$(TESTS) $(ARGS)
+test: setup ## the tests of the trainer that run anywhere, real vLLM included: about six minutes on two cores
+	$(TESTS) --ignore=tests/tools --ignore=tests/files $(ARGS)
+
+test-tools: setup ## the same for what looks at runs, configs and machines, and for bench/
+	$(TESTS) tests/tools $(ARGS)
 
 test-survival: setup ## kills, faults, and the wide matrices of what `make test` tests once
 	$(TESTS) -m survival $(ELSEWHERE) $(ARGS)
@@ -53,8 +56,8 @@ chromium: ## install Chromium and its driver for the tests of the report's page 
 
 # test-slurm runs beside the others: it mostly waits for SLURM. test-zero runs the tests of three processes, too,
 # so test-survival leaves their file out.
-test-all: setup chromium ## every test, what CI runs: test, test-survival, test-slurm; test-zero, test-newest, parity where they install
-	@tiers="test test-survival"; failed=0; elsewhere=; \
+test-all: setup chromium ## every test, what CI runs beside check: test, test-tools, test-survival, test-slurm; test-zero, test-newest, parity where they install
+	@tiers="test test-tools test-survival"; failed=0; elsewhere=; \
 	if $(MAKE) --no-print-directory .venv-zero/.ready; \
 	then tiers="$$tiers test-zero"; elsewhere=--ignore=tests/training/test_processes.py; \
 	else echo "left out: test-zero, because DeepSpeed cannot be built here"; fi; \
@@ -72,11 +75,12 @@ chaos: setup ## random kills, faults, damages and attacks, and a table of the re
 
 setup: $(VENV)/.ready-to-develop ## make the development environment, vLLM for the CPU included
 
-check: setup ## formatting, lint, imports that go down, and types
+check: setup ## formatting, lint, imports that go down, types, and files that scripts write or that name others
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/files
 
 format: setup ## format and mend what the linter can
 	$(BIN)/ruff check --fix .

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cli.running import SMALL, assert_same_run, metrics, run_here
-from launch.test_push import forget_hub, use_hub
+from publish.test_push import forget_hub, use_hub
 from stand_in_hub import StandInHub, serving
 
 pytestmark = [

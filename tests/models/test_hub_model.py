@@ -7,7 +7,7 @@ from pathlib import Path
 
 import huggingface_hub.constants as hub_constants
 import pytest
-from launch.test_push import forget_hub, use_hub
+from publish.test_push import forget_hub, use_hub
 from stand_in_hub import StandInHub, serving
 
 from grpocli.errors import ConfigError

@@ -1,0 +1,62 @@
+"""The pages name files and links that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md")]
+HOUSES = [ROOT / "grpocli", ROOT / "grpocli_tools"]
+PACKAGES = sorted({path.name for house in HOUSES for path in house.iterdir() if path.is_dir()})
+MODULE = re.compile(rf"`(?:grpocli/)?((?:{'|'.join(PACKAGES)})/[\w/]+\.(?:py|sh|json))")
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+SECTION = re.compile(r"^## (.*)$", re.MULTILINE)
+PROGRAM = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CONTENTS = re.compile(r"(?:^- \[.+\]\(#.+\)\n)+", re.MULTILINE)
+LONG = 100
+"""Lines from which a page of docs/ has a table of contents."""
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return "#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_modules_named_on_a_page_exist(page: Path) -> None:
+    names = MODULE.findall(page.read_text())
+    assert [name for name in names if not any((base / name).is_file() for base in (*HOUSES, ROOT))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_of_a_page_exist(page: Path) -> None:
+    broken = []
+    for target, heading in LINK.findall(page.read_text()):
+        path = (page.parent / target) if target else page
+        headings = HEADING.findall(path.read_text()) if heading and path.is_file() else []
+        if not path.exists() or (heading and heading not in map(anchor, headings)):
+            broken.append(target + heading)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=name)
+def test_a_long_page_begins_with_its_sections(page: Path) -> None:
+    text = PROGRAM.sub("", page.read_text())
+    titles = SECTION.findall(text)
+    contents = CONTENTS.search(text.partition("\n## ")[0] + "\n")
+    assert contents or text.count("\n") < LONG
+    if contents:
+        assert contents[0].splitlines() == [f"- [{title}]({anchor(title)})" for title in titles]
+
+
+def test_every_page_is_listed() -> None:
+    listed = (ROOT / "docs" / "README.md").read_text()
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in listed] == ["README.md"]

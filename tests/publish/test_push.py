@@ -1,0 +1,444 @@
+"""Pushing a run's folder to the hub, with the real client against a stand-in server."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub.constants as hub_constants
+import pytest
+import yaml
+from stand_in_hub import Repo, StandInHub, serving
+
+from grpocli import hub as hub_of_grpocli
+from grpocli.composition.compose import register_parts
+from grpocli.config.schema import Hub
+from grpocli.errors import ConfigError
+from grpocli.hub import why_unreachable
+from grpocli.publish.published import Publisher
+from grpocli.publish.push import Pusher
+from grpocli.publish.run_pushes import CheckpointPushes
+from grpocli.runs.run_dir import RunDir
+from grpocli.runs.sessions import Session, add_session
+from grpocli.training import checksums
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"
+)  # huggingface_hub's use of its client
+
+TOKEN = "hf_writer_token"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandInHub]:
+    """A stand-in hub that the real client talks to, with a token that may write to repositories of `me`."""
+    with serving(StandInHub()) as server:
+        use_hub(server, monkeypatch, tmp_path)
+        yield server
+    forget_hub()
+
+
+def use_hub(server: StandInHub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let this process talk to the stand-in, with an empty cache below `folder`."""
+    monkeypatch.setattr(hub_constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub_constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(folder / "hub-cache"))
+    monkeypatch.setattr(hub_constants, "HF_TOKEN_PATH", str(folder / "no-token"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    forget_hub()
+
+
+def forget_hub() -> None:
+    why_unreachable.cache_clear()
+    hub_of_grpocli._checked.cache_clear()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """The folder of a finished run, without weights that a model could use."""
+    return make_run(tmp_path / "runs" / "day" / "time")
+
+
+def make_run(path: Path, name: str = "first") -> RunDir:
+    run = RunDir(path)
+    (path / "model").mkdir(parents=True)
+    (path / "rollouts").mkdir()
+    run.config.write_text(yaml.safe_dump({"model": {"path": "some/base"}, "task": {"path": "some/data"}, "seed": 0}))
+    run.metrics.write_text('{"step": 1, "reward": 0.5}\n')
+    run.summary.write_text(json.dumps({"steps": 1, "exit": "done", "exit_kind": "done"}))
+    add_session(run, Session(0, "2026-01-01T00:00:00Z", {}, run=name))
+    (path / "model" / "model.safetensors").write_bytes(os.urandom(10_000))
+    (path / "model" / "config.json").write_text("{}")
+    (path / "model" / "README.md").write_text('---\nlibrary_name: transformers\n---\nload("PATH_TO_THIS_FOLDER")\n')
+    (path / "rollouts" / "step_000001.parquet").write_bytes(b"PAR1")
+    return run
+
+
+def add_checkpoint(run: RunDir, step: int) -> Path:
+    folder = run.checkpoint(step)
+    folder.mkdir(parents=True)
+    (folder / "trainer.json").write_text(json.dumps({"step": step}))
+    (folder / "model.safetensors").write_bytes(os.urandom(9_000))
+    return folder
+
+
+def test_a_run_is_pushed_with_its_model_at_the_root(hub: StandInHub, run: RunDir) -> None:
+    assert Pusher(run, Hub(push="me/new")).push() == f"{hub.url}/me/new"
+    repo = hub.repos["me/new"]
+    assert repo.private
+    files = repo.files("main") or {}
+    assert sorted(files.keys() - {".gitattributes"}) == [
+        "README.md",
+        "config.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "model.safetensors",
+        "report.html",
+        "rollouts/step_000001.parquet",
+        "sessions.jsonl",
+        "summary.json",
+    ]
+    assert files["model.safetensors"] == (run.model / "model.safetensors").read_bytes()
+    assert b'load("me/new")' in files["README.md"]
+
+
+def test_a_repeated_push_sends_nothing_again(hub: StandInHub, run: RunDir) -> None:
+    Pusher(run, Hub(push="me/new")).push()
+    sent, commits = len(hub.uploads), len(hub.repos["me/new"].commits)
+    (run.model / "extra.safetensors").write_bytes(os.urandom(9_000))
+    Pusher(run, Hub(push="me/new")).push()
+    assert len(hub.uploads) == sent + 1
+    assert len(hub.repos["me/new"].commits) == commits + 1
+
+
+def test_a_push_that_was_interrupted_goes_on_where_it_was(hub: StandInHub, run: RunDir) -> None:
+    hub.refuse["/api/models/me/new/commit"] = 400
+    with pytest.raises(ConfigError, match=r"^hub\.push=me/new: .*refused by the test"):
+        Pusher(run, Hub(push="me/new", rollouts=False)).push()
+    sent = list(hub.uploads)
+    assert len(sent) >= 1  # the weights were sent before the commit
+    hub.refuse.clear()
+    Pusher(run, Hub(push="me/new", rollouts=False)).push()
+    assert hub.uploads.count(sent[0]) == 1
+    assert "model.safetensors" in (hub.repos["me/new"].files("main") or {})
+
+
+def test_rollouts_and_checkpoints_are_chosen(hub: StandInHub, run: RunDir) -> None:
+    add_checkpoint(run, 1)
+    Pusher(run, Hub(push="me/less", rollouts=False)).push()
+    Pusher(run, Hub(push="me/more", checkpoints=True)).push()
+    less, more = (hub.repos[name].files("main") or {} for name in ("me/less", "me/more"))
+    assert not [path for path in less if path.startswith(("rollouts/", "checkpoints/"))]
+    assert "checkpoints/step_000001/model.safetensors" in more
+
+
+def test_a_pushed_checkpoint_replaces_those_that_the_run_has_deleted(hub: StandInHub, run: RunDir) -> None:
+    pusher = Pusher(run, Hub(push="me/new", checkpoints=True))
+    pusher.push()
+    for step in (1, 2):
+        pusher.push_checkpoint(add_checkpoint(run, step), step)
+    shutil.rmtree(run.checkpoint(1))
+    pusher.push_checkpoint(add_checkpoint(run, 3), 3)
+    files = hub.repos["me/new"].files("main") or {}
+    there = {path.split("/")[1] for path in files if path.startswith("checkpoints/")}
+    assert there == {"step_000002", "step_000003"}
+
+
+def test_another_branch_keeps_the_default_branch_as_it_is(hub: StandInHub, run: RunDir) -> None:
+    Pusher(run, Hub(push="me/new", revision="second")).push()
+    repo = hub.repos["me/new"]
+    assert "model.safetensors" in (repo.files("second") or {})
+    assert "model.safetensors" not in (repo.files("main") or {})
+
+
+def test_another_run_goes_to_a_branch_of_its_own(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:
+    Pusher(run, Hub(push="me/new")).push()
+    before = hub.repos["me/new"].files("main")
+    other = make_run(tmp_path / "other" / "run", "second")
+    for _ in range(2):
+        forget_hub()
+        Pusher(other, Hub(push="me/new", revision="second")).push()
+    files = hub.repos["me/new"].files("second") or {}
+    assert files["model.safetensors"] == (other.model / "model.safetensors").read_bytes()
+    assert hub.repos["me/new"].files("main") == before
+
+
+def test_another_run_is_not_overwritten(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:
+    Pusher(run, Hub(push="me/new")).push()
+    with pytest.raises(ConfigError, match=r"^hub\.push=me/new: holds another run; .*hub\.revision=BRANCH"):
+        Pusher(make_run(tmp_path / "other" / "run", "second"), Hub(push="me/new")).push()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.yaml", "notes/plan.txt"])
+def test_files_that_are_no_run_are_not_overwritten(hub: StandInHub, run: RunDir, name: str) -> None:
+    mine = {name: b"MINE", "README.md": b"my card"}
+    hub.repos["me/base"] = Repo(private=True)
+    hub.repos["me/base"].commit("main", mine, "by hand")
+    with pytest.raises(ConfigError, match=r"^hub\.push=me/base: holds files that are no run of grpocli; choose"):
+        Pusher(run, Hub(push="me/base")).push()
+    assert hub.repos["me/base"].files("main") == mine
+
+
+def test_a_new_repository_of_the_hub_s_page_is_pushed_to(hub: StandInHub, run: RunDir) -> None:
+    hub.repos["me/new"] = Repo(private=True)
+    hub.repos["me/new"].commit(
+        "main", {".gitattributes": b"", "README.md": b"---\nlicense: mit\n---\n"}, "initial commit"
+    )
+    Pusher(run, Hub(push="me/new")).push()
+    assert b"library_name" in (hub.repos["me/new"].files("main") or {})["README.md"]
+
+
+@pytest.mark.parametrize("path", ["/api/models/me/new/tree", "/me/new/resolve"])
+def test_a_hub_that_does_not_say_what_it_holds_is_not_pushed_to(
+    hub: StandInHub,
+    run: RunDir,
+    tmp_path: Path,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    add_checkpoint(run, 4)
+    Pusher(run, Hub(push="me/new", checkpoints=True)).push()
+    before = hub.repos["me/new"].files("main")
+    hub.refuse[path] = 503
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    with pytest.raises(ConfigError, match=r"^hub\.push=me/new: .*(503|refused by the test)"):
+        Pusher(make_run(tmp_path / "other" / "run", "second"), Hub(push="me/new")).push()
+    assert hub.repos["me/new"].files("main") == before
+    assert "HTTP Error" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("private", "warned"), [(True, 1), (False, 0)])
+def test_a_push_to_a_public_repository_is_warned_of(
+    hub: StandInHub, run: RunDir, capsys: pytest.CaptureFixture[str], private: bool, warned: int
+) -> None:
+    Pusher(run, Hub(push="me/new", private=False)).push()
+    forget_hub()
+    Pusher(run, Hub(push="me/new", private=private)).push()
+    assert capsys.readouterr().err.count("warning: me/new is a public repository") == warned
+    assert not hub.repos["me/new"].private
+
+
+@pytest.mark.parametrize(
+    ("token", "name", "problem"),
+    [
+        ("hf_reader_token", "me/new", "the token may not do this"),
+        (TOKEN, "you/new", "the token may not do this"),
+        ("hf_nobody_token", "me/new", "does not accept the token"),
+        (None, "me/new", "needs a token of the hub"),
+    ],
+)
+def test_a_token_that_may_not_write_is_refused_in_a_sentence(
+    hub: StandInHub, run: RunDir, monkeypatch: pytest.MonkeyPatch, token: str | None, name: str, problem: str
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        Pusher(run, Hub(push=name)).push()
+    assert "\n" not in str(caught.value)
+    assert token is None or token not in str(caught.value)
+
+
+def test_a_token_that_may_only_read_an_existing_repository_is_refused(
+    hub: StandInHub, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Pusher(run, Hub(push="me/new", private=False)).push()
+    forget_hub()
+    monkeypatch.setenv("HF_TOKEN", "hf_reader_token")
+    with pytest.raises(ConfigError, match="the token may not do this"):
+        Pusher(run, Hub(push="me/new")).push()
+
+
+def test_secrets_and_local_folders_are_not_pushed(
+    hub: StandInHub, run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-the-user")
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "model": {"path": "/data/models/base"},
+        "task": {"path": str(Path.home() / "data" / "train.jsonl"), "eval_path": str(tmp_path / "eval.jsonl")},
+        "reward": {"mine": {"function": "/srv/project/rewards.py:score"}},
+        "prompt": "answer in <think> tags </think> and/or words",
+        "overrides": ["reward=[/srv/project/rewards.py:score,math]", "engine.extra=a-secret-of-the-user"],
+    }
+    run.config.write_text(yaml.safe_dump(config))
+    run.summary.write_text(
+        json.dumps({"steps": 1, "exit": f"cannot read {tmp_path}/x with {TOKEN}", "exit_kind": "failed"})
+    )
+    (run.model / "README.md").write_text(f"{run.config.read_text()}\n{run.path}")
+    Pusher(run, Hub(push="me/new")).push()
+    files = hub.repos["me/new"].files("main") or {}
+    texts = {
+        path: content.decode()
+        for path, content in files.items()
+        if path.endswith((".md", ".yaml", ".jsonl", ".json", ".html"))
+    }
+    for path, text in texts.items():
+        for hidden in (str(tmp_path), f"{Path.home()}/", "/data/models", "/srv/project", TOKEN, "a-secret-of-the-user"):
+            assert hidden not in text, (path, hidden)
+    pushed = yaml.safe_load(texts["config.yaml"])
+    assert pushed["task"] == {"path": "~/data/train.jsonl", "eval_path": "eval.jsonl"}
+    assert pushed["model"]["path"] == "NOT_PUSHED/base"
+    assert pushed["reward"]["mine"]["function"] == "NOT_PUSHED/rewards.py:score"
+    assert pushed["prompt"] == config["prompt"]
+    assert pushed["overrides"][0] == "reward=[NOT_PUSHED/rewards.py:score,math]"
+
+
+def test_a_checkpoint_without_local_folders_keeps_valid_checksums(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:
+    run.config.write_text(yaml.safe_dump({"model": {"path": "/data/models/base"}}))
+    folder = add_checkpoint(run, 1)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/data/models/base"}))
+    checksums.write(folder, OneProcess())  # type: ignore[arg-type]
+    Pusher(run, Hub(push="me/new", checkpoints=True)).push()
+    files = hub.repos["me/new"].files("main") or {}
+    copy = tmp_path / "copy"
+    for path, content in files.items():
+        if path.startswith("checkpoints/step_000001/"):
+            copy.mkdir(exist_ok=True)
+            (copy / Path(path).name).write_bytes(content)
+    assert "/data" not in (copy / "adapter_config.json").read_text()
+    checksums.check(copy)
+    (copy / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"adapter_config\.json differs"):
+        checksums.check(copy)
+
+
+class OneProcess:
+    """A group of one process."""
+
+    size, rank, is_main = 1, 0, True
+
+    def barrier(self) -> None: ...
+
+    def broadcast_object(self, value: object) -> object:
+        return value
+
+    def gather_objects(self, values: list[object]) -> list[object]:
+        return values
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_without_hard_links_a_checkpoint_is_pushed_from_its_own_folder(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, deleted: bool
+) -> None:
+    def link(source: str, copy: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Recording:
+        run_dir, hub = run, Hub(push="me/new")
+
+        def push_checkpoint(self, folder: Path, step: int) -> None:
+            if deleted:
+                shutil.rmtree(folder)
+            pushed.append((folder, len(list(folder.iterdir()))))
+
+    pushed: list[tuple[Path, int]] = []
+    warnings: list[str] = []
+    monkeypatch.setattr(os, "link", link)
+    source = add_checkpoint(run, 4)
+    pushes = CheckpointPushes(Recording(), warnings.append)  # type: ignore[arg-type]
+    pushes.add(4)
+    pushes.close(30)
+    assert pushed == ([] if deleted else [(source, 2)])
+    assert list(run.checkpoints.iterdir()) == ([] if deleted else [source])
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    "text", ["https://h/v1/{}/chat", "a.{}", "Bearer-{}", "{}-x", "x_{}_y", '{{"a": "{}"}}', "engine.extra={}"]
+)
+def test_a_secret_is_hidden_wherever_it_is(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MY_TOKEN", 'a"secret/of&mine')
+    for secret in ('a"secret/of&mine', 'a\\"secret/of&mine', "a&quot;secret/of&amp;mine"):
+        assert Publisher.of({})(text.format(secret)) == text.format("NOT_PUSHED_SECRET")
+
+
+def test_secrets_in_addresses_and_in_values_of_a_config_are_hidden() -> None:
+    config = {
+        "task": {
+            "path": "https://bob:pw@data.example/x.jsonl?part=1&X-Amz-Signature=deadbeef&n=2",
+            "storage_options": {"secret": "hunter2", "key": "an-access-key", "anon": False, "region": "eu"},
+        },
+        "tracker": {"_target_": "tracker/accelerate", "options": {"api_key": "w", "name": "w"}},
+        "reward": {
+            "judge": {"_target_": "reward/judge", "api_key": "MY_VARIABLE"},
+            "passes": {"_target_": "mine.py:Passes", "api_key": "of-my-own-part", "style": "strict"},
+        },
+        "algorithm": {"_target_": "algorithm", "tokens": {"_target_": "algorithm/tokens/all"}},
+        "overrides": [
+            "task.path=https://old:word@data.example/y?sig=ab",
+            "+task.storage_options={secret:pw1,region:eu}",
+            "algorithm/tokens=all",
+            "model=${oc.env:HF_TOKEN}",
+        ],
+    }
+    register_parts()
+    hidden = "NOT_PUSHED_SECRET"
+    assert yaml.safe_load(Publisher.of(config)(yaml.safe_dump(config))) == {
+        "task": {
+            "path": f"https://{hidden}@data.example/x.jsonl?part=1&X-Amz-Signature={hidden}&n=2",
+            "storage_options": {"secret": hidden, "key": hidden, "anon": False, "region": "eu"},
+        },
+        "tracker": {"_target_": "tracker/accelerate", "options": {"api_key": hidden, "name": "w"}},
+        "reward": {
+            "judge": {"_target_": "reward/judge", "api_key": "MY_VARIABLE"},
+            "passes": {"_target_": "mine.py:Passes", "api_key": hidden, "style": "strict"},
+        },
+        "algorithm": config["algorithm"],
+        "overrides": [
+            f"task.path=https://{hidden}@data.example/y?sig={hidden}",
+            f"+task.storage_options={{secret:{hidden},region:eu}}",
+            *config["overrides"][2:],
+        ],
+    }
+
+
+def test_secrets_and_folders_of_former_sessions_are_hidden(run: RunDir) -> None:
+    changes = {
+        "task.storage_options.secret": ("a-former-secret", "${oc.env:SECRET}"),
+        "task.path": ("/data/former/train.jsonl", "hub/data"),
+    }
+    add_session(run, Session(1, "2026-01-02T00:00:00Z", {}, changes))
+    text = Publisher.of_file(run.config)(run.sessions.read_text())
+    assert json.loads(text.splitlines()[-1])["changes"] == {
+        "task.storage_options.secret": ["NOT_PUSHED_SECRET", "${oc.env:SECRET}"],
+        "task.path": ["NOT_PUSHED/train.jsonl", "hub/data"],
+    }
+
+
+def test_texts_without_anything_to_hide_stay_as_they_are() -> None:
+    text = "https://example.org/a/b?x=1 and/or 1/2 </answer> /no_think"
+    assert Publisher.of({"a": text})(text) == text
+
+
+def test_the_command_pushes_a_run_and_repeats_it(
+    hub: StandInHub, run: RunDir, grpocli: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, _ = grpocli("push", str(run.path), "--to", "me/new", "--no-rollouts")
+    assert (code, out.strip()) == (0, f"{hub.url}/me/new")
+    assert grpocli("push", str(run.path), "--to", "me/new")[0] == 0
+    assert "rollouts/step_000001.parquet" in (hub.repos["me/new"].files("main") or {})
+
+
+def test_the_command_wants_a_name(run: RunDir, grpocli: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, said = grpocli("push", str(run.path))
+    assert code == 2
+    assert "--to: name the repository: --to OWNER/NAME" in said
+    assert "--to=new: expected OWNER/NAME" in grpocli("push", str(run.path), "--to", "new")[2]
+
+
+def test_a_running_run_is_not_pushed(run: RunDir, grpocli: Callable[..., tuple[int, str, str]]) -> None:
+    with run.locked():
+        code, _, said = grpocli("push", str(run.path), "--to", "me/new")
+    assert code == 2
+    assert "is running" in said

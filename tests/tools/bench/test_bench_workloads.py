@@ -1,0 +1,120 @@
+"""The benchmarks run, and the counts of tokens and FLOPs that they publish are correct."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from grpocli.composition.compose import compose
+
+BENCH = Path(__file__).parents[3] / "bench"
+FOLDER = BENCH / "side_by_side"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a file of bench/ as it imports its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in (BENCH, FOLDER):
+            patch.syspath_prepend(str(folder))
+        yield importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def workloads(bench: Callable[[str], ModuleType]) -> ModuleType:
+    return bench("workloads")
+
+
+@pytest.mark.slow
+def test_every_run_of_every_benchmark_composes(bench: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """Names of workloads hold commas and spaces, which values of keys must quote."""
+    side, memory, simulated = map(bench, ("grpocli_side", "memory", "simulated"))
+    scaling, overlap, small, kinds = map(bench, ("scaling", "overlap", "small_gpus", "multiplication"))
+    options, rows = bench("optimizations").OPTIMIZATIONS.values(), bench("long_rows")
+    model = ["model=hf", f"model.path={tmp_path}"]
+    for name, work in side.ALL.items():
+        run = compose(side.overrides(name, str(tmp_path), tmp_path))
+        assert work.sampled or run.engine.workload == name
+    given = side.overrides("smoke", str(tmp_path), tmp_path)
+    runs = [[*given, *one.both, *more] for one in options for more in (one.options, one.with_it)]
+    runs += [[*given, *more] for more in rows.WAYS.values()]
+    runs += [[*memory.SHORT, *memory.BATCH, *more, *model] for _, *more in memory.CASES.values()]
+    runs += [[*scaling.BATCH, *model, *more] for more, _ in scaling.WAYS.values()]
+    runs += [[*small.RECIPE, *more] for more in small.KINDS.values()]
+    runs += [["engine=vllm", "recipe=multiplication", f"model.path={tmp_path}", *bench("startup").SMALL]]
+    runs += [overlap.overrides(1, str(tmp_path), 7, 32)]
+    runs += [kinds.overrides(tmp_path, str(tmp_path), 1, engine) for engine in ("vllm", "transformers")]
+    runs += [
+        simulated.options_of(case, own, ["http://127.0.0.1:1", "http://127.0.0.1:2"][: case.servers[1]], str(tmp_path))
+        for case in simulated.CASES.values()
+        for own in (*case.measured, case.predicted)
+    ]
+    for overrides in runs:
+        compose(overrides)
+
+
+def test_needed_tokens_are_prompts_once_and_rows_with_a_gradient(workloads: ModuleType) -> None:
+    assert workloads.WORKLOADS["W3"].needed(0) == (2 * 512 + 16 * 32, 16 * 32)
+    assert workloads.WORKLOADS["W5"].needed(0) == (12 + 8 * 64, 8 * 64)
+    work = workloads.WORKLOADS["W4"]
+    assert work.needed(1) == (24 + sum(work.lengths(1)), sum(work.lengths(1)))
+    assert max(work.lengths(1)) <= 256
+
+
+def test_pairs_are_counted_as_in_causal_attention(workloads: ModuleType) -> None:
+    work = workloads.Workload("", groups=1, rows=2, prompt=3, longest=4)
+    seen = [range(k + 1) for k in range(3)] + [range(3 + k + 1) for k in range(4)] * 2
+    assert work.pairs(0) == sum(map(len, seen)) - (3 + 2 * 4) / 2, "a token's pair with itself counts half"
+
+
+def test_flops_follow_from_the_weights(workloads: ModuleType, tmp_path: Path) -> None:
+    """Six operations for each weight and token; the head's weights count for completion tokens only."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = workloads.MODELS["0.4M"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
+    layers = sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
+    head = model.lm_head.weight.numel()
+    work = workloads.Workload("", "0.4M", groups=1, rows=2, prompt=3, longest=4)
+    assert work.flops(0) == 6 * (layers * 11 + head * 8)
+
+
+def test_prepared_completions_have_the_lengths_and_rewards_of_the_workload(workloads: ModuleType) -> None:
+    work = workloads.WORKLOADS["W5"]
+    groups = work.completions(2)
+    assert [len(row) for rows in groups for row in rows] == work.lengths(2)
+    rewards = [set(workloads.reward([workloads.words(row) for row in rows])) for rows in groups]
+    assert rewards[0] == {0.0}
+    assert rewards[1] == {0.0, 1.0}
+
+
+@pytest.mark.survival
+def test_peak_memory_covers_this_process(workloads: ModuleType) -> None:
+    before = workloads.peak()
+    held = bytearray(b"x" * int(2**29 + max(0.0, before * 2**30)))
+    assert workloads.peak() >= before + 0.4
+    del held
+
+
+@pytest.mark.survival
+def test_the_grpocli_side_runs_an_update(workloads: ModuleType, tmp_path: Path) -> None:
+    """Once as released and once without any optimization; both have the same gradient up to rounding."""
+    folder = workloads.make_model(workloads.ALL["smoke"].model, tmp_path)
+    script = (
+        "import grpocli_side, optimizations, sys; {}; sys.argv = ['', 'smoke', sys.argv[1], '1']; grpocli_side.main()"
+    )
+    changes = "[one.change() for one in optimizations.OPTIMIZATIONS.values()]"
+    norms = []
+    for change in ("pass", changes):
+        command = [sys.executable, "-c", script.format(change), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=False)
+        assert done.returncode == 0, done.stderr
+        norms.append(json.loads(done.stdout.splitlines()[-1])["logs"][0]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=0.03)

@@ -1,0 +1,581 @@
+"""`make gpu-proof`: every experiment ends with a result, whatever it does, and the page says what the results say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "bench" / "gpu_proof"
+OWN = """
+import os, signal, time
+from pathlib import Path
+from experiment import at_most, experiment
+
+@experiment("machine", "within its law", at_most("number", 2, "a number"))
+def works(setting):
+    return {"number": 1}
+
+@experiment("machine", "outside of its law", at_most("number", 2, "a number"))
+def differs(setting):
+    return {"number": 3}
+
+@experiment("machine", "raises", at_most("number", 2, "a number"))
+def raises(setting):
+    setting.save({"one side": 5})
+    raise ValueError("the reason")
+
+@experiment("machine", "crashes", at_most("number", 2, "a number"))
+def crashes(setting):
+    print("last words", flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+@experiment("machine", "hangs, and ignores SIGTERM", at_most("number", 2, "a number"), seconds=1)
+def hangs(setting):
+    setting.save({"one side": 6})
+    os.spawnlp(os.P_NOWAIT, "setsid", "setsid", "sleep", "600.125")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+@experiment("machine", "needs a GPU", at_most("number", 2, "a number"), needs=("gpu",))
+def elsewhere(setting):
+    return {"number": 1}
+
+@experiment("machine", "has what was carried", at_most("number", 2, "a number"))
+def packages(setting):
+    import hydra
+    return {"number": 1, "hydra": str(Path(hydra.__file__).parent)}
+
+@experiment("machine", "takes a while", at_most("number", 2, "a number"), seconds=120)
+def lasts(setting):
+    Path(setting.folder, "begun").touch()
+    time.sleep(float(os.environ.get("LASTS", "0")))
+    return {"number": 1}
+"""
+VERDICTS = {
+    "works": "as expected",
+    "differs": "not as expected",
+    "raises": "failed",
+    "crashes": "failed",
+    "hangs": "failed",
+    "elsewhere": "not run",
+}
+
+
+@pytest.fixture(scope="module")
+def proof() -> Iterator[ModuleType]:
+    """The script as a module, without its experiments."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+    import gpu_proof
+
+    yield gpu_proof
+    sys.path[:] = [path for path in sys.path if not path.startswith(str(ROOT / "bench"))]
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "bench")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return file
+
+
+def start(own: Path, names: str, *options: str, **environment: str) -> subprocess.Popen[str]:
+    """Start the script on a CPU, with the experiments of a file."""
+    command = [sys.executable, str(FOLDER / "gpu_proof.py"), "--add", str(own), "--device", "cpu", "--only", names]
+    env = {**os.environ, "OUT": str(own.parent / "out"), "TMPDIR": str(own.parent), **environment}
+    return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def run(own: Path, names: str, *options: str) -> str:
+    """The output of a call that succeeds."""
+    with start(own, names, *options) as call:
+        out, err = call.communicate(timeout=600)
+    assert call.returncode == 0, err
+    return out
+
+
+def results(own: Path) -> dict[str, Any]:
+    file = own.parent / "out" / "results.json"
+    found: dict[str, Any] = json.loads(file.read_text())["experiments"] if file.exists() else {}
+    return found
+
+
+def running(words: str) -> bool:
+    """Whether a process has these words in its command line."""
+    return words in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.replace("[", "")
+
+
+@pytest.mark.survival
+def test_each_experiment_has_a_result_whatever_it_does(own: Path) -> None:
+    run(own, "+".join(VERDICTS))
+    found = results(own)
+    assert {name: result["verdict"] for name, result in found.items()} == VERDICTS
+    assert found["raises"]["reason"] == "ValueError: the reason"
+    assert found["raises"]["measured"] == {"one side": 5}
+    assert found["crashes"]["reason"] == "it ended with SIGSEGV"
+    assert found["crashes"]["log"] == "last words"
+    assert found["hangs"]["reason"] == "no result within 3 s"
+    assert found["hangs"]["measured"] == {"one side": 6}
+    assert not running("sleep 600.125"), "what an experiment started ends with it, in a session of its own, too"
+    assert found["elsewhere"]["reason"] == "needs a GPU"
+    assert found["works"]["machine"]["device"] == "CPU"
+    page = (own.parent / "out" / "results.md").read_text()
+    assert "| `works`: within its law | a number: at most 2 | 1 | as expected |" in page
+    assert "small sizes: a test of the script" in page
+    kept = {path.name for path in (own.parent / "out").iterdir()}
+    assert kept == {".lock", "results.json", "results.md", "log.txt", "logs.txt", "files.tar.xz"}, "all of them small"
+
+
+@pytest.mark.survival
+def test_a_call_that_is_killed_leaves_whole_results_and_the_next_goes_on(own: Path) -> None:
+    begun = own.parent / f"gpu-proof-{os.getuid()}" / "lasts" / "begun"
+    until = time.monotonic() + 120
+    with start(own, "works,lasts", LASTS="600") as call:
+        while not begun.exists():
+            assert call.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        call.send_signal(signal.SIGKILL)
+    first = results(own)
+    assert list(first) == ["works"]
+    file = own.parent / "earlier.json"
+    (own.parent / "out" / "results.json").rename(file)
+    run(own, "works,lasts", "--resume", str(file))
+    assert results(own)["lasts"]["verdict"] == "as expected"
+    assert results(own)["works"] == first["works"], "it has a result, so it does not run again"
+
+
+@pytest.mark.survival
+def test_a_call_ends_by_itself_and_names_what_is_left(own: Path) -> None:
+    with start(own, "works,lasts,differs", "--seconds", "45", LASTS="600") as call:
+        out, _ = call.communicate(timeout=120)
+    assert list(results(own)) == ["works"], "one that the end of a call has cut has no result"
+    assert "45 s do not suffice for lasts, differs" in out
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(3, []), (600, ["one"])], ids=["its own deadline", "the call's end"])
+def test_what_cut_an_experiment_in_the_last_seconds_of_a_call(
+    proof: ModuleType, tmp_path: Path, seconds: float, left: list[str]
+) -> None:
+    from experiment import Experiment, Results, Setting
+
+    now = time.monotonic()
+    (tmp_path / proof.LOG).touch()
+    one = Experiment("one", "machine", "", (), lambda setting: {}, (), seconds)
+    runner = proof.Runner({}, Setting("cuda", None, tmp_path), Results(tmp_path / "results.json"), now + 10, print)
+    ended = SimpleNamespace(poll=lambda: 143)
+    assert runner._collected(proof.Running(one, runner.setting, ended, now - 4, now, cut=True))
+    assert runner.left == left
+    assert [result["reason"] for result in runner.results.experiments.values()] == (
+        [] if left else ["no result within 3 s"]
+    )
+
+
+@pytest.mark.processes
+def test_a_call_with_nothing_to_run_still_writes_the_page(own: Path) -> None:
+    run(own, "settings")
+    page = own.parent / "out" / "results.md"
+    written = page.read_text()
+    page.unlink()
+    run(own, "settings")
+    assert page.read_text() == written
+
+
+@pytest.mark.processes
+def test_an_unknown_name_is_refused_before_anything_is_imported(own: Path) -> None:
+    with start(own, "settings,nope") as call:
+        out, _ = call.communicate(timeout=120)
+    assert (call.returncode, out) == (1, "")
+
+
+@pytest.mark.processes
+def test_a_call_does_not_share_its_work_folder(proof: ModuleType, own: Path) -> None:
+    """Both take the one in the temporary directory, whatever their --out."""
+    with (
+        proof.held("--work", own.parent / f"gpu-proof-{os.getuid()}"),
+        start(own, "works", OUT=str(own.parent / "other")) as call,
+    ):
+        out, err = call.communicate(timeout=120)
+    assert (call.returncode, out) == (1, "")
+    assert f"gpu-proof-{os.getuid()}: another call writes there: choose another --work" in err
+
+
+def test_plus_joins_experiments_and_commas_follow(proof: ModuleType) -> None:
+    proof.load()
+    groups = [[one.name for one in group] for group in proof.chosen("settings+cudnn_plans,peer")]
+    assert groups == [["settings", "cudnn_plans"], ["beside_trl"]]
+    every = [one.name for group in proof.chosen("") for one in group]
+    assert sorted(every) == sorted(one.name for one in proof.in_order()), "each once"
+    for names, unknown in (("settings,nope", "nope"), (",,", ",,"), ("settings+", r"settings\+")):
+        with pytest.raises(SystemExit, match=f"^--only {unknown}: there are machine, "):
+            proof.chosen(names)
+
+
+def test_a_driver_that_hangs_ends_the_call(proof: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "FACTS", 0.1)
+    monkeypatch.setattr(proof, "facts", lambda: time.sleep(60))
+    with pytest.raises(SystemExit, match=r"did not say within 0\.1 s what this machine has"):
+        proof.machine_facts()
+
+
+def test_every_exit_code_has_words(proof: ModuleType) -> None:
+    said = [proof.ending(code).removeprefix("it ended with ") for code in (1, 139, 255)]
+    assert said == ["exit code 1", "SIGSEGV", "exit code 255"]
+
+
+def test_laws_check_numbers_between_their_limits(proof: ModuleType) -> None:
+    from experiment import at_most, between, true
+
+    law = between("x", 1, 2, "a figure")
+    holds = [law.check({"x": x}, "cuda")["holds"] for x in (0.9, 1, 2, 2.1)]
+    assert holds == [False, True, True, False]
+    assert law.check({}, "cuda")["holds"] is None
+    assert law.check({"x": "nan"}, "cuda")["holds"] is None
+    assert true("x", "").check({"x": False}, "cuda")["holds"] is False
+    assert at_most("x", 1, "", gpu=True).check({"x": 2}, "cpu")["holds"] is None
+    assert [one.range for one in (law, at_most("x", 5, ""), true("x", ""))] == ["1 to 2", "at most 5", "yes"]
+
+
+def test_a_law_without_its_figure_does_not_hold_on_a_gpu(proof: ModuleType) -> None:
+    from experiment import Experiment, at_most, checked
+
+    one = Experiment("one", "machine", "", (at_most("x", 1, ""),), lambda setting: {}, (), 1)
+    assert checked(one, {}, "cuda")[0] == "not as expected"
+    assert checked(one, {}, "cpu")[0] == "as expected"
+
+
+def test_the_page_is_what_the_results_say(proof: ModuleType) -> None:
+    """docs/gpu.md lists every experiment of the script, with the results of docs/gpu.json, if there are any."""
+    import page
+    from experiment import Results
+
+    proof.load()
+    text = page.PAGE.read_text()
+    assert page.rendered(text, Results(page.DATA)) == text, "run bench/gpu_proof/gpu_proof.py --render"
+
+
+def test_results_of_a_cpu_do_not_reach_the_page(proof: ModuleType, tmp_path: Path) -> None:
+    import page
+    from experiment import EXPECTED, Results, outcome
+
+    found = Results(tmp_path / "results.json")
+    found.put("settings", {"device": "CPU"}, "cuda", 1.0, outcome(EXPECTED))
+    with pytest.raises(SystemExit, match="results of a CPU"):
+        page.render([found.path])
+
+
+def test_texts_of_results_are_data(proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import page
+    from experiment import EXPECTED, FAILED, Results, outcome
+
+    evil = "\x1b[31mred\n# head\x07<script>alert(1)</script>|[a](javascript:x)\u202e"
+    machine = dict.fromkeys(("device", "driver", "torch", "commit"), evil)
+    found = Results(tmp_path / "results.json")
+    found.put("settings", machine, "cuda", 1.0, outcome(EXPECTED, measured={"speed": evil}, reason=evil))
+    found.put("capabilities", machine, "cuda", 1.0, outcome(FAILED, reason=evil, log=f"{evil}\n```\n# head"))
+    copy = tmp_path / "gpu.md"
+    copy.write_text(page.PAGE.read_text())
+    monkeypatch.setattr(page, "PAGE", copy)
+    monkeypatch.setattr(page, "DATA", tmp_path / "gpu.json")
+    page.render([found.path])
+    page.write_page(found, tmp_path / "results.md")
+    for text in (copy.read_text(), (tmp_path / "results.md").read_text()):
+        assert "alert(1)" in text
+        assert not [bad for bad in ("\x1b", "\x07", "\u202e", "<script", "[a](", "\n# head", "\n```\n#") if bad in text]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"half": ',
+        "",
+        "[]",
+        "null",
+        '{"schema": 2, "experiments": {}}',
+        '{"schema": 1, "experiments": []}',
+        '{"schema": 1, "experiments": {"settings": {"verdict": "as expected"}}}',
+        "\udcff",
+        "[" * 100_000,
+    ],
+)
+def test_damaged_results_are_refused_in_a_sentence(proof: ModuleType, tmp_path: Path, text: str) -> None:
+    from experiment import Results
+
+    file = tmp_path / "results.json"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(SystemExit, match="damaged or of another version"):
+        Results(file)
+
+
+def test_damaged_earlier_results_are_not_taken_over(
+    proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are named, so that the next call does not take them over again."""
+    (tmp_path / "earlier.json").write_text('{"schema": 1, "experim')
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # it would stay for later tests
+    for earlier in (tmp_path / "earlier.json", tmp_path):
+        command = ["gpu_proof.py", "--resume", str(earlier), "--out", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit, match=f"^{re.escape(str(earlier))} is damaged"):
+            proof.main()
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_damaged_archive_is_named(proof: ModuleType, tmp_path: Path) -> None:
+    import carry
+
+    (tmp_path / "file").write_bytes(os.urandom(1000))
+    carry.pack(whole := tmp_path / "whole.tar.xz", tmp_path, [tmp_path / "file"])
+    carry.unpack_archive(whole, tmp_path / "site", mark := tmp_path / "mark")
+    assert (tmp_path / "site" / "file").read_bytes() == (tmp_path / "file").read_bytes()
+    mark.unlink()
+    (cut := tmp_path / "cut.tar.xz").write_bytes(whole.read_bytes()[:500])
+    for damaged in (cut, tmp_path / "file"):
+        with pytest.raises(SystemExit, match=f"^{re.escape(str(damaged))} cannot be unpacked"):
+            carry.unpack_archive(damaged, tmp_path / "site", mark)
+    assert not mark.exists()
+
+
+def test_a_size_or_verdict_that_is_none_is_refused(proof: ModuleType, tmp_path: Path) -> None:
+    from experiment import EXPECTED, Results, outcome
+
+    for change in ({"size": "small, no"}, {"verdict": "fine"}, {"machine": {"device": 3}}, {"laws": [1]}):
+        found = Results(file := tmp_path / "results.json")
+        found.put("settings", {"device": "GPU"}, "cuda", 1.0, outcome(EXPECTED))
+        found.experiments["settings"] |= change
+        found.save()
+        with pytest.raises(SystemExit, match="damaged or of another version"):
+            Results(file)
+        file.unlink()
+
+
+@pytest.mark.parametrize("option", ["--resume", "--model", "--add", "--render"])
+def test_a_file_that_is_missing_is_refused(
+    proof: ModuleType, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_proof.py", option, "/nope"])
+    with pytest.raises(SystemExit):
+        proof.arguments()
+    assert f"argument {option}: /nope: there is no such file" in capsys.readouterr().err
+
+
+def test_one_call_at_a_time_writes_into_a_folder(
+    proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "GRACE", 0.0)
+    refused = pytest.raises(SystemExit, match="another call writes there")
+    with proof.held("--out", tmp_path), refused, proof.held("--out", tmp_path):
+        pass
+    with proof.held("--out", tmp_path):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="File exists: choose another"), proof.held("--out", tmp_path / "file"):
+        pass
+
+
+def library(*codes: tuple[int, int, bytes]) -> bytes:
+    """A file with a fat binary of these entries: kind (1: PTX, 2: machine code), architecture, code."""
+    entries = b"".join(
+        struct.pack("<HHIQ", kind, 0, 64, len(code)) + struct.pack("<12xI32x", of) + code for kind, of, code in codes
+    )
+    fat = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+    return b"before" + fat + b"after"
+
+
+def test_a_library_keeps_the_code_of_one_architecture(proof: ModuleType) -> None:
+    from prune_fatbin import containers, entries, pruned
+
+    def left(of: bytes | bytearray) -> list[tuple[int, int]]:
+        ((begin, stop),) = containers(bytes(of))
+        return [(kind, architecture) for kind, architecture, _ in entries(bytes(of), begin, stop)]
+
+    whole = library((2, 80, b"a" * 64), (2, 90, b"b" * 64), (1, 90, b"c" * 64))
+    assert len(pruned(whole, 90)) == len(whole)
+    assert (left(pruned(whole, 90)), left(pruned(whole, 100))) == ([(2, 90)], [(1, 90)])
+    assert left(pruned(library((2, 80, b"a" * 64), (2, 75, b"b" * 8)), 90)) == [(2, 75)], "the smallest"
+    with pytest.raises(ValueError, match="another form"):
+        entries(b"\xff" * 64, 0, 64)
+
+
+def test_too_much_to_carry_is_refused(proof: ModuleType) -> None:
+    import carry
+
+    assert carry.checked_size(9 * 2**20, 48 * 2**20) == "the clone has 9.0 MiB, .carry 48.0 MiB: 57.0 MiB of 64 MiB"
+    with pytest.raises(SystemExit, match="of 64 MiB, too much to carry"):
+        carry.checked_size(20 * 2**20, 48 * 2**20)
+
+
+def test_a_carry_folder_takes_its_place_when_it_is_whole_and_small_enough(
+    proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import carry
+
+    monkeypatch.setattr(carry, "ROOT", tmp_path)
+    monkeypatch.setattr(carry, "CARRY", folder := tmp_path / ".carry")
+    (tmp_path / "requirements").mkdir()
+    for name in ("parity", "constraints"):
+        (tmp_path / "requirements" / f"{name}.txt").touch()
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "requirements"))
+    with pytest.raises(SystemExit, match="could not be fetched, see above"):
+        carry.build(with_vllm=False)
+    monkeypatch.setattr(carry.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match=r"^strip, .* is missing: install binutils"):
+        carry.build(with_vllm=True)
+    shutil.rmtree(tmp_path / "requirements")
+    monkeypatch.setattr(carry, "fetch", lambda names, target: target.mkdir())
+    monkeypatch.setattr(carry, "size_of_clone", lambda: 9 * 2**20)
+    carry.build(with_vllm=False)
+    before = sorted(path.name for path in folder.iterdir())
+    assert before == ["base.tar.xz", "commit"]
+    (folder / "earlier").touch()
+    monkeypatch.setattr(carry, "LIMIT", 9)
+    with pytest.raises(SystemExit, match="too much to carry"):
+        carry.build(with_vllm=False)
+    assert (folder / "earlier").exists()
+    monkeypatch.setattr(carry, "LIMIT", 64)
+    with monkeypatch.context() as during:
+        during.setattr(sys, "argv", ["carry.py", "--no-vllm"])
+        during.setattr(carry, "pack", lambda *_: (signal.raise_signal(signal.SIGINT), time.sleep(0.5)))
+        during.setattr(os, "_exit", sys.exit)
+        with pytest.raises(SystemExit):
+            carry.main()
+    assert capsys.readouterr().err == f"stopped: {folder} is as it was\n"
+    assert (folder / "earlier").exists()
+    carry.build(with_vllm=False)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.fixture
+def bare(proof: ModuleType, tmp_path: Path) -> tuple[Path, Path]:
+    """A clone in an empty folder with .carry; a Python with torch and transformers that lacks what is carried."""
+    import carry
+
+    clone, site, python = tmp_path / "clone", Path(sysconfig.get_path("purelib")), tmp_path / "venv" / "bin" / "python"
+    for name in ("bench", "grpocli", "hydra_plugins", "conf", "recipes"):
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (clone / ".carry").mkdir()
+    found = [one for one in distributions() if one.name and one.name.replace("_", "-") in carry.BASE]
+    files = [site / str(file) for one in found for file in one.files or () if file.parts[0] != ".."]
+    carry.pack(clone / ".carry" / "base.tar.xz", site, [file for file in files if file.suffix != ".pyc"])
+    carry.add_metadata(tmp_path / "own")
+    carry.pack(clone / ".carry" / "base-own.tar.xz", tmp_path / "own", carry.packable(tmp_path / "own"))
+    (clone / ".carry" / "commit").write_text("1234567")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    carried = {file.relative_to(site).parts[0] for file in files}
+    (own,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    for path in site.iterdir():
+        other = path.name.startswith(("grpocli", "_grpocli", "__editable__", "vllm", "__pycache__"))
+        if path.name not in carried and path.suffix != ".pth" and not other:
+            (own / path.name).symlink_to(path)
+    return clone, python
+
+
+@pytest.mark.slow
+def test_a_bare_folder_runs_is_killed_and_goes_on(bare: tuple[Path, Path], own: Path) -> None:
+    """From .carry alone: nothing is installed, and of what another folder has, only earlier results are needed."""
+    clone, python = bare
+    out, work = own.parent / "out", own.parent / f"gpu-proof-{os.getuid()}"
+    command = [str(python), "bench/gpu_proof/gpu_proof.py", "--add", str(own), "--only", "settings+packages,lasts"]
+    env = {"OUT": str(out), "TMPDIR": str(own.parent), "HOME": str(own.parent), "PATH": os.environ["PATH"]}
+    until = time.monotonic() + 200
+    with subprocess.Popen(command, cwd=clone, env=env | {"LASTS": "600"}) as call:
+        while not (work / "lasts" / "begun").exists():
+            assert call.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        call.kill()
+    found = results(own)
+    assert {name: result["verdict"] for name, result in found.items()} == dict.fromkeys(
+        ("settings", "packages"), "as expected"
+    )
+    assert found["packages"]["measured"]["hydra"] == str(work / "site" / "hydra")
+    assert found["settings"]["machine"]["commit"] == "1234567"
+    (out / "results.json").rename(clone / ".carry" / "results.json")
+    subprocess.run(command, cwd=clone, env=env, check=True)
+    assert results(own)["lasts"]["verdict"] == "as expected"
+    assert {name: results(own)[name] for name in found} == found
+
+
+def test_a_python_without_grpocli_and_packages_is_refused(
+    proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import carry
+
+    monkeypatch.setattr(carry, "distributions", lambda name: ())
+    monkeypatch.setattr(carry, "CARRY", tmp_path / ".carry")
+    with pytest.raises(SystemExit, match=r"has no grpocli, and .* no packages: see docs/gpu\.md"):
+        carry.prepare(tmp_path / "work")
+
+
+@pytest.mark.survival
+def test_what_makes_sense_on_a_cpu_runs_there(tmp_path: Path) -> None:
+    """With the smallest sizes: the laws hold that say something about a CPU, and the others are not checked."""
+    names = ["settings", "packed_and_padded", "flex_and_sdpa", "attention_choices", "kill_and_resume"]
+    own = tmp_path / "own.py"
+    own.write_text("")
+    run(own, ",".join([*names, "cudnn_plans"]))
+    found = results(own)
+    assert {name: result["verdict"] for name, result in found.items()} == {
+        **dict.fromkeys(names, "as expected"),
+        "cudnn_plans": "not run",
+    }
+    holds = {law["figure"]: law["holds"] for law in found["attention_choices"]["laws"]}
+    assert holds == {
+        f"{of}_{kind}": value
+        for of, value in (("time", None), ("gradient_apart", True))
+        for kind in ("skewed", "prompts")
+    }
+
+
+def test_a_row_says_what_its_figure_is_worth(proof: ModuleType) -> None:
+    """A figure that says nothing is struck out, and a law that has changed or is new does not judge an old figure."""
+    from dataclasses import replace
+
+    import page
+    from experiment import EXPECTED, Experiment, Results, at_most, checked, outcome
+
+    laws, measured = [at_most(name, 2, name) for name in "abcd"], dict.fromkeys("abc", 1)
+    one = Experiment("one", "machine", "", tuple(laws), lambda setting: {}, (), 1)
+    before = replace(one, laws=(*laws[:2], at_most("c", 1, "c")))
+    result = outcome(EXPECTED, measured=measured, laws=checked(before, measured, "cuda")[1])
+    found = Results(Path("absent.json"))
+    found.experiments["one"] = result | {"machine": {}, "size": "full", "struck": {"b": "taken beside others"}}
+    assert [row.split(" | ")[-2:] for row in page.rows_of(one, found)] == [
+        ["1", "as expected |"],
+        ["~~1~~", "not judged: taken beside others |"],
+        ["1", "measured before its law changed |"],
+        ["", "not run: its law is newer |"],
+    ]
+
+
+def test_an_experiment_has_the_settings_of_a_run(proof: ModuleType) -> None:
+    import torch
+    from experiment import Setting
+
+    proof.load()
+    from kernels_experiments import as_a_run
+
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert as_a_run(Setting("cpu", None, Path())) == "cpu"
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,0 +1,638 @@
+"""`grpocli plan`: sizes, sharding, exit codes, and a comparison with a real run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from tables import table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
+
+from grpocli.composition.compose import build_run, compose
+from grpocli.errors import ConfigError
+from grpocli.models.head import Float32Head
+from grpocli.training.logprobs import Targets, scoring
+from grpocli.types import Sampling
+from grpocli_tools.plan.efficiency import (
+    COMPUTE,
+    COSTS,
+    HEAD_BACKWARD,
+    HEAD_FORWARD,
+    WIDE_HEAD_BACKWARD,
+    WIDE_HEAD_FORWARD,
+)
+from grpocli_tools.plan.model_size import find_model_size
+from grpocli_tools.plan.plan import Plan, make_plan
+from grpocli_tools.plan.plan_command import EXAMPLES, _parser
+from grpocli_tools.plan.report import assumptions, larger
+from grpocli_tools.plan.resources import GIB, GPUS, DeviceOptions
+from grpocli_tools.plan.trace import AllocationTracker
+from grpocli_tools.plan.work import host_seconds, step_demand
+
+Command = Callable[..., tuple[int, str, str]]
+
+SMALL = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    eos_token_id=3,
+    bos_token_id=2,
+    pad_token_id=0,
+)
+PUBLISHED = {  # parameters of the models with these names
+    "deepseekmath-7b-instruct": 6_910_365_696,
+    "gemma3-1b": 999_885_952,
+    "gemma3-270m": 268_098_176,
+    "gemma3-4b": 4_300_079_472,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo3-7b": 7_298_011_136,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-math-1.5b": 1_543_714_304,
+    "qwen2.5-math-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-1.7b-base": 1_720_574_976,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-30b-a3b-instruct-2507": 30_532_122_624,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-4b-base": 4_022_468_096,
+    "qwen3-4b-instruct-2507": 4_022_468_096,
+    "qwen3-4b-thinking-2507": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-8b-base": 8_190_735_360,
+    "smollm2-1.7b": 1_711_376_384,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm3-3b": 3_075_098_624,
+}
+
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTED = sorted(
+    {
+        command
+        for text in (EXAMPLES, *(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))))
+        for command in re.findall(r"(?:^|`)\s*(grpocli plan [\w.=@+-][^`\n]*?)(?=\s{2,}|`|$)", text, re.MULTILINE)
+        if "FOLDER" not in command
+    }
+)
+
+
+@functools.cache
+def planned(*overrides: str, **asked: Any) -> Plan:
+    return make_plan(build_run(compose(list(overrides))), DeviceOptions(**asked))
+
+
+def update(plan: Plan, name: str) -> float:
+    """Bytes of one item on a trainer's device during the update, or 0."""
+    return sum(item.update for item in plan.devices[0].items if item.name == name)
+
+
+@pytest.fixture(scope="module")
+def config_only(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A model folder that only has a config."""
+    folder = tmp_path_factory.mktemp("config_only")
+    SMALL.save_pretrained(folder)
+    return ["model=hf", f"model.path={folder}"]
+
+
+@pytest.fixture(scope="module")
+def on_gpus(config_only: list[str]) -> list[str]:
+    return [*config_only, "engine=transformers", "hardware.device=cuda", "hardware.processes=4"]
+
+
+@pytest.mark.parametrize("model", table(PUBLISHED, fast=8, other_tier=pytest.mark.survival))
+def test_models_of_the_config_group_have_their_published_size(model: str) -> None:
+    assert find_model_size(build_run(compose([f"model={model}"])).model).parameters == PUBLISHED[model]
+
+
+def test_a_token_goes_to_few_of_the_experts_of_a_mixture() -> None:
+    size = find_model_size(build_run(compose(["model=qwen3-30b-a3b"])).model)
+    per_layer = 3 * 2048 * 768
+    assert size.idle == 48 * (128 - 8) * per_layer
+
+
+@pytest.mark.survival
+def test_the_experts_of_a_mixture_are_traced(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen3MoeConfig(**sizes, num_key_value_heads=1, num_experts=8, num_experts_per_tok=2, vocab_size=128)
+    config.save_pretrained(tmp_path)
+    plans = [planned("model=hf", f"model.path={tmp_path}", f"model.dtype={d}") for d in ("bfloat16", "float32")]
+    assert all(update(plan, "activations") > 0 for plan in plans)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_documented_commands_need_no_network(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    monkeypatch.setattr("grpocli.models.hf.why_unreachable", lambda: "no network")
+    args = _parser().parse_intermixed_args(shlex.split(command)[2:])
+    assert find_model_size(build_run(compose(args.overrides)).model).parameters > 0
+
+
+@pytest.mark.survival
+def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
+    """vLLM 0.32's engine/arg_utils.py: more parallel sequences mean fewer rounds of decoding."""
+    on_gpu = ("engine=vllm", "hardware.device=cuda", "rollout.prompts_per_step=64", "rollout.group_size=16")
+    large, small = (planned(*on_gpu, devices=2, memory=memory).work.seconds for memory in (80, 24))
+    decoding = "generation: memory bandwidth of decoding"
+    assert large[decoding] < small[decoding], "1024 completions in one round or in four of 256"
+    given = planned(*on_gpu, "+engine.vllm_args.max_num_seqs=256", devices=2, memory=80).work.seconds
+    assert given[decoding] == pytest.approx(small[decoding])
+
+
+@pytest.mark.parametrize(("gpus", "servers"), [(1, 0), (8, 1)])
+def test_the_engine_is_that_of_a_run_with_as_many_gpus(config_only: list[str], gpus: int, servers: int) -> None:
+    """A short run samples with transformers only where it has a single GPU (`AutoEngine.for_run`)."""
+    short = ("engine=auto", "hardware.device=cuda", "train.steps=1", "eval.problems=0")
+    assert planned(*config_only, *short, devices=gpus).resources.servers == servers
+
+
+def computing(plan: Plan) -> float:
+    """Seconds of training on its devices, without a host that keeps them waiting."""
+    return step_demand(plan.inputs).part(*COMPUTE).seconds(COSTS[plan.resources.kind])
+
+
+@pytest.mark.survival
+def test_the_host_bounds_the_training_of_a_small_model_on_a_gpu(config_only: list[str]) -> None:
+    """A CPU does not wait for a host."""
+    small = planned(*config_only, "engine=transformers", "hardware.device=cuda")
+    assert small.work.seconds["training: compute"] == host_seconds(small.inputs) > 3 * computing(small)
+    large = planned("model=qwen2.5-7b", "task=arithmetic", "engine=transformers", "hardware.device=cuda")
+    assert large.work.seconds["training: compute"] == computing(large) > host_seconds(large.inputs)
+    on_cpu = planned(*config_only, "engine=transformers", "hardware.device=cpu")
+    assert on_cpu.work.seconds["training: compute"] == computing(on_cpu)
+
+
+@pytest.mark.survival
+def test_products_in_float32_are_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: list[str]) -> None:
+    def seconds(device: str, dtype: str) -> float:
+        options = (*config_only, "engine=transformers", f"hardware.device={device}", f"model.dtype={dtype}")
+        return computing(planned(*options, "model.head_dtype=null"))
+
+    assert seconds("cuda", "bfloat16") < seconds("cuda", "float32") < 15 * seconds("cuda", "bfloat16")
+    assert seconds("cpu", "float32") == pytest.approx(2 * seconds("cpu", "bfloat16"))
+
+
+@pytest.mark.survival
+def test_a_float32_head_takes_time_and_memory(config_only: list[str]) -> None:
+    def plans(device: str) -> list[Plan]:
+        options = (*config_only, "engine=transformers", f"hardware.device={device}", "model.dtype=bfloat16")
+        return [planned(*options, f"model.head_dtype={head}") for head in ("float32", "null")]
+
+    for device, most in (("cpu", 2.0), ("cuda", 1.5)):
+        wide, narrow = plans(device)
+        assert 1 < computing(wide) / computing(narrow) < most
+        assert wide.traced.total < narrow.traced.total + 2**26, "no more than a piece of logits"
+        sampled = [{i.name: i for i in p.devices[0].items}["weights to sample with"] for p in (wide, narrow)]
+        assert sampled[0].generation - sampled[1].generation == 2 * SMALL.vocab_size * SMALL.hidden_size
+
+
+def test_sizes_equal_those_of_the_model_in_memory(config_only: list[str]) -> None:
+    model = LlamaForCausalLM(SMALL)
+    size = find_model_size(build_run(compose(config_only)).model)
+    assert size.parameters == size.trained == sum(p.numel() for p in model.parameters())
+    assert size.layer == sum(p.numel() for p in model.model.layers[0].parameters())
+    assert size.outside == SMALL.vocab_size * SMALL.hidden_size + SMALL.hidden_size
+    assert (size.layers, size.tied) == (3, True)
+    out = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True)
+    cached = sum(layer.keys.numel() + layer.values.numel() for layer in out.past_key_values.layers)
+    assert size.cache_per_token * 3 == cached
+
+
+@pytest.mark.slow
+def test_lora_trains_only_its_updates(config_only: list[str]) -> None:
+    from grpocli.models.lora import Lora, attach
+
+    model = attach(LlamaForCausalLM(SMALL), Lora(rank=4), seed=0)
+    size = find_model_size(build_run(compose([*config_only, "model.lora.rank=4"])).model)
+    assert size.trained == size.adapter == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    plan, full = planned(*config_only, "model.lora.rank=4"), planned(*config_only)
+    assert update(plan, "optimizer") == 8 * size.adapter
+    assert update(full, "reference model") == 4 * full.size.parameters
+    assert update(plan, "reference model") == 0, "the base model is its own reference"
+
+
+@pytest.mark.slow
+def test_sharding_divides_state_by_processes(on_gpus: list[str]) -> None:
+    ddp, zero2, zero3, fsdp2 = (
+        planned(
+            *(*on_gpus, "engine=vllm", f"hardware.parallel={p}"),
+            *("train.micro_batch_tokens=1024", "model.dtype=float32"),
+        )
+        for p in ("ddp", "zero2", "zero3", "fsdp2")
+    )
+    assert ddp.micro_batches > 1, "with one process, gradients replace activations"
+    size = 4 * ddp.size.parameters
+    assert [update(ddp, n) for n in ("weights", "gradients", "optimizer")] == [size, size, 2 * size]
+    assert [update(zero2, n) for n in ("weights", "gradients", "optimizer")] == [size, size / 4, size / 2]
+    for plan in (zero3, fsdp2):
+        assert [update(plan, n) for n in ("weights", "gradients", "optimizer")] == [size / 4, size / 4, size / 2]
+        assert update(plan, "reference model") == size / 4
+        assert update(plan, "gathered weights") > 0
+        assert update(plan, "cast weights") == 0
+
+
+@pytest.mark.survival
+def test_gradient_checkpointing_and_smaller_micro_batches_save_activations(config_only: list[str]) -> None:
+    plain = planned(*config_only)
+    checked = planned(*config_only, "train.gradient_checkpointing=true")
+    assert update(checked, "activations") < update(plain, "activations") / 4
+    half = planned(*config_only, f"train.micro_batch_tokens={plain.rows.tokens // 2}")
+    assert update(half, "activations") == pytest.approx(update(plain, "activations") / 2, rel=0.02)
+
+
+@pytest.mark.slow
+def test_layers_of_deep_models_are_extrapolated(config_only: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [*config_only, "model.dtype=bfloat16"]
+    whole = planned(*overrides)
+    monkeypatch.setattr("grpocli_tools.plan.trace.TRACED_LAYERS", 2)
+    assert planned(*overrides).traced.total == pytest.approx(whole.traced.total, rel=0.02)
+
+
+def test_the_tracker_counts_live_bytes() -> None:
+    old = torch.zeros(100)
+    with AllocationTracker([old]) as tracker:
+        old += 1
+        one = old * 2
+        view = one[:50]
+        del one
+        assert (tracker.live, tracker.peak) == (400, 400)
+        del view
+        two = old + 1
+        assert (tracker.live, tracker.peak) == (400, 400)
+    del two
+
+
+@pytest.mark.slow
+def test_the_72b_recipe_fits_its_five_nodes() -> None:
+    plan = planned("recipe=qwen2.5-72b-slurm")
+    assert (plan.resources.trainers, plan.resources.servers, plan.resources.tensor_parallel) == (32, 1, 8)
+    assert plan.resources.memory == 80 * GIB
+    assert plan.fits
+
+
+@pytest.mark.slow
+def test_flops_are_six_for_each_parameter_and_token(config_only: list[str]) -> None:
+    plan = planned(*config_only, "algorithm=drgrpo", "rollout.max_prompt_tokens=1", "rollout.max_completion_tokens=31")
+    expected = 6 * plan.size.parameters * plan.work.tokens
+    assert plan.work.forward + plan.work.backward == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_shared_gpu_holds_trainer_and_server(config_only: list[str]) -> None:
+    plan = planned(*config_only, "engine=vllm", "engine.gpu_memory_utilization=0.5", "hardware.device=cuda", memory=40)
+    _, server = plan.devices
+    assert plan.resources.shared
+    assert server.memory == 20 * GIB
+    assert update(plan, "vLLM") == 20 * GIB
+    apart = planned(*config_only, "engine=vllm", "hardware.device=cuda", memory=40, devices=8)
+    assert (apart.resources.trainers, apart.resources.shared) == (7, False)
+    assert update(apart, "vLLM") == 0
+
+
+@pytest.mark.survival
+def test_a_real_run_needs_the_planned_memory(tmp_path: Path) -> None:
+    """Compares resident memory minus that of a small run, which has the libraries too."""
+    from grpocli.models.tiny import make_tokenizer
+
+    LlamaForCausalLM(SMALL).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    run = [
+        *("model=hf", f"model.path={tmp_path}/model", "model.dtype=float32", "hardware.device=cpu"),
+        *("eval.problems=0", "train.steps=1", "rollout.group_size=16", "rollout.max_prompt_tokens=10"),
+    ]
+    small = ["rollout.prompts_per_step=1", "rollout.max_completion_tokens=2", "train.micro_batch_tokens=16"]
+    large = ["rollout.prompts_per_step=16", "rollout.max_completion_tokens=54", "train.micro_batch_tokens=16384"]
+    measured = _peak(tmp_path, *run, *large) - _peak(tmp_path, *run, *small)
+    expected = _tensors(planned(*run, *large)) - _tensors(planned(*run, *small))
+    assert expected > 0.4 * GIB
+    assert expected == pytest.approx(measured, rel=0.2)
+
+
+def _tensors(plan: Plan) -> float:
+    items = [item for item in plan.devices[0].items if item.name != "libraries"]
+    return max(sum(item.update for item in items), sum(item.generation for item in items))
+
+
+MEASURE = """
+import resource, subprocess, sys
+ended = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(ended.returncode)
+"""
+"""Runs in a small process, since the peak of a child starts at that of its parent."""
+
+
+def _peak(folder: Path, *overrides: str) -> int:
+    """Peak bytes of the process of a whole run."""
+    command = [sys.executable, "-m", "grpocli", "train", *overrides, f"hydra.run.dir={folder}/run-{len(overrides[-3])}"]
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}  # glibc by default keeps much of the freed memory
+    ended = subprocess.run([sys.executable, "-c", MEASURE, *command], capture_output=True, text=True, env=env)
+    assert ended.returncode == 0, ended.stderr
+    return int(ended.stdout) * 1024
+
+
+@pytest.mark.slow
+def test_episodes_double_the_kv_cache() -> None:
+    def cache(*overrides: str) -> float:
+        items = planned("engine=transformers", "task=sliding_puzzle", *overrides).devices[0].items
+        return sum(item.generation for item in items if item.name == "KV cache")
+
+    assert cache() == 2 * cache("task.environment.turns=1") > 0
+
+
+@pytest.mark.slow
+def test_the_command_reports_whether_a_run_fits(grpocli: Command, config_only: list[str]) -> None:
+    code, out, err = grpocli("plan", *config_only)
+    assert code == 0
+    stages = [line for line in err.splitlines() if " so far" not in line]
+    assert stages == ["loading libraries ...", "reading the model's sizes ...", "tracing a micro-batch ..."]
+    assert "It fits: " in out
+    assert "bottleneck" in out
+    on_gpu = ["hardware.device=cuda", "engine=transformers", "engine.max_rows=8", "algorithm=drgrpo"]
+    peak = max(one["peak"] for one in json.loads(grpocli("plan", *config_only, "--json")[1])["devices"]) / 2**30
+    code, out, err = grpocli("plan", *config_only, "--memory", f"{peak / 0.97}")
+    assert code == 0
+    assert "(3%). That is little" in out
+    code, out, _ = grpocli("plan", *config_only, *on_gpu, "train.micro_batch_tokens=2048", "--memory", "80")
+    assert code == 0
+    assert "\n  train.micro_batch_tokens=8192: fits, " in out
+    code, out, err = grpocli("plan", *config_only, *on_gpu, "--memory", "1.8")
+    assert code == 1
+    assert "trying changes that need less memory ..." in err
+    assert "It does not fit: " in out
+    assert "\n  train.gradient_checkpointing=true: fits, " in out
+
+
+@pytest.mark.parametrize(
+    ("batches", "named"), [({4: 32, 2: 64}, ["4"]), ({4: 128, 2: 64}, ["2"]), ({4: 128, 2: 128}, [])]
+)
+def test_larger_micro_batches_are_named_only_if_there_are_fewer(batches: dict[int, int], named: list[str]) -> None:
+    """Twice the longest row does not hold two rows with filler."""
+
+    def a_plan(micro_batches: int) -> Any:
+        run = SimpleNamespace(train=SimpleNamespace(micro_batch_tokens=1))
+        resources, more = SimpleNamespace(gpu=True), {"fits": True, "is_tight": False, "devices": []}
+        return SimpleNamespace(run=run, resources=resources, micro_batches=micro_batches, **more)
+
+    found = larger(a_plan(128), lambda change: a_plan(batches[int(change[0][-1])]))
+    assert [line.partition(":")[0][-1] for line in found] == named
+
+
+def test_a_repetition_penalty_is_traced_in_padded_rows(config_only: list[str]) -> None:
+    plain, penalized = (
+        planned(*config_only, "train.packed=false", f"rollout.repetition_penalty={penalty}") for penalty in (1, 1.1)
+    )
+    assert penalized.traced.activations == plain.traced.activations > 0
+    assert penalized.traced.peak > plain.traced.peak
+
+
+@pytest.mark.slow
+def test_a_gpu_that_is_named_is_planned_for_on_a_machine_without_one(grpocli: Command, config_only: list[str]) -> None:
+    code, out, _ = grpocli("plan", "--json", "--no-advice", "--gpu", "L4", *config_only, "engine=transformers")
+    assert code == 0
+    assert json.loads(out)["devices"][0]["memory"] == GPUS["L4"].memory * GIB
+
+
+@pytest.mark.slow
+def test_the_plan_is_printed_as_json(grpocli: Command, config_only: list[str]) -> None:
+    code, out, _ = grpocli("plan", "--json", *config_only)
+    found = json.loads(out)
+    assert code == 0
+    assert found["fits"] is True
+    assert found["model"]["parameters"] == sum(p.numel() for p in LlamaForCausalLM(SMALL).parameters())
+    assert found["devices"][0]["peak"] == max(
+        sum(item[phase] for item in found["devices"][0]["items"]) for phase in ("update", "generation")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", ["lr=3", "algorithm=vespo", "task=jsonl", "seed=["])
+def test_errors_equal_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
+    train = grpocli("train", bad, f"hydra.run.dir={tmp_path}/run")
+    assert grpocli("plan", bad) == train
+    assert train[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["model=hf", "model.path=nobody/nothing"], "model.path=nobody/nothing: is not on this machine"),
+        (["model=hf", "model.path=./nowhere"], "model.path=./nowhere: there is no such folder"),
+        (["model=hf", "model.path=EMPTY"], "the folder has no config.json"),
+        (["--memory", "0"], "--memory 0: must be a number above 0"),
+        (["--memroy", "80"], "--memroy"),
+        (["model=hf", "model.path=CONFIG", "model.lora.rank=4", "model.lora.target_modules=[nothing]"], "does not fit"),
+    ],
+)
+def test_bad_input_gives_a_one_sentence_error(
+    argv: list[str], said: str, grpocli: Command, tmp_path: Path, config_only: list[str]
+) -> None:
+    given = [config_only[1] if a.endswith("=CONFIG") else a.replace("EMPTY", str(tmp_path)) for a in argv]
+    code, out, err = grpocli("plan", *given)
+    assert code == 2
+    assert said in err
+    assert out == ""
+
+
+def test_help_names_the_exit_code(grpocli: Command) -> None:
+    code, out, _ = grpocli("plan", "--help")
+    assert code == 0
+    assert "Exit code 1: it does not fit." in out
+
+
+@pytest.mark.slow
+def test_a_config_without_a_causal_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ConfigError, match="transformers cannot build a model from its config"):
+        planned("model=hf", f"model.path={tmp_path}")
+
+
+@pytest.mark.slow
+def test_training_and_vllm_machines_are_separate_devices() -> None:
+    machines = ["hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=3", "engine=vllm"]
+    cpus = planned(*machines, "hardware.device=cpu", "hardware.devices_per_node=4", "engine.replicas=2")
+    assert [(device.name, device.count) for device in cpus.devices] == [
+        ("each training machine", 2),
+        ("each vLLM machine", 3),
+    ]
+    notes = {item.name: item.note for device in cpus.devices for item in device.items}
+    assert (notes["libraries"], notes["vLLM: weights"].partition(";")[0]) == ("4 processes; measured", "2 processes")
+    gpus = planned(*machines, "hardware.device=cuda", "engine.tensor_parallel=8")
+    assert [device.count for device in gpus.devices] == [16, 24]
+    assert (cpus.resources.servers, gpus.resources.servers) == (6, 3)
+
+
+@pytest.mark.survival
+def test_four_bits_and_small_states_are_counted(config_only: list[str]) -> None:
+    """The bytes are those of the loaded model; products need one whole weight at a time."""
+    lora = [*config_only, "model.lora.rank=4", "model.dtype=bfloat16"]
+    plain, nf4 = planned(*lora), planned(*lora, "model.quantization=nf4", "optim=adamw_8bit")
+    linear = sum(p.numel() for name, p in LlamaForCausalLM(SMALL).named_parameters() if "proj" in name)
+    rest = plain.size.parameters - plain.size.adapter - linear
+    assert nf4.size.quantized == linear
+    assert update(nf4, "weights") == linear * 0.5625 + rest * 2 + plain.size.adapter * 4
+    assert update(plain, "weights") == 4 * plain.size.parameters
+    assert update(nf4, "cast weights") < update(plain, "cast weights") / 10, "only LoRA's weights are cast"
+    assert update(nf4, "backward") >= 2 * nf4.size.widest
+
+
+@pytest.mark.survival
+def test_the_states_of_optimizers_are_counted(config_only: list[str]) -> None:
+    sizes = {name: update(planned(*config_only, f"optim={name}"), "optimizer") for name in ("adamw", "muon", "sgd")}
+    matrices = sum(p.numel() for name, p in LlamaForCausalLM(SMALL).named_parameters() if "proj" in name)
+    assert sizes["adamw"] == 8 * LlamaForCausalLM(SMALL).num_parameters()
+    assert sizes["muon"] == sizes["adamw"] - 4 * matrices
+    assert sizes["sgd"] == 0
+    small = update(planned(*config_only, "optim=adamw_8bit"), "optimizer")
+    assert 0.25 * sizes["adamw"] < small < 0.26 * sizes["adamw"]
+
+
+@pytest.mark.survival
+def test_offloaded_activations_are_not_counted_on_the_gpu(on_gpus: list[str]) -> None:
+    given = [*on_gpus, "engine=vllm", "hardware.parallel=ddp"]
+    plain, moved = planned(*given), planned(*given, "train.activation_offload=true")
+    assert update(moved, "activations") < update(plain, "activations") / 4
+    assert update(moved, "backward") > 0
+    assert moved.traced.total < plain.traced.total
+
+
+def test_compiled_layers_keep_less_and_wait_less(on_gpus: list[str]) -> None:
+    eager, compiled = (planned(*on_gpus, "hardware.parallel=ddp", f"model.compile={on}") for on in ("false", "true"))
+    assert compiled.traced.activations == int(0.6 * eager.traced.activations)
+    assert host_seconds(compiled.inputs) < host_seconds(eager.inputs)
+    assert any("layers are compiled" in line for line in assumptions(compiled))
+
+
+def test_processes_that_share_micro_batches_have_a_part_of_their_activations(on_gpus: list[str]) -> None:
+    """The micro-batch has as many times the tokens; a process then has as many as alone."""
+    small = ["train.micro_batch_tokens=1024", "rollout.prompts_per_step=32", "hardware.parallel=fsdp2"]
+    alone, shared = (planned(*on_gpus, *small, f"hardware.context_parallel={n}") for n in (1, 2))
+    assert shared.rows.tokens == pytest.approx(2 * alone.rows.tokens, rel=0.1)
+    assert shared.traced.activations == pytest.approx(alone.traced.activations, rel=0.1)
+    assert shared.traced.casts == alone.traced.casts
+
+
+def test_processes_that_share_micro_batches_exchange_heads(on_gpus: list[str]) -> None:
+    """The same micro-batches, of one process and of two that share them."""
+    given = [*on_gpus, "algorithm=drgrpo", "rollout.prompts_per_step=64", "hardware.parallel=ddp"]
+    alone = planned(*given, "train.micro_batch_tokens=2048")
+    shared = planned(*given, "train.micro_batch_tokens=1024", "hardware.context_parallel=2")
+    assert shared.rows == alone.rows
+    for name in ("activations", "logits", "peak"):
+        assert getattr(shared.traced, name) == getattr(alone.traced, name) // 2
+    assert shared.traced.casts == alone.traced.casts
+    one, two = (step_demand(plan.inputs).part("linear", "attention", "logits") for plan in (alone, shared))
+    assert one == two, "each process computes as much as before"
+    of_a_token = 2 * 2 * (4 + 2) * 64 * 3  # bytes; queries, keys, values and output; heads, size, layers
+    exchanged = of_a_token * alone.work.tokens / 4 * 2 / 2  # of four processes; forward and backward; half stays
+    before, after = (plan.work.seconds["training: network"] for plan in (alone, shared))
+    assert after - before == pytest.approx(COSTS["cuda"].network * exchanged / alone.resources.link)
+
+
+class LogitTraffic(TorchDispatchMode):
+    """Counts the bytes of logits that operations read and write, beside the factors of products."""
+
+    def __init__(self, logits: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.logits, self.bytes = logits, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        reads = args if name in ("grpocli::score_rows", "grpocli::differentiate_logits", "sub_", "_to_copy") else ()
+        written = {"grpocli::differentiate_logits": args[0]} | dict.fromkeys(("mm", "_to_copy", "sub_"), made)
+        tensors = (*reads, written.get(name))
+        self.bytes += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor) and t.numel() == self.logits)
+        return made
+
+
+@pytest.mark.skipif(
+    Version(torch.__version__).release < (2, 12), reason="torch 2.11 has no sum of products in float32 for fake tensors"
+)
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_bytes_of_logits_are_those_of_the_head(wide: bool) -> None:
+    tokens, vocabulary = 64, 512
+    with FakeTensorMode():
+        head = torch.nn.Linear(16, vocabulary, bias=False, dtype=torch.bfloat16)
+        head.__class__ = Float32Head if wide else torch.nn.Linear
+        hidden = torch.ones(tokens, 16, dtype=torch.bfloat16, requires_grad=True)
+        targets = Targets(torch.zeros(tokens, dtype=torch.long), None, Sampling(1), on_cpu=False)
+        with scoring(head, targets), LogitTraffic(tokens * vocabulary) as forward:
+            scores = head(hidden)
+        with LogitTraffic(tokens * vocabulary) as backward:
+            scores[..., 0].sum().backward()
+    expected = (WIDE_HEAD_FORWARD, WIDE_HEAD_BACKWARD) if wide else (HEAD_FORWARD, HEAD_BACKWARD)
+    assert tuple(one.bytes / (tokens * vocabulary) for one in (forward, backward)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--devices", "1001"], "leaves some of 1000 trainer processes without data"),
+        (
+            ["--devices", "4", "hardware.processes=100"],
+            "hardware.processes=100: each process needs its own GPU, and 3 are left to train (--devices)",
+        ),
+        (
+            ["--devices", "1", "engine.replicas=2"],
+            "engine.replicas=2: needs 2 GPUs, 1 for each server, and there are 1",
+        ),
+        (["--devices", "4", "hardware.context_parallel=2"], "must divide the number of trainer processes, 3"),
+        (["hardware.processes=2", "hardware.context_parallel=2", "model=gemma3-1b"], "not every layer of this model"),
+    ],
+)
+def test_what_training_refuses_is_not_planned(words: list[str], said: str, grpocli: Command) -> None:
+    code, out, err = grpocli("plan", "hardware.device=cuda", "engine=vllm", *words)
+    assert (code, out) == (2, "")
+    assert said in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "shared", "gpus"),
+    [
+        ([], 1, True, 1),
+        (["engine.replicas=2"], 2, True, 2),
+        (["hardware.processes=2"], 2, False, 3),
+        (["engine=transformers", "hardware.processes=2"], 2, False, 2),
+    ],
+)
+def test_the_fewest_gpus_with_which_a_run_starts_are_assumed(
+    overrides: list[str], processes: int, shared: bool, gpus: int
+) -> None:
+    found = planned("hardware.device=cuda", "engine=vllm", *overrides).resources
+    assert (found.trainers, found.shared, found.devices) == (processes, shared, gpus)

@@ -1,0 +1,173 @@
+"""A replay of every kind of run agrees with its record, or says what it cannot check."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from cli.copied import config_dir
+from cli.running import killed_after, run_here
+from cli.test_mixture_run import TWO as MIXTURE
+from replay.conftest import TINY, trained
+from replay.test_replay import Grpocli, differing, replayed
+
+from grpocli_tools.replay.step_replay import VARIES
+
+pytestmark = pytest.mark.processes
+
+TESTS = Path(__file__).parents[2]
+EVERY = ["checkpoint.every=2", "checkpoint.keep=0"]
+
+
+def unchecked(report: dict) -> set[str]:
+    """The reasons why something is not checked."""
+    return {why for step in report["steps"] for check in step["checks"] for why in check["why"]}
+
+
+def assert_agrees(grpocli: Grpocli, run: Path, *options: str) -> dict:
+    """Asserts that all steps agree and are checked with all their weights; returns the report."""
+    code, report = replayed(grpocli, run, "--step", ":", *options)
+    assert (code, differing(report)) == (0, {})
+    assert all(step["from"] for step in report["steps"])
+    assert "log-probs" not in " ".join(unchecked(report))
+    return report
+
+
+OWN_ENGINE = {"the tokens that end a completion of this engine are unknown"}
+
+
+def exactly(report: dict, but: set[str] = frozenset()) -> bool:
+    return all(step["exact"] for step in report["steps"]) and unchecked(report) == but
+
+
+KINDS = {
+    "a moving reference": ["algorithm.kl.sync_every=2", *EVERY],
+    "several updates a step": ["train.epochs=2", "train.minibatches=2", "reward=[format,length_penalty]"],
+    "leftover groups": ["algorithm=dapo", "algorithm.keep.surplus=carry", "rollout.group_size=2", "train.steps=5"],
+    "one checkpoint": ["checkpoint.every=2", "checkpoint.keep=1"],
+    "scripted completions": ["engine=fake", "algorithm=dapo"],
+    "the sampler as old policy": [
+        "algorithm=dapo",
+        "algorithm/correction=sampler",
+        "train.epochs=2",
+        "train.minibatches=2",
+    ],
+    "LoRA": ["model.lora.rank=4", *EVERY],
+}
+DEFAULT_TIER = ("leftover groups", "several updates a step")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in DEFAULT_TIER else pytest.param(kind, marks=pytest.mark.survival) for kind in KINDS]
+)
+def test_every_step_agrees_to_the_bit(kind: str, grpocli: Grpocli, tmp_path: Path) -> None:
+    run = trained(tmp_path, *TINY, "train.steps=4", *KINDS[kind])
+    assert exactly(assert_agrees(grpocli, run))
+
+
+@pytest.mark.survival
+def test_a_reward_that_sees_the_group_is_checked_with_the_recorded_scores_of_one_that_varies(
+    grpocli: Grpocli, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "CALLS = []\n\n"
+        "def varies(completions):\n"
+        "    CALLS.append(1)\n"
+        "    return [float(i % 2) + 0.01 * len(CALLS) for i in range(len(completions))]\n\n"
+        "def best(completions, scores=None):\n"
+        "    return [max(scores['varies']) - one for one in scores['varies']]\n"
+    )
+    rewards = [f"reward=[{tmp_path}/mine.py:varies,{tmp_path}/mine.py:best]", "reward.best.per_group=true"]
+    run = trained(tmp_path, *TINY[:4], *rewards, "train.steps=2")
+    report = assert_agrees(grpocli, run)
+    assert unchecked(report) == {VARIES}
+    checks = {check["name"]: check for check in report["steps"][0]["checks"]}
+    assert (checks["reward best"]["differ"], checks["reward best"]["agree"] > 0) == (0, True)
+
+
+@pytest.mark.survival
+def test_a_mixture_of_tasks_agrees(grpocli: Grpocli, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_here(*MIXTURE, f"hydra.run.dir={run}") == 0
+    assert exactly(assert_agrees(grpocli, run))
+
+
+@pytest.mark.survival
+def test_older_weights_are_kept_for_completions_that_were_prefetched(
+    grpocli: Grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    engine = config_dir(tmp_path / "conf")
+    options = [
+        *engine,
+        "rollout.max_staleness=2",
+        "train.steps=5",
+        "checkpoint.every=1",
+        "checkpoint.keep=0",
+    ]
+    run = trained(tmp_path, *TINY, *options)
+    assert exactly(assert_agrees(grpocli, run, *engine[:2]), but=OWN_ENGINE)
+    versions = {row["version"] for row in pq.read_table(run / "rollouts" / "step_000005.parquet").to_pylist()}
+    assert max(versions) < 5
+
+    code, report = replayed(grpocli, run, "--step", "4", *engine[:2])
+    assert (code, unchecked(report)) == (0, OWN_ENGINE), "it begins before the weights that sampled the step"
+
+    path = run / "rollouts" / "step_000004.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[5]["logprobs"][0] -= 0.02
+    pq.write_table(type(table).from_pylist(rows, schema=table.schema), path)
+    code, report = replayed(grpocli, run, "--step", "4", *engine[:2])
+    found = differing(report)["sampler log-probs"]
+    assert code == 1
+    assert [(one["group"], one["completion"], one["token"]) for one in found] == [(1, 1, 0)]
+
+
+@pytest.mark.survival
+def test_a_run_of_two_processes_is_replayed_by_one(grpocli: Grpocli, tmp_path: Path) -> None:
+    run = trained(tmp_path, *TINY, "hardware.processes=2", "hardware.timeout=120", "train.steps=3")
+    report = assert_agrees(grpocli, run)
+    assert unchecked(report) == {"they depend on the number of processes"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("finished"), *TINY, *EVERY, "train.steps=4")
+
+
+@pytest.mark.survival
+def test_a_run_that_was_killed_and_resumed_agrees(finished: Path, grpocli: Grpocli, tmp_path: Path) -> None:
+    """Earlier steps are replayed with the values that they had."""
+    run = killed_after(2, finished, tmp_path / "run")
+    code, report = replayed(grpocli, run)
+    assert code == 0
+    assert [step["step"] for step in report["steps"] if step["asked"]] == [2]
+    assert run_here("train", f"resume={run}", "optim.lr=1e-3", "algorithm.objective.high=0.3") == 0
+    assert exactly(assert_agrees(grpocli, run))
+    shutil.rmtree(run / "checkpoints" / "step_000002")
+    assert_agrees(grpocli, run)
+
+
+@pytest.mark.survival
+def test_steps_before_a_replaced_part_are_refused(finished: Path, grpocli: Grpocli, tmp_path: Path) -> None:
+    run = killed_after(2, finished, tmp_path / "run")
+    assert run_here("train", f"resume={run}", "algorithm=dapo") == 0
+    code, _, err = grpocli("replay", str(run), "--step", "1")
+    assert code == 2
+    assert "an earlier session had other values of algorithm" in err
+    code, report = replayed(grpocli, run, "--step", "3:")
+    assert (code, differing(report)) == (0, {})
+
+
+def test_without_step_the_last_whole_record_is_replayed(finished: Path, grpocli: Grpocli, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    path = run / "rollouts" / "step_000004.parquet"
+    path.write_bytes(path.read_bytes()[:1000])
+    code, out, err = grpocli("replay", str(run))
+    assert code == 0
+    assert "step 4 is left out" in err
+    assert "step 3 replayed" in out
