@@ -313,12 +313,13 @@ class _Scores(torch.autograd.Function):
             logits_Nv = how.logits(cast_NH, cast_VH[piece])
             how.gradient_(logits_Nv, ids_N, normalizer_N, gradient_N, piece.start)
             factors = how.factors(logits_Nv, cast_VH.dtype)
+            del logits_Nv  # before the products
             for k, factor_Nv in enumerate(factors):
                 if hidden_NH is not None:
                     how.add_product(hidden_NH, factor_Nv, cast_VH[piece])
                 if weight_VH is not None:
                     how.add_product(weight_VH[piece], factor_Nv.T, cast_NH, beta=min(k, 1))
-            del logits_Nv, factors, factor_Nv  # before the next piece
+            del factors, factor_Nv  # before the next piece
         return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None
 
 
