@@ -11,7 +11,7 @@ from typing import Any
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.config.field_docs import field_docs, summary
+from grpocli.config.formula import field_docs, summary
 from grpocli.config.parts import registered
 from grpocli.files import write_atomic
 from grpocli.runs.sessions import as_typed

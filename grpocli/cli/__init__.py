@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import os
@@ -135,7 +136,7 @@ def run(args: list[str]) -> int:
         print(f"grpocli {__version__}")
         return 0
     if args[0] in ("-sc", "--shell-completion"):
-        from grpocli.cli.completion import main as complete
+        from grpocli.cli.hydra_app import complete
 
         return complete(args, [*COMMANDS, *plugins("grpocli.commands")])
     module = importlib.import_module(_module_of(args[0]))
@@ -170,6 +171,17 @@ def help_text() -> str:
     own = {name: about for name, (_, about) in COMMANDS.items()}
     tools = {name: _about(tool.module) for name, tool in sorted(plugins("grpocli.commands").items())}
     return HELP.format(version=__version__, commands=_lines(own), tools=_lines(tools))
+
+
+def plain_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser of `grpocli COMMAND`. examples: the end of its help."""
+    return argparse.ArgumentParser(
+        prog=f"grpocli {command}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def _lines(commands: dict[str, str]) -> str:

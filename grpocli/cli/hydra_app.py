@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,9 @@ from omegaconf import DictConfig
 from grpocli.composition.compose import compose, register_parts
 from grpocli.composition.hydra_errors import hydra_errors
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.composition.overrides import from_command_line, option_advice
+from grpocli.composition.overrides import from_command_line, option_advice, rewritten
 from grpocli.composition.resume import Resume
-from grpocli.config.escapes import literal_escapes
-from grpocli.config.overrides import in_quotes
+from grpocli.config.overrides import in_quotes, literal_escapes
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.processes.memory import check_limit
 from grpocli.text import clean
@@ -196,3 +196,43 @@ def _close_log() -> None:
     for handler in [h for h in root.handlers if isinstance(h, logging.FileHandler)]:
         root.removeHandler(handler)
         handler.close()
+
+
+CONFIGS = {"vllm-serve": "vllm_serve"}
+"""The config names of commands whose overrides are not those of `grpocli train`."""
+NO_OVERRIDES = ("compare", "rollouts")
+
+
+def complete(argv: list[str], commands: Collection[str], env: Mapping[str, str] = os.environ) -> int:
+    """Print the candidates for a command line, or Hydra's script for a shell (`install=bash`). Returns the exit code.
+
+    The script calls `grpocli -sc query=SHELL` at each TAB.
+    """
+    line = env.get("COMP_LINE")
+    if line is None or not any(word.startswith("query=") for word in argv):
+        hydra_app(lambda config: None, "train", argv)
+        return 0
+    words = _words(line)
+    if len(words) < 3:
+        print(" ".join(name for name in commands if name.startswith(words[-1])))
+    elif words[1] in commands and words[1] not in NO_OVERRIDES:
+        os.environ["COMP_LINE"] = " ".join(["grpocli", *_overrides(words[2:])])
+        try:
+            hydra_app(lambda config: None, CONFIGS.get(words[1], "train"), argv)
+        except ConfigError:  # a wrong override: the command reports it when it runs
+            return 0
+    return 0
+
+
+def _words(line: str) -> list[str]:
+    """The words of a line. The last one, which is being typed, is empty after a space."""
+    try:
+        words = shlex.split(line)
+    except ValueError:  # an open quote
+        words = line.split()
+    return [*words, ""] if len(words) < 2 or line[-1:].isspace() else words
+
+
+def _overrides(words: list[str]) -> list[str]:
+    """The rewritten overrides before the word that is being typed, and that word."""
+    return [*rewritten([word for word in words[:-1] if "=" in word and not word.startswith("-")]), words[-1]]

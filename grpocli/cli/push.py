@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpocli.cli.parser import plain_parser
+from grpocli.cli import plain_parser
 from grpocli.errors import ConfigError
 
 EXAMPLES = """\

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, open_dict
 
-from grpocli.cli.completion import main as complete
-from grpocli.cli.hydra_app import arguments, hydra_app, only_prints, options_first, search_path, warn_of_escapes
+from grpocli.cli.hydra_app import (
+    arguments,
+    complete,
+    hydra_app,
+    only_prints,
+    options_first,
+    search_path,
+    warn_of_escapes,
+)
 from grpocli.composition.ready import check_ready, check_training
 from grpocli.composition.resume import Resume
 from grpocli.config.environment import raw_value
@@ -57,7 +64,7 @@ def main(argv: list[str]) -> int:
     run = _check([*searched, *args.overrides], args.multirun, resume)
     if resume and run and (message := _finished(RunDir(resume.folder), run)):
         print(clean(message))
-        from grpocli.publish.run_pushes import complete_push
+        from grpocli.publish.push import complete_push
 
         complete_push(run.hub, RunDir(resume.folder))
         return 0
@@ -73,8 +80,7 @@ def _check(overrides: list[str], multirun: bool, resume: Resume | None) -> Run |
 
     Returns the run; None for a sweep, which has several.
     """
-    from grpocli.composition.compose import build_run, compose
-    from grpocli.composition.output_dir import run_folder, sweep_folder
+    from grpocli.composition.compose import build_run, compose, run_folder, sweep_folder
 
     if multirun:
         run, folder = None, sweep_folder(overrides)
@@ -108,7 +114,7 @@ def _task(config: DictConfig, resume: Resume | None) -> float | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from grpocli.composition.output_dir import write_record
+    from grpocli.composition.compose import write_record
     from grpocli.launch.run import launch
     from grpocli.processes.libraries import quiet_libraries
 

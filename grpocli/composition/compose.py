@@ -1,14 +1,17 @@
-"""Overrides to a config, and a config to live objects."""
+"""Overrides to a config and its folder, and a config to live objects."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.composition.hydra_errors import choices_in, hydra_errors
 from grpocli.composition.hydra_sources import cleared_hydra, conf_dir, extend_hydra
@@ -17,6 +20,7 @@ from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
 from grpocli.config.overrides import texts_of
 from grpocli.errors import ConfigError
+from grpocli.files import write_atomic
 from grpocli.plugins import plugins
 
 if TYPE_CHECKING:
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
 
 logger = logging.getLogger(__name__)
+
+RECORD = ".hydra"
+"""The folder of Hydra's record in a run's folder."""
 
 
 def register_parts() -> None:
@@ -153,3 +160,43 @@ def save(config: DictConfig) -> str:
 def mode_of(text: str) -> int:
     """The mode of a file with this config: private if it reads environment variables."""
     return 0o600 if needs_environment(text) else 0o644
+
+
+def run_folder(config: DictConfig) -> Path | None:
+    """The folder of the run with this config, which has Hydra's keys; None if Hydra will refuse its name."""
+    with suppress(OmegaConfBaseException):
+        return Path(str(config.hydra.run.dir)).absolute()
+    return None
+
+
+def sweep_folder(overrides: list[str]) -> Path | None:
+    """The folder of a sweep's first run; None if Hydra will refuse the overrides."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+
+    register_parts()
+    with (
+        suppress(HydraException, OmegaConfBaseException),
+        cleared_hydra(),
+        initialize_config_dir(conf_dir(), version_base="1.3"),
+    ):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        config = hydra.compose_config("train", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+        return Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
+    return None
+
+
+def write_record(folder: Path, config: DictConfig) -> None:
+    """Write the files that Hydra would write to `hydra.output_subdir`. Called within a Hydra job.
+
+    `hydra.output_subdir` is null, because Hydra would write them before the folder is known to be free.
+    """
+    hydra = HydraConfig.get()
+    files = {"config": config, "hydra": OmegaConf.create({"hydra": hydra}), "overrides": hydra.overrides.task}
+    (folder / RECORD).mkdir(exist_ok=True)
+    for name, content in files.items():
+        text = OmegaConf.to_yaml(content)
+        write_atomic(folder / RECORD / f"{name}.yaml", text, mode_of(text))

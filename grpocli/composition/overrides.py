@@ -18,8 +18,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Quote, QuotedString
 
-from grpocli.config.escapes import unescape
-from grpocli.config.overrides import parse, plain, texts_of, to_text
+from grpocli.config.overrides import parse, plain, texts_of, to_text, unescape
 from grpocli.config.parts import ESCAPED, USER_CODE, is_marked
 from grpocli.config.schema import Run
 from grpocli.config.user_code import absolute

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.http import is_loopback
 from grpocli.launch.run import READY_WITHIN
-from grpocli.launch.trainer_job import wait_for_job
+from grpocli.launch.trainer_launcher import wait_for_job
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.processes.node import Node
 from grpocli.processes.signals import handle_stops

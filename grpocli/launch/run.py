@@ -36,14 +36,12 @@ from grpocli.hardware.hardware import node_of
 from grpocli.hub import PUSH_KEY
 from grpocli.launch.inputs import MODEL, changed_inputs, check_fits, inputs_of
 from grpocli.launch.overview import opening_lines, plan_lines
-from grpocli.launch.trainer_job import TrainerJob, wait_for_job
-from grpocli.launch.trainer_launcher import SETTLE, clean, resume_marker, stop_file
+from grpocli.launch.trainer_launcher import SETTLE, TrainerJob, clean, resume_marker, stop_file, wait_for_job
 from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error
 from grpocli.processes.node import Node
 from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
 from grpocli.processes.threads import BackgroundTask
-from grpocli.publish.push import refuse_other_run
-from grpocli.publish.run_pushes import push_finished
+from grpocli.publish.push import push_finished, refuse_other_run
 from grpocli.rewards.python import PythonReward
 from grpocli.rollout.auto import AutoEngine
 from grpocli.rollout.engine import EngineJob

@@ -8,17 +8,20 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError, RunError, Stopped
-from grpocli.files import write_atomic
+from grpocli.files import read_shared, write_atomic
 from grpocli.masking import masked
 from grpocli.processes.exit_reports import exit_reports, report_failure, root_cause
 from grpocli.processes.guard import alive, guarded
 from grpocli.processes.heartbeat import DONE, JOINING, Heartbeat, heartbeats
 from grpocli.processes.signals import handle_stops
+from grpocli.rollout.engine import EngineJob
 from grpocli.runs.metrics import read_metrics, summary_of, write_summary
 from grpocli.runs.run_dir import resume_command
 
@@ -36,11 +39,60 @@ GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL. Short, since the file `stop`, not SIGTERM, requests a stop after the step."""
 MISSING_AFTER = 60.0
 """Seconds after which processes that have not begun are named."""
+JOB = "job.json"
+"""The input of trainer processes, in the run's folder, written by the launching process."""
 POLL = 0.1
 POLL_SHARED = 1.0
 """POLL on a file system that all machines of the run poll."""
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGKILL)
 """Exit codes of the launcher or its guard after a kill from outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerJob:
+    """A trainer process's input beside the config.
+
+    engine: how the engine was launched. checkpoint: where to resume (None: start from the beginning). On several
+    machines, session: `Node.session`; ready: whether the engine accepts connections.
+    """
+
+    engine: EngineJob
+    checkpoint: Path | None
+    session: str = ""
+    ready: bool = True
+
+    def save(self, run_dir: Path) -> None:
+        values = asdict(self)
+        del values["engine"]["progress"]  # a callback of this process
+        write_atomic(run_dir / JOB, json.dumps(values, indent=2, default=str))
+
+    @classmethod
+    def load(cls, run_dir: Path) -> TrainerJob:
+        values = json.loads(read_shared(run_dir / JOB))
+        engine = values["engine"]
+        at = values["checkpoint"]
+        at = Path(at) if at else None
+        job = EngineJob(**engine | {"run_dir": Path(engine["run_dir"]), "gpus": tuple(engine["gpus"])})
+        return cls(job, at, values["session"], values["ready"])
+
+
+def wait_for_job(
+    run_dir: Path, session: str, timeout: float, ready: bool = True, give_up: threading.Event | None = None
+) -> TrainerJob | None:
+    """The job that the first machine of this session writes; None once `give_up` is set.
+
+    Raises RunError if there is none within `timeout` seconds.
+    """
+    until, give_up = time.monotonic() + timeout, give_up or threading.Event()
+    while time.monotonic() < until:
+        if (run_dir / JOB).exists():
+            job = TrainerJob.load(run_dir)
+            if job.session == session and (job.ready or not ready):
+                return job
+        if give_up.wait(POLL_SHARED):
+            return None
+    what = "started its engine" if ready else "written the job's description"
+    raise RunError(f"the first training machine has not {what} within {timeout:g} s: {run_dir / JOB}")
 
 
 def train_in_processes(

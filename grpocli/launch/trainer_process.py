@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.files import FULL, QuietFileHandler
-from grpocli.launch.trainer_job import TrainerJob
+from grpocli.launch.trainer_launcher import TrainerJob
 from grpocli.masking import masked
 from grpocli.processes.cpu_tuning import keep_freed_memory
 from grpocli.processes.heartbeat import JOINING, START
@@ -181,8 +181,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
         warn=view.warn,
     )
     if run.hub.push and run.hub.checkpoints:
-        from grpocli.publish.push import Pusher
-        from grpocli.publish.run_pushes import CheckpointPushes
+        from grpocli.publish.push import CheckpointPushes, Pusher
 
         recorder.pushes = CheckpointPushes(Pusher(run_dir, run.hub), view.warn)
     return recorder

@@ -1,12 +1,13 @@
 """`resume=hub:OWNER/NAME`: the folder of a pushed run, with its newest checkpoint, on this machine.
 
-The downloaded config could name any code (launch/foreign_code.py). So code outside grpocli must be named again on the
+The downloaded config could name any code (`runs_code`). So code outside grpocli must be named again on the
 command line. The config is checked before it is composed, because Hydra imports choices of users, and again as a whole,
 with its interpolations resolved.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from collections.abc import Sequence
@@ -14,21 +15,27 @@ from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.composition.compose import compose, register_parts
 from grpocli.composition.resume import Resume, of_hydra
 from grpocli.config import yaml_text
-from grpocli.config.build import leaves
+from grpocli.config.build import Leaf, leaves
 from grpocli.config.environment import OVERRIDES, raw_value, unresolved
-from grpocli.config.overrides import in_quotes, parse, text_of
+from grpocli.config.overrides import in_quotes, leaves_of, parse, text_of
+from grpocli.config.parts import CLASSES, USER_CODE, is_marked
+from grpocli.config.user_parts import GROUP, is_spec
+from grpocli.environments.environment import EnvironmentConfig
+from grpocli.environments.tools import READY
 from grpocli.errors import ConfigError
 from grpocli.files import remove
+from grpocli.http import is_loopback
 from grpocli.hub import MODEL_FILES, HubPath, hub_api, hub_errors, hub_path
-from grpocli.publish.foreign_code import SENDS, code_in, runs_code
 from grpocli.publish.published import ELSEWHERE, HIDDEN
 from grpocli.publish.push import TEXTS
 from grpocli.runs.run_dir import RunDir
@@ -200,3 +207,90 @@ def _without(node: Any, keys: set[str], prefix: str = "") -> Any:
         return node
     below = {name: f"{prefix}.{name}".lstrip(".") for name in node}
     return {name: _without(value, keys, below[name]) for name, value in node.items() if below[name] not in keys}
+
+
+GROUPS = re.compile(rf"{GROUP.pattern}|algorithm|recipe|.*/.*")
+VLLM = ("engine.vllm_args.", "engine.speculative.")
+"""Options that vLLM takes, some of which name a class or a file of Python."""
+IMPORTS = re.compile("module|plugin|cls|middleware|logits.processors")
+IMPORTABLE = re.compile(r"[\w-]+([.:][\w-]+)+|.*\.py")
+SENDS = re.compile(r".*\.base_url(\..+)?|(engine|reward|algorithm)\.(.*\.)?api_key(_file)?")
+"""The server that gets a key, and the variable or the file that holds it."""
+KERNEL = re.compile(r"(?!kernels-community/).*/.*")
+"""Attention that transformers would download as code; its own organization's it trusts itself."""
+
+
+def code_in(override: Override) -> Leaf | None:
+    """The first value of an override that runs code of others: a choice that names code, or the value of a key."""
+    is_choice = "." not in override.key_or_group
+    for leaf, value in leaves_of(override):
+        if runs_code(leaf, value) or (is_choice and _imports(override.key_or_group, value)):
+            return leaf, value
+    return None
+
+
+def runs_code(key: str, value: Any) -> bool:
+    """Whether a value of a config makes the run execute code that is no part of grpocli."""
+    name = key.rpartition(".")[2].replace("-", "_")
+    if name == "_target_":
+        return bool(foreign_target({"_target_": value}))
+    if name == "simple_templates":  # of fsspec: without it, an index of files is a program
+        return True
+    option = next((key.removeprefix(start) for start in VLLM if key.startswith(start)), None)
+    if option is not None and _imported_by_vllm(option, value):
+        return True
+    if not value or value == "???":
+        return False
+    if name in ("trust_remote_code", "unsafe"):
+        return True
+    text = str(value)
+    if ".base_url" in key:
+        return not is_loopback(urlsplit(text).hostname or "")
+    if SENDS.fullmatch(key):
+        return key.endswith("_file") or value not in _defaults()
+    if name in ("attention", "attn_implementation"):
+        return KERNEL.fullmatch(text) is not None
+    if key.endswith((".arguments.taskset", ".arguments.env")):  # of the environment of task=verifiers
+        return True
+    return is_marked(key, USER_CODE) and not key.endswith(".environment.env") and not _is_own(key, text)
+
+
+def foreign_target(node: Any) -> str:
+    """The first `_target_` below a plain config that is not a registered part; "" if there is none."""
+    if not isinstance(node, dict):
+        return ""
+    target = str(node.get("_target_", ""))
+    if target and target not in CLASSES:
+        return target
+    return next((found for child in node.values() if (found := foreign_target(child))), "")
+
+
+def _imported_by_vllm(option: str, value: Any) -> bool:
+    """Whether an option of vLLM may name code. A name with other characters could hold a value on its command line."""
+    if re.search(r"[^\w.-]", option):
+        return True
+    text = value if isinstance(value, str) else ""
+    named = bool(text) and IMPORTS.search(option) is not None
+    return named or text.startswith(("{", "[")) or IMPORTABLE.fullmatch(text) is not None
+
+
+def _imports(group: str, choice: Any) -> bool:
+    """Whether a choice comes from elsewhere than the config groups. That of a model may be its folder."""
+    if not isinstance(choice, str) or not GROUPS.fullmatch(group):
+        return False
+    elsewhere = "$" in choice or (group != "model" and (".." in choice or choice.startswith("/")))
+    return elsewhere or is_spec(choice)
+
+
+def _is_own(key: str, value: str) -> bool:
+    """Whether a value of a key that names code is a choice that comes with grpocli."""
+    if key.endswith(".tools"):
+        return value in READY or value in READY.values()
+    own = {one.name for one in _defaults() if isinstance(one, EnvironmentConfig) and one.name}
+    return key.endswith(".environment.name") and value in own
+
+
+def _defaults() -> list[Any]:
+    """The defaults of grpocli's own parts."""
+    own = [cls for cls in CLASSES.values() if dataclasses.is_dataclass(cls) and cls.__module__.startswith("grpocli.")]
+    return [field.default for cls in own for field in dataclasses.fields(cls)]

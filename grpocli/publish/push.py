@@ -1,16 +1,22 @@
-"""`hub.push` and `grpocli push`: a run's folder as a model repository on the hub.
+"""`hub.push` and `grpocli push`: a run's folder as a model repository on the hub, at the end or while the run goes on.
 
 The final model is at the repository's root, where transformers looks for it; everything else has the path that it has
 in the run's folder, so that `resume=hub:OWNER/NAME` finds a run. A push uploads only what the repository lacks. Texts
-are pushed without secrets and local folders (tracking/published.py).
+are pushed without secrets and local folders (publish/published.py). A push that fails costs a run nothing.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import shlex
+import shutil
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from grpocli.composition.compose import register_parts
-from grpocli.errors import ConfigError
-from grpocli.files import regular
+from grpocli.errors import ConfigError, GrpoError
+from grpocli.files import QuietFileHandler, regular
 from grpocli.hub import PUSH_KEY, check_may_push, hub_api, hub_errors
 from grpocli.plugins import hook
+from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
 from grpocli.publish.published import Publisher
 from grpocli.runs.run_dir import RunDir
@@ -29,6 +36,9 @@ from grpocli.runs.sessions import run_id
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Hub
+    from grpocli.views.view import View
+
+logger = logging.getLogger(__name__)
 
 TEXTS = ("config.yaml", "sessions.jsonl", "metrics.jsonl", "summary.json")
 """The files of a run, beside its folders, that are pushed."""
@@ -196,3 +206,129 @@ def refuse_other_run(key: str, hub: Hub, run_dir: RunDir) -> None:
         sessions = hf_hub_download(hub.push, run_dir.sessions.name, revision=hub.revision)
         if run_id(RunDir(Path(sessions).parent)) != run_id(run_dir):
             raise ConfigError("holds another run", key=key, value=hub.push, hint=hint)
+
+
+COPY = ".tmp-push_"
+"""The name of a copy begins with this; a resume deletes it after a kill."""
+
+
+class CheckpointPushes:
+    """Pushes checkpoints in a thread, one after another, while the run goes on.
+
+    Each is copied by hard links first, since the run may delete it meanwhile. Without hard links it is pushed from its
+    own folder, because a copy would hold up the training; then one that the run deletes meanwhile is left out. A newer
+    one replaces one that waits. A failure is a warning.
+    """
+
+    def __init__(self, pusher: Pusher, warn: Callable[[str], None]) -> None:
+        self._pusher, self._warn = pusher, warn
+        self._lock = threading.Lock()
+        self._waiting: tuple[int, Path] | None = None
+        self._thread: threading.Thread | None = None
+        self._failed = False
+
+    def add(self, step: int) -> None:
+        """Push the checkpoint after a step, which is whole."""
+        folder = _linked(self._pusher.run_dir.checkpoint(step))
+        with self._lock:
+            replaced, self._waiting = self._waiting, (step, folder)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="push", daemon=True)
+                self._thread.start()
+        if replaced:
+            logger.info("step %d: its checkpoint is not pushed, as that of step %d follows", replaced[0], step)
+            _remove_copy(replaced[1])
+
+    def close(self, timeout: float) -> None:
+        """Wait for the pushes, at most `timeout` seconds."""
+        if thread := self._thread:
+            thread.join(timeout)
+            if thread.is_alive():
+                self._warn(f"the last checkpoint is not pushed yet: {self._remedy()}")
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if self._waiting is None:
+                    self._thread = None
+                    return
+                (step, folder), self._waiting = self._waiting, None
+            try:
+                self._pusher.push_checkpoint(folder, step)
+                logger.info("pushed the checkpoint of step %d", step)
+            except Exception as error:
+                if not folder.is_dir():
+                    logger.info("step %d: its checkpoint is not pushed, as the run has deleted it", step)
+                    continue
+                logger.exception("the checkpoint of step %d was not pushed", step)
+                if not self._failed:
+                    self._warn(f"the checkpoint of step {step} is not pushed: {reason(error)}; {self._remedy()}")
+                self._failed = True
+            finally:
+                _remove_copy(folder)
+
+    def _remedy(self) -> str:
+        return f"the run goes on, and later pushes it with: {push_command(self._pusher.run_dir, self._pusher.hub)}"
+
+
+def _linked(checkpoint: Path) -> Path:
+    """A copy of a checkpoint by hard links; the checkpoint itself where there are none."""
+    copy = checkpoint.with_name(f"{COPY}{checkpoint.name}-{os.getpid()}")
+    try:
+        shutil.copytree(checkpoint, copy, copy_function=os.link)
+    except OSError as error:  # shutil.Error, too
+        logger.info("%s is pushed from its own folder, as it cannot be linked: %s", checkpoint.name, error)
+        shutil.rmtree(copy, ignore_errors=True)
+        return checkpoint
+    return copy
+
+
+def _remove_copy(folder: Path) -> None:
+    if folder.name.startswith(COPY):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def reason(error: BaseException) -> str:
+    """Why a push failed, for a sentence."""
+    return str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
+
+
+def push_finished(hub: Hub, run_dir: RunDir, view: View) -> None:
+    """Push a finished run. A failure is a warning with the command that repeats the push: the run has its model."""
+    if hub.push is None:
+        return
+    view.stage(f"pushing to the hub, {hub.push}")
+    pushing = run_in_thread(lambda: Pusher(run_dir, hub).push(view.progress), "push")
+    if not wait([pushing], hub.timeout).done:
+        why = f"no end after hub.timeout={hub.timeout:g} seconds"
+    elif error := pushing.exception():
+        logger.error("the push failed", exc_info=error)
+        why = reason(error)
+    else:
+        run_dir.push_due.unlink(missing_ok=True)
+        logger.info("pushed to %s", pushing.result())
+        view.note(f"pushed to {pushing.result()}")
+        return
+    view.warn(f"not pushed: {why}; the run is whole, push it with: {push_command(run_dir, hub)}")
+
+
+def complete_push(hub: Hub, run_dir: RunDir) -> None:
+    """Push a finished run whose push was interrupted or has failed."""
+    from grpocli.views.live_view import make_view
+
+    if hub.push is None or not run_dir.push_due.exists():
+        return
+    logging.basicConfig(level=logging.INFO, handlers=[QuietFileHandler(run_dir.log, delay=True)])
+    view = make_view()
+    try:
+        with run_dir.locked():
+            push_finished(hub, run_dir, view)
+    finally:
+        view.stop()
+
+
+def push_command(run_dir: RunDir, hub: Hub) -> str:
+    """The command that pushes a run as its config asks."""
+    options = f" --revision {shlex.quote(hub.revision)}" if hub.revision else ""
+    options += " --checkpoints" if hub.checkpoints else ""
+    return f"grpocli push {shlex.quote(str(run_dir.path))} --to {hub.push}{options}"

@@ -9,8 +9,7 @@ from decimal import Decimal
 from typing import Any, ClassVar, Self
 
 from grpocli.answers.final_answer import final_answer
-from grpocli.config.field_docs import summary
-from grpocli.config.formula import Formula
+from grpocli.config.formula import Formula, summary
 from grpocli.config.parts import base, nearest, require, section
 from grpocli.errors import ConfigError
 from grpocli.rewards.written import read_written

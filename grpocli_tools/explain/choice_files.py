@@ -12,7 +12,7 @@ import yaml
 
 from grpocli.config import yaml_text
 from grpocli.config.build import TARGET
-from grpocli.config.field_docs import summary
+from grpocli.config.formula import summary
 from grpocli.config.parts import CLASSES
 from grpocli.config.yaml_text import flat_values
 

@@ -12,8 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.config.build import TARGET
-from grpocli.config.field_docs import field_docs
-from grpocli.config.formula import Formula, formula_of, settings
+from grpocli.config.formula import Formula, field_docs, formula_of, settings
 from grpocli.config.schema import Rollouts, Run
 from grpocli.config.user_parts import choice_of
 from grpocli.config.yaml_text import flat_values

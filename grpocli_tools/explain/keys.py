@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from grpocli.config.field_docs import field_docs, summary
+from grpocli.config.formula import field_docs, summary
 from grpocli.config.parts import BASES, CLASSES, nearest
 from grpocli.errors import ConfigError
 from grpocli_tools.explain.choice_files import HYDRA, ChoiceFiles, spelled

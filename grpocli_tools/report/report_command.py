@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpocli.cli.parser import plain_parser
+from grpocli.cli import plain_parser
 from grpocli.errors import ConfigError
 
 EXAMPLES = """\

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpocli.errors import ConfigError
 from grpocli.progress import Progress, unreported
-from grpocli.publish.foreign_code import foreign_target
+from grpocli.publish.pull import foreign_target
 
 PLAIN_REWARD = "grpocli.rewards.reward.BaseReward"
 

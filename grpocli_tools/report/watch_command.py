@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from grpocli.cli.parser import plain_parser
+from grpocli.cli import plain_parser
 from grpocli.errors import ConfigError
 
 EPILOG = """\

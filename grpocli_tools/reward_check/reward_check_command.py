@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from grpocli.cli.hydra_app import composed, parser_of, warn_of_rewards
-from grpocli.config.escapes import unescape
+from grpocli.config.overrides import unescape
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:

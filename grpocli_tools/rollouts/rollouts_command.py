@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.cli.parser import plain_parser
+from grpocli.cli import plain_parser
 from grpocli.errors import ConfigError, RunError
 from grpocli.text import clean, prompt_text
 from grpocli.types import Status

@@ -12,8 +12,7 @@ from hydra.core.utils import JobReturn, filter_overrides, run_job, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
-from grpocli.composition.compose import build_run, mode_of, resolve_hydra, save
-from grpocli.composition.output_dir import write_record
+from grpocli.composition.compose import build_run, mode_of, resolve_hydra, save, write_record
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
 from grpocli.runs.run_dir import RunDir

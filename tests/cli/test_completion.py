@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.cli.completion import main
+from grpocli.cli.hydra_app import complete
 
 LINES = {
     "grpocli tra": {"train"},
@@ -52,7 +52,7 @@ def test_a_line_has_its_candidates(
     line: str, among: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COMP_LINE", line)
-    assert main(["-sc", "query=bash"], ("train", "plan", "vllm-serve", "compare")) == 0
+    assert complete(["-sc", "query=bash"], ("train", "plan", "vllm-serve", "compare")) == 0
     assert among in capsys.readouterr().out.split()
 
 
@@ -64,6 +64,6 @@ def test_a_wrong_line_prints_no_error(
     line: str, offered: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COMP_LINE", line)
-    assert main(["-sc", "query=bash"], ("train", "compare")) == 0
+    assert complete(["-sc", "query=bash"], ("train", "compare")) == 0
     printed = capsys.readouterr()
     assert (printed.out.strip(), printed.err) == (offered, "")

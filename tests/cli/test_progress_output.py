@@ -13,7 +13,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.launch import run as launching
-from grpocli.launch.trainer_job import TrainerJob
+from grpocli.launch.trainer_launcher import TrainerJob
 from grpocli.rollout.engine import EngineJob, EnginePart
 from grpocli.views.view import View
 

@@ -13,9 +13,8 @@ from omegaconf import OmegaConf
 from tables import table
 
 from grpocli.composition import part_modules
-from grpocli.composition.compose import build_run, compose
+from grpocli.composition.compose import build_run, compose, sweep_folder
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.composition.output_dir import sweep_folder
 from grpocli.composition.overrides import rewritten
 from grpocli.config.parts import CLASSES
 from grpocli.hardware.devices import Devices

@@ -14,7 +14,7 @@ from grpocli.cli.hydra_app import search_path
 from grpocli.composition.compose import build_run, compose, register_parts, save
 from grpocli.composition.overrides import from_command_line, rewritten
 from grpocli.composition.resume import Resume
-from grpocli.config.escapes import literal_escapes, unescape
+from grpocli.config.overrides import literal_escapes, unescape
 from grpocli.config.parts import ESCAPED, is_marked
 from grpocli.errors import ConfigError
 

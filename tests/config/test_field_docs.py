@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpocli.composition.compose import register_parts
-from grpocli.config.field_docs import class_doc, field_docs, summary
+from grpocli.config.formula import class_doc, field_docs, summary
 from grpocli.config.parts import CLASSES
 
 register_parts()

@@ -10,7 +10,7 @@ import pytest
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
 from grpocli.launch.run import _load
-from grpocli.launch.trainer_job import TrainerJob
+from grpocli.launch.trainer_launcher import TrainerJob
 from grpocli.rollout.engine import EngineJob
 
 

@@ -19,9 +19,8 @@ from grpocli.config.schema import Hub
 from grpocli.errors import ConfigError
 from grpocli.hub import HubPath
 from grpocli.publish import pull
-from grpocli.publish.foreign_code import runs_code
 from grpocli.publish.published import HIDDEN
-from grpocli.publish.pull import check_config, newest_checkpoint
+from grpocli.publish.pull import check_config, newest_checkpoint, runs_code
 from grpocli.publish.push import Pusher
 from grpocli.runs.run_dir import RunDir
 

@@ -20,8 +20,7 @@ from grpocli.config.schema import Hub
 from grpocli.errors import ConfigError
 from grpocli.hub import why_unreachable
 from grpocli.publish.published import Publisher
-from grpocli.publish.push import Pusher
-from grpocli.publish.run_pushes import CheckpointPushes
+from grpocli.publish.push import CheckpointPushes, Pusher
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.sessions import Session, add_session
 from grpocli.training import checksums
