@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,8 +21,6 @@ OS_ERROR = re.compile(r"os error (\d+)")
 """An error number in the messages of libraries written in Rust."""
 ROOM = 1 << 20
 """A failed write with fewer free bytes counts as a full disk, whichever error the library raises."""
-IRREGULAR = errno.EINVAL
-"""The error number of a FIFO, a socket or a device where a file is expected."""
 STALE_TRIES = 9
 LEFTOVER = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+?)-\d+(-[0-9a-f]{8})?")
 """The temporary names of this module. Other hidden files are left alone."""
@@ -75,35 +72,15 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
     sync_folder(path.parent)
 
 
-def regular(path: Path) -> Path:
-    """The path of a file of a run, to open it. Raises OSError unless it is a regular file, or a link to one.
-
-    A reader of a FIFO waits for a writer forever, and a device may have no end.
-    """
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):
-        raise OSError(IRREGULAR, "Not a regular file", str(path))
-    return path
-
-
-def check_regular(folder: Path) -> None:
-    """Raise OSError if a folder whose files a library opens holds a FIFO, a socket or a device."""
-    for path in folder.iterdir():
-        if path.exists() and not path.is_dir():
-            regular(path)
-
-
 def read_shared(path: Path) -> str:
     """The text of a file that another machine may replace meanwhile, which over NFS removes an open file."""
     for _ in range(STALE_TRIES):
         try:
-            return regular(path).read_text()
+            return path.read_text()
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-    return regular(path).read_text()
+    return path.read_text()
 
 
 @contextmanager

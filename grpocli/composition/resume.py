@@ -21,7 +21,6 @@ from grpocli.config.overrides import in_quotes, text_of, texts_of
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.config.yaml_text import flat_values
 from grpocli.errors import ConfigError
-from grpocli.files import regular
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.runs import check_run
 from grpocli.runs.sessions import accuracy_rewards
@@ -253,7 +252,7 @@ def _load(path: Path) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        text = regular(path).read_text()
+        text = path.read_text()
         yaml_text.check(text)
         return OmegaConf.to_container(OmegaConf.create(text))
     except (*yaml_text.BROKEN, OSError, OmegaConfBaseException) as error:

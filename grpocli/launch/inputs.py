@@ -20,7 +20,6 @@ from grpocli.config.build import TARGET, leaves
 from grpocli.config.parts import USER_CODE, is_marked
 from grpocli.config.user_parts import is_spec
 from grpocli.errors import ConfigError
-from grpocli.files import regular
 from grpocli.runs.sessions import Changes
 from grpocli.tasks.loading import READERS
 
@@ -108,7 +107,7 @@ def _with_imports(files: Sequence[Path], roots: Sequence[Path]) -> list[Path]:
 
 def digest(files: Sequence[Path]) -> str:
     """The XXH3 digest of the sizes and of at most BLOCKS blocks, which all files share."""
-    sizes = [regular(file).stat().st_size for file in files]
+    sizes = [file.stat().st_size for file in files]
     found = xxhash.xxh3_128(repr(sizes).encode())
     for path, size in zip(files, sizes, strict=True):
         with path.open("rb", buffering=0) as file:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from grpocli.chat_clock import DAY, stop_clock
 from grpocli.config.parts import one_of, require, section
 from grpocli.errors import ConfigError
-from grpocli.files import check_regular
 from grpocli.models import lora
 from grpocli.models.chat_template import arguments_of, end_of_turn
 from grpocli.models.lora import Lora
@@ -331,8 +330,6 @@ def _options(part: Any, path: str) -> dict[str, Any]:
 def _explained(path: str, what: str) -> Iterator[None]:
     """Turn errors of transformers and the hub into a ConfigError with their first line."""
     try:
-        if Path(path).is_dir():
-            check_regular(Path(path))
         yield
     except Exception as error:
         if short := too_little(error):

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from grpocli.files import regular
 from grpocli.hub import REPO, hub_path
 from grpocli.publish.published import Publisher
 from grpocli.runs.run_dir import RunDir
@@ -54,7 +53,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
 
     The card may be published, so it has the names of environment variables, never their values, and no local folders.
     """
-    config = yaml.safe_load(regular(run_dir.config).read_text()) or {}
+    config = yaml.safe_load(run_dir.config.read_text()) or {}
     named = str((config.get("model") or {}).get("path"))
     base = named if "${" in named else _hub_name(named) or _hub_name(base) or base
     choices = saved_choices(run_dir.path, config)
@@ -78,7 +77,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
         greedy_before=_share(summary, "eval/accuracy_greedy_before"),
         greedy_after=_share(summary, "eval/accuracy_greedy"),
         incomparable=f"\n{why[0].upper()}{why[1:]}.\n" if why else "",
-        config=Publisher.of(config, run_dir.path)(regular(run_dir.config).read_text().strip()),
+        config=Publisher.of(config, run_dir.path)(run_dir.config.read_text().strip()),
     )
 
 

@@ -18,7 +18,6 @@ import yaml
 from grpocli.config.build import leaves
 from grpocli.config.environment import OVERRIDES, SECRET
 from grpocli.config.parts import CLASSES
-from grpocli.files import regular
 from grpocli.masking import CREDENTIALS, masked
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.sessions import Changes, read_sessions
@@ -60,7 +59,7 @@ class Publisher:
     @classmethod
     def of_file(cls, config: Path, *folders: Path) -> Publisher:
         """For the texts of a run with this config.yaml."""
-        loaded = yaml.safe_load(regular(config).read_text()) or {}
+        loaded = yaml.safe_load(config.read_text()) or {}
         former = [session.changes for session in read_sessions(RunDir(config.parent))]
         return cls.of(loaded if isinstance(loaded, dict) else {}, *folders, former=former)
 

@@ -25,7 +25,7 @@ import xxhash
 
 from grpocli.composition.compose import register_parts
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.files import QuietFileHandler, regular
+from grpocli.files import QuietFileHandler
 from grpocli.hub import PUSH_KEY, check_may_push, hub_api, hub_errors
 from grpocli.plugins import hook
 from grpocli.processes.threads import run_in_thread
@@ -104,7 +104,7 @@ class Pusher:
     def _texts(self) -> list[Content]:
         publish = Publisher.of_file(self.run_dir.config, self.run_dir.path)
         paths = [self.run_dir.path / name for name in TEXTS if (self.run_dir.path / name).is_file()]
-        return [Content(path.name, publish(regular(path).read_text(errors="replace")).encode()) for path in paths]
+        return [Content(path.name, publish(path.read_text(errors="replace")).encode()) for path in paths]
 
     def _rollouts(self) -> Iterator[list[Content]]:
         files = _files(self.run_dir.rollouts(0).parent, "rollouts") if self.hub.rollouts else []
@@ -122,7 +122,7 @@ class Pusher:
         changed = [one for one in contents if isinstance(one.source, bytes)]
         if not changed or not index.is_file():
             return contents
-        sums = json.loads(regular(index).read_text())
+        sums = json.loads(index.read_text())
         for one in changed:
             assert isinstance(one.source, bytes)
             digest = xxhash.xxh3_128(one.source).hexdigest()
@@ -136,7 +136,7 @@ class Pusher:
         found = []
         for one in contents:
             if isinstance(one.source, Path) and one.path.endswith("config.json"):
-                text = regular(one.source).read_text()
+                text = one.source.read_text()
                 one = one if publish(text) == text else Content(one.path, publish(text).encode())
             found.append(one)
         return found
@@ -147,7 +147,7 @@ class Pusher:
         if not model.is_dir():
             return []
         publish = Publisher.of_file(self.run_dir.config, self.run_dir.path)
-        card = regular(model / CARD).read_text() if (model / CARD).is_file() else ""
+        card = (model / CARD).read_text() if (model / CARD).is_file() else ""
         card = publish(card).replace(HERE, self.repo)
         files = [content for content in self._published(_files(model, "")) if content.path != CARD]
         made_page = hook("report_page")

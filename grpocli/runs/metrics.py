@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
-from grpocli.files import regular, write_atomic
+from grpocli.files import write_atomic
 
 RESERVE = ".reserve"
 RESERVE_BYTES = 1 << 14
@@ -65,7 +65,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises ConfigError, with the line number, if another line is broken.
     """
-    *lines, torn = regular(path).read_text(errors="replace").split("\n")
+    *lines, torn = path.read_text(errors="replace").split("\n")
     rows = [_row(path, number, text) for number, text in enumerate(lines, start=1)]
     return rows + [row for row in [_parse(torn)] if row is not None]
 
@@ -107,7 +107,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        summary = json.loads(regular(path).read_text())
+        summary = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError("summary.json is broken") from error
     if not isinstance(summary, dict):
@@ -118,7 +118,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 def finished_steps(path: Path) -> int | None:
     """The number of steps of a finished run; None if it is not finished, or its summary cannot be read."""
     try:
-        summary = json.loads(regular(path).read_text())
+        summary = json.loads(path.read_text())
         return int(summary["steps"]) if summary["exit"] == "done" else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

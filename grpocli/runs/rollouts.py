@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
-from grpocli.files import regular, write_atomic
+from grpocli.files import write_atomic
 from grpocli.text import prompt_text, spoken
 from grpocli.types import Group, Message, Prompt, Rollout, Row, Status
 
@@ -78,7 +78,7 @@ def read_rollouts(path: Path, wanted: Callable[[str], bool] = lambda column: Tru
     """The rows of a rollout file, with the wanted columns. Raises ConfigError if it is broken."""
     import pyarrow.parquet as pq
 
-    with _readable(path), pq.ParquetFile(regular(path)) as file:  # `read_table` loads pandas
+    with _readable(path), pq.ParquetFile(path) as file:  # `read_table` loads pandas
         columns = [column for column in file.schema_arrow.names if wanted(column)]
         rows: list[dict[str, Any]] = file.read(columns).to_pylist()
     return rows
@@ -89,7 +89,7 @@ def read_schema(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     with _readable(path):
-        return pq.read_schema(regular(path))
+        return pq.read_schema(path)
 
 
 @contextmanager

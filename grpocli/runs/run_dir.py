@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from grpocli.errors import ConfigError, GrpoError, RunError
-from grpocli.files import FULL, IRREGULAR, atomic_folder, clear_leftovers, regular, remove
+from grpocli.files import FULL, atomic_folder, clear_leftovers, remove
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class RunDir:
         """Keep the config and the sessions of the run so far, until `begin` or `restore`."""
         with atomic_folder(self.path / BEFORE, replace=True) as folder:
             for path in (self.config, self.sessions):
-                shutil.copy2(regular(path), folder) if path.is_file() else (folder / path.name).touch()
+                shutil.copy2(path, folder) if path.is_file() else (folder / path.name).touch()
 
     def begin(self) -> None:
         """A resume has done a step: its config is that of the run."""
@@ -214,7 +214,7 @@ class RunDir:
     def is_running(self) -> bool:
         """Whether a process has locked the folder."""
         try:
-            with regular(self.path / ".lock").open() as file:
+            with (self.path / ".lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -230,9 +230,7 @@ class RunDir:
     def _holding(self, name: str, timeout: float, problem: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = self.path / name
-            checked = regular(lock) if lock.exists() else lock
-            file = checked.open("a")  # not "w", which would empty the file before it is locked
+            file = (self.path / name).open("a")  # not "w", which would empty the file before it is locked
         except OSError as error:
             raise ConfigError(f"cannot be written: {self._why(error)}", key=self.key, value=self.path) from error
         with file, _closed_after_fork(file):
@@ -255,8 +253,6 @@ class RunDir:
 
     def _why(self, error: OSError) -> str:
         where = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""
-        if error.errno == IRREGULAR:
-            return f"{error.strerror}{where}; remove it"
         advice = ["free some space"] if error.errno in FULL else []
         advice += ["choose another folder"] if self.key != "resume" else []
         return f"{error.strerror or error}{where}; {', or '.join(advice) or 'make it writable'}"

@@ -14,7 +14,6 @@ from typing import Any
 
 from grpocli.config import yaml_text
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.files import regular
 from grpocli.runs.metrics import number, read_metrics, read_summary
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.sessions import why_incomparable
@@ -186,7 +185,7 @@ RESULTS = ("steps", "before", "accuracy", "change", "final reward", "seconds", "
 def load_yaml(path: Path) -> Any:
     """A YAML file as plain values, interpolations as text. Raises ValueError, naming the file, if it is broken."""
     try:
-        return yaml_text.load(regular(path).read_text())
+        return yaml_text.load(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path.name} is broken") from error
 

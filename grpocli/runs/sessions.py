@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from grpocli.config import yaml_text
-from grpocli.files import regular, write_atomic
+from grpocli.files import write_atomic
 from grpocli.runs.run_dir import RunDir
 from grpocli.text import one_line
 from grpocli.version import __version__
@@ -83,7 +83,7 @@ class SessionSteps:
 
 def add_session(run_dir: RunDir, session: Session) -> None:
     """Append a session to the run's file atomically."""
-    before = regular(run_dir.sessions).read_bytes().splitlines() if run_dir.sessions.is_file() else []
+    before = run_dir.sessions.read_bytes().splitlines() if run_dir.sessions.is_file() else []
     line = json.dumps(asdict(session), default=str).encode()
     write_atomic(run_dir.sessions, b"".join(text + b"\n" for text in [*before, line]))
 
@@ -100,7 +100,7 @@ def intact_sessions(run_dir: RunDir) -> tuple[list[Session], list[int]]:
     """The sessions in order, and the numbers of broken lines."""
     if not run_dir.sessions.is_file():
         return [], []
-    sessions = [_session(line) for line in regular(run_dir.sessions).read_text(errors="replace").splitlines()]
+    sessions = [_session(line) for line in run_dir.sessions.read_text(errors="replace").splitlines()]
     damaged = [number for number, session in enumerate(sessions, start=1) if session is None]
     return [session for session in sessions if session], damaged
 
@@ -150,7 +150,7 @@ def why_incomparable(run_dir: RunDir) -> str:
 
     Empty if there are none.
     """
-    config = yaml_text.load(regular(run_dir.config).read_text()) if run_dir.config.is_file() else {}
+    config = yaml_text.load(run_dir.config.read_text()) if run_dir.config.is_file() else {}
     _, changes = incomparable_since(read_sessions(run_dir), accuracy_rewards(config))
     return f"before and after are of different evaluations: {changes}" if changes else ""
 

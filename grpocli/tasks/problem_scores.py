@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grpocli.files import regular
-
 FILE = "problems.safetensors"
 """The scores of all tasks, in a checkpoint."""
 KINDS = {"row": np.int64, "completions": np.int64, "right": np.int64, "last": np.float64, "step": np.int64}
@@ -142,7 +140,7 @@ def load(folder: Path) -> dict[str, TaskProblems]:
     if not (folder / FILE).exists():
         return {}
     try:
-        with safe_open(regular(folder / FILE), "numpy") as file:
+        with safe_open(folder / FILE, "numpy") as file:
             names = json.loads((file.metadata() or {})["tasks"])
             tensors: dict[str, NDArray[Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return {str(name): _loaded(tensors, f"{i}.") for i, name in enumerate(names)}

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from grpocli.config.user_parts import choice_of, is_spec
 from grpocli.distributed import sharded_safetensors as shards
 from grpocli.errors import ConfigError
-from grpocli.files import atomic_folder, full_disk_as_oserror, regular
+from grpocli.files import atomic_folder, full_disk_as_oserror
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
 from grpocli.tasks import problem_scores
@@ -241,7 +241,7 @@ def load_state(path: Path) -> State:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    state = json.loads(regular(path / STATE).read_text())
+    state = json.loads((path / STATE).read_text())
     if not isinstance(state, dict):
         raise ValueError(f"{STATE} holds no JSON object")
     return state

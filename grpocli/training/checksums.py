@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from grpocli.distributed import sharded_safetensors as shards
-from grpocli.files import regular
 from grpocli.progress import Progress, unreported
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def check(folder: Path, progress: Progress = unreported) -> None:
 
     progress: called with the gigabytes read.
     """
-    expected = json.loads(regular(folder / INDEX).read_text())
+    expected = json.loads((folder / INDEX).read_text())
     if not isinstance(expected, dict):
         raise ValueError(f"{INDEX} is damaged")
     names = _names(folder)
@@ -79,7 +78,7 @@ def _names(folder: Path) -> list[str]:
 def _checksum(path: Path, count: Callable[[int], None] = lambda _: None) -> list[int | str]:
     """Size and digest of a file. count: called with the length of each block read."""
     size, digest = 0, xxhash.xxh3_128()
-    with regular(path).open("rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):
             digest.update(block)
             size += len(block)

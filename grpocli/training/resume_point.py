@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.files import IRREGULAR, remove
+from grpocli.files import remove
 from grpocli.progress import Progress, unreported
 from grpocli.runs.metrics import finished_steps, read_metrics, read_summary
 from grpocli.runs.run_dir import RunDir
@@ -22,7 +22,7 @@ from grpocli.training.checkpoint import NAME, STATE, load_state
 
 UNREADABLE = (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 """The errors of reading a file with unexpected content."""
-LOST = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO, IRREGULAR)
+LOST = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)
 """Error numbers of a damaged file. With any other, such as a missing permission, the file may be whole."""
 
 

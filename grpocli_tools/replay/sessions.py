@@ -10,7 +10,6 @@ import yaml
 
 from grpocli.config.overrides import to_text
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.files import regular
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.sessions import read_sessions, steps_by_session
 
@@ -72,7 +71,7 @@ def _overrides(run_dir: RunDir, earlier: Mapping[str, Any]) -> list[str]:
     """Overrides that give keys their earlier values. Raises ConfigError for a part, whose own keys are not recorded."""
     if not earlier:
         return []
-    now = yaml.safe_load(regular(run_dir.config).read_text())
+    now = yaml.safe_load(run_dir.config.read_text())
     for key, value in earlier.items():
         if isinstance(value, Mapping) or isinstance(_at(now, key), Mapping):
             raise ConfigError("a resume replaced it, and the keys that it had are not recorded", key=key)

@@ -12,7 +12,6 @@ import torch
 
 from grpocli.algorithm.kl import has_teacher, teachers_in
 from grpocli.errors import GrpoError
-from grpocli.files import check_regular
 from grpocli.models.loading import load_policy
 from grpocli.training import checkpoint
 from grpocli.training.build import choose_layout, load_reference, load_updater
@@ -54,8 +53,6 @@ class Weights:
     @classmethod
     def load(cls, run: Run, job: EngineJob, world: World, path: Path | None, progress: Progress) -> Weights:
         """The weights of a checkpoint, or of the initial model. Raises GrpoError or OSError."""
-        if path:
-            check_regular(path)
         try:
             state = checkpoint.load_state(path) if path else checkpoint.State()
             updater = load_updater(run, job, world, path, state, progress)

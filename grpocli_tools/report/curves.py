@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from grpocli.files import regular
 from grpocli.runs.metrics import number
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.significance import Paired
@@ -84,7 +83,7 @@ def read_curves(run: Path) -> Curves:
     """
     path = RunDir(run).metrics
     try:
-        lines = regular(path).read_text(errors="replace").split("\n") if path.is_file() else []
+        lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
     except OSError as error:
         return Curves(notes=[f"metrics.jsonl cannot be read: {error.strerror}"])
     rows, broken = [], []

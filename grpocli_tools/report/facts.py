@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpocli.files import regular
 from grpocli.runs.metrics import number
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.runs import saved_choices
@@ -69,7 +68,7 @@ def compute_dtype(run: Path, flat: Flat) -> str:
     if wanted in DTYPES:
         return wanted
     try:
-        saved = json.loads(regular(RunDir(run).model / "config.json").read_text()).get("dtype")
+        saved = json.loads((RunDir(run).model / "config.json").read_text()).get("dtype")
     except (OSError, ValueError, AttributeError, RecursionError):
         return "auto"
     return saved if saved in DTYPES else "auto"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import GrpoError
-from grpocli.files import regular
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.runs import run_folders
 from grpocli.version import __version__
@@ -101,7 +100,7 @@ class MetricsTail:
         return (found.st_dev, found.st_ino) != self.identity or found.st_size < self.offset
 
     def _appended(self) -> list[MetricsRow]:
-        with regular(self.path).open("rb") as file:
+        with self.path.open("rb") as file:
             file.seek(self.offset)
             text = file.read(MOST_BYTES)
         whole = text.rfind(b"\n") + 1
@@ -113,7 +112,7 @@ class MetricsTail:
 
 def _last_line(path: Path, size: int) -> int:
     """The offset after the last line end before `size`."""
-    with regular(path).open("rb") as file:
+    with path.open("rb") as file:
         end = size
         while end > 0:
             start = max(0, end - BLOCK)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import RunError
-from grpocli.files import regular
 from grpocli.progress import Progress, unreported
 from grpocli.runs.metrics import number
 from grpocli.runs.run_dir import RunDir
@@ -202,7 +201,7 @@ class RolloutSample:
 
         path = self.files[step]
         try:
-            with pq.ParquetFile(regular(path)) as file:
+            with pq.ParquetFile(path) as file:
                 return use(file)
         except (OSError, ValueError, KeyError, TypeError):  # the errors of Arrow, and columns of other types
             note = f"rollouts/{path.name} is broken or not a rollout file, and is left out"

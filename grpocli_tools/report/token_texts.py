@@ -9,7 +9,6 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.files import regular
 from grpocli.runs.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class TokenTexts:
 
         for folder in _folders(run, config):
             try:
-                return cls(Tokenizer.from_file(str(regular(folder / "tokenizer.json"))))
+                return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
             except Exception:  # noqa: BLE001 - tokenizers raises plain Exception for a missing or broken file
                 continue
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from replay.test_replay import STEP, Grpocli
 
 from grpocli.errors import ConfigError
-from grpocli.runs.run_dir import RunDir
 from grpocli_tools.replay.record import RecordedStep
 
 pytestmark = pytest.mark.processes
@@ -106,40 +104,3 @@ def test_the_command_says_one_sentence(
     code, _, err = grpocli("replay", str(run), "--step", "2")
     assert code == 2
     assert f"{path}: {said}" in err.splitlines()[-1]
-
-
-ANYWHERE = ["rollouts/" + STEP, ".lock", "metrics.jsonl", "summary.json", "sessions.jsonl", "model/tokenizer.json"]
-FIFOS = [("report", name) for name in ANYWHERE] + [
-    ("compare", ".lock"),
-    ("rollouts", "rollouts/" + STEP),
-    ("replay", "rollouts/" + STEP),
-    ("replay", "checkpoints/step_000001/model.safetensors"),
-]
-
-
-@pytest.mark.parametrize(("command", "name"), FIFOS, ids=[f"{command} {name}" for command, name in FIFOS])
-def test_no_command_waits_for_a_fifo_in_a_run(
-    command: str, name: str, grpocli: Grpocli, dapo: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(dapo, run)
-    (run / name).unlink()
-    os.mkfifo(run / name)
-    options = {"report": ["--out", str(tmp_path / "page.html")], "replay": ["--step", "2"]}.get(command, [])
-    code, out, err = grpocli(command, str(run), *options)
-    if command in ("rollouts", "replay") and name.startswith("rollouts/"):
-        assert (code, "Not a regular file" in err) == (2, True)
-    elif (command, code) == ("report", 2):
-        assert "run is not shown: one of its files is a link out of its folder, or a pipe" in err
-    else:
-        assert code == 0, err
-    if "model.safetensors" in name:
-        assert "Not a regular file" in out
-
-
-def test_a_lock_that_is_a_fifo_is_one_sentence(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / ".lock")
-    run_dir = RunDir(tmp_path, "resume")
-    assert not run_dir.is_running()
-    with pytest.raises(ConfigError, match=r"Not a regular file .*\.lock\); remove it"), run_dir.locked():
-        pass
