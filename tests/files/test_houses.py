@@ -36,5 +36,6 @@ def test_every_command_has_a_line_of_help_and_a_main() -> None:
     assert {"train", "report", "plan"} <= modules.keys()
     for name, module in modules.items():
         about = re.search(rf"^  {name} +(.+)$", help_text(), re.MULTILINE)
-        assert about and len(about[1]) > 15, name
+        assert about, name
+        assert len(about[1]) > 15
         assert callable(importlib.import_module(module).main)
