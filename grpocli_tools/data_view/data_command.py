@@ -178,7 +178,7 @@ def _show(view: DataView, args: argparse.Namespace) -> None:
     from rich.table import Table
 
     from grpocli.text import one_line
-    from grpocli.views.console import CleanConsole
+    from grpocli_tools.console import CleanConsole
 
     console = CleanConsole(width=None if sys.stdout.isatty() else 120)
     for split in view.splits:

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="a list of {name, status, detail, advice}")
     args = parser.parse_intermixed_args(argv)
     groups = _examined(args.overrides, args.config_dir)
-    from grpocli.views.console import CleanConsole
+    from grpocli_tools.console import CleanConsole
     from grpocli_tools.doctor.report import as_list, errors, print_report
 
     if args.json:

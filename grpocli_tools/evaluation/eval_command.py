@@ -185,8 +185,8 @@ def _show(found: Sequence[ModelResult]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from grpocli.runs.significance import Paired
-    from grpocli.views.console import CleanConsole
+    from grpocli_tools.console import CleanConsole
+    from grpocli_tools.evaluation.significance import Paired
 
     scores = dict.fromkeys(score for one in found for task in one.tasks for score in task.scores)
     table = Table(box=SIMPLE_HEAD)

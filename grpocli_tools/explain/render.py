@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from grpocli.views.console import CleanConsole
+from grpocli_tools.console import CleanConsole
 from grpocli_tools.explain.explanation import ABSENT, Comparison, Explanation, Pair, Section, Symbol, formulas
 
 LABEL = 18  # the longest name of a choice, normalize_then_sum

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from grpocli.errors import ConfigError
 from grpocli.text import counted
-from grpocli.views.console import CleanConsole
+from grpocli_tools.console import CleanConsole
 from grpocli_tools.plan.efficiency import COSTS, DECODE_COSTS
 from grpocli_tools.plan.resources import GIB
 from grpocli_tools.plan.sweep import FULL

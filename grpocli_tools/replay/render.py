@@ -89,7 +89,7 @@ def _table(checks: Sequence[Check]) -> str:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from grpocli.views.console import CleanConsole
+    from grpocli_tools.console import CleanConsole
 
     table = Table(box=SIMPLE_HEAD)
     table.add_column("check")

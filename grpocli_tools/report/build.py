@@ -13,7 +13,7 @@ from grpocli.errors import ConfigError, GrpoError
 from grpocli.progress import Progress, unreported
 from grpocli.runs.metrics import ended_by_callback, ended_early, read_summary
 from grpocli.runs.run_dir import RunDir, resume_command
-from grpocli.runs.runs import RunRow, find_runs, flatten, load_yaml
+from grpocli.runs.runs import load_yaml
 from grpocli.text import one_line
 from grpocli.version import __version__
 from grpocli_tools.report.charts import charts
@@ -23,6 +23,7 @@ from grpocli_tools.report.facts import compute_dtype, facts, session_starts, ses
 from grpocli_tools.report.own_files import leads_out, left_out
 from grpocli_tools.report.page_data import PageData, RolloutSelection, RunView, Series
 from grpocli_tools.report.rollout_sample import BUDGET, Prompts, RolloutSample
+from grpocli_tools.report.run_rows import RunRow, find_runs, flatten
 from grpocli_tools.report.several import differences, labels, natural, results
 from grpocli_tools.report.token_texts import TokenTexts
 

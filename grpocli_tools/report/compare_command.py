@@ -45,9 +45,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _curves(args: argparse.Namespace) -> int:
     """Draw and export curves."""
-    from grpocli.runs.runs import find_runs
     from grpocli.text import clean
     from grpocli_tools.report import plot
+    from grpocli_tools.report.run_rows import find_runs
 
     if not 0 <= args.smoothing < 1:
         raise ConfigError("must be 0 (none) to below 1", key="--smoothing", value=args.smoothing)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
-from grpocli.runs.runs import GROUPS, LAST_STEPS, RESULTS, RunRow, find_runs
+from grpocli.runs.runs import GROUPS
 from grpocli.runs.sessions import as_typed
-from grpocli.runs.significance import MEANS, mean_text
 from grpocli.text import clean, one_line
+from grpocli_tools.evaluation.significance import MEANS, mean_text
+from grpocli_tools.report.run_rows import LAST_STEPS, RESULTS, RunRow, find_runs
 
 LONGEST = 40
 """Characters of a cell."""
@@ -165,7 +166,7 @@ def print_terminal(tables: Sequence[RunTable]) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    from grpocli.views.console import CleanConsole
+    from grpocli_tools.console import CleanConsole
 
     console = CleanConsole(width=None if sys.stdout.isatty() else PIPE)
     for table in tables:

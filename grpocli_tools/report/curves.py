@@ -13,7 +13,7 @@ from typing import Any
 
 from grpocli.runs.metrics import number
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.significance import Paired
+from grpocli_tools.evaluation.significance import Paired
 from grpocli_tools.report.page_data import MaybeNumber, Series
 
 ACCURACIES = ("accuracy", "accuracy_greedy")

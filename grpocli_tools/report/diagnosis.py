@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpocli.runs.significance import CLEAR
 from grpocli.tracking.recorder import MISMATCH_LIMITS
+from grpocli_tools.evaluation.significance import CLEAR
 from grpocli_tools.report.curves import HIGH, LOW, Curves
 from grpocli_tools.report.page_data import RunWarning, Verdict
 

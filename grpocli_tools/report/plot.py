@@ -19,9 +19,9 @@ from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
 from grpocli.runs.metrics import read_summary
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import RunRow
 from grpocli.text import clean
 from grpocli_tools.report.curves import Curves, current_summary, read_curves, smoothed, with_evaluations
+from grpocli_tools.report.run_rows import RunRow
 from grpocli_tools.report.several import labels
 
 if TYPE_CHECKING:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpocli.runs.runs import GROUPS, LAST_STEPS, RunRow
+from grpocli.runs.runs import GROUPS
 from grpocli.runs.sessions import format_value
-from grpocli.runs.significance import MEANS
+from grpocli_tools.evaluation.significance import MEANS
 from grpocli_tools.report.comparison import differing_settings, seed_mean, short_names
 from grpocli_tools.report.page_data import PageTable, RunView
+from grpocli_tools.report.run_rows import LAST_STEPS, RunRow
 
 LONGEST_LABEL = 80
 """Characters of settings in a label; beyond them a run is called by its folder."""

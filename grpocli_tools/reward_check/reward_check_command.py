@@ -140,7 +140,7 @@ def _show(
     from rich.table import Table
 
     from grpocli.text import one_line
-    from grpocli.views.console import CleanConsole
+    from grpocli_tools.console import CleanConsole
 
     found = [one for one, _ in checked]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)

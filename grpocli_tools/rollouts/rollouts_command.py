@@ -16,7 +16,7 @@ from grpocli.cli import plain_parser
 from grpocli.errors import ConfigError, RunError
 from grpocli.text import clean, prompt_text
 from grpocli.types import Status
-from grpocli.views.console import paged
+from grpocli_tools.console import paged
 
 if TYPE_CHECKING:
     from datasets import Dataset

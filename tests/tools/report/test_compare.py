@@ -14,9 +14,10 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import check_run, find_runs
+from grpocli.runs.runs import check_run
 from grpocli.runs.sessions import Session, add_session
 from grpocli_tools.report.compare_command import main
+from grpocli_tools.report.run_rows import find_runs
 from grpocli_tools.report.several import labels
 
 

@@ -16,7 +16,6 @@ from report.large_run import write_large_run
 from grpocli.composition.compose import compose
 from grpocli.errors import ConfigError
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import RESULTS, RunRow, flatten
 from grpocli.runs.sessions import Session, add_session
 from grpocli.training.accuracy import interval, pass_at_k
 from grpocli_tools.report.build import Builder
@@ -40,6 +39,7 @@ from grpocli_tools.report.diagnosis import (
 )
 from grpocli_tools.report.html import page_json
 from grpocli_tools.report.rollout_sample import BUDGET, LONGEST, Prompts, RolloutSample, cut
+from grpocli_tools.report.run_rows import RESULTS, RunRow, flatten
 from grpocli_tools.report.several import labels
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpocli.text import clean_warnings
-from grpocli.views.console import CleanConsole
+from grpocli_tools.console import CleanConsole
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2J\x9bb\u202ec[/red][red]d"
 

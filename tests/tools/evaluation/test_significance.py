@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from grpocli.runs.significance import Paired, mean_text, sign_flip_p, t_95
+from grpocli_tools.evaluation.significance import Paired, mean_text, sign_flip_p, t_95
 
 
 def enumerated(differences: list[float]) -> float:
@@ -40,7 +40,7 @@ def test_values_that_are_no_shares_are_rounded_to_a_fine_grid() -> None:
 def test_the_sum_of_many_values_is_taken_for_normal(monkeypatch: pytest.MonkeyPatch) -> None:
     differences = np.random.default_rng(0).gamma(1.0, 1.0, 400) - 0.92
     normal = sign_flip_p(differences.tolist())
-    monkeypatch.setattr("grpocli.runs.significance.MANY", 400)
+    monkeypatch.setattr("grpocli_tools.evaluation.significance.MANY", 400)
     assert normal == pytest.approx(sign_flip_p(differences.tolist()), abs=0.002)
 
 

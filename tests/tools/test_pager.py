@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.views.console import pager_of
+from grpocli_tools.console import pager_of
 
 SCRIPT = """
-from grpocli.views.console import paged
+from grpocli_tools.console import paged
 with paged() as console:
     for k in range(LINES):
         console.print(f"line {k}", style="dim", highlight=False)

@@ -1,0 +1,140 @@
+"""The runs below a folder as rows: their settings and results, of unfinished and damaged runs too."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpocli.config import yaml_text
+from grpocli.errors import ConfigError, GrpoError
+from grpocli.runs.metrics import number, read_metrics, read_summary
+from grpocli.runs.run_dir import RunDir
+from grpocli.runs.runs import load_yaml, run_folders, saved_choices, suggest_run
+from grpocli.runs.sessions import why_incomparable
+from grpocli_tools.evaluation.significance import Paired
+
+LAST_STEPS = 10
+"""The final reward is the mean over this many steps, because single steps are noisy."""
+
+RESULTS = ("steps", "before", "accuracy", "change", "final reward", "seconds", "exit")
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One run.
+
+    settings: the choices of config groups (`algorithm`, `algorithm/kl`, `reward`) and every key of its config. typed:
+    the keys given on its command line; None if unknown. incomparable: why `before` and `accuracy` cannot be compared.
+    paired: their paired test; None if their values by problem were not recorded.
+    """
+
+    path: Path
+    settings: Mapping[str, Any]
+    results: Results
+    typed: list[str] | None = field(default=None)
+    incomparable: str = ""
+    paired: Paired | None = None
+
+    @property
+    def done(self) -> bool:
+        return bool(self.results["exit"] == "done")
+
+    @property
+    def configured(self) -> bool:
+        """Whether its config could be read, not only its choices."""
+        return "seed" in self.settings
+
+
+def find_runs(folder: Path, wanted: Callable[[Path], bool] = lambda path: True) -> list[RunRow]:
+    """The wanted runs in and below a folder, unfinished and broken ones included.
+
+    Raises ConfigError if the folder does not exist.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder{suggest_run(folder)}")
+    return [read_run(path) for path in sorted(run_folders(folder)) if wanted(path)]
+
+
+def read_run(path: Path) -> RunRow:
+    """The readable part of a run; `exit` names broken files."""
+    try:
+        settings, typed = _settings(path), overridden_keys(path)
+    except ValueError as error:
+        return RunRow(path, {}, _no_results(f"unreadable: {error}"))
+    except (TypeError, AttributeError, OSError):  # valid YAML, but not the config of a run
+        return RunRow(path, {}, _no_results("unreadable: config.yaml is broken"))
+    results, incomparable = _results(RunDir(path)), _why_incomparable(RunDir(path))
+    if results["change"] is None or not incomparable:
+        return RunRow(path, settings, results, typed or None, paired=_paired(RunDir(path)))
+    return RunRow(path, settings, results | {"change": None}, typed or None, incomparable)
+
+
+def _paired(run: RunDir) -> Paired | None:
+    with suppress(ValueError, OSError, TypeError, AttributeError):
+        summary = read_summary(run.summary)
+        return Paired.of(*(summary.get(f"eval/accuracy_by_problem{end}", {}) for end in ("_before", "")))
+    return None
+
+
+def _why_incomparable(run: RunDir) -> str:
+    with suppress(
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+    ):  # a damaged sessions.jsonl does not affect results
+        return why_incomparable(run)
+    return ""
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    saved = path / "config.yaml"
+    config = (load_yaml(saved) if saved.is_file() else None) or {}
+    if not isinstance(config, dict):
+        raise ValueError("config.yaml is broken")
+    rewards = "+".join(config.get("reward") or {})
+    choices = saved_choices(path, config)
+    config.pop("overrides", None)  # the keys have the same values
+    return choices | ({"reward": rewards} if rewards else {}) | flatten(config)
+
+
+def flatten(node: Any) -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}, without `_target_`."""
+    return {key: value for key, value in yaml_text.flat_values(node).items() if key.rpartition(".")[2] != "_target_"}
+
+
+def _results(run: RunDir) -> Results:
+    try:
+        metrics = read_metrics(run.metrics) if run.metrics.is_file() else []
+        summary = read_summary(run.summary)
+    except (GrpoError, ValueError, OSError) as error:
+        return _no_results(f"unreadable: {error}")
+    rewards = [reward for m in metrics[-LAST_STEPS:] if (reward := number(m.get("reward"))) is not None]
+    before, after = (number(summary.get(name)) for name in ("eval/accuracy_before", "eval/accuracy"))
+    return {
+        "steps": metrics[-1]["step"] if metrics else 0,
+        "before": before,
+        "accuracy": after,
+        "change": None if before is None or after is None else after - before,
+        "final reward": statistics.mean(rewards) if rewards else None,
+        "seconds": number(summary.get("seconds")),
+        "exit": "running" if run.is_running() else _exit(run, summary),
+    }
+
+
+def _exit(run: RunDir, summary: dict[str, Any]) -> str:
+    """The outcome of the last session."""
+    return str(summary.get("exit", "unfinished" if run.config.is_file() else "not started"))
+
+
+def _no_results(why: str) -> Results:
+    return dict.fromkeys(RESULTS) | {"exit": why}
+
+
+def overridden_keys(run: Path) -> list[str]:
+    """The keys given on the command line of a run, in order; config groups as `algorithm/kl`."""
+    config = run / "config.yaml"
+    given = (load_yaml(config) or {}).get("overrides") if config.is_file() else None
+    return [str(text).lstrip("+~").partition("=")[0].partition("@")[0] for text in given or ()]
