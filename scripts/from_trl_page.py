@@ -21,23 +21,21 @@ FROM_TRL = """\
 
 `make docs` writes this page from `grpocli_tools/porting/foreign_names.py`. `grpocli explain --from-trl NAME` prints
 one row.
-`grpocli from-trl FILE` prints the command for a script of TRL, or a YAML of TRL or NeMo RL, which is never run: every
-setting is an override, or is named with the reason. Importing a script would start its training, so
-`--rewards rewards.py` (or `--out recipe/NAME.yaml`, with a recipe) writes its reward functions, the dataset's `map` as
-`to_example`, and what both need into a separate file. Arguments after `--` are those of the script's command line:
+`grpocli from-trl FILE` prints the command for a script of TRL, or a YAML of TRL or NeMo RL. Every setting is an
+override, or is named with the reason. A script is never run. Its calls of `GRPOConfig`, `LoraConfig`, `GRPOTrainer`
+and `load_dataset` are read, where their arguments are literals or constants of the script; every other argument is one
+`# check:` line. A model, dataset, reward or number of steps that is not read is `???` in the command, which then stops
+with this key. Set what else the script does to its model, tokenizer and rows yourself, `.map(...)` as `task.processor`.
+A notebook (.ipynb, or its cells as a script) is read as a script, without lines for the shell.
+
+Importing a script would start its training, so `--rewards rewards.py` (or `--out recipe/NAME.yaml`, with a recipe)
+writes its reward functions, and the functions, constants and imports that they need, into a separate file. Arguments
+after `--` are those of the script's command line, `--config` as TrlParser reads it among them:
 
     grpocli from-trl gspo.py --rewards rewards.py --processes 8 -- --model_name_or_path Qwen/Qwen3-0.6B --beta 0.0
-
-A config that the script gets with `--config`, as TrlParser reads it, and that of `accelerate launch` are read, too.
-Defaults of argparse are not: what a script takes from `args` is named, unless it is given after `--`.
-
     grpocli from-trl dapo.py --rewards rewards.py --accelerate zero3.yaml -- --config dapo.yaml
 
-A model, dataset, reward or number of steps that is not read is `???` in the command, which then stops with this key.
-Values that are no literals (calls, conditions, f-strings), steps of the dataset that are not carried over, and what the
-script does to its tokenizer, are `# check:` lines. What pandas does to a table is not read. With several rewards,
-`eval.reward` names the one that measures accuracy, chosen by the rewards' names and by whether they read a reference
-answer. A notebook (.ipynb, or its cells as a script) is read as a script, without lines for the shell.
+With several rewards, `eval.reward` is the first whose name says that it scores answers; check it.
 
 The last line of the output is a command that scores two steps of scripted completions with the ported rewards, without
 the model. Defaults of TRL are those of version 1.16; a test compares them with an installed TRL.
@@ -85,7 +83,7 @@ PORTED = """\
 | the script | the command |
 | --- | --- |
 | `load_dataset("openai/gsm8k", "main", split="train")` | `task=hub task.path=openai/gsm8k task.name=main` |
-| `.map(to_prompt)` | `task.processor=rewards.py:to_prompt`, which returns the whole row, not only what is new |
+| `.map(to_prompt)` | write `task.processor=rewards.py:to_prompt`: it returns the whole row, not only what is new |
 | `reward_funcs=[correct, short]` | `'reward=[rewards.py:correct,rewards.py:short]'` |
 | `reward_weights=[1.0, 0.2]` | `reward.short.weight=0.2` |
 | `model="Qwen/Qwen2.5-1.5B-Instruct"` | `model=hf model.path=Qwen/Qwen2.5-1.5B-Instruct` |
@@ -108,7 +106,7 @@ SECTIONS = {
     "ModelConfig and ScriptArguments": ("TRL", foreign_names.MODEL_CONFIG),
     "GRPOTrainer": ("TRL", foreign_names.TRAINER),
     "LoraConfig": ("PEFT", foreign_names.LORA_CONFIG),
-    "Earlier names and other calls": ("other names", foreign_names.EARLIER),
+    "Earlier names": ("other names", foreign_names.EARLIER),
     "NeMo RL": ("NeMo RL", foreign_names.NEMO_RL),
 }
 

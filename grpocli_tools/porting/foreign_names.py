@@ -490,20 +490,14 @@ LORA_CONFIG = {
 
 TRL = GRPO_CONFIG | TRAINING_ARGUMENTS | MODEL_CONFIG
 
-SAVED = "the final model is RUN/model, a Hugging Face folder with merged LoRA weights"
 PAGE = "the run's folder has everything that is logged"
-NEW_TOKENS = Equivalent("", "save the model and its tokenizer with the change to a folder, and set model.path=FOLDER")
 TEMPLATE = Equivalent("", "write the template to a file, and set model.chat_template=FILE")
 END = Equivalent("", "set rollout.stop=[TEXT], or save the tokenizer with it beside the model: model.path=FOLDER")
-UNPADDED = nothing(UNSTATED, "rows are not padded")
-TOKENIZER = dict.fromkeys(("add_tokens", "add_special_tokens", "bos_token", "resize_token_embeddings"), NEW_TOKENS)
-TOKENIZER |= dict.fromkeys(("additional_special_tokens", "extra_special_tokens"), NEW_TOKENS)
-TOKENIZER |= dict.fromkeys(("setup_chat_format", "clone_chat_template"), NEW_TOKENS)
-TOKENIZER |= {"chat_template": TEMPLATE, "get_chat_template": TEMPLATE, "eos_token": END, "eos_token_id": END}
-TOKENIZER |= dict.fromkeys(("pad_token", "pad_token_id", "padding_side"), UNPADDED)
-"""What scripts do to their tokenizer: attributes, calls and arguments."""
 
-EARLIER = TOKENIZER | {
+EARLIER = {
+    "chat_template": TEMPLATE,
+    "eos_token": END,
+    "eos_token_id": END,
     "max_prompt_length": Equivalent(
         "rollout.max_prompt_tokens={}",
         "TRL cut longer prompts from the left, as rollout.long_prompts=truncate does; they are dropped by default here",
@@ -534,11 +528,8 @@ EARLIER = TOKENIZER | {
     "hub_token": nothing(None, "the token is that of HF_TOKEN or `hf auth login`"),
     "hub_private_repo": Equivalent("hub.private={}"),
     "tokenizer": nothing(None, "the tokenizer is the model's; model.chat_template=FILE replaces its template"),
-    "save_model": nothing(None, SAVED),
-    "save_pretrained_merged": nothing(None, SAVED),
-    "save_lora": nothing(None, "the adapter is in RUN/checkpoints; RUN/model has the merged weights"),
 }
-"""Fields of earlier versions of TRL and transformers, others without a counterpart, and calls at the end of scripts."""
+"""Fields of earlier versions of TRL and transformers, and others without a counterpart."""
 
 ALIASES = EARLIER | {
     "batch_size": BATCH,

@@ -81,9 +81,8 @@ def ported(
     config of accelerate.
     """
     from grpocli_tools.porting.accelerate import is_accelerate, read_accelerate
-    from grpocli_tools.porting.functions_file import functions_file
     from grpocli_tools.porting.nemo_rl import NemoRl, is_nemo_rl
-    from grpocli_tools.porting.script import of_script
+    from grpocli_tools.porting.script import functions_file, of_script
     from grpocli_tools.porting.source import of_mapping, read_mapping
     from grpocli_tools.porting.trl import Translation
 
@@ -101,17 +100,17 @@ def ported(
             launch.add(port)
         return port, ""
     source = of_script(file, given)
-    functions = functions_file(source)
+    text, left = functions_file(source)
     place = rewards or Path(f"{file.stem}_rewards.py")
     port = Translation(source, processes, prompts, str(place)).translate()
     if launch:
         launch.add(port)
-    port.notes += [f"{place} lacks what could not be moved: {text}" for text in functions.left]
-    if functions.text and rewards is None:
+    port.notes += [f"{place} lacks {one}; define it there" for one in left]
+    if text and rewards is None:
         port.notes.append(
             f"{place} is not written: --rewards {shlex.quote(str(place))} moves the functions of {file.name} there"
         )
-    return port, functions.text
+    return port, text
 
 
 def _write(key: str, file: Path, text: str) -> None:

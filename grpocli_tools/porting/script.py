@@ -1,27 +1,45 @@
-"""A training script read as syntax: `GRPOConfig(...)`, `GRPOTrainer(...)`, its model, rewards and LoRA."""
+"""A training script read as syntax: its calls of GRPOConfig, LoraConfig, GRPOTrainer and load_dataset. Nothing is run.
+
+Literals and constants of the script are values. Anything else is `Unread`, which becomes a `# check:` line.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from grpocli.config import yaml_text
 from grpocli.errors import ConfigError
-from grpocli_tools.porting.command_line import given_arguments, last_name
-from grpocli_tools.porting.foreign_names import TOKENIZER
-from grpocli_tools.porting.script_data import DataReader
-from grpocli_tools.porting.source import FROM_COMMAND_LINE, RewardCall, ScriptSource, Unread, add_arguments
-from grpocli_tools.porting.syntax import TOO_DEEP, Function, Scope, parsed
+from grpocli_tools.porting.overrides import shortened
+from grpocli_tools.porting.source import (
+    Data,
+    RewardCall,
+    ScriptSource,
+    Unread,
+    add_arguments,
+    put,
+    read_mapping,
+    read_text,
+)
 
+TOO_DEEP = "an expression is nested too deep, or has too many terms, to be read"
+IPYTHON = re.compile(r"^([ \t]*)[!%](?:.*\\\n)*.*$", re.MULTILINE)
+FOREIGN_CELLS = ("%%bash", "%%sh", "%%writefile", "%%html", "%%javascript", "%%script")
+"""Beginnings of a notebook's cells that are not Python."""
 POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
 """Arguments of GRPOTrainer that are given by position."""
-MOVES = ("to", "cuda", "cpu", "train", "eval", "half", "float", "bfloat16")
-"""Methods of a model that return it."""
-TOKENIZER_METHODS = (
-    *("add_tokens", "add_special_tokens", "resize_token_embeddings"),
-    *("get_chat_template", "setup_chat_format", "clone_chat_template"),
+FROM_COMMAND_LINE = (
+    "the script reads GRPOConfig from its command line, so TRL's defaults are used; give the arguments after `--`"
 )
-"""Calls that change a tokenizer, or the model for it."""
+ONLY_CALLS = (
+    "only the script's calls of GRPOConfig, LoraConfig, GRPOTrainer and load_dataset are read: set what else it does "
+    "to its model, tokenizer and rows yourself"
+)
 
 
 def of_script(file: Path, words: Sequence[str] = ()) -> ScriptSource:
@@ -29,208 +47,303 @@ def of_script(file: Path, words: Sequence[str] = ()) -> ScriptSource:
 
     Raises ConfigError if it cannot be read or has neither GRPOConfig nor GRPOTrainer.
     """
-    tree = parsed(file)
     try:
-        line = given_arguments(words, file, tree)
-        source = Reader(file, tree, line).source()
-        add_arguments(source, line.given, line.own)
-        return source
+        source = Script(file).source()
     except RecursionError as error:
         raise ConfigError(TOO_DEEP, key=str(file)) from error
+    given = arguments_of(words)
+    if isinstance(config := given.pop("config", None), str):  # as TrlParser reads it, here or beside the script
+        beside = file.parent / config
+        given = read_mapping(beside if beside.is_file() and not Path(config).is_file() else Path(config)) | given
+    if given and FROM_COMMAND_LINE in source.notes:
+        source.notes.remove(FROM_COMMAND_LINE)
+    add_arguments(source, given)
+    return source
 
 
-class Reader(DataReader):
-    """Reads one script."""
+def arguments_of(words: Sequence[str]) -> dict[str, Any]:
+    """The arguments `--name value ...` of a command line; a name alone is true, and a file alone is `config`.
+
+    Raises ConfigError for a value without a name.
+    """
+    found: dict[str, list[Any]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = [yaml_text.load(value)] if equals else []
+        elif name:
+            found[name].append(yaml_text.load(word.rstrip(",")))
+        elif word.endswith((".yaml", ".yml", ".json")):
+            found["config"] = [word]
+        else:
+            raise ConfigError("must be --NAME", key="--", value=word, hint="write -- --learning_rate 1e-5 ...")
+    return {name: True if not one else one[0] if len(one) == 1 else one for name, one in found.items()}
+
+
+class Script:
+    """The syntax of one script or notebook. Raises ConfigError, with the line of a syntax error."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.text = file, script_text(file)
+        try:
+            self.tree = ast.parse(self.text)
+        except SyntaxError as error:
+            raise ConfigError(f"line {error.lineno}: {error.msg}", key=str(file)) from error
+        except (RecursionError, MemoryError) as error:
+            raise ConfigError(TOO_DEEP, key=str(file)) from error
+        self.nodes = list(ast.walk(self.tree))
+        self.assigned = self._assigned()
+        self.constants: dict[str, Any] = {}
+        for name, node in self.assigned.items():
+            if not isinstance(value := self.value(node), Unread):
+                self.constants[name] = value
+        self.imported = {
+            alias.asname or alias.name: (node.module or "", alias.name)
+            for node in self.nodes
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+
+    def _assigned(self) -> dict[str, ast.expr]:
+        """The expressions of names that the whole script binds once."""
+        bound: Counter[str] = Counter()
+        found: dict[str, ast.expr] = {}
+        for node in self.nodes:
+            match node:
+                case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                    bound[name] += 1
+                case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):  # settings["beta"] = 0.1
+                    bound[name] += 1
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    found[name] = value
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                    found[name] = value
+        return {name: node for name, node in found.items() if bound[name] == 1}
 
     def source(self) -> ScriptSource:
-        """Everything that the script sets."""
-        source = ScriptSource(self.source_file, is_script=True)
-        trainers = self._calls_of("GRPOTrainer")
-        configs = self._calls_of("GRPOConfig")
+        """Everything that the calls set."""
+        source = ScriptSource(self.file, is_script=True)
+        trainers, configs = self.calls("GRPOTrainer"), self.calls("GRPOConfig")
         if not trainers and not configs:
             raise self._without_grpo()
-        if len(trainers) > 1:
-            source.notes.append(f"the script has {len(trainers)} GRPOTrainer calls, and this reads the last")
-        arguments = self._arguments(*trainers[-1], POSITIONS) if trainers else {}
-        scope = trainers[-1][1] if trainers else self.module
-        self._read_config(source, arguments, configs, scope)
-        self._read_trainer(source, arguments, scope)
-        self._read_ends(source)
-        self._read_tokenizer(source, arguments.get("processing_class") or arguments.get("tokenizer"), scope)
-        source.loose = list(self._loose_steps(source))
-        source.notes += self.conditions
-        if not source.settings and not configs:
+        for name, calls in (("GRPOTrainer", trainers), ("GRPOConfig", configs)):
+            if len(calls) > 1:
+                source.notes.append(f"the script has {len(calls)} {name} calls, and this reads the last")
+        if configs:
+            given = self.arguments(configs[-1], ("output_dir",))
+            source.settings = {name: self.value(node) for name, node in given.items()}
+        else:
             source.notes.append(FROM_COMMAND_LINE)
+        if trainers:
+            self._read_trainer(source, self.arguments(trainers[-1], POSITIONS))
+        source.notes.append(ONLY_CALLS)
         return source
 
     def _without_grpo(self) -> ConfigError:
-        found = [name for name in ("SFTTrainer", "DPOTrainer", "PPOTrainer", "RLOOTrainer") if self._calls_of(name)]
+        found = [name for name in ("SFTTrainer", "DPOTrainer", "PPOTrainer", "RLOOTrainer") if self.calls(name)]
         problem = "has no GRPOConfig(...) and no GRPOTrainer(...)"
-        return ConfigError(f"{problem}{f', but {found[0]}' if found else ''}", key=str(self.source_file))
+        return ConfigError(f"{problem}{f', but {found[0]}' if found else ''}", key=str(self.file))
 
-    def _read_config(
-        self, source: ScriptSource, arguments: dict[str, ast.expr], configs: list[tuple[ast.Call, Scope]], scope: Scope
-    ) -> None:
-        """Read the GRPOConfig that the trainer gets, else the last one."""
-        args = arguments.pop("args", None)
-        made = self._made(args, scope)[0] if args is not None else None
-        for name, value in self.command_line.base.items():
-            source.settings[name] = self.fold(value, self.module)
-        chosen = next(((call, place) for call, place in configs if call is made), configs[-1] if configs else None)
-        if chosen is not None:
-            if len(configs) > 1 and chosen[0] is not made:
-                source.notes.append(f"the script has {len(configs)} GRPOConfig calls, and this reads the last")
-            for name, value in self._arguments(*chosen, ("output_dir",)).items():
-                source.settings[name] = self.fold(value, chosen[1])
-        for call, place in self._calls_of("ModelConfig"):
-            given = self._arguments(call, place, ("model_name_or_path",))
-            given.pop("model_name_or_path", None)  # the trainer gets it
-            source.settings |= {name: self.fold(one, place) for name, one in given.items()}
-        for target, value, place in self.changes:  # training_args.learning_rate = 1e-6
-            if isinstance(args, ast.Name) and isinstance(target.value, ast.Name) and target.value.id == args.id:
-                source.settings[target.attr] = self.fold(value, place)
-
-    def _read_trainer(self, source: ScriptSource, arguments: dict[str, ast.expr], scope: Scope) -> None:
+    def _read_trainer(self, source: ScriptSource, arguments: dict[str, ast.expr]) -> None:
         for name, node in arguments.items():
             match name:
+                case "args":
+                    source.settings |= self._changes(node)
                 case "model":
-                    self._read_model(source, node, scope)
+                    self._read_model(source, node)
                 case "reward_funcs":
-                    source.rewards = list(self._rewards(node, scope))
+                    source.rewards = list(self._rewards(self.made(node)))
                 case "train_dataset":
-                    source.data = self.data(node, scope)
+                    source.data = self._data(node)
                 case "eval_dataset":
-                    source.eval_data = self.data(node, scope)
+                    source.eval_data = self._loaded(self.made(node)) or self._unread(node)
                 case "peft_config":
-                    self._read_lora(source, node, scope)
+                    self._read_lora(source, node)
                 case _:
-                    source.ignored[name] = self.fold(node, scope)
+                    source.ignored[name] = self.value(node)
 
-    def _read_ends(self, source: ScriptSource) -> None:
-        """Calls that resume, and that save the result."""
-        for call, scope in self.calls:
-            name = self._callee(call, scope)
-            if name == "train" and (given := self._arguments(call, scope).get("resume_from_checkpoint")):
-                source.ignored.setdefault("resume_from_checkpoint", self.fold(given, scope))
-            elif name in ("save_model", "save_lora", "save_pretrained_merged", "push_to_hub_merged"):
-                source.ignored.setdefault(name, self.fold(call.args[0], scope) if call.args else None)
+    def _changes(self, args: ast.expr) -> dict[str, Unread]:
+        """Settings that are assigned to the config after it is made."""
+        return {
+            node.attr: self._unread(node)
+            for node in self.nodes
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(args, ast.Name)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == args.id
+        }
 
-    def _read_tokenizer(self, source: ScriptSource, node: ast.expr | None, scope: Scope) -> None:
-        """What the script does to its tokenizer: calls, attributes, and arguments of from_pretrained."""
-        done: list[tuple[str, ast.AST]] = []
-        for call, place in self.calls:
-            name = self._callee(call, place)
-            done += [(name, call)] if name in TOKENIZER_METHODS else []
-            if name == "from_pretrained" and "Tokenizer" in ast.unparse(call.func):
-                done += [(str(one.arg), one.value) for one in call.keywords if one.arg in TOKENIZER]
-        for target, value, _ in self.changes:
-            if target.attr in TOKENIZER or "tok" in ast.unparse(target.value).lower():
-                done.append((target.attr, ast.copy_location(ast.Assign([target], value), target)))
-        for name, one in done:
-            before = f"{source.ignored[name]}; " if name in source.ignored else ""
-            source.ignored[name] = f"{before}{self._unread(one)}"
-        made, place = self._made(node, scope) if node else (None, scope)
-        if isinstance(made, ast.Call) and self._callee(made, place) == "from_pretrained" and made.args:
-            path = self.fold(made.args[0], place)
-            if isinstance(path, str) and isinstance(source.model, str) and path != source.model:
-                source.notes.append(
-                    f"the tokenizer is that of {path}; save it and the model to a folder: model.path=FOLDER"
-                )
-
-    def _read_model(self, source: ScriptSource, node: ast.expr, scope: Scope, depth: int = 0) -> None:
-        value = self.fold(node, scope)
-        if isinstance(value, str) or depth > 8:
-            source.model = value
-            return
-        made, place = self._made(node, scope)
-        while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in MOVES:
-            made, place = self._made(made.func.value, place)
-        source.model = source.model or self._unread(node)
-        if not isinstance(made, ast.Call):
-            return
-        callee = self._callee(made, place)
-        if isinstance(made.func, ast.Name) and (found := place.function(callee)):
-            result, within = self._returned(made, found[0], place)
-            result = result.elts[0] if isinstance(result, ast.Tuple) else result  # model, tokenizer
-            self._read_model(source, result, within, depth + 1)
-        if callee == "get_peft_model":
-            inner = self._arguments(made, place, ("model", "peft_config"))
-            self._read_model(source, inner.pop("model", made.func), place, depth + 1)
-            if config := inner.pop("peft_config", None):
-                self._read_lora(source, config, place)
-            else:
-                source.lora = {name: self.fold(one, place) for name, one in inner.items()}
-        elif callee == "prepare_model_for_kbit_training" and made.args:
-            self._read_model(source, made.args[0], place, depth + 1)
-        elif callee == "from_pretrained":
-            given = self._arguments(made, place, ("pretrained_model_name_or_path",))
-            values = {name: self.fold(one, place) for name, one in given.items()}
+    def _read_model(self, source: ScriptSource, node: ast.expr) -> None:
+        """A path, or `CLASS.from_pretrained(PATH, ...)`."""
+        made = self.made(node)
+        source.model = self.value(node)
+        if isinstance(made, ast.Call) and last_name(made.func) == "from_pretrained":
+            given = self.arguments(made, ("pretrained_model_name_or_path",))
+            values = {name: self.value(one) for name, one in given.items() if name != "device_map"}
             source.model = values.pop("pretrained_model_name_or_path", None) or values.pop("model_name", None)
-            known = ("dtype", "torch_dtype", "attn_implementation", "revision", "trust_remote_code", "max_seq_length")
-            for name, one in values.items():
-                if name in known or name == "gpu_memory_utilization":
-                    source.settings.setdefault(
-                        {"gpu_memory_utilization": "vllm_gpu_memory_utilization"}.get(name, name), one
-                    )
-                elif name == "fast_inference" and one is True:  # Unsloth's name of vLLM in the trainer
-                    source.settings.setdefault("use_vllm", True)
-                elif one not in (None, False) and name not in ("device_map", "max_lora_rank", "use_cache"):
-                    source.ignored[name] = one
+            for name, value in values.items():
+                if name not in source.settings:
+                    put(source, name, value)
 
-    def _read_lora(self, source: ScriptSource, node: ast.expr, scope: Scope) -> None:
-        made, place = self._made(node, scope)
-        if isinstance(made, ast.Call) and self._callee(made, place) == "LoraConfig":
-            source.lora = {name: self.fold(one, place) for name, one in self._arguments(made, place, ("r",)).items()}
-        elif isinstance(made, ast.Call) and self._callee(made, place) == "get_peft_config":
-            source.settings.setdefault("use_peft", False)  # TRL's ModelConfig has the arguments
-        elif not (isinstance(made, ast.Constant) and made.value is None):
+    def _read_lora(self, source: ScriptSource, node: ast.expr) -> None:
+        made = self.made(node)
+        if isinstance(made, ast.Call) and last_name(made.func) == "LoraConfig":
+            source.lora = {name: self.value(one) for name, one in self.arguments(made, ("r",)).items()}
+        elif isinstance(made, ast.Call) and last_name(made.func) == "get_peft_config":
+            source.settings.setdefault("use_peft", False)  # its arguments are those of the command line
+        elif self.value(node) is not None:
             source.notes.append(f"peft_config={self._unread(node)} is not read: set model.lora.rank yourself")
 
-    def _rewards(self, node: ast.expr, scope: Scope) -> Iterator[RewardCall | Unread]:
-        if isinstance(node, ast.List | ast.Tuple):
-            for one in node.elts:
-                yield from self._rewards(one, scope)
-            return
-        if isinstance(node, ast.Name) and scope.function(node.id):
-            yield RewardCall(node.id, line=node.lineno, words=self._words(node.id))
-        elif isinstance(node, ast.Name) and (imported := scope.imported(node.id)):
-            yield RewardCall(imported[1], imported[0])
-        elif isinstance(node, ast.Name) and (found := scope.bound(node.id, node.lineno)):
-            yield from self._rewards(found[0].value, found[1]) if found[0].index is None else [self._unread(node)]
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and scope.imported(node.value.id):
-            module = ".".join(filter(None, scope.imported(node.value.id) or ()))
-            yield RewardCall(node.attr, module)
-        elif isinstance(value := self.fold(node, scope), str):
-            yield RewardCall("model", path=value)
-        elif isinstance(node, ast.Lambda):
-            name = f"lambda_{node.lineno}_{node.col_offset}"
-            yield RewardCall(name, code=ast.unparse(node), line=node.lineno, words=words_of(node))
-        elif isinstance(node, ast.Call) and (name := last_name(node.func)):
-            yield self._made_reward(node, name, scope)
-        else:
-            yield self._unread(node)
+    def _rewards(self, node: ast.expr) -> Iterator[RewardCall | Unread]:
+        match node:
+            case ast.List() | ast.Tuple():
+                for one in node.elts:
+                    yield from self._rewards(one)
+            case ast.Name(id=name) if name in self.imported:
+                module, there = self.imported[name]
+                yield RewardCall(there, module)
+            case ast.Name(id=name) if name in self.definitions():
+                yield RewardCall(name)
+            case _ if isinstance(path := self.value(node), str):
+                yield RewardCall("model", path=path)
+            case _:
+                yield self._unread(node)
 
-    def _made_reward(self, call: ast.Call, name: str, scope: Scope) -> RewardCall:
-        """A reward that a call makes, such as `partial(f, weight=2)`."""
-        module, there = scope.imported(name) or ("", name)
-        values = {key: self.fold(one, scope) for key, one in self._arguments(call, scope).items()}
-        if module.startswith("trl"):
-            return RewardCall(there, module, values)
-        others = {one.col_offset for one, _ in self._calls_of(name) if one.lineno == call.lineno}
-        own_name = f"{name}_{call.lineno}" + (f"_{call.col_offset}" if len(others) > 1 else "")
-        named = [one.id for one in ast.walk(call) if isinstance(one, ast.Name)]  # partial(f): those of f
-        words = frozenset().union(*map(self._words, named))
-        return RewardCall(own_name, arguments=values, code=ast.unparse(call), line=call.lineno, words=words)
+    def _data(self, node: ast.expr) -> Data | Unread:
+        """The script's only `load_dataset(...)`, or the one behind a name."""
+        if data := self._loaded(self.made(node)):
+            return data
+        calls = self.calls("load_dataset")
+        data = self._loaded(calls[0]) if len(calls) == 1 else None
+        if data is None:
+            return self._unread(node)
+        data.rest = self._unread(node)
+        return data
 
-    def _words(self, name: str) -> frozenset[str]:
-        """The words of a function or class of the script."""
-        defined = [one for one in ast.walk(self.tree) if isinstance(one, Function | ast.ClassDef) and one.name == name]
-        return words_of(*defined)
+    def _loaded(self, node: ast.expr) -> Data | None:
+        """The dataset of `load_dataset(...)`; None for another expression, or without a literal path and files."""
+        if not isinstance(node, ast.Call) or last_name(node.func) != "load_dataset":
+            return None
+        given = self.arguments(node, ("path", "name", "data_dir", "data_files", "split"))
+        values = {name: value for name, one in given.items() if (value := self.value(one)) is not None}
+        if not isinstance(values.get("path"), str) or isinstance(values.get("data_files"), Unread):
+            return None
+        name, split = (values.pop(one) if isinstance(values.get(one), str) else None for one in ("name", "split"))
+        streaming = values.get("streaming") is True and values.pop("streaming")
+        return Data(values.pop("path"), name, split, values.pop("data_files", None), streaming, values)
+
+    def value(self, node: ast.expr) -> Any:
+        """The value of a literal or of a constant; Unread for anything else."""
+        values: Any = None
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name(id=name) if name in self.constants:
+                return self.constants[name]
+            case ast.Attribute(value=ast.Name(id="torch")):  # torch.bfloat16
+                return node.attr
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+                return -number
+            case ast.List() | ast.Tuple() | ast.Set():
+                values = [self.value(one) for one in node.elts]
+            case ast.Dict() if all(isinstance(key, ast.Constant) for key in node.keys):
+                keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+                values = dict(zip(keys, map(self.value, node.values), strict=True))
+        inner = values.values() if isinstance(values, dict) else values
+        return self._unread(node) if inner is None or any(isinstance(one, Unread) for one in inner) else values
+
+    def made(self, node: ast.expr) -> ast.expr:
+        """The expression behind a name that is bound once."""
+        return self.assigned.get(node.id, node) if isinstance(node, ast.Name) else node
+
+    def calls(self, name: str) -> list[ast.Call]:
+        """The calls of a function, in the script's order."""
+        found = [one for one in self.nodes if isinstance(one, ast.Call) and last_name(one.func) == name]
+        return sorted(found, key=lambda call: call.lineno)
+
+    def arguments(self, call: ast.Call, positions: tuple[str, ...]) -> dict[str, ast.expr]:
+        """{name: expression} of a call; `**settings` of a dictionary that is written out is its entries."""
+        found = dict(zip(positions, (one for one in call.args if not isinstance(one, ast.Starred)), strict=False))
+        for keyword in call.keywords:
+            inner = self.made(keyword.value)
+            if keyword.arg is not None:
+                found[keyword.arg] = keyword.value
+            elif isinstance(inner, ast.Dict) and isinstance(entries := self.value(keyword.value), dict):
+                found |= {str(key): one for key, one in zip(entries, inner.values, strict=True)}
+            else:
+                found[f"**{ast.unparse(keyword.value)}"] = keyword.value
+        return found
+
+    def definitions(self) -> dict[str, ast.stmt]:
+        """The statements at the script's outermost level that bind a name: functions, classes, constants, imports."""
+        found: dict[str, ast.stmt] = {}
+        for statement in self.tree.body:
+            match statement:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    found[name] = statement
+                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                    found[name] = statement
+                case ast.Import() | ast.ImportFrom() | ast.Try():
+                    aliases = [one for one in ast.walk(statement) if isinstance(one, ast.alias)]
+                    found |= {(one.asname or one.name).partition(".")[0]: statement for one in aliases}
+        return found
+
+    def _unread(self, node: ast.AST) -> Unread:
+        return Unread(shortened(ast.unparse(node)), getattr(node, "lineno", 0))
 
 
-def words_of(*nodes: ast.AST) -> frozenset[str]:
-    """The parameters and texts in code: what a reward may read from its arguments."""
-    inner = [one for node in nodes for one in ast.walk(node)]
-    words = [one.arg for one in inner if isinstance(one, ast.arg)]
-    texts = [one.value for one in inner if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-    return frozenset([*words, *texts])
+def functions_file(source: ScriptSource) -> tuple[str, list[str]]:
+    """The text of a file with the script's reward functions and what they need, and the names that stay behind.
+
+    Importing the script would start its training. An assignment with a call (a tokenizer, a dataset) stays behind;
+    `re.compile(...)` moves.
+    """
+    names = [one.name for one in source.rewards if isinstance(one, RewardCall) and not one.module and not one.path]
+    if not names:
+        return "", []
+    script = Script(source.file)
+    defined = script.definitions()
+    chosen: set[ast.stmt] = set()
+    left: list[str] = []
+    while names:
+        name = names.pop()
+        statement = defined.get(name)
+        if statement is None or statement in chosen:
+            continue
+        calls = [one.func for one in ast.walk(statement) if isinstance(one, ast.Call)]
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and any(ast.unparse(one) != "re.compile" for one in calls):
+            left += [] if (text := f"{name} (line {statement.lineno}), which a call makes") in left else [text]
+            continue
+        chosen.add(statement)
+        names += [one.id for one in ast.walk(statement) if isinstance(one, ast.Name)]
+    lines = script.text.splitlines()
+    texts = [f'"""The reward functions of {source.file.name}, moved by grpocli from-trl."""', *_future(script.tree)]
+    for statement in sorted(chosen, key=lambda one: one.lineno):
+        first = min([statement.lineno, *(one.lineno for one in getattr(statement, "decorator_list", []))])
+        texts.append("\n".join(lines[first - 1 : statement.end_lineno]))
+    return "\n\n".join(texts) + "\n", left
+
+
+def _future(tree: ast.Module) -> list[str]:
+    return [ast.unparse(one) for one in tree.body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
+
+
+def script_text(file: Path) -> str:
+    """The text of a script, or of the code cells of a notebook; lines for IPython (`!pip`, `%cd`) are `pass`."""
+    text = read_text(file)
+    if file.suffix == ".ipynb":
+        cells = [one for one in read_mapping(file).get("cells", ()) if one.get("cell_type") == "code"]
+        sources = ["".join(one.get("source", ())) for one in cells]
+        text = "\n".join(one for one in sources if not one.lstrip().startswith(FOREIGN_CELLS))
+    with suppress(SyntaxError, RecursionError, MemoryError):
+        ast.parse(text)
+        return text
+    return IPYTHON.sub(lambda found: f"{found[1]}pass" + "\n" * found[0].count("\n"), text)
+
+
+def last_name(node: ast.expr) -> str:
+    """`b` of the expressions `b` and `a.b`; "" for others."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,6 @@ from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli_tools.porting.foreign_names import ALIASES, LORA_CONFIG, TRAINER, TRL
 
-FROM_COMMAND_LINE = (
-    "the script reads GRPOConfig from its command line, so TRL's defaults are used; give the arguments after `--`"
-)
 MAX_BYTES = 2_000_000
 """Largest file that is read."""
 MAX_NUMBER = 1e15
@@ -35,55 +32,38 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class RewardCall:
-    """A reward: name of a function. module: where it is imported from; "" for a function of the script.
+    """A reward function. module: where it is imported from; "" for a function of the script.
 
-    arguments: those of a call that makes the function, and code: that call. path: a reward model instead of a function.
-    line: where it is used. words: parameters and texts of a function or class of the script.
+    path: a reward model instead of a function.
     """
 
     name: str
     module: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
     path: str = ""
-    code: str = ""
-    line: int = 0
-    words: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetStep:
-    """A method call on the dataset, such as `map` with the text of its function."""
-
-    method: str
-    text: str
-    line: int
-    function: str = ""
-    plain: bool = True
-    """Whether the call has no other arguments that matter, such as `batched=True`."""
-    arguments: tuple[Any, ...] = ()
-    keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Data:
-    """A dataset: the arguments of `load_dataset` and the steps after it. others: arguments without a field here."""
+    """A dataset: the arguments of `load_dataset`. others: arguments without a field here.
+
+    rest: what the script does to it, which is not carried over.
+    """
 
     path: str = ""
     name: str | None = None
     split: str | None = None
     files: Any = None
     streaming: bool = False
-    steps: list[DatasetStep] = field(default_factory=list)
     others: dict[str, Any] = field(default_factory=dict)
+    rest: Unread | None = None
 
 
 @dataclass(slots=True)
 class ScriptSource:
     """What a file sets. settings: {field: value or Unread}, of GRPOConfig and what `trl grpo` reads beside it.
 
-    lora: arguments of LoraConfig; None without one.
-    ignored: arguments of GRPOTrainer and others that are not settings. own: arguments that the script defines itself.
-    loose: steps on datasets that `data` does not have. notes: what a reader must know.
+    lora: arguments of LoraConfig; None without one. notes: what a reader must know.
+    ignored: arguments of GRPOTrainer and others that are not settings.
     """
 
     file: Path
@@ -94,8 +74,6 @@ class ScriptSource:
     eval_data: Data | Unread | None = None
     lora: dict[str, Any] | None = None
     ignored: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
-    loose: list[DatasetStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_script: bool = False
 
@@ -150,23 +128,18 @@ def of_mapping(file: Path, values: Mapping[str, Any]) -> ScriptSource:
         close = next((nearest(name, TRL) for name in values if nearest(name, TRL)), "")
         hint = "give the config of `trl grpo --config` or of NeMo RL, or a script with GRPOConfig(...)"
         raise ConfigError(f"has no key of TRL{close}", key=str(file), hint=hint)
-    for name, value in values.items():
-        _put(source, name, value)
+    add_arguments(source, values)
     return source
 
 
-def add_arguments(source: ScriptSource, values: Mapping[str, Any], own: Container[str]) -> None:
-    """Add the arguments that a script got. own: those that the script defines, and uses where it reads them."""
+def add_arguments(source: ScriptSource, values: Mapping[str, Any]) -> None:
+    """Add settings of a config or a command line; they replace those of the script."""
     for name, value in values.items():
-        if name in own or (name.startswith("dataset_") and isinstance(source.data, Data) and source.data.path):
-            source.own[name] = value
-        elif name != "reward_model_name_or_path" or RewardCall("model", path=str(value)) not in source.rewards:
-            _put(source, name, value)
-    if values:
-        source.notes = [note for note in source.notes if note != FROM_COMMAND_LINE]
+        if name != "reward_model_name_or_path" or RewardCall("model", path=str(value)) not in source.rewards:
+            put(source, name, value)
 
 
-def _put(source: ScriptSource, name: str, value: Any) -> None:
+def put(source: ScriptSource, name: str, value: Any) -> None:
     """Store a value where the translation looks for it."""
     if name == "model_name_or_path":
         source.model = str(value)
@@ -185,7 +158,7 @@ def _put(source: ScriptSource, name: str, value: Any) -> None:
 
 
 def _put_data(source: ScriptSource, name: str, value: Any) -> None:
-    data = source.data if isinstance(source.data, Data) else Data()
+    data = source.data if isinstance(source.data, Data) else Data(rest=source.data)
     source.data = data
     match name:
         case "dataset_name":

@@ -99,7 +99,7 @@ class Translation(Numbers):
     def translate(self) -> Port:
         self._model()
         self._lora()
-        set_data(self.port, self.source, self.functions)
+        set_data(self.port, self.source)
         set_rewards(self.port, self.source, self.functions, self.given("reward_weights"))
         self._objective()
         self._clip()
@@ -494,9 +494,6 @@ class Translation(Numbers):
                     self.port.skip(name, value, reason)
                 continue
             self.port.carry(name, value, TRL.get(name) or ALIASES.get(name))
-        for name, value in self.source.own.items():
-            if name not in self.port.named | self.port.remarked:
-                self.port.skip(name, value, "an argument of the script's own, used where the script reads it")
         for name, value in self.source.ignored.items():
             self.port.carry(name, value, TRAINER.get(name) or TRL.get(name) or ALIASES.get(name))
         self._mark_defaults()
