@@ -15,7 +15,7 @@ import pytest
 from grpocli import http
 from grpocli.errors import ConfigError, EngineError
 from grpocli.library_environments import openenv_environment as openenv
-from grpocli.rewards import chat_client
+from grpocli.rewards import judge
 from grpocli.rewards.judge import Judge
 from grpocli.rollout.vllm import client, liveness
 from grpocli.rollout.vllm.client import ServerClient
@@ -53,13 +53,13 @@ class Bad(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    for module in (chat_client, openenv):
+    for module in (judge, openenv):
         for name in ("LARGEST_RESPONSE", "LARGEST_SCHEMA"):
             monkeypatch.setattr(module, name, 10**6, raising=False)
     monkeypatch.setattr(client, "LARGEST", 10**6)
     monkeypatch.setattr(liveness, "LARGEST", 10**6)
     monkeypatch.setattr(served_teacher, "LARGEST_ANSWER", 10**6)
-    monkeypatch.setattr(chat_client, "CONNECT_TIMEOUT", 0.5)
+    monkeypatch.setattr(judge, "CONNECT_TIMEOUT", 0.5)
     monkeypatch.setattr(openenv, "SCHEMA_SECONDS", 0.5)
     monkeypatch.setattr(liveness, "CHECK_TIMEOUT", 0.2)
     monkeypatch.setattr(client, "HEARTBEAT", 0.2)

@@ -22,15 +22,13 @@ import grpocli.models.hf
 import grpocli.models.tiny
 import grpocli.rewards.code
 import grpocli.rewards.countdown
-import grpocli.rewards.group_length
 import grpocli.rewards.judge
 import grpocli.rewards.length
 import grpocli.rewards.math
-import grpocli.rewards.no_reward
 import grpocli.rewards.python
+import grpocli.rewards.reward
 import grpocli.rewards.reward_model
 import grpocli.rewards.text_match
-import grpocli.rewards.tools
 import grpocli.rollout.auto
 import grpocli.rollout.fake_engine
 import grpocli.rollout.sync_config

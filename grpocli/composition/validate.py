@@ -80,8 +80,7 @@ def check_schedule(run: Run) -> None:
 
 def _check_rewards(run: Run) -> None:
     from grpocli.algorithm.keep import SCORE
-    from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, EnvironmentReward, environment_of
-    from grpocli.rewards.tools import Tools
+    from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, EnvironmentReward, Tools, environment_of
     from grpocli.tasks.mixture import key_of, tasks_of
 
     if not run.reward:
@@ -112,7 +111,7 @@ def _check_rewards(run: Run) -> None:
 
 def _check_group_rewards(run: Run) -> None:
     """Refuse a reward that sees the group where accuracy is measured."""
-    from grpocli.rewards.group_length import GroupLength
+    from grpocli.rewards.length import GroupLength
     from grpocli.tasks.mixture import key_of, tasks_of
     from grpocli.tasks.prompt_source import accuracy_reward_of, rewards_for
 
@@ -133,7 +132,7 @@ def _check_group_rewards(run: Run) -> None:
 
 
 def _check_stop_at(run: Run) -> None:
-    from grpocli.rewards.no_reward import NoReward
+    from grpocli.rewards.reward import NoReward
     from grpocli.tasks.mixture import tasks_of
 
     stop_at = run.eval.stop_at
@@ -156,7 +155,7 @@ def _check_no_reward(run: Run) -> None:
     """Refuse combinations in which nothing is learned, or which need rewards that do not train."""
     from grpocli.algorithm.advantage import NoAdvantage
     from grpocli.algorithm.keep import Dynamic
-    from grpocli.rewards.no_reward import NoReward
+    from grpocli.rewards.reward import NoReward
 
     algorithm, names = run.algorithm, list(run.reward)
     unscored = any(isinstance(reward, NoReward) for reward in run.reward.values())
@@ -240,8 +239,7 @@ def _check_difficulty(run: Run) -> None:
 def _check_max_rl(run: Run) -> None:
     """Refuse rewards below 0 with MaxRL, which divides by a group's mean score."""
     from grpocli.algorithm.advantage import MaxRL
-    from grpocli.rewards.group_length import KimiLength, LengthPenalty
-    from grpocli.rewards.length import Overlong
+    from grpocli.rewards.length import KimiLength, LengthPenalty, Overlong
     from grpocli.rewards.reward import Correctness
 
     if not isinstance(run.algorithm.advantage, MaxRL):
@@ -257,7 +255,7 @@ def _check_max_rl(run: Run) -> None:
 
 def _check_curriculum(run: Run) -> None:
     """Require an accuracy reward where pass rates decide what is drawn."""
-    from grpocli.rewards.no_reward import NoReward
+    from grpocli.rewards.reward import NoReward
     from grpocli.tasks.curriculum import OrderKeys
     from grpocli.tasks.mixture import key_of, tasks_of
     from grpocli.tasks.prompt_source import rewards_for

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.answers.final_answer import END_TAG, TAG, after_thinking
 from grpocli.config.parts import UserCode, part, require
 from grpocli.errors import ConfigError
-from grpocli.rewards.code_blocks import BLOCK, program, symbols
-from grpocli.rewards.code_tests import function_name, problem_tests
+from grpocli.rewards.code_text import BLOCK, function_name, problem_tests, program, symbols
 from grpocli.rewards.reward import Correctness, Failure, Sample, Score
 from grpocli.rewards.worker_pool import WorkerPool, shared_pool
 

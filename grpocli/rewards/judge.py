@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import logging
 import math
 import os
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
 from grpocli.config.parts import ByColumn, Escaped, check_regex, nearest, part, require, template_fields
 from grpocli.errors import ConfigError
-from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
+from grpocli.http import BUSY, TooLong, bounded, fetch, json_of, retry_delay
+from grpocli.masking import mask
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, Unreachable
 
 if TYPE_CHECKING:
-    from grpocli.rewards.chat_client import ChatClient, Messages
+    import httpx
 
 logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, str]]
+
+CONNECT_TIMEOUT = 10.0
+LARGEST_RESPONSE = 4_000_000
+"""Bytes of an answer; a judgement has a few thousand."""
 
 PROMPT = """\
 You judge answers. Compare the answer with the reference, and end with "Score: 1" where it is right, "Score: 0" where it
@@ -125,11 +136,7 @@ class Judge(BaseReward):
 
     @cached_property
     def _client(self) -> ChatClient:
-        from grpocli.rewards.chat_client import ChatClient
-
-        body = {"model": self.model, "max_tokens": self.max_tokens, "temperature": self.temperature}
-        key = os.environ.get(self.api_key)  # never in a config, a log or a message
-        return ChatClient(self.base_url, key, body, self.concurrency, self.timeout, self.retries, self.backoff)
+        return ChatClient(self)
 
     def _question(self, sample: Sample) -> Messages | Failure:
         """The messages for the judge; a Failure if a column's value cannot be formatted."""
@@ -150,8 +157,7 @@ class Judge(BaseReward):
         except ValueError:
             score = math.nan
         if math.isnan(score):
-            logger.warning("the judge gave no score: %r", answer[:200])
-            return Failure(f"the judge gave no score: {answer[:80]!r}")
+            return _no_score(answer)
         return min(max(score, self.low), self.high)
 
 
@@ -162,3 +168,101 @@ def _text(value: object) -> str:
             return str(value[0]["content"])
         return "\n".join(f"{message['role']}: {message['content']}" for message in value)
     return str(value)
+
+
+class ChatClient:
+    """A client of a judge's endpoint. Several threads may call `answers`; `close` ends all of their requests."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge, self.url = judge, judge.base_url.rstrip("/")
+        self.body = {"model": judge.model, "max_tokens": judge.max_tokens, "temperature": judge.temperature}
+        self.headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(judge.api_key):  # never in a config, a log or a message
+            mask(key, "(the judge's key)")
+            self.headers["Authorization"] = f"Bearer {key}"
+        self._running: dict[asyncio.Task[list[str | Failure]], asyncio.AbstractEventLoop] = {}
+
+    def answers(self, conversations: Sequence[Messages]) -> list[str | Failure]:
+        """The endpoint's answer to each conversation, in order, or a Failure with the reason."""
+
+        async def ask_all() -> list[str | Failure]:
+            task = asyncio.create_task(self._ask_all(conversations))
+            self._running[task] = asyncio.get_running_loop()
+            try:
+                return await task
+            except asyncio.CancelledError:
+                return [Failure("no judgement: the run has ended")] * len(conversations)
+            finally:
+                del self._running[task]
+
+        return asyncio.run(ask_all())
+
+    def close(self) -> None:
+        """Cancel running requests, so that a run that ends does not wait for them."""
+        for task, loop in list(self._running.items()):
+            with contextlib.suppress(RuntimeError):  # its loop has just ended
+                loop.call_soon_threadsafe(task.cancel)
+
+    def unreachable(self) -> str:
+        """The reason why the endpoint does not answer; empty if it does, with any status."""
+        import httpx
+
+        try:
+            fetch(f"{self.url}/models", LARGEST_RESPONSE, CONNECT_TIMEOUT, self.headers)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    async def _ask_all(self, conversations: Sequence[Messages]) -> list[str | Failure]:
+        import httpx
+
+        slots, seconds = asyncio.Semaphore(self.judge.concurrency), self.judge.timeout
+        limits = httpx.Limits(max_connections=self.judge.concurrency)
+        timeout = httpx.Timeout(seconds, connect=min(CONNECT_TIMEOUT, seconds), pool=None)
+        async with httpx.AsyncClient(headers=self.headers, limits=limits, timeout=timeout) as http:
+
+            async def one(messages: Messages) -> str | Failure:
+                async with slots:
+                    try:
+                        return await self._ask(http, messages)
+                    except Exception as error:  # noqa: BLE001 - one request's error must not fail the others
+                        return Failure(f"no judgement: {type(error).__name__}: {error}")
+
+            return list(await asyncio.gather(*(one(messages) for messages in conversations)))
+
+    async def _ask(self, http: httpx.AsyncClient, messages: Messages) -> str | Failure:
+        import httpx
+
+        content = json.dumps({**self.body, "messages": messages})  # ASCII, since a lone surrogate is not valid UTF-8
+        url, seconds = f"{self.url}/chat/completions", self.judge.timeout
+        problem, busy = "", None
+        for attempt in range(self.judge.retries + 1):
+            if attempt:
+                await asyncio.sleep(retry_delay(attempt, self.judge.backoff, busy))
+            try:
+                response = await bounded(http, "POST", url, LARGEST_RESPONSE, seconds, content=content)
+            except TooLong as error:
+                return Failure(f"the judge gave no score: {error}")
+            except httpx.HTTPError as error:
+                problem, busy = str(error) or type(error).__name__, None
+                continue
+            if response.is_success:
+                return _answer(response)
+            problem, busy = f"HTTP {response.status_code} {' '.join(response.text.split())[:120]}".strip(), response
+            if response.status_code not in BUSY:
+                return Failure(f"the judge refused: {problem}")
+        return Unreachable(f"no judgement: {problem}, after {self.judge.retries + 1} tries")
+
+
+def _answer(response: httpx.Response) -> str | Failure:
+    """The text of the endpoint's answer; a Failure if the response has none."""
+    try:
+        text: Any = json_of(response)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        text = None
+    return text if isinstance(text, str) else _no_score(response.text)
+
+
+def _no_score(answer: str) -> Failure:
+    logger.warning("the judge gave no score: %r", answer[:200])
+    return Failure(f"the judge gave no score: {answer[:80]!r}")

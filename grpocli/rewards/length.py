@@ -1,11 +1,13 @@
-"""Rewards of a completion's length, in tokens."""
+"""Rewards of a completion's length in tokens, alone or beside the others of its group."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from omegaconf import MISSING
 
 from grpocli.config.formula import Formula
-from grpocli.config.parts import interpolate, part, require
+from grpocli.config.parts import interpolate, part, require, section
 from grpocli.rewards.reward import BaseReward, Sample, Score
 
 
@@ -73,3 +75,90 @@ class Overlong(BaseReward):
         limit = self.max_tokens or sample.max_tokens
         buffer = min(self.buffer_tokens or max(1, limit // 5), limit)
         return min(0.0, max(-1.0, (limit - buffer - sample.n_tokens) / buffer))
+
+
+@section("reward")
+class GroupLength(BaseReward):
+    """Base class of length rewards that depend on which answers of the group are right.
+
+    A completion counts the tokens that the model wrote. One whose accuracy is unknown gets no score.
+    """
+
+    sees_group = True
+
+    reward: str | None = interpolate("eval.reward")
+    """Name of the reward that says which answers are right: a score of 1 or more. null: the first of the task."""
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        known = [(sample, right) for sample in samples if (right := self._right(sample)) is not None]
+        lengths = [sample.n_written for sample, _ in known]
+        scores = iter(self.scores(lengths, [right for _, right in known]) if known else [])
+        return [None if self._right(sample) is None else next(scores) for sample in samples]
+
+    def scores(self, lengths: Sequence[int], right: Sequence[bool]) -> list[float]:
+        """The scores of a group's completions. lengths: in tokens."""
+        raise NotImplementedError
+
+    def _right(self, sample: Sample) -> bool | None:
+        """Whether the answer is right; None if that is unknown."""
+        name = self.reward if self.reward in sample.scores else next(iter(sample.scores), None)
+        score = None if name is None else sample.scores[name]
+        return None if score is None else score >= 1
+
+
+@part("reward", "length_penalty", package="reward.length_penalty")
+class LengthPenalty(GroupLength):
+    """A penalty for long completions, the stronger the more of the group are right.
+
+    -p l / max l, for a completion of l tokens in a group of which the share p is right, with weight 0.25 as in
+    prime-rl. So the model learns to be brief where it solves the problem, and is left alone where it does not yet.
+    """
+
+    weight: float = 0.25
+    """Factor of this reward in the sum of a run's rewards."""
+    only_right: bool = False
+    """Penalise only right answers."""
+
+    def formula(self) -> Formula:
+        whom = "; 0 for a wrong answer" if self.only_right else ""
+        return Formula(
+            (
+                "a length penalty tied to the pass rate",
+                f"R_length_penalty = −p l_i / max_G l{whom}",
+                "l_i: o_i's tokens;  p: the share of the group's answers that are right",
+            ),
+            {},
+            ("prime-rl, LinearLengthPenaltyConfig: its term of output tokens, whose p is the mean reward",),
+        )
+
+    def scores(self, lengths: Sequence[int], right: Sequence[bool]) -> list[float]:
+        rate, longest = sum(right) / len(right), max(1, *lengths)
+        penalised = [one or not self.only_right for one in right]
+        return [0.0 - rate * length / longest * one for length, one in zip(lengths, penalised, strict=True)]
+
+
+@part("reward", "kimi_length", package="reward.kimi_length")
+class KimiLength(GroupLength):
+    """Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3): short right answers gain, long ones lose.
+
+    λ = 0.5 - (l - min l) / (max l - min l) for a right answer, min(0, λ) for a wrong one; 0 if all are equally long.
+    """
+
+    def formula(self) -> Formula:
+        return Formula(
+            (
+                "Kimi's length reward",
+                "λ_i = 0.5 − (l_i − min_G l) / (max_G l − min_G l)",
+                "R_kimi_length = λ_i for a right answer, min(0, λ_i) for a wrong one;  0 if max_G l = min_G l",
+                "l_i: o_i's tokens",
+            ),
+            {},
+            ("Kimi k1.5 (arXiv 2501.12599), section 2.3.3",),
+        )
+
+    def scores(self, lengths: Sequence[int], right: Sequence[bool]) -> list[float]:
+        shortest, longest = min(lengths), max(lengths)
+        if shortest == longest:
+            return [0.0] * len(lengths)
+        gains = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+        return [gain if one else min(0.0, gain) for gain, one in zip(gains, right, strict=True)]

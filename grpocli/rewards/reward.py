@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import math
+import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, ClassVar, Self
 
 from grpocli.answers.final_answer import final_answer
 from grpocli.config.formula import Formula, summary
-from grpocli.config.parts import base, nearest, require, section
+from grpocli.config.parts import base, nearest, part, require, section
 from grpocli.errors import ConfigError
-from grpocli.rewards.written import read_written
 from grpocli.types import Episode, Rollout, Text, begun
 
 
@@ -113,6 +117,10 @@ Score = float | None | Failure
 """A score; None if the reward does not apply to the sample."""
 LARGEST_SCORE = 1e12
 """Its square is far below the largest float32."""
+LITERAL = r"""'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\\.)*+"?"""
+"""A text in quotes. One that is not closed is taken, too, or each of its quotes would be tried as the first."""
+NUMPY = re.compile(rf"""({LITERAL}|[}}\]])(\s+(?=['"{{\[]))?|\barray\(|,\s*dtype=\w+\)""", re.DOTALL)
+"""A literal or a bracket, with the space that follows instead of a comma; what numpy writes around a list."""
 
 
 @base("reward")  # these decorators are explained in config/parts.py
@@ -231,6 +239,20 @@ class Correctness(BaseReward):
         return self.right if correct else self.wrong
 
 
+@part("reward", "none", package="reward.none")
+class NoReward(BaseReward):
+    """Scores nothing, so a task needs no answers. For algorithm/advantage=none; such a run has no accuracy.
+
+    It is the only reward of its run, which is built without rewards.
+    """
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        return [None] * len(samples)
+
+    def formula(self) -> Formula:
+        return Formula(note="no score")
+
+
 def answer_columns(rewards: Iterable[BaseReward]) -> tuple[str, ...]:
     """The columns that may hold the reference answer, the most likely first."""
     named = ((reward.solution_column, getattr(reward, "answer_column", "")) for reward in rewards)
@@ -248,6 +270,27 @@ def accepted(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [answer for one in value for answer in accepted(one)]
     return [value] if value == value and answer_text(value).strip() else []
+
+
+def read_written(value: Any) -> Any:
+    """The list or object that a text is in JSON, in Python, or as numpy and pandas print it; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{", "array(")):
+        for read in (json.loads, _python):
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                if isinstance(found := read(value.strip()), list | dict):
+                    return found
+    return value
+
+
+def _python(text: str) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # of an unknown escape, as in '\d'
+        return ast.literal_eval(NUMPY.sub(_as_python, text))
+
+
+def _as_python(found: re.Match[str]) -> str:
+    if found[1]:
+        return f"{found[1]}, " if found[2] else found[1]
+    return "(" if found[0].startswith("array") else ")"
 
 
 def answer_text(value: Any) -> str:

@@ -13,7 +13,7 @@ from grpocli.config.parts import ByColumn, nearest, template_fields
 from grpocli.environments.environment import TOOLS_KEY
 from grpocli.environments.tools import name_of, read_arguments
 from grpocli.errors import ConfigError
-from grpocli.rewards.written import read_written
+from grpocli.rewards.reward import read_written
 from grpocli.tasks.json_rows import encodable, short
 from grpocli.types import PREFIX, Message, Prompt, Text
 

@@ -12,7 +12,7 @@ import pytest
 from rewards.test_streaming_scorer import PROMPTS, Recording, Scripted, sampler
 
 from grpocli.errors import ConfigError
-from grpocli.rewards.group_length import GroupLength, KimiLength, LengthPenalty
+from grpocli.rewards.length import GroupLength, KimiLength, LengthPenalty
 from grpocli.rewards.python import PythonReward
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.rewards.scorer import Scorer

@@ -11,9 +11,8 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.rewards.math import Math
-from grpocli.rewards.reward import Correctness, Failure
+from grpocli.rewards.reward import Correctness, Failure, read_written
 from grpocli.rewards.text_match import ExactMatch, Number
-from grpocli.rewards.written import read_written
 
 
 def test_exact_match_ignores_only_surrounding_space(sample) -> None:
