@@ -22,12 +22,12 @@ def main(argv: list[str]) -> int:
 
 
 def _task(config: DictConfig) -> int:
-    from grpocli.rollout.vllm.validate import check_plugin
+    from grpocli.rollout.vllm.server import check_plugin
 
     check_plugin()
     from grpocli.models.loading import choose_dtype
+    from grpocli.rollout.vllm.external import build_server_config, serve
     from grpocli.rollout.vllm.server import check_port
-    from grpocli.rollout.vllm.shared_server import build_server_config, serve
     from grpocli.training.dequantized import dequantized_base
     from grpocli.views.live_view import status_view
 

@@ -34,7 +34,6 @@ import grpocli.rollout.fake_engine
 import grpocli.rollout.sync_config
 import grpocli.rollout.transformers_engine
 import grpocli.rollout.vllm.engine_parts
-import grpocli.rollout.vllm.shared_server
 import grpocli.tasks.arithmetic
 import grpocli.tasks.code
 import grpocli.tasks.countdown

@@ -41,7 +41,7 @@ def main() -> None:
 
 def serve(run_dir: Path, stop_event: threading.Event) -> None:
     """Serve until the run in `run_dir` is over, or `stop_event` is set. Raises ConfigError or EngineError."""
-    from grpocli.rollout.vllm.launch import own_servers, report_failure, serve_until_over
+    from grpocli.rollout.vllm.supervisor import own_servers, report_failure, serve_until_over
 
     node = Node.here()
     if node is None:

@@ -47,7 +47,6 @@ from grpocli.rollout.auto import AutoEngine
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync_config import locate_servers
 from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
-from grpocli.rollout.vllm.validate import flag_of
 from grpocli.runs.metrics import read_metrics
 from grpocli.runs.run_dir import RunDir, resume_word
 from grpocli.runs.runs import saved_choices
@@ -370,7 +369,7 @@ def _starts_dummy(run: Run, model_path: str) -> bool:
     engine = run.engine.resolved()
     if not isinstance(engine, Vllm) or engine.base_url or run.model.lora.rank or engine.quantizes or engine.speculative:
         return False
-    if any(flag_of(name) == "load-format" for name in engine.vllm_args):
+    if engine.option("load_format"):
         return False
     model = model_without_weights(run.model, model_path)
     return not model.state_dict().keys() & dict(model.named_buffers()).keys()

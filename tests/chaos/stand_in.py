@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM
 
 from grpocli.composition.compose import compose
 from grpocli.rollout.sampler import sample
-from grpocli.rollout.vllm.auth import RequireKey
+from grpocli.rollout.vllm.api_server import RequireKey
 from grpocli.rollout.vllm.client import GENERATE
+from grpocli.rollout.vllm.external import build_server_config
 from grpocli.rollout.vllm.server import free_port
 from grpocli.rollout.vllm.server_files import Endpoint, serve_file
-from grpocli.rollout.vllm.shared_server import build_server_config
 from grpocli.rollout.vllm.transport_shm import MappedFiles
 from grpocli.types import Request, Sampling
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from chaos.trial import PromiseBroken, Skipped, require
 
-from grpocli.rollout.vllm.server_files import PREFIX, SHM, shared_memory_name
+from grpocli.rollout.vllm.server_files import FOLDER, SHM, shared_memory_name
 
 TESTS = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds; a command that takes longer on a busy machine hangs
@@ -95,10 +95,10 @@ class Tree:
 
     def memory(self) -> set[Path]:
         """Files in shared memory: weights, and queues and semaphores of vLLM's processes."""
-        named = re.compile(rb"/dev/shm/(?:psm_[0-9a-f]+|" + PREFIX.encode() + rb"\w+)")
+        named = re.compile(rb"/dev/shm/(?:psm_[0-9a-f]+|" + FOLDER.encode() + rb"\w+)")
         texts = [read(pid, "maps") + read(pid, "environ") for pid in self.look()]
         found = {Path(os.fsdecode(name)) for text in texts for name in named.findall(text)}
-        names = [shared_memory_name(path) for path in found if path.name.startswith(PREFIX)]
+        names = [shared_memory_name(path) for path in found if path.name.startswith(FOLDER)]
         return found.union(*(SHM.glob(pattern) for name in names for pattern in (f"{name}_*", f"sem.{name}-*")))
 
     def wait_gone(self) -> None:

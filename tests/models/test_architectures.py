@@ -31,7 +31,7 @@ from grpocli.errors import ConfigError
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_model
 from grpocli.models.lora import Lora, attach, lora_layers, merged
-from grpocli.rollout.vllm.validate import caches_prefixes
+from grpocli.rollout.vllm.server import caches_prefixes
 from grpocli.rollout.vllm.weight_sync import PolicyWeights
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import FlexPacked, Padded

@@ -20,7 +20,8 @@ from grpocli.models.loading import check_vocabulary, language_model_class, load_
 from grpocli.models.lora import Lora
 from grpocli.models.tiny import make_model, make_tokenizer
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm.validate import hf_overrides
+from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.server import hf_overrides
 
 
 @pytest.fixture
@@ -56,8 +57,8 @@ def test_vllm_serves_the_class_that_is_trained(kind: str, alone: str | None, tmp
     part = HuggingFace(path=str(tmp_path))
     assert language_model_class(part, str(tmp_path)) == alone
     job = EngineJob(str(tmp_path), "float32", 8, tmp_path, 0, architecture=alone)
-    assert hf_overrides({}, job) == ({"architectures": [alone]} if alone else None)
-    assert hf_overrides({"hf-overrides": {"architectures": ["Own"]}}, job) == {"architectures": ["Own"]}
+    assert hf_overrides(Vllm(), job) == ({"architectures": [alone]} if alone else None)
+    assert hf_overrides(Vllm(vllm_args={"hf-overrides": {"architectures": ["Own"]}}), job) == {"architectures": ["Own"]}
 
 
 def test_a_missing_path_names_the_key() -> None:

@@ -18,7 +18,7 @@ from grpocli.models.head import widen_head
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
-from grpocli.rollout.vllm.external_server import head_misfit
+from grpocli.rollout.vllm.external import head_misfit
 from grpocli.training.policy import Policy
 from grpocli.types import Request, Sampling
 

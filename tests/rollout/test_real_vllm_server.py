@@ -44,7 +44,8 @@ A, B, AB = TOKENIZER.convert_tokens_to_ids(["a", "b", "ab"])
 SERVE = """
 import sys
 from grpocli.rollout.vllm.engine_parts import Vllm
-from grpocli.rollout.vllm.shared_server import Serve, serve
+from grpocli.rollout.vllm.config import Serve
+from grpocli.rollout.vllm.external import serve
 sys.exit(serve(Serve(model=None, engine=Vllm(), port=int(sys.argv[2]), max_model_len=128), sys.argv[1], "float32"))
 """
 

@@ -92,7 +92,7 @@ with private_folder() as folder, guarded(["sleep", "300"], name="test", hold=[fo
 
 def test_a_folder_is_removed_when_owner_and_guard_are_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next process that creates one removes it, unless its lock is held or an older version created it."""
-    older = tmp_path / f"{folders.PREFIX}older"
+    older = tmp_path / f"{folders.FOLDER}older"
     older.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", OWNS], stdout=subprocess.PIPE, text=True) as owner:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpocli.rollout.vllm.auth import RequireKey
+from grpocli.rollout.vllm.api_server import RequireKey
 from grpocli.rollout.vllm.server_files import Endpoint
 
 KEY = "s3cret-key"
@@ -178,7 +178,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         compared.append((a, b))
         return a == b
 
-    monkeypatch.setattr("grpocli.rollout.vllm.auth.secrets.compare_digest", compare)
+    monkeypatch.setattr("grpocli.rollout.vllm.api_server.secrets.compare_digest", compare)
     for key in ("", "x", KEY, KEY * 100):
         ask("http", "/pause", bearer(key), "POST")
     assert len(compared) == 4

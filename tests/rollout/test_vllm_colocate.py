@@ -17,10 +17,9 @@ from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, build_model
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm import env_isolation
-from grpocli.rollout.vllm.colocate import ColocateEngine, InProcessLLM, arguments
+from grpocli.rollout.vllm import colocate
+from grpocli.rollout.vllm.colocate import ColocateEngine, InProcessLLM, VllmEnvironment, arguments
 from grpocli.rollout.vllm.engine_parts import VllmColocate
-from grpocli.rollout.vllm.env_isolation import VllmEnvironment
 from grpocli.types import Request, Sampling
 
 
@@ -218,7 +217,7 @@ def test_vllm_and_the_trainer_keep_their_streams(monkeypatch: pytest.MonkeyPatch
     waits: list[str] = []
     trainers, vllms = Stream("the trainer", waits), Stream("vLLM", waits)
     current = [trainers]
-    monkeypatch.setattr(env_isolation, "keep_random_state", nullcontext)  # reads the generator of the GPU
+    monkeypatch.setattr(colocate, "keep_random_state", nullcontext)  # reads the generator of the GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)

@@ -15,9 +15,9 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import external_server, validate
+from grpocli.rollout.vllm import external, server
 from grpocli.rollout.vllm.engine_parts import Vllm
-from grpocli.rollout.vllm.external_server import external_servers, find_endpoint, misfit
+from grpocli.rollout.vllm.external import external_servers, find_endpoint, misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import Endpoint, serve_file
 
@@ -196,8 +196,8 @@ def test_a_folder_of_weights_that_this_machine_lacks_is_refused(
 
 
 def test_gpu_transports_need_no_folder(stand_in: StandIn, job: EngineJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external_server, "check_vllm", lambda engine: None)
-    monkeypatch.setattr(external_server, "vllm_version", lambda: "0.1.7+cpu")
+    monkeypatch.setattr(external, "check_vllm", lambda engine: None)
+    monkeypatch.setattr(external, "vllm_version", lambda: "0.1.7+cpu")
     Endpoint(stand_in.url, KEY, "/of/another/machine").save(serve_file(stand_in.port))
     stand_in.answers["/server_info"] = 200, {"vllm_config": served() | {"weight_transfer_config": {"backend": "nccl"}}}
     assert external_servers(Vllm(base_url=stand_in.url), replace(job, transport="nccl"))[0].url == stand_in.url
@@ -208,8 +208,8 @@ def test_another_minor_version_of_vllm_cannot_send_weights(
     stand_in: StandIn, job: EngineJob, monkeypatch: pytest.MonkeyPatch, transport: str, rank: int
 ) -> None:
     """Only nccl and ipc send with the trainer's vLLM, so only they need one."""
-    monkeypatch.setattr(external_server, "check_vllm", lambda engine: None)
-    monkeypatch.setattr(external_server, "vllm_version", lambda: "0.33.0")
+    monkeypatch.setattr(external, "check_vllm", lambda engine: None)
+    monkeypatch.setattr(external, "vllm_version", lambda: "0.33.0")
     stand_in.answers["/version"] = 200, {"version": "0.32.1"}
     description = {"weight_transfer_config": {"backend": BACKENDS[transport]}, "lora_config": {"max_lora_rank": rank}}
     stand_in.answers["/server_info"] = 200, {"vllm_config": served() | description}
@@ -221,8 +221,8 @@ def test_another_minor_version_of_vllm_cannot_send_weights(
     with pytest.raises(ConfigError, match=re.escape(sends)) as caught:
         external_servers(options, job)
     assert (caught.value.key, caught.value.value) == ("engine.base_url", stand_in.url)
-    monkeypatch.setattr(external_server, "check_vllm", validate.check_vllm)
-    monkeypatch.setattr(validate, "find_spec", lambda name: None)
+    monkeypatch.setattr(external, "check_vllm", server.check_vllm)
+    monkeypatch.setattr(server, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="vLLM is not installed"):
         external_servers(options, job)
 

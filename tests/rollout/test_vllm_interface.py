@@ -16,9 +16,10 @@ from packaging.requirements import Requirement
 from rollout.vllm_files import VllmFiles, arguments
 
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import client, colocate, lora, request, server, transport_gpu, validate
-from grpocli.rollout.vllm.config import RENAMED, RESERVED, ColocateOptions, VllmOptions
-from grpocli.rollout.vllm.server_log import ADVICE, PHASES
+from grpocli.rollout.vllm import client, colocate, lora, request, server, transport_gpu
+from grpocli.rollout.vllm.config import RESERVED
+from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
+from grpocli.rollout.vllm.server_files import ADVICE, PHASES, RENAMED
 from grpocli.types import Request, Sampling
 
 pytestmark = pytest.mark.slow
@@ -215,7 +216,7 @@ def test_our_source_and_client_have_what_vllm_calls(vllm: VllmFiles, engine: str
 
 
 def test_every_route_exists(vllm: VllmFiles) -> None:
-    files = [OURS / name for name in ("client.py", "liveness.py", "external_server.py")]
+    files = [OURS / name for name in ("client.py", "liveness.py", "external.py")]
     ours = {
         text.partition("?")[0]
         for path in files
@@ -242,17 +243,17 @@ def options(vllm: VllmFiles) -> set[str]:
 
 def test_every_option_of_the_server_exists(vllm: VllmFiles) -> None:
     job = EngineJob("/m", "bfloat16", 64, Path(), seed=0, lora_rank=8, head_dtype="float32", revision="main")
-    given = VllmOptions(speculative={"method": "ngram"}, data_parallel=2, quantization="fp8", enforce_eager=True)
+    given = Vllm(speculative={"method": "ngram"}, data_parallel=2, quantization="fp8", enforce_eager=True)
     words = [word for cpu in (False, True) for word in server.command(server.ServerSpec(job, 1, 64), given, cpu)]
     ours = {word[2:].partition("=")[0].removeprefix("no-") for word in words if word.startswith("--")}
-    named = {*ours, *RESERVED, *RENAMED, *validate.MANY, *validate.SWITCHES, *lora.lora_flags(8, "bfloat16", cpu=True)}
+    named = {*ours, *RESERVED, *RENAMED, *lora.lora_flags(8, "bfloat16", cpu=True)}
     assert len(ours) > 20
     assert {name.replace("-", "_") for name in named} - options(vllm) == set()
 
 
 def test_every_argument_of_llm_exists(vllm: VllmFiles) -> None:
     job = EngineJob("/m", "bfloat16", 64, Path(), seed=0, head_dtype="float32")
-    ours = {name for cpu in (False, True) for name in colocate.arguments(ColocateOptions(), job, 2, cpu)}
+    ours = {name for cpu in (False, True) for name in colocate.arguments(VllmColocate(), job, 2, cpu)}
     assert ours - {*vllm.arguments("vllm.EngineArgs"), *vllm.arguments("vllm.LLM")} == set()
 
 
@@ -274,9 +275,8 @@ def test_every_environment_variable_exists(vllm: VllmFiles) -> None:
 
 
 def test_every_message_exists(vllm: VllmFiles) -> None:
-    """Stages of a start, causes of a failure, words of answers, and the list of head sizes."""
+    """Stages of a start, causes of a failure, and words of answers."""
     patterns = [pattern for pattern, _ in (*PHASES, *ADVICE) if pattern not in GONE.get(minor(vllm), ())]
     assert [pattern for pattern in patterns if not re.search(pattern, vllm.messages)] == []
     words: list[Any] = TEXTS[""] + TEXTS.get(minor(vllm), [])
     assert [(file, word) for file, word in words if word not in vllm.texts[file]] == []
-    assert validate.SIZES.search(vllm.texts["vllm/v1/attention/backends/cpu_attn.py"])

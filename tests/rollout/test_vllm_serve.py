@@ -22,11 +22,11 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync_config import AutoSyncConfig
 from grpocli.rollout.vllm import server as vllm_server
+from grpocli.rollout.vllm.config import SHORT, Serve
 from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.external import build_server_config, how_to_use, serve
 from grpocli.rollout.vllm.server import ServerSpec
-from grpocli.rollout.vllm.server_files import Endpoint, serve_file
-from grpocli.rollout.vllm.server_log import StartupLog, fresh_log, printed_log
-from grpocli.rollout.vllm.shared_server import SHORT, Serve, build_server_config, how_to_use, serve
+from grpocli.rollout.vllm.server_files import Endpoint, StartupLog, fresh_log, printed_log, serve_file
 
 VALUES: dict[str, Any] = {
     "tensor_parallel": 2,

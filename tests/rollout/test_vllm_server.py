@@ -20,8 +20,6 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import guarded
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm import server as vllm_server
-from grpocli.rollout.vllm import validate as heads
-from grpocli.rollout.vllm import validate as vllm_checks
 from grpocli.rollout.vllm.client import GENERATE
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.rollout.vllm.plugin import BACKENDS
@@ -34,8 +32,7 @@ from grpocli.rollout.vllm.server import (
     serving,
     wait_healthy,
 )
-from grpocli.rollout.vllm.server_files import Endpoint
-from grpocli.rollout.vllm.server_log import failure_cause
+from grpocli.rollout.vllm.server_files import Endpoint, failure_cause
 
 SPEC = ServerSpec(EngineJob("/models/m", "float32", 256, Path(), seed=3), 8001, 256)
 
@@ -67,7 +64,7 @@ def test_the_command_has_the_options_for_correctness_and_safety() -> None:
     assert given["--max-model-len"] == "256"
     assert given["--logprobs-mode"] == "processed_logprobs"
     assert given["--generation-config"] == "vllm"
-    assert given["--middleware"] == "grpocli.rollout.vllm.auth.RequireKey"
+    assert given["--middleware"] == "grpocli.rollout.vllm.api_server.RequireKey"
     assert json.loads(given["--weight-transfer-config"] or "") == {"backend": "shm"}
     assert "--enable-prefix-caching" in given
     assert given["--scheduling-policy"] == "priority"
@@ -244,7 +241,7 @@ def test_the_environment_has_the_settings_of_the_job(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.processes
 def test_a_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
-    monkeypatch.setattr(vllm_checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_server, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[vllm\]'.*engine=transformers"), Vllm().launch(job):
         pass
 
@@ -506,39 +503,6 @@ def test_the_refused_value_of_the_user_is_named(tmp_path: Path) -> None:
     assert cause.startswith(": engine.vllm_args.max_num_seqs: ")
     assert "max_num_seqs Input should be at least 1 (see" in cause
     assert "pydantic" not in cause
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("config", "size"),
-    [
-        ({"head_dim": 8, "hidden_size": 64, "num_attention_heads": 8}, 8),
-        ({"hidden_size": 64, "num_attention_heads": 4}, 16),
-        ({"hidden_size": 64, "num_attention_heads": 2}, None),
-        ({"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 8}, None),
-        ({"text_config": {"head_dim": 8}}, None),
-    ],
-)
-def test_head_sizes_without_a_vllm_kernel_are_refused(
-    monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path, config: dict[str, Any], size: int | None
-) -> None:
-    """On a CPU the server would start and crash at the first completion."""
-    installed(monkeypatch)
-    monkeypatch.setattr(heads, "cpu_head_sizes", lambda: [32, 64])
-    monkeypatch.setattr(
-        vllm_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('ValueError: went')"]
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    job = replace(job, model_path=str(tmp_path))
-    error: type[Exception] = ConfigError if size else EngineError
-    said = rf"^engine=vllm: the model's heads have size {size}.*engine=transformers" if size else "ValueError: went"
-    with pytest.raises(error, match=said), Vllm().launch(job):
-        pass
-
-
-@pytest.mark.vllm
-def test_the_installed_vllm_lists_its_head_sizes() -> None:
-    assert {32, 64, 128} <= set(heads.cpu_head_sizes())
 
 
 def test_an_address_is_a_url() -> None:

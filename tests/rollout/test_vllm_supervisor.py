@@ -19,7 +19,7 @@ from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.processes.guard import Guarded, guarded
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm import config as vllm_config
-from grpocli.rollout.vllm import launch, supervisor
+from grpocli.rollout.vllm import supervisor
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server_files import Endpoint, lost_file, run_file, run_files
 from grpocli.rollout.vllm.supervisor import ExternalServers, OwnServers, SupervisedServer
@@ -220,21 +220,21 @@ def serving_stand_in(
 
 @pytest.mark.processes
 def test_a_failed_start_cancels_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "serving", serving_stand_in)
-    with pytest.raises(ConfigError, match="9001"), launch.launch(Vllm(replicas=3, port=9000), job_in(tmp_path)):
+    monkeypatch.setattr(supervisor, "serving", serving_stand_in)
+    with pytest.raises(ConfigError, match="9001"), supervisor.launch(Vllm(replicas=3, port=9000), job_in(tmp_path)):
         pass
     assert run_files(tmp_path) == []
 
 
 def test_replicas_share_the_gpus() -> None:
-    assert launch.gpu_slices(Vllm(replicas=2, tensor_parallel=2), ("0", "1", "2", "3")) == ["0,1", "2,3"]
-    assert launch.gpu_slices(Vllm(replicas=3), ("7", "5", "3")) == ["7", "5", "3"]
-    assert launch.gpu_slices(Vllm(replicas=3), ()) == [None] * 3
+    assert supervisor.gpu_slices(Vllm(replicas=2, tensor_parallel=2), ("0", "1", "2", "3")) == ["0,1", "2,3"]
+    assert supervisor.gpu_slices(Vllm(replicas=3), ("7", "5", "3")) == ["7", "5", "3"]
+    assert supervisor.gpu_slices(Vllm(replicas=3), ()) == [None] * 3
 
 
 KEEPS = """
 import sys, time
-from grpocli.rollout.vllm import launch
+from grpocli.rollout.vllm import supervisor as launch
 launch.OUTLIVE = 1.0
 with launch._weights_folder() as folder:
     (folder / "weights").write_bytes(b"w")
@@ -265,8 +265,8 @@ def test_a_restarted_server_has_another_port(tmp_path: Path, monkeypatch: pytest
         ports.append(spec.port)  # type: ignore[attr-defined]
         yield SimpleNamespace(), None
 
-    monkeypatch.setattr(launch, "serving", serve)
-    start = launch._ServerStart(Vllm(port=9000), job_in(tmp_path), 2, None, threading.Event(), launch.LOOPBACK)
+    monkeypatch.setattr(supervisor, "serving", serve)
+    start = supervisor._ServerStart(Vllm(port=9000), job_in(tmp_path), 2, None, threading.Event(), supervisor.LOOPBACK)
     for restarts in (0, 1):
         with start(restarts):
             pass
@@ -278,8 +278,10 @@ def test_files_of_a_killed_run_are_ignored(tmp_path: Path, monkeypatch: pytest.M
     old, new = Endpoint("http://127.0.0.1:1", "old", "/x"), Endpoint("http://127.0.0.1:2", "new", "/x")
     for index in range(3):
         old.save(run_file(tmp_path, index))
-    monkeypatch.setattr(launch, "external_servers", lambda options, job: [new, dataclasses.replace(new, api_key="b")])
-    with launch.launch(Vllm(base_url=["http://127.0.0.1:2", "http://127.0.0.1:3"]), job_in(tmp_path)):
+    monkeypatch.setattr(
+        supervisor, "external_servers", lambda options, job: [new, dataclasses.replace(new, api_key="b")]
+    )
+    with supervisor.launch(Vllm(base_url=["http://127.0.0.1:2", "http://127.0.0.1:3"]), job_in(tmp_path)):
         assert [Endpoint.load(path).api_key for path in run_files(tmp_path)] == ["new", "b"]
     assert list(tmp_path.iterdir()) == []
 

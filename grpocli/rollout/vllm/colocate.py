@@ -1,36 +1,38 @@
 """engine=vllm_colocate: vLLM inside each trainer process, which loads the trainer's weights directly.
 
-`InProcessLLM` wraps `vllm.LLM`; `ColocateEngine` syncs and verifies its weights.
+`InProcessLLM` wraps `vllm.LLM`; `ColocateEngine` syncs and verifies its weights. vLLM changes its process; with
+`VllmEnvironment` the changes hold only during its own calls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import logging
+import os
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
+from grpocli.files import QuietFileHandler
+from grpocli.processes.random_state import keep_random_state
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
-from grpocli.rollout.vllm.env_isolation import VllmEnvironment, log_to, output_to
 from grpocli.rollout.vllm.plugin import leave_out_ranks
-from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
-from grpocli.rollout.vllm.server import max_num_seqs_option, on_cpu
-from grpocli.rollout.vllm.validate import (
+from grpocli.rollout.vllm.request import check_sampling, check_temperature, completions, sampling_params
+from grpocli.rollout.vllm.server import (
     HF_OVERRIDES,
     caches_prefixes,
-    check_room,
-    check_sampling,
     check_vllm,
     hf_overrides,
+    max_num_seqs_option,
+    on_cpu,
 )
 from grpocli.rollout.vllm.weight_sync import PolicyWeights
 from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM, SAMPLED, WeightVerifier
@@ -42,6 +44,18 @@ if TYPE_CHECKING:
     from grpocli.rollout.vllm.config import ColocateOptions
 
 logger = logging.getLogger(__name__)
+
+IN_PROCESS_BACKEND = "direct"  # the name under which vLLM finds `worker.InProcessWeightTransfer`
+DISCARD_LEVEL = 2  # vLLM keeps neither weights nor cache; `InProcessLLM.load` sends the weights again
+Variables = dict[str, str | None]  # None: not set
+
+SETTINGS: Mapping[str, str | None] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in this process
+    "VLLM_CONFIGURE_LOGGING": "0",  # `log_to` configures its log
+    "VLLM_LOGGING_CONFIG_PATH": None,
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": None,  # would override engine.cpu_kv_cache_gb
+}
 
 
 class ColocateEngine(Engine):
@@ -145,13 +159,11 @@ class ColocateEngine(Engine):
 def launch(options: ColocateOptions, job: EngineJob) -> Iterator[None]:
     """Check the options before the model is loaded. Raises ConfigError."""
     check_vllm("vllm_colocate")
-    check_room(options.max_model_len, job)
+    options.check_room(job)
     if options.sleep and on_cpu():
         raise ConfigError(
             "vLLM releases the memory of GPUs only: set it to null on a CPU", key="engine.sleep", value=True
         )
-    if options.vllm_args:
-        check_arguments(options.vllm_args)
     yield
 
 
@@ -167,10 +179,6 @@ def connect(options: ColocateOptions, context: EngineContext) -> ColocateEngine:
             lambda request, sampling: llm.complete([request.token_ids], [sampling_params(request, sampling, [])]),
         )
     return ColocateEngine(llm, context)
-
-
-IN_PROCESS_BACKEND = "direct"  # the name under which vLLM finds `worker.InProcessWeightTransfer`
-DISCARD_LEVEL = 2  # vLLM keeps neither weights nor cache; `InProcessLLM.load` sends the weights again
 
 
 class InProcessLLM:
@@ -301,7 +309,7 @@ def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: boo
         "revision": job.revision,
         "trust_remote_code": job.trust_remote_code,
         "dtype": job.dtype,
-        HF_OVERRIDES: hf_overrides(options.vllm_args, job),
+        HF_OVERRIDES: hf_overrides(options, job),
         "seed": job.seed,
         "max_model_len": options.max_model_len or max(job.max_tokens, PROBE_ROOM),
         "quantization": options.quantization,
@@ -326,17 +334,6 @@ def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: boo
     several = {"distributed_executor_backend": "external_launcher"} if processes > 1 else {}
     others = {name: value for name, value in options.vllm_args.items() if name != HF_OVERRIDES}
     return given | memory | several | others
-
-
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an unknown argument of `vllm.LLM`."""
-    with VllmEnvironment().active():
-        from vllm import EngineArgs
-
-        known = [field.name for field in dataclasses.fields(EngineArgs)]
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"engine.vllm_args.{name}: vllm.LLM has no such argument{nearest(name, known)}")
 
 
 def _parameters(given: Mapping[str, Any]) -> Any:
@@ -396,3 +393,109 @@ def _keep_trainers_group() -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_distributed_environment = original
+
+
+class VllmEnvironment:
+    """`with environment.active():` around every use of vLLM.
+
+    Outside of the block, environment variables, random generators, torch's threads, matmul precision and stream, the
+    exception hook and warning filters are as if vLLM were not there. Its environment variables and stream return with
+    each block: it reads some variables late, and computes on a stream of its own. Other threads see its state during a
+    block.
+    """
+
+    def __init__(self) -> None:
+        self._variables: Variables = dict(SETTINGS)
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        # vLLM seeds all random generators at its start, and its sampler draws from torch's
+        with warnings.catch_warnings(), keep_random_state(), _keep_torch_settings(), self._own_stream():
+            before: Variables = dict(os.environ)
+            hook = sys.excepthook
+            _apply(self._variables)
+            try:
+                yield
+            finally:
+                after: Variables = dict(os.environ)
+                self._variables = _difference(before, after)
+                _apply(_difference(after, before))
+                sys.excepthook = hook
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Make vLLM's stream of the GPU the current one, and the trainer's again; each waits for the other's work."""
+        if not torch.cuda.is_available():
+            yield
+            return
+        trainers = torch.cuda.current_stream()
+        _switch(trainers, self._stream or trainers)
+        try:
+            yield
+        finally:
+            self._stream = torch.cuda.current_stream()
+            _switch(self._stream, trainers)
+
+
+def _switch(before: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
+    if after != before:
+        after.wait_stream(before)
+        torch.cuda.set_stream(after)
+
+
+def _difference(before: Variables, after: Variables) -> Variables:
+    """The variables to set to get from `before` to `after`."""
+    return {name: after.get(name) for name in before | after if before.get(name) != after.get(name)}
+
+
+def _apply(changes: Variables) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _keep_torch_settings() -> Iterator[None]:
+    """Restore torch's threads and precision.
+
+    On a CPU vLLM replaces `torch.set_num_threads` by a function that does nothing; on a GPU it sets one thread.
+    """
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    set_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+
+
+def log_to(path: Path) -> None:
+    """Write vLLM's log to a file instead of the terminal and the run's log."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    vllm_logger = logging.getLogger("vllm")
+    handler = QuietFileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s [%(name)s:%(lineno)d] %(message)s"))
+    vllm_logger.handlers[:] = [handler]
+    vllm_logger.setLevel(logging.INFO)
+    vllm_logger.propagate = False
+
+
+@contextlib.contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Redirect standard error to a file, on the level of descriptors, because C++ libraries write there directly."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.dup2(file, 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(file)

@@ -1,15 +1,18 @@
-"""The keys of `engine=vllm` and `engine=vllm_colocate`, and their checks."""
+"""The keys of `engine=vllm`, `engine=vllm_colocate` and `grpocli vllm-serve`, and their checks."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpocli.config.parts import key_of, nearest, require, section
+from grpocli.config.parts import interpolate, key_of, nearest, one_of, part, require, section
 from grpocli.errors import ConfigError
-from grpocli.rollout.engine import EnginePart
+from grpocli.rollout.engine import EngineJob, EnginePart
+from grpocli.rollout.vllm.server_files import RENAMED
+from grpocli.types import DTYPES
 
 STOPPING = 60
 """Seconds within which a stuck server must exit."""
@@ -23,16 +26,6 @@ RESERVED = frozenset(
     }
 )
 """Options of vLLM's server that grpocli sets itself, because a run's correctness or safety depends on them."""
-RENAMED = {
-    "data_parallel_size": "engine.data_parallel",
-    "dtype": "model.dtype",
-    "revision": "model.revision",
-    "seed": "seed",
-    "speculative_config": "engine.speculative",
-    "tensor_parallel_size": "engine.tensor_parallel",
-    "trust_remote_code": "model.trust_remote_code",
-}
-"""Options of vLLM that have a key with another name."""
 START_KEYS = ("replicas", "port", "tensor_parallel", "data_parallel", "quantization", "speculative", "vllm_args")
 """Keys that have no effect on a running server, and are refused with `base_url`."""
 
@@ -45,9 +38,13 @@ class CommonOptions(EnginePart):
     quantization: str | None
     vllm_args: dict[str, Any]
 
+    def option(self, name: str) -> Any:
+        """The value of one of `vllm_args`, which may be spelled with - or _; None if it is not there."""
+        return next((value for given, value in self.vllm_args.items() if given.replace("-", "_") == name), None)
+
     @property
     def max_num_seqs(self) -> int | None:
-        value = self.vllm_args.get("max_num_seqs", self.vllm_args.get("max-num-seqs"))
+        value = self.option("max_num_seqs")
         return value if isinstance(value, int) else None
 
     @property
@@ -58,6 +55,12 @@ class CommonOptions(EnginePart):
         share = self.gpu_memory_utilization
         require(self, "gpu_memory_utilization", share is None or 0 < share <= 1, "must be above 0, at most 1")
         require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
+
+    def check_room(self, job: EngineJob) -> None:
+        """Raise ConfigError if `engine.max_model_len` is too small for the run."""
+        enough = self.max_model_len is None or self.max_model_len >= job.max_tokens
+        problem = f"the run's prompts and completions need {job.max_tokens} tokens: raise it, or set it to null"
+        require(self, "max_model_len", enough, problem)
 
     def _check_hf_overrides(self, name: str) -> None:
         """Check an option of vLLM that may set the dtype of the output head."""
@@ -246,3 +249,102 @@ class ColocateOptions(CommonOptions):
             self._check_hf_overrides(name)
             if name in RESERVED_COLOCATED or name in own:
                 raise ConfigError(f"{key_of(self, 'vllm_args')}.{name}: grpocli sets this itself{nearest(name, own)}")
+
+
+SHORT = (
+    *("tensor_parallel", "data_parallel", "max_model_len", "gpu_memory_utilization", "enforce_eager"),
+    *("quantization", "speculative", "cpu_kv_cache_gb"),
+)
+"""Keys of `engine=vllm` with a short name here; each follows `engine.NAME`, so both names work."""
+NOT_HERE = {
+    "base_url": "it is the address of a server that runs already",
+    "api_key_file": "the server makes a new key and prints its file",
+    "replicas": "each command starts one server; start another one with another port",
+    "port": "set port",
+}
+"""Keys of `engine=vllm` that only runs use, with the reason."""
+
+
+@part("", "serve_schema")
+class Serve:
+    """A vLLM server that runs can use, as `grpocli vllm-serve` composes it."""
+
+    model: Any
+    """The model, as for `grpocli train`."""
+    engine: Any
+    """The keys of `engine=vllm`."""
+    sync: Any = None
+    """How weights arrive, as for `grpocli train`."""
+    host: str = "127.0.0.1"
+    """Address to listen at. 127.0.0.1: this machine alone; 0.0.0.0: everyone who reaches it and has the key."""
+    port: int = 8000
+    """Port to listen at; 0: a free one."""
+    verbose: bool = False
+    """Print vLLM's log, too."""
+    seed: int = 0
+    """Seed of vLLM."""
+    dtype: str | None = interpolate("model.dtype")
+    """Dtype of the computation, as `model.dtype`; `auto`: the choice of `grpocli train`."""
+    lora_rank: int | None = interpolate("model.lora.rank")
+    """Rank of the adapter that runs will send; 0: they send all weights."""
+    tensor_parallel: int | None = interpolate("engine.tensor_parallel")
+    """GPUs that share one copy of the model."""
+    data_parallel: int | None = interpolate("engine.data_parallel")
+    """Copies of the model in the server."""
+    max_model_len: int | None = interpolate("engine.max_model_len")
+    """Most tokens of prompt and completion; null: the model's own limit."""
+    gpu_memory_utilization: float | None = interpolate("engine.gpu_memory_utilization")
+    """Share of a GPU's memory that vLLM may take; null: 0.9."""
+    enforce_eager: bool | None = interpolate("engine.enforce_eager")
+    """true: no compilation; null: true on a CPU."""
+    quantization: str | None = interpolate("engine.quantization")
+    """vLLM's quantization of the weights, such as fp8; null: none."""
+    speculative: Any = interpolate("engine.speculative")
+    """vLLM's speculative decoding."""
+    cpu_kv_cache_gb: int | None = interpolate("engine.cpu_kv_cache_gb")
+    """Size of the KV cache on a CPU, in GiB."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(VllmOptions):
+            if field.name in NOT_HERE and getattr(self.engine, field.name) != field.default:
+                value = getattr(self.engine, field.name)
+                raise ConfigError(
+                    f"not for vllm-serve: {NOT_HERE[field.name]}", key=f"engine.{field.name}", value=value
+                )
+        require(self, "host", bool(self.host), "must be an address of this machine, such as 127.0.0.1")
+        require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
+        require(self, "seed", self.seed >= 0, "must be 0 or more")
+        require(self, "lora_rank", (self.lora_rank or 0) >= 0, "must be 0 (no adapters) or more")
+        if self.dtype is not None:
+            one_of(self, "dtype", ("auto", *DTYPES))
+        self.options()
+
+    def options(self) -> VllmOptions:
+        """The engine's options with the short keys. Raises ConfigError, naming a short key, for an invalid value."""
+        given = {name: value for name in SHORT if (value := getattr(self, name)) is not None}
+        try:
+            options: VllmOptions = dataclasses.replace(self.engine, **given)
+        except ConfigError as error:
+            raise error.with_key(error.key.removeprefix("engine.")) from error
+        return options
+
+    def job(self, model_path: str, dtype: str, served_path: str | None = None) -> EngineJob:
+        """The engine job that all runs of this server share. served_path: see `EngineJob`."""
+        from grpocli.models.loading import choose_head_dtype, language_model_class
+        from grpocli.rollout.sync_config import locate_servers
+
+        return EngineJob(
+            model_path=model_path,
+            served_path=served_path,
+            dtype=dtype,
+            head_dtype=choose_head_dtype(self.model, dtype),
+            architecture=language_model_class(self.model, model_path),
+            max_tokens=self.max_model_len or 0,
+            run_dir=Path(),
+            seed=self.seed,
+            transport=self.sync.choose(locate_servers("auto")) if self.sync is not None else "shm",
+            sync_folder=self.sync.folder if self.sync is not None else None,
+            lora_rank=self.lora_rank or 0,
+            revision=getattr(self.model, "revision", None),
+            trust_remote_code=getattr(self.model, "trust_remote_code", False),
+        )

@@ -16,13 +16,12 @@ from grpocli.rollout.engine import Engine, Listener, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.client import KeepsRefusing, ServerClient
 from grpocli.rollout.vllm.lora import AdapterSync
-from grpocli.rollout.vllm.request import body, check_temperature, completions
+from grpocli.rollout.vllm.request import body, check_sampling, check_temperature, completions
 from grpocli.rollout.vllm.server_files import Endpoint, run_files
 from grpocli.rollout.vllm.server_pool import Choices, CompletionCounter, ServerPool
 from grpocli.rollout.vllm.supervisor import ExternalServers, OwnServers, Reconnector
 from grpocli.rollout.vllm.transport_gpu import IpcTransport, NcclTransport
 from grpocli.rollout.vllm.transport_shm import ShmTransport
-from grpocli.rollout.vllm.validate import check_sampling
 from grpocli.rollout.vllm.weight_sync import PolicyWeights, Transport, WeightSync
 from grpocli.types import Completion, Request, Sampling
 

@@ -19,7 +19,7 @@ class Vllm(VllmOptions):
     overlaps = True
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        from grpocli.rollout.vllm.launch import launch
+        from grpocli.rollout.vllm.supervisor import launch
 
         return launch(self, job)
 

