@@ -42,7 +42,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpocli.composition.compose import build_run, compose
 from grpocli.distributed.parallel import SingleProcess
 from grpocli.distributed.world import World
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 from grpocli.models import flex_attention
 from grpocli.training import build
 from grpocli.training.checkpoint import State

@@ -176,7 +176,7 @@ def timings(engine: Any, policy: Any, times: int, processes: dict[str, int]) -> 
 def alone() -> Any:
     """A world of one process."""
     from grpocli.distributed.world import World
-    from grpocli.hardware.hardware import Single
+    from grpocli.hardware import Single
 
     return World(Single())
 

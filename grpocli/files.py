@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from grpocli.masking import masked
+from grpocli.text import masked
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SAYS_FULL = re.compile(r"no space left|os error 28|errno 28|disk quota", re.IGNORECASE)

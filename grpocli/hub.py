@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
-from grpocli.masking import CREDENTIALS
+from grpocli.text import CREDENTIALS
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")

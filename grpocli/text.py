@@ -1,4 +1,4 @@
-"""Numbers, durations and untrusted text, formatted for a terminal."""
+"""Text for terminals, logs and files: numbers, durations, untrusted text cleaned, secrets masked."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from grpocli.types import Message, Text
 BARS = "▁▂▃▄▅▆▇█"
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+CREDENTIALS = re.compile(r"//(?P<secret>[^/@\s]*)@")
+"""Matches the user and the password of an address."""
+SHORTEST = 6
+"""The shortest value that is masked, in characters: shorter ones occur in other words."""
+_shown: dict[str, str] = {}
 
 
 def clean(text: str) -> str:
@@ -120,3 +125,21 @@ def spoken(message: Message) -> str:
         if isinstance(one, dict) and "name" in one
     )
     return "\n".join(filter(None, [content if isinstance(content, str) else str(content), *shown]))
+
+
+def mask(value: str, shown: str) -> None:
+    """Have `masked` replace a value by `shown` from now on."""
+    if len(value) >= SHORTEST:
+        _shown[value] = shown
+
+
+def masked(text: str) -> str:
+    """A text in which each masked value is replaced."""
+    for value in sorted(_shown, key=len, reverse=True):
+        text = text.replace(value, _shown[value])
+    return text
+
+
+def without_secrets(url: str) -> str:
+    """An address without a password in it, and without the parameters that sign it."""
+    return CREDENTIALS.sub("//", url).partition("?")[0]

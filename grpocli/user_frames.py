@@ -1,13 +1,15 @@
-"""The lines of user code in the traceback of an error."""
+"""What an error is about: the lines of user code in its traceback, or too little memory."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import sysconfig
 import traceback
 from pathlib import Path
 
-from grpocli.errors import GrpoError
+from grpocli.errors import GrpoError, RunError
 from grpocli.version import PACKAGE
 
 LONGEST = 120
@@ -15,6 +17,12 @@ LONGEST = 120
 INSTALLED = ("site-packages", "dist-packages")
 OTHERS = (PACKAGE, PACKAGE.parent / "hydra_plugins" / "grpocli_slurm", Path(sysconfig.get_path("stdlib")))
 """Folders of code that is not the user's: grpocli, its Hydra plugin in a clone, and Python."""
+
+SAYS_MEMORY = re.compile(
+    r"out of memory|can(?:no|')t allocate|failed to map segment|malloc of size|bad_alloc|start (?:new|watchdog) thread",
+    re.IGNORECASE,
+)
+"""Messages of libraries about too little memory."""
 
 
 def raised(error: BaseException) -> str:
@@ -56,6 +64,18 @@ def from_user_code(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def too_little_memory(error: BaseException | None) -> RunError | None:
+    """The RunError for an error that has too little memory among its causes; None for user code's and any other."""
+    while error is not None and not where(error):
+        name, text = type(error).__name__, " ".join(str(error).split())[:300]
+        told = isinstance(error, ImportError | RuntimeError) and SAYS_MEMORY.search(text)  # torch raises RuntimeErrors
+        if told or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            advice = "lower train.micro_batch_tokens, and" if "OutOfMemory" in name else "free some, or"
+            return RunError(f"too little memory: {name}: {text}".rstrip(": .") + f"; {advice} see `grpocli plan`")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
 
 
 def _message(error: BaseException) -> str:

@@ -72,7 +72,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def as_a_run(setting: Setting) -> str:
     """Set for the process what a run sets, cuDNN's attention off among it; the device's name."""
     from grpocli.distributed.world import World
-    from grpocli.hardware.hardware import Single
+    from grpocli.hardware import Single
 
     return str(World(Single(device=setting.device)).device)
 

@@ -344,7 +344,7 @@ def gradient_norm(setting: Setting, parallel: str, dtype: str) -> float:
     from grpocli.distributed.fsdp2 import Fsdp2
     from grpocli.distributed.parallel import SingleProcess
     from grpocli.distributed.world import World
-    from grpocli.hardware.hardware import Single
+    from grpocli.hardware import Single
     from grpocli.training.micro_batch import MicroBatch
     from grpocli.training.packing import Packed
     from grpocli.training.packing_check import pack

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from workloads import ALL
 
 from grpocli.models.shared_prompt_attention import rounded
-from grpocli.processes.cpu_tuning import keep_freed_memory, use_large_pages
+from grpocli.processes.libraries import keep_freed_memory, use_large_pages
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

@@ -22,7 +22,7 @@ from typing import Any
 from run import HERE, PEER, measured, write
 from workloads import Multiplication as W8
 
-from grpocli.processes.cpu_tuning import shorten_spinning
+from grpocli.processes.libraries import shorten_spinning
 
 MARK = "whole run with vLLM"
 SIDES = {

@@ -23,7 +23,7 @@ from typing import Any
 from run import WARM, check, measured, write
 from workloads import ALL, make_model
 
-from grpocli.processes.cpu_tuning import shorten_spinning
+from grpocli.processes.libraries import shorten_spinning
 
 MARK = "savings"
 

@@ -20,7 +20,7 @@ from typing import Any
 import grpocli_side
 from workloads import WORKLOADS, make_model
 
-from grpocli.processes.cpu_tuning import shorten_spinning
+from grpocli.processes.libraries import shorten_spinning
 
 AT, STEPS = 4, 6
 WITHIN = {

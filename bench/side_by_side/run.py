@@ -22,7 +22,7 @@ from typing import Any
 
 from workloads import ALL, GPU, LINEAR, WHOLE, WORKLOADS, Workload, make_model
 
-from grpocli.processes.cpu_tuning import shorten_spinning
+from grpocli.processes.libraries import shorten_spinning
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"

@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 
 from grpocli.errors import GrpoError
-from grpocli.masking import masked
 from grpocli.plugins import plugins
-from grpocli.processes.cpu_tuning import shorten_spinning, use_large_pages
-from grpocli.processes.libraries import quiet_libraries
+from grpocli.processes.libraries import quiet_libraries, shorten_spinning, use_large_pages
 from grpocli.processes.node import leave_group
 from grpocli.processes.signals import StopSignal, handle_stops, restore
 from grpocli.processes.threads import end_process
-from grpocli.user_frames import from_user_code, raised
+from grpocli.text import masked
+from grpocli.user_frames import from_user_code, raised, too_little_memory
 from grpocli.version import __version__
 
 COMMANDS = {
@@ -95,9 +94,7 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception as error:
-        from grpocli.processes.memory import too_little
-
-        if short := too_little(error):
+        if short := too_little_memory(error):
             code = _report(str(short), 1)
         elif from_user_code(error):
             code = _report(raised(error), 1, traced=True)

@@ -21,7 +21,6 @@ from grpocli.composition.overrides import from_command_line, option_advice, rewr
 from grpocli.composition.resume import Resume
 from grpocli.config.overrides import in_quotes, literal_escapes
 from grpocli.errors import ConfigError, GrpoError, Stopped
-from grpocli.processes.memory import check_limit
 from grpocli.text import clean
 
 if TYPE_CHECKING:
@@ -163,7 +162,6 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
 
     def job(config: DictConfig) -> Any:
         try:
-            check_limit()
             return task(config)
         except GrpoError as error:
             failures.append(error)

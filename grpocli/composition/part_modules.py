@@ -17,7 +17,7 @@ import grpocli.algorithm.question_weight
 import grpocli.algorithm.tokens
 import grpocli.config.schema
 import grpocli.environments.environment
-import grpocli.hardware.hardware
+import grpocli.hardware
 import grpocli.models.hf
 import grpocli.models.tiny
 import grpocli.rewards.code

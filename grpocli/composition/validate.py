@@ -303,7 +303,7 @@ def _shared_by(run: Run, least: int) -> tuple[int, str]:
     It must divide the number of processes, and that of the model's heads, which is not known yet: a power of two often
     does.
     """
-    from grpocli.hardware.hardware import Single
+    from grpocli.hardware import Single
 
     processes = run.hardware.processes or 1
     if fitting := [n for n in range(least, processes + 1) if processes % n == 0]:
@@ -371,7 +371,7 @@ def _check_engine(run: Run) -> None:
 def check_nodes(run: Run, engine: Any) -> None:
     """Check the engine of a run on several machines. Called again with the engine that engine=auto chooses."""
     from grpocli.config.user_parts import choice_of
-    from grpocli.hardware.hardware import Multinode
+    from grpocli.hardware import Multinode
     from grpocli.rollout.vllm.engine_parts import Vllm
 
     hardware = run.hardware

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from grpocli.masking import mask
+from grpocli.text import mask
 
 SECRET = re.compile(r"key|token|secret|pass|cred|auth", re.IGNORECASE)
 """Matches names of variables with secret values. Other values, such as a job's number, stay readable in errors."""

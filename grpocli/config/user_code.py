@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import random
 import re
 import symtable
 import sys
@@ -245,3 +246,23 @@ def _refusing(name: str, process: int) -> Callable[..., Any]:
         raise SystemExit(f"os.{name}({shown}), which would have ended the run without an error")
 
     return refuse
+
+
+@contextmanager
+def keep_random_state(seed: int | None = None) -> Iterator[None]:
+    """A block that begins with this seed, and after which the generators of Python, NumPy and torch are as before."""
+    import numpy as np
+    import torch
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed)
+                torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
-    from grpocli.hardware.hardware import Hardware
-    from grpocli.processes.heartbeat import HeartbeatWriter
+    from grpocli.hardware import Hardware
+    from grpocli.processes.reports import HeartbeatWriter
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from grpocli.text import counted
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts, Run
-    from grpocli.hardware.devices import Devices
+    from grpocli.hardware import Devices
     from grpocli.rollout.engine import EngineJob
 
 

@@ -92,7 +92,7 @@ def _run(run_dir: Path) -> Run:
 
 def _gpus(run: Run) -> tuple[str, ...]:
     """All GPUs that the job has on this machine."""
-    from grpocli.hardware.devices import devices_of
+    from grpocli.hardware import devices_of
 
     return devices_of(run.hardware, run.engine).train
 

@@ -31,8 +31,7 @@ from grpocli.config.user_parts import choice_of
 from grpocli.environments.environment import environment_of
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.files import write_atomic
-from grpocli.hardware.devices import Devices, devices_of, visible_gpus
-from grpocli.hardware.hardware import node_of
+from grpocli.hardware import Devices, devices_of, node_of, visible_gpus
 from grpocli.hub import PUSH_KEY
 from grpocli.launch.inputs import MODEL, changed_inputs, check_fits, inputs_of
 from grpocli.launch.overview import opening_lines, plan_lines

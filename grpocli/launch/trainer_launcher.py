@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.files import read_shared, write_atomic
-from grpocli.masking import masked
-from grpocli.processes.exit_reports import exit_reports, report_failure, root_cause
 from grpocli.processes.guard import alive, guarded
-from grpocli.processes.heartbeat import DONE, JOINING, Heartbeat, heartbeats
+from grpocli.processes.reports import DONE, JOINING, Heartbeat, exit_reports, heartbeats, report_failure, root_cause
 from grpocli.processes.signals import handle_stops
 from grpocli.rollout.engine import EngineJob
 from grpocli.runs.metrics import read_metrics, summary_of, write_summary
 from grpocli.runs.run_dir import resume_command
+from grpocli.text import masked
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.hardware.devices import Devices
+    from grpocli.hardware import Devices
     from grpocli.processes.guard import Guarded
     from grpocli.processes.node import Node
     from grpocli.processes.signals import StopSignal

@@ -16,20 +16,19 @@ from typing import TYPE_CHECKING
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.files import FULL, QuietFileHandler
 from grpocli.launch.trainer_launcher import TrainerJob
-from grpocli.masking import masked
-from grpocli.processes.cpu_tuning import keep_freed_memory
-from grpocli.processes.heartbeat import JOINING, START
-from grpocli.processes.memory import too_little
+from grpocli.processes.libraries import keep_freed_memory
+from grpocli.processes.reports import JOINING, START
 from grpocli.runs.run_dir import FORBIDDEN, RunDir
+from grpocli.text import masked
 from grpocli.tracking.callbacks import RunEnd
-from grpocli.user_frames import raised, where
+from grpocli.user_frames import raised, too_little_memory, where
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
-    from grpocli.processes.heartbeat import HeartbeatWriter
+    from grpocli.processes.reports import HeartbeatWriter
     from grpocli.processes.signals import StopSignal
     from grpocli.runs.metrics import MetricsLog
     from grpocli.tasks.prompt_source import PromptSource
@@ -277,9 +276,9 @@ def summary_content(
 def main() -> None:
     """One of several trainer processes: accelerate runs `python -m grpocli.launch.trainer_process RUN_DIR`."""
     from grpocli.launch.trainer_launcher import stop_file
-    from grpocli.processes.heartbeat import DONE, HeartbeatWriter
     from grpocli.processes.libraries import quiet_libraries
     from grpocli.processes.reaper import die_with_parent
+    from grpocli.processes.reports import DONE, HeartbeatWriter
     from grpocli.processes.signals import StopSignal, enable_crash_tracebacks, handle_stops
     from grpocli.processes.threads import end_process
     from grpocli.text import clean_warnings
@@ -323,7 +322,7 @@ def _train_rank(run_dir: RunDir, rank: int, stop: StopSignal, heartbeat: Heartbe
 
 def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:
     """Leave an exit report for the launching process."""
-    from grpocli.processes.exit_reports import is_lost_peer, report_failure
+    from grpocli.processes.reports import is_lost_peer, report_failure
 
     if isinstance(error, Exception):
         with suppress(OSError):  # the launching process notices that this one has ended
@@ -344,7 +343,7 @@ def as_grpo_error(error: Exception, run_dir: RunDir) -> GrpoError:
     """The error as a GrpoError, shown without its traceback, which is in the log."""
     if isinstance(error, GrpoError):
         return error
-    if short := too_little(error):
+    if short := too_little_memory(error):
         return short
     if isinstance(error, OSError):
         return run_dir.run_error(error)

@@ -16,8 +16,8 @@ from grpocli.models import lora
 from grpocli.models.chat_template import arguments_of, end_of_turn
 from grpocli.models.lora import Lora
 from grpocli.models.quantization import NF4, check_bitsandbytes, import_bitsandbytes
-from grpocli.processes.memory import too_little
 from grpocli.types import DTYPES
+from grpocli.user_frames import too_little_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -332,7 +332,7 @@ def _explained(path: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if short := too_little(error):
+        if short := too_little_memory(error):
             raise short from error
         cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(f"cannot load the {what}: {cause.rstrip('.')}", key="model.path", value=path) from error

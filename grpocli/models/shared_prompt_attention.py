@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from grpocli.hardware.devices import to_device
+from grpocli.hardware import to_device
 from grpocli.models import sdpa
 from grpocli.models.frozen_linear import compute_dtype
 

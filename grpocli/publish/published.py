@@ -18,9 +18,9 @@ import yaml
 from grpocli.config.build import leaves
 from grpocli.config.environment import OVERRIDES, SECRET
 from grpocli.config.parts import CLASSES
-from grpocli.masking import CREDENTIALS, masked
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.sessions import Changes, read_sessions
+from grpocli.text import CREDENTIALS, masked
 
 ELSEWHERE = "NOT_PUSHED"
 """Stands for the folder of a file that is neither below the working directory nor below the home folder."""

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.config.user_code import staying
+from grpocli.config.user_code import keep_random_state, staying
 from grpocli.errors import RunError
-from grpocli.processes.random_state import keep_random_state
 
 if TYPE_CHECKING:
     from grpocli.rewards.reward import Sample

@@ -19,8 +19,8 @@ from omegaconf import MISSING
 from grpocli.config.parts import ByColumn, Escaped, check_regex, nearest, part, require, template_fields
 from grpocli.errors import ConfigError
 from grpocli.http import BUSY, TooLong, bounded, fetch, json_of, retry_delay
-from grpocli.masking import mask
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, Unreachable
+from grpocli.text import mask
 
 if TYPE_CHECKING:
     import httpx

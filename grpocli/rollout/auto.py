@@ -44,7 +44,7 @@ class AutoEngine(EnginePart):
 
     def for_run(self, run: Run, note: Callable[[str], None]) -> EnginePart:
         """The choice for a run on this machine. note: told why a run does not wait for vLLM."""
-        from grpocli.hardware.devices import visible_gpus
+        from grpocli.hardware import visible_gpus
         from grpocli.rollout.transformers_engine import Transformers
 
         engine, seconds = self.resolved(), seconds_by_transformers(run)

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias, TypeVar, cast
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.hub import why_unreachable
-from grpocli.masking import without_secrets
 from grpocli.tasks.json_rows import Row, read_json, unreadable
 from grpocli.tasks.remote import (
     RemoteFile,
@@ -23,6 +22,7 @@ from grpocli.tasks.remote import (
     named_after,
     remote_files,
 )
+from grpocli.text import without_secrets
 
 DataFile: TypeAlias = Path | RemoteFile
 F = TypeVar("F", Path, RemoteFile)

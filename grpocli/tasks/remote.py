@@ -17,8 +17,8 @@ from typing import IO, Any, TypeVar
 
 from grpocli.cache import cached, temporary_folder
 from grpocli.errors import ConfigError
-from grpocli.masking import CREDENTIALS, without_secrets
 from grpocli.processes.deadline import within
+from grpocli.text import CREDENTIALS, without_secrets
 
 T = TypeVar("T")
 

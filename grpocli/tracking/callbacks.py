@@ -15,10 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 from grpocli.config.parts import nearest
-from grpocli.config.user_code import load, short, staying
+from grpocli.config.user_code import keep_random_state, load, short, staying
 from grpocli.errors import ConfigError, RunError
 from grpocli.processes.deadline import within
-from grpocli.processes.random_state import keep_random_state
 from grpocli.runs.metrics import to_json
 from grpocli.user_frames import raised
 

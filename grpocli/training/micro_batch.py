@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpocli.hardware.devices import to_device
+from grpocli.hardware import to_device
 from grpocli.training.packing import Layout, Padded, padded, present
 from grpocli.types import Group, Row
 

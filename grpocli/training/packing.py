@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from grpocli.hardware.devices import to_device
+from grpocli.hardware import to_device
 from grpocli.models import flex_attention
 from grpocli.models.flex_attention import TiledMask
 from grpocli.models.shared_prompt_attention import Attends, Segments, masks_without_waiting, rounded

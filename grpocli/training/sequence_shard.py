@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from grpocli.distributed.context_parallel import SharedAttention
-from grpocli.hardware.devices import to_device
+from grpocli.hardware import to_device
 from grpocli.training.packing import Packed, index_predictors, predictors
 
 if TYPE_CHECKING:

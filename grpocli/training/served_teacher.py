@@ -16,9 +16,9 @@ import httpx
 from grpocli.algorithm.kl import key_of_teacher
 from grpocli.errors import ConfigError, RunError, ServiceGone
 from grpocli.http import BUSY, TooLong, bounded, is_loopback, json_of, retry_delay
-from grpocli.masking import mask
 from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
+from grpocli.text import mask
 from grpocli.types import Row
 
 if TYPE_CHECKING:

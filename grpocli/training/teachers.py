@@ -10,7 +10,7 @@ import torch
 
 from grpocli.algorithm.kl import EVERY_TASK
 from grpocli.errors import ServiceGone
-from grpocli.hardware.devices import to_device
+from grpocli.hardware import to_device
 from grpocli.models.teacher import teachers_of
 from grpocli.progress import Progress, unreported
 from grpocli.training.micro_batch import MicroBatch, RowBatch

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from grpocli.errors import ConfigError, RewardError, ServiceGone, Stopped
-from grpocli.hardware.devices import peak_memory_gib
-from grpocli.processes.heartbeat import START
+from grpocli.hardware import peak_memory_gib
+from grpocli.processes.reports import START
 from grpocli.progress import Cancelled
 from grpocli.rollout.sampling import derive_seed
 from grpocli.runs.run_dir import resume_command

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.algorithm.kl import BUILT_IN, has_teacher
 from grpocli.config.overrides import text_of
 from grpocli.errors import ConfigError
-from grpocli.hardware.devices import split
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single, split
 from grpocli.hub import hub_path
 from grpocli.models.quantization import INSTALL
 from grpocli.rewards.code import CodeReward

@@ -108,7 +108,7 @@ def _with_whole_weights(run: Run) -> Run:
 
 
 def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult]:
-    from grpocli.hardware.devices import devices_of
+    from grpocli.hardware import devices_of
     from grpocli.launch.run import prepare
     from grpocli.runs.run_dir import RunDir
     from grpocli.views.live_view import status_view

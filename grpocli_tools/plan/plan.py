@@ -111,7 +111,7 @@ def _teachers(run: Run) -> tuple[ModelSize, ...]:
 
 def _engine(run: Run, options: DeviceOptions) -> Any:
     """The run's engine, with engine=auto resolved for the planned devices, which this machine may lack."""
-    from grpocli.hardware.devices import visible_gpus
+    from grpocli.hardware import visible_gpus
     from grpocli.rollout.auto import VLLM_START, AutoEngine, seconds_by_transformers
     from grpocli.rollout.transformers_engine import Transformers
     from grpocli.rollout.vllm.engine_parts import Vllm

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-from grpocli.hardware.devices import split, visible_gpus
-from grpocli.hardware.hardware import Multinode
+from grpocli.hardware import Multinode, split, visible_gpus
 from grpocli.text import counted
 
 if TYPE_CHECKING:

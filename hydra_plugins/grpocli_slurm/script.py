@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError
-from grpocli.hardware.hardware import Multinode
+from grpocli.hardware import Multinode
 from grpocli.version import __version__
 from hydra_plugins.grpocli_slurm.options import Options
 

@@ -15,8 +15,8 @@ from cli.family import wait_gone
 from cli.running import EVEN, SMALL, finish, metrics, run_here, start, wait_for
 
 from grpocli.launch.trainer_launcher import _missing
-from grpocli.processes.heartbeat import JOINING, START, HeartbeatWriter, heartbeats
 from grpocli.processes.node import Node
+from grpocli.processes.reports import JOINING, START, HeartbeatWriter, heartbeats
 
 pytestmark = pytest.mark.processes
 
@@ -216,7 +216,7 @@ def test_a_signal_ends_processes_whose_first_collective_call_hangs(stage: str, t
 
 
 def test_those_who_are_missing_are_named_with_their_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpocli.processes.heartbeat.session", lambda: "7.0")
+    monkeypatch.setattr("grpocli.processes.reports.session", lambda: "7.0")
     node = Node(rank=0, count=3, session="7.0")
     assert _missing(tmp_path, 2, node) == "trainer processes 2, 3, 4, 5 (machines 2, 3 of 3)"
     for rank in (2, 3, 5):

@@ -17,7 +17,7 @@ from grpocli.composition.compose import build_run, compose, sweep_folder
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.composition.overrides import rewritten
 from grpocli.config.parts import CLASSES
-from grpocli.hardware.devices import Devices
+from grpocli.hardware import Devices
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.library_environments import parts
 from grpocli.rollout.engine import EngineJob

@@ -16,9 +16,9 @@ from grpocli.composition.resume import Resume
 from grpocli.config.environment import without_environment
 from grpocli.errors import ConfigError
 from grpocli.files import QuietFileHandler
-from grpocli.masking import masked
 from grpocli.publish.card import model_card
 from grpocli.runs.run_dir import RunDir
+from grpocli.text import masked
 from grpocli.views.view import silent_view
 
 SECRET = "hunter2"
@@ -26,7 +26,7 @@ SECRET = "hunter2"
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpocli.masking._shown", {})  # other tests have the same password
+    monkeypatch.setattr("grpocli.text._shown", {})  # other tests have the same password
     monkeypatch.setenv("MY_SECRET", SECRET)
     monkeypatch.setenv("MY_NUMBER", "7")
     monkeypatch.delenv("MY_NOTHING", raising=False)

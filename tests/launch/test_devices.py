@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from grpocli import hardware
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.validate import check_nodes, check_shares
 from grpocli.errors import ConfigError, Stopped
-from grpocli.hardware import devices
-from grpocli.hardware.devices import Devices, devices_of, split
-from grpocli.hardware.hardware import Multinode, Single, node_of
+from grpocli.hardware import Devices, Multinode, Single, devices_of, node_of, split
 from grpocli.launch import run as launch_run
 from grpocli.launch import trainer_launcher
 from grpocli.launch.overview import plan_lines
@@ -86,11 +85,11 @@ def test_a_cpu_has_one_device_for_each_process() -> None:
 
 
 def test_a_node_must_have_the_configured_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "visible_gpus", lambda: EIGHT[:4])
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: EIGHT[:4])
     assert devices_of(Multinode(devices_per_node=4), Vllm()).train == tuple(EIGHT[:4])
     with pytest.raises(ConfigError, match=r"hardware\.devices_per_node=8: .* has 4 GPUs for this job"):
         devices_of(Multinode(), Vllm())
-    monkeypatch.setattr(devices, "visible_gpus", list)
+    monkeypatch.setattr(hardware, "visible_gpus", list)
     with pytest.raises(ConfigError, match=r"hardware\.devices_per_node=8: .* has 0 GPUs for this job"):
         devices_of(Multinode(device="cuda"), Vllm())
     assert devices_of(Multinode(devices_per_node=2), Vllm()) == Devices(2)

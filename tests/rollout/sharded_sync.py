@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpocli.distributed.world import World
 from grpocli.errors import EngineError
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 from grpocli.processes.threads import end_process
 from grpocli.rollout.engine import EngineContext
 from grpocli.rollout.sync_config import ShmSyncConfig

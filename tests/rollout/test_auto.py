@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 import torch
 
+from grpocli import hardware
 from grpocli.composition.compose import build_run, compose
-from grpocli.hardware import devices
 from grpocli.rollout.auto import AutoEngine
 from grpocli.rollout.transformers_engine import Transformers
 from grpocli.rollout.vllm.engine_parts import Vllm
@@ -19,7 +19,7 @@ LONG = ["rollout.max_completion_tokens=256", "train.steps=500"]
 def chosen(monkeypatch: pytest.MonkeyPatch, options: list[str], gpus: int = 1) -> tuple[type, str]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(devices, "visible_gpus", lambda: [str(number) for number in range(gpus)])
+    monkeypatch.setattr(hardware, "visible_gpus", lambda: [str(number) for number in range(gpus)])
     run = build_run(compose(["engine=auto", *options]))
     assert isinstance(run.engine, AutoEngine)
     notes: list[str] = []

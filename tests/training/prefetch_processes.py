@@ -18,7 +18,7 @@ import torch
 
 from grpocli.distributed.world import World
 from grpocli.errors import EngineError, EngineGone, RunError
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 from grpocli.tasks.curriculum import Curriculum
 from grpocli.training.collector import RolloutBatch
 from grpocli.training.prefetch import Prefetcher

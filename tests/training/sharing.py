@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 from grpocli.processes.threads import end_process
 from grpocli.training import compiled
 from grpocli.training.micro_batch import MicroBatch

@@ -23,7 +23,7 @@ from grpocli.config.schema import Rollouts
 from grpocli.distributed.context_parallel import ContextParallel
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 from grpocli.launch.trainer_launcher import command
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.hf import HuggingFace

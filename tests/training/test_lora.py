@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import checkpoint_activations, load_policy
 from grpocli.models.lora import Lora, attach

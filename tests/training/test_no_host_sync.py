@@ -27,7 +27,7 @@ import grpocli
 from grpocli.algorithm.aggregate import Totals
 from grpocli.config.schema import Train
 from grpocli.distributed.parallel import SingleProcess, loss_scaler
-from grpocli.hardware.devices import to_device
+from grpocli.hardware import to_device
 from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.training.micro_batch import RowBatch

@@ -19,7 +19,7 @@ from grpocli.composition.compose import build_run, compose
 from grpocli.distributed.parallel import loss_scaler, step
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 from grpocli.models.tiny import make_tokenizer
 from grpocli.training import schedule
 from grpocli.training.checkpoint import Contents, State, load_optimizer, save

@@ -10,7 +10,7 @@ from composed import built
 
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 from grpocli.training.optim import AdamW
 from grpocli.training.packing_check import pack
 from grpocli.training.policy import Policy

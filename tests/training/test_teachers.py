@@ -19,7 +19,7 @@ from grpocli.algorithm.kl import EVERY_TASK
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError, RunError, ServiceGone
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 from grpocli.models.tiny import make_tokenizer
 from grpocli.training.micro_batch import MicroBatch, RowBatch
 from grpocli.training.optim import AdamW

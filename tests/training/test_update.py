@@ -17,7 +17,7 @@ from training.updating import train_step
 from grpocli.algorithm.metrics import EXTREMES
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 from grpocli.models.loading import checkpoint_activations
 from grpocli.rollout.sampler import sample
 from grpocli.training.micro_batch import MicroBatch

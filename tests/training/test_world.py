@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from grpocli.distributed.world import World
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 
 
 def test_world_disables_the_cudnn_attention_backend() -> None:

@@ -22,7 +22,7 @@ from grpocli.distributed import sharded_safetensors as shards
 from grpocli.distributed.parallel import Make
 from grpocli.distributed.world import World
 from grpocli.distributed.zero import Zero3
-from grpocli.hardware.hardware import Single
+from grpocli.hardware import Single
 from grpocli.models.head import widen_head
 from grpocli.models.loading import checkpoint_activations
 from grpocli.models.lora import Lora, attach, is_adapted

@@ -21,9 +21,9 @@ import httpx
 
 from grpocli.errors import EngineError
 from grpocli.http import BUSY, TooLong, bounded, is_loopback, json_of, retry_delay
-from grpocli.masking import mask
 from grpocli.rollout.vllm.liveness import GENERATED, LARGEST, Liveness, ProgressTimeout, health, tokens_computed
 from grpocli.rollout.vllm.server_files import Endpoint
+from grpocli.text import mask
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpocli.config.user_code import keep_random_state
 from grpocli.errors import ConfigError, EngineError
 from grpocli.files import QuietFileHandler
-from grpocli.processes.random_state import keep_random_state
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.plugin import leave_out_ranks

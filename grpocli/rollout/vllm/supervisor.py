@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from grpocli.errors import ConfigError, EngineError, EngineGone, GrpoError
 from grpocli.files import read_shared, write_atomic
-from grpocli.processes.exit_reports import KINDS
 from grpocli.processes.guard import guarded
+from grpocli.processes.reports import KINDS
 from grpocli.progress import unreported
 from grpocli.rollout.vllm.external import external_servers
 from grpocli.rollout.vllm.server import LOOPBACK, ServerSpec, free_port, serving

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.processes
 
 FAULTS = """
 import ctypes, resource, sys
-from grpocli.processes.cpu_tuning import keep_freed_memory
+from grpocli.processes.libraries import keep_freed_memory
 kept = keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import resource
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,8 +13,8 @@ from grpocli.errors import RunError
 from grpocli.launch.trainer_process import as_grpo_error
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_tokenizer
-from grpocli.processes import memory
 from grpocli.runs.run_dir import RunDir
+from grpocli.user_frames import too_little_memory
 
 
 class OutOfMemoryError(RuntimeError):
@@ -47,7 +46,7 @@ def test_errors_that_mean_too_little_memory(
     wrapped = RuntimeError("importing failed")
     wrapped.__cause__ = error
     if not said:
-        assert memory.too_little(wrapped) is None
+        assert too_little_memory(wrapped) is None
         return
     for one in (error, wrapped):
         told = str(as_grpo_error(one, RunDir(tmp_path)))
@@ -61,11 +60,4 @@ def test_errors_that_mean_too_little_memory(
 def test_an_error_of_user_code_is_told_with_its_line() -> None:
     with pytest.raises(RuntimeError) as raised:
         raise RuntimeError("the calculator is out of memory")
-    assert memory.too_little(raised.value) is None
-
-
-def test_a_limit_below_the_libraries_is_refused_before_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.check_limit()
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (10**9, resource.RLIM_INFINITY))
-    with pytest.raises(RunError, match=r"`ulimit -v` allows 1\.00 GB"):
-        memory.check_limit()
+    assert too_little_memory(raised.value) is None

@@ -11,8 +11,17 @@ import pytest
 import torch.distributed
 
 from grpocli.errors import ConfigError, RunError, Stopped
-from grpocli.processes.exit_reports import ExitReport, exit_reports, is_lost_peer, report_failure, root_cause
-from grpocli.processes.heartbeat import DONE, Heartbeat, HeartbeatWriter, heartbeats
+from grpocli.processes.reports import (
+    DONE,
+    ExitReport,
+    Heartbeat,
+    HeartbeatWriter,
+    exit_reports,
+    heartbeats,
+    is_lost_peer,
+    report_failure,
+    root_cause,
+)
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:38475"
 TIMEOUT = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 20000ms for recv operation"
