@@ -105,10 +105,10 @@ release-check: build ## install the wheel in an empty environment and run it (TA
 conf: setup ## write a commented YAML for every choice into conf/, from the dataclasses
 	$(BIN)/python scripts/conf_files.py
 
-docs: setup ## write docs/algorithms.md, docs/from-trl.md, docs/peers.md and the table of docs/models.md
+docs: setup ## write docs/algorithms.md, docs/from-trl.md, docs/evidence/peers.md and the table of docs/models.md
 	$(BIN)/python scripts/algorithms_page.py docs/algorithms.md
 	$(BIN)/python scripts/from_trl_page.py docs
-	PYTHONPATH=tests $(BIN)/python -m parity.peer_page docs/peers.md
+	PYTHONPATH=tests $(BIN)/python -m parity.peer_page docs/evidence/peers.md
 	PYTHONPATH=tests $(BIN)/python -m models.architectures docs/models.md
 
 pictures: setup chromium ## make the pictures of README.md from a default run
@@ -121,15 +121,15 @@ parity: ## compare advantages and losses with other trainers', in a separate env
 	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
 	.venv-parity/bin/python -m pytest tests/parity -m parity $(ARGS)
 
-bench: ## time steps beside TRL's, in its own environment, and write docs/benchmarks.md (an hour; a quiet machine; KIND=whole or multiplication: whole runs)
+bench: ## time steps beside TRL's, in its own environment, and write docs/evidence/benchmarks.md (an hour; a quiet machine; KIND=whole or multiplication: whole runs)
 	@$(MAKE) --no-print-directory setup
 	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
 	$(BIN)/python bench/side_by_side/$(if $(filter multiplication,$(KIND)),multiplication.py,run.py $(or $(KIND),peer)) $(ARGS)
 
-bench-limit: setup ## time updates beside the bare model's, and write docs/benchmarks.md (KIND=linear: more rows, longer ones; long-rows: memory)
+bench-limit: setup ## time updates beside the bare model's, and write docs/evidence/benchmarks.md (KIND=linear: more rows, longer ones; long-rows: memory)
 	$(BIN)/python bench/side_by_side/$(if $(filter long-rows,$(KIND)),long_rows.py,run.py $(or $(KIND),limit)) $(ARGS)
 
-bench-savings: setup ## time updates with and without each optimization, and write docs/benchmarks.md
+bench-savings: setup ## time updates with and without each optimization, and write docs/evidence/benchmarks.md
 	$(BIN)/python bench/side_by_side/optimizations.py $(ARGS)
 
 bench-operations: setup ## count the operations and launches of an update on GPUs, on any machine (ARGS="built-in --where 20")
@@ -143,7 +143,7 @@ bench-gpu: ## on a machine with a GPU, and torch, transformers and accelerate fo
 	@$(MAKE) --no-print-directory .venv-gpu/.ready
 	.venv-gpu/bin/python bench/side_by_side/run.py gpu --peer .venv-gpu/bin/python $(ARGS)
 
-gpu-proof: ## see docs/gpu.md: all that has to be seen once on a GPU (PYTHON=..., ARGS="--only A,B --seconds 500")
+gpu-proof: ## see docs/evidence/gpu.md: all that has to be seen once on a GPU (PYTHON=..., ARGS="--only A,B --seconds 500")
 	@if [ -e .carry ] || $(PYTHON) -c 'import importlib.metadata as m; m.version("grpocli")' 2>/dev/null; \
 	then $(PYTHON) bench/gpu_proof/gpu_proof.py $(ARGS); \
 	else $(MAKE) --no-print-directory .venv-gpu/.ready && .venv-gpu/bin/python bench/gpu_proof/gpu_proof.py $(ARGS); fi

@@ -5,7 +5,7 @@ costs in `grpocli_tools/plan/efficiency.py`, the other half is held out. The rul
 work on other GPUs) belong together; of the names in alphabetical order the first, third, ... are fitted, the second,
 fourth, ... held out. Rows on an A6000 or A100 are always held out.
 
-Prints the tables as Markdown. --fit prints the costs that the fit gives. --write puts the tables into docs/plan.md.
+Prints the tables as Markdown. --fit prints the costs that the fit gives. --write puts the tables into docs/evidence/plan.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from grpocli_tools.plan.work import training_step
 Row = dict[str, Any]
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
-PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "plan.md"
 PROMPT, SPREAD = 128, 0.6  # not published: assumed
 SLOTS, LINK = 1024, 25e9  # sequences of a server; bytes per second from trainers to servers
 LIBRARIES = "libraries"  # not in the published memory, which counts torch's allocator
@@ -376,14 +376,14 @@ def write_table(key: str, text: str) -> None:
     before, begin, rest = PAGE.read_text().partition(f"<!-- {key} -->\n")
     _, end, after = rest.partition("<!-- end -->")
     if not begin or not end:
-        raise SystemExit(f"docs/plan.md: has no markers for {key}")
+        raise SystemExit(f"docs/evidence/plan.md has no markers for {key}")
     PAGE.write_text(f"{before}{begin}\n{text}\n\n{end}{after}")
 
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--fit", action="store_true", help="fit the costs and print them")
-    cli.add_argument("--write", action="store_true", help="write the tables into docs/plan.md")
+    cli.add_argument("--write", action="store_true", help="write the tables into docs/evidence/plan.md")
     args = cli.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

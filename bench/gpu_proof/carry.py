@@ -176,7 +176,7 @@ def prepare(work: Path) -> list[int]:
     installed = any(distributions(name="grpocli"))  # the clone, which is on the path in any case, is none
     archives, site = [] if installed else sorted(CARRY.glob("*.tar.xz")), work / "site"
     if not archives and not installed:
-        raise SystemExit(f"{sys.executable} has no grpocli, and {CARRY} no packages: see docs/gpu.md")
+        raise SystemExit(f"{sys.executable} has no grpocli, and {CARRY} no packages: see docs/evidence/gpu.md")
     if work.stat().st_uid != os.getuid():  # its packages are imported
         raise SystemExit(f"--work {work} belongs to somebody else: choose another")
     paths = [str(path) for path in (ROOT, ROOT / "bench" / "gpu_proof", ROOT / "bench" / "side_by_side", site)]

@@ -300,7 +300,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=existing, metavar="FOLDER", help="a pretrained model")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--list", action="store_true", help="print the stages and experiments")
-    parser.add_argument("--render", nargs="*", type=existing, metavar="FILE", help="add results to docs/gpu.md")
+    parser.add_argument("--render", nargs="*", type=existing, metavar="FILE", help="add results to docs/evidence/")
     parser.add_argument("--add", action="append", default=[], type=existing, metavar="FILE.py", help="experiments")
     return parser.parse_args()
 

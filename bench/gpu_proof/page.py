@@ -10,8 +10,8 @@ from typing import Any
 
 from experiment import EXPECTED, EXPERIMENTS, FAILED, NOT_RUN, STAGES, UNEXPECTED, Experiment, Results, in_order, limit
 
-DOCS = Path(__file__).parents[2] / "docs"
-DATA, PAGE = DOCS / "gpu.json", DOCS / "gpu.md"
+EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence"
+DATA, PAGE = EVIDENCE / "gpu.json", EVIDENCE / "gpu.md"
 BEGIN, END = "<!-- gpu proof -->", "<!-- end of gpu proof -->"
 HOLDS = {True: "as expected", False: "**not as expected**", None: "not checked"}
 
@@ -107,7 +107,7 @@ def write_page(results: Results, path: Path) -> None:
 
 
 def render(files: list[Path]) -> None:
-    """Add results of a GPU to docs/gpu.json and write the table of docs/gpu.md. Raises SystemExit for a CPU's."""
+    """Add results of a GPU to docs/evidence/gpu.json and write the table of gpu.md. Raises SystemExit for a CPU's."""
     known = Results(DATA)
     for file in files:
         found = Results(file).experiments

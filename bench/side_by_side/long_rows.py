@@ -2,7 +2,7 @@
 
 lengths: against the length of rows. activations: with gradient checkpointing, and with two processes that share each
 micro-batch. Each measurement is a run of grpocli in its own processes. Writes the tables between markers of
-docs/benchmarks.md, as `run.py` does.
+docs/evidence/benchmarks.md, as `run.py` does.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `make bench KIND=multiplication ARGS="--model FOLDER"`. The task is docs/examples/multiplication: few-shot one-digit
 products, 8 x 8 completions a step. grpocli samples with vLLM and with transformers; TRL samples with transformers,
-because its ways to vLLM need CUDA (docs/benchmarks.md). All train with the same loss, learning rate and reward, in
-bfloat16 autocast. Each round has another seed, and begins with another side.
+because its ways to vLLM need CUDA (docs/evidence/benchmarks.md). All train with the same loss, learning rate and
+reward, in bfloat16 autocast. Each round has another seed, and begins with another side.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Each workload runs in separate processes. The sides alternate, and every second round starts with the other side. A
 figure is the median of a run's steps after the first two; the table has the median, the least and the largest over
-rounds. Writes the table between two markers of docs/benchmarks.md, and all numbers into docs/benchmarks.json.
+rounds. Writes the table between two markers of docs/evidence/benchmarks.md, and all numbers into benchmarks.json
+beside it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from workloads import ALL, GPU, LINEAR, WHOLE, WORKLOADS, Workload, make_model
 from grpocli.processes.libraries import shorten_spinning
 
 HERE = Path(__file__).parent
-DOCS = HERE.parents[1] / "docs"
-DATA = DOCS / "benchmarks.json"
+EVIDENCE = HERE.parents[1] / "docs" / "evidence"
+DATA = EVIDENCE / "benchmarks.json"
 PEER = HERE.parents[1] / ".venv-parity" / "bin" / "python"
 GRPOCLI_SIDE = ("grpocli_side.py", sys.executable)
 GIVEN = [name for name, work in WORKLOADS.items() if not work.sampled]
@@ -166,14 +167,14 @@ def _spread(found: dict[str, Any]) -> str:
 
 
 def measured(mark: str) -> dict[str, Any]:
-    """The numbers in docs/benchmarks.json."""
+    """The numbers in docs/evidence/benchmarks.json."""
     known: dict[str, dict[str, Any]] = json.loads(DATA.read_text()) if DATA.exists() else {}
     return known.get(mark, {})
 
 
 def write(mark: str, table: str, found: dict[str, Any]) -> None:
     """Write the table between its markers, and the numbers into the JSON file."""
-    page = DOCS / "benchmarks.md"
+    page = EVIDENCE / "benchmarks.md"
     begin, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
     text = page.read_text(encoding="utf-8")
     inner = re.escape(begin) + ".*?" + re.escape(end)

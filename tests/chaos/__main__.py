@@ -53,7 +53,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--trial", nargs="+", default=[], metavar="KIND:NUMBER", help="run only these")
     parser.add_argument("--workers", type=int, default=2, help="trials at a time")
     parser.add_argument("--folder", type=Path, help="working folder; default: the temporary folder")
-    parser.add_argument("--write", type=Path, help="replace the table of this page, such as docs/reliability.md")
+    parser.add_argument("--write", type=Path, help="replace the table of a page: docs/evidence/reliability.md")
     return parser.parse_args(argv)
 
 

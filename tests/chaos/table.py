@@ -1,4 +1,4 @@
-"""Renders the results table of docs/reliability.md."""
+"""Renders the results table of docs/evidence/reliability.md."""
 
 from __future__ import annotations
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md")]
 HOUSES = [ROOT / "grpocli", ROOT / "grpocli_tools"]
+DOCS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/evidence/*.md")]
+ROOMS = [page for house in HOUSES for page in house.glob("**/README.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), *ROOMS]
 PACKAGES = sorted({path.name for house in HOUSES for path in house.iterdir() if path.is_dir()})
 MODULE = re.compile(rf"`(?:grpocli/)?((?:{'|'.join(PACKAGES)})/[\w/]+\.(?:py|sh|json))")
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
@@ -47,7 +49,7 @@ def test_links_of_a_page_exist(page: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=name)
+@pytest.mark.parametrize("page", sorted(DOCS), ids=name)
 def test_a_long_page_begins_with_its_sections(page: Path) -> None:
     text = PROGRAM.sub("", page.read_text())
     titles = SECTION.findall(text)
@@ -59,4 +61,4 @@ def test_a_long_page_begins_with_its_sections(page: Path) -> None:
 
 def test_every_page_is_listed() -> None:
     listed = (ROOT / "docs" / "README.md").read_text()
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in listed] == ["README.md"]
+    assert [name(page) for page in DOCS if f"({page.relative_to(ROOT / 'docs')})" not in listed] == ["docs/README.md"]

@@ -1,6 +1,6 @@
 """Definitions of other trainers that grpocli can express, as their settings and as grpocli's overrides.
 
-docs/peers.md lists them, so this file imports no trainer.
+docs/evidence/peers.md lists them, so this file imports no trainer.
 """
 
 from __future__ import annotations

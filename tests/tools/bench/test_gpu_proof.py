@@ -264,7 +264,7 @@ def test_a_law_without_its_figure_does_not_hold_on_a_gpu(proof: ModuleType) -> N
 
 
 def test_the_page_is_what_the_results_say(proof: ModuleType) -> None:
-    """docs/gpu.md lists every experiment of the script, with the results of docs/gpu.json, if there are any."""
+    """docs/evidence/gpu.md lists every experiment of the script, with the results of gpu.json, if there are any."""
     import page
     from experiment import Results
 
@@ -524,7 +524,7 @@ def test_a_python_without_grpocli_and_packages_is_refused(
 
     monkeypatch.setattr(carry, "distributions", lambda name: ())
     monkeypatch.setattr(carry, "CARRY", tmp_path / ".carry")
-    with pytest.raises(SystemExit, match=r"has no grpocli, and .* no packages: see docs/gpu\.md"):
+    with pytest.raises(SystemExit, match=r"has no grpocli, and .* no packages: see docs/evidence/gpu\.md"):
         carry.prepare(tmp_path / "work")
 
 

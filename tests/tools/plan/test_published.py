@@ -13,7 +13,7 @@ import pytest
 from grpocli_tools.plan.efficiency import COSTS, DECODE_COSTS
 
 DECODING, TRAINING = DECODE_COSTS["cuda"], COSTS["cuda"]
-OUTSIDE = {  # rates and steps beyond a factor of 1.5, as docs/plan.md says
+OUTSIDE = {  # rates and steps beyond a factor of 1.5, as docs/evidence/plan.md says
     "Qwen3-30B-A3B A100, 1 sequence",
     "Llama3.1-8B 16 GPUs 1 step off",
 }
@@ -91,6 +91,6 @@ def test_whole_steps_are_within_the_stated_factor_with_one_fitted_overhead(plans
 
 @pytest.mark.survival
 def test_the_overlap_of_other_machines_is_not_planned_within_the_stated_factor(plans: ModuleType) -> None:
-    """A failure that docs/plan.md states; a model that mends it has to change the page."""
+    """A failure that docs/evidence/plan.md states; a model that mends it has to change the page."""
     rows = plans.PUBLISHED["overlap"]["rows"]
     assert sum(within(plans.overlap_seconds(row) / row["step"] for row in rows)) == 2
