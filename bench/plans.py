@@ -5,7 +5,8 @@ costs in `grpocli_tools/plan/efficiency.py`, the other half is held out. The rul
 work on other GPUs) belong together; of the names in alphabetical order the first, third, ... are fitted, the second,
 fourth, ... held out. Rows on an A6000 or A100 are always held out.
 
-Prints the tables as Markdown. --fit prints the costs that the fit gives. --write puts the tables into docs/evidence/plan.md.
+Prints the tables as Markdown. --fit prints the costs that the fit gives. --write puts the tables into
+docs/evidence/plan.md.
 """
 
 from __future__ import annotations

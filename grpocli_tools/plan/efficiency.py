@@ -1,8 +1,8 @@
 """Seconds of training and decoding on a device: the work at full speed, times costs that were fitted to published runs.
 
 A cost of 2 means that half of the device's speed is reached. `bench/plans.py --fit` fits the costs of a GPU to the rows
-of `bench/published.json` that its rule chooses. docs/plan.md has the formulas; docs/evidence/plan.md says what each cost
-rests on, and how far the other rows are off.
+of `bench/published.json` that its rule chooses. docs/plan.md has the formulas; docs/evidence/plan.md says what each
+cost rests on, and how far the other rows are off.
 """
 
 from __future__ import annotations
