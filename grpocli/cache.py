@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from grpocli.errors import ConfigError, RunError
-from grpocli.files import atomic_folder
+from grpocli.files import atomic_folder, clear_leftovers, lock
 
 DEADLINE = 600.0
 """Seconds to wait for another process that makes the same folder."""
@@ -38,9 +36,16 @@ def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None], dea
         return path
     with _writable():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path, deadline):
+        with path.with_name(f".lock-{path.name}").open("w") as file:
+            try:
+                lock(file, fcntl.LOCK_EX, deadline)
+            except BlockingIOError as error:
+                raise RunError(
+                    f"waited {deadline:.0f} s for another process that is making {path}; "
+                    f"stop it, or set GRPOCLI_CACHE to another folder"
+                ) from error
             if not _whole(path, needed):  # another process may have made it meanwhile
-                _remove_leftovers(path)
+                clear_leftovers(path.parent, path.name)
                 with atomic_folder(path, replace=True) as folder:
                     make(folder)
     return path
@@ -72,30 +77,3 @@ def _writable() -> Iterator[None]:
 
 def _whole(path: Path, needed: tuple[str, ...]) -> bool:
     return all((path / file).is_file() for file in needed)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove temporary folders of killed processes. The caller holds the lock, so no other process writes."""
-    for kind in ("tmp", "old"):
-        for leftover in path.parent.glob(f".{kind}-{path.name}-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-@contextmanager
-def _lock(path: Path, deadline: float) -> Iterator[None]:
-    """A lock between processes, which the kernel releases when its holder ends."""
-    file = path.with_name(f".lock-{path.name}")
-    end = time.monotonic() + deadline
-    with file.open("w") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise RunError(
-                        f"waited {deadline:.0f} s for another process that is making {path}; "
-                        f"stop it, or set GRPOCLI_CACHE to another folder"
-                    ) from None
-                time.sleep(0.1)
-        yield

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from grpocli.text import masked
 
@@ -22,6 +25,8 @@ OS_ERROR = re.compile(r"os error (\d+)")
 ROOM = 1 << 20
 """A failed write with fewer free bytes counts as a full disk, whichever error the library raises."""
 STALE_TRIES = 9
+LOCK_POLL = 0.1
+"""Seconds between two attempts to lock a file."""
 LEFTOVER = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+?)-\d+(-[0-9a-f]{8})?")
 """The temporary names of this module. Other hidden files are left alone."""
 
@@ -83,6 +88,21 @@ def read_shared(path: Path) -> str:
     return path.read_text()
 
 
+def lock(file: IO[Any], kind: int, seconds: float) -> None:
+    """Lock an open file (fcntl.LOCK_SH or LOCK_EX); the kernel unlocks it when its holder ends.
+
+    Raises BlockingIOError if another process holds it for longer than `seconds`.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(LOCK_POLL)
+
+
 @contextmanager
 def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """A temporary folder that becomes `path` when the block succeeds, and is removed when it fails.
@@ -126,13 +146,13 @@ def full_disk_as_oserror(path: Path) -> Iterator[None]:
         raise
 
 
-def clear_leftovers(folder: Path) -> None:
+def clear_leftovers(folder: Path, name: str = "") -> None:
     """Clean up after a killed process: delete temporary files, and restore a folder that was being replaced.
 
-    Only for folders in which no other process writes.
+    name: of the one file or folder to clean up after; otherwise of all. No other process may write it meanwhile.
     """
     for path in sorted(folder.glob(".*")):
-        if not (found := LEFTOVER.fullmatch(path.name)):
+        if not (found := LEFTOVER.fullmatch(path.name)) or name not in ("", found["name"]):
             continue
         whole = path.with_name(found["name"])
         if found["kind"] == "old" and not os.path.lexists(whole):

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     import torch
 
 PARALLEL = ("ddp", "fsdp2", "zero2", "zero3")
-"""How model states are distributed over trainer processes. `ddp`: everything is replicated. `fsdp2`: weights, gradients
-and optimizer state are sharded (torch). `zero2`: gradients and optimizer state are sharded; `zero3`: weights too
-(DeepSpeed)."""
 
 
 class Hardware:

@@ -1,4 +1,4 @@
-"""HTTP to servers that a config names: how much to read and for how long, which responses to retry and when."""
+"""HTTP to servers that a config names: deadlines, and which responses to retry and when."""
 
 from __future__ import annotations
 
@@ -19,57 +19,26 @@ MAX_DELAY = 30.0
 _jitter = random.Random()
 
 
-class TooLong(ValueError):
-    """A response that is longer than the limit, or compressed."""
-
-
-async def bounded(
-    http: httpx.AsyncClient, method: str, url: str, limit: int, seconds: float | None = None, **more: Any
-) -> httpx.Response:
-    """The whole response. Raises TooLong, without reading the rest, if it has more than `limit` bytes.
-
-    Compressed responses, which no request asks for, raise TooLong too: a few bytes may become gigabytes.
-    seconds: for all of it, since httpx's timeouts restart with every byte; null: the caller's deadline. Raises
-    httpx.ReadTimeout after them.
-    """
+async def request(http: httpx.AsyncClient, method: str, url: str, seconds: float, **more: Any) -> httpx.Response:
+    """The response, whole within `seconds`, else httpx.ReadTimeout: the timeouts of httpx restart with every byte."""
     import httpx
 
-    content = bytearray()
     try:
-        async with (
-            asyncio.timeout(seconds),
-            http.stream(method, url, headers={"Accept-Encoding": "identity"}, **more) as response,
-        ):
-            if response.headers.get("content-encoding", "identity") != "identity":
-                raise TooLong("its answer is compressed, which was not asked for")
-            async for piece in response.aiter_raw():
-                content += piece
-                if len(content) > limit:
-                    raise TooLong(f"its answer is longer than {limit:,} bytes")
+        async with asyncio.timeout(seconds):
+            return await http.request(method, url, **more)
     except TimeoutError as error:
         raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from error
-    return httpx.Response(
-        response.status_code, headers=response.headers, content=bytes(content), request=response.request
-    )
 
 
-def fetch(url: str, limit: int, seconds: float, headers: Mapping[str, str] | None = None) -> httpx.Response:
-    """The response to one GET, as `bounded` reads it."""
+def fetch(url: str, seconds: float, headers: Mapping[str, str] | None = None) -> httpx.Response:
+    """The response to one GET, whole within `seconds`."""
     import httpx
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(headers=headers, timeout=seconds) as http:
-            return await bounded(http, "GET", url, limit, seconds)
+            return await request(http, "GET", url, seconds)
 
     return asyncio.run(ask())
-
-
-def json_of(response: httpx.Response) -> Any:
-    """The response's JSON. Raises ValueError, also for one that is nested too deeply."""
-    try:
-        return response.json()
-    except RecursionError as error:
-        raise ValueError("its answer is nested too deeply") from error
 
 
 def retry_delay(tries: int, first: float, answer: httpx.Response | None = None) -> float:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from grpocli.types import Message, Text
@@ -29,33 +27,6 @@ def clean(text: str) -> str:
 def one_line(text: str) -> str:
     """Cleaned text on one line."""
     return " ".join(clean(text).split())
-
-
-class CleanFormatter(logging.Formatter):
-    """Log lines without escape sequences and control characters."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return clean(super().format(record))
-
-
-def clean_warnings() -> None:
-    """Clean log messages that do not go to the log file: those of Python's last resort and of libraries' own handlers.
-
-    For example, transformers adds a handler when it is imported, and quotes a model's files in messages.
-    """
-    if logging.lastResort:
-        logging.lastResort.setFormatter(CleanFormatter())
-    logging.setLogRecordFactory(_clean_record)
-
-
-def _clean_record(*args: Any, **more: Any) -> logging.LogRecord:
-    record = logging.LogRecord(*args, **more)
-    if (record.name or "").partition(".")[0] != "grpocli":  # grpocli's handlers clean its own
-        with suppress(Exception):  # wrong arguments, or an error in `__str__`: the handler reports it
-            message = record.getMessage()
-            if (cleaned := clean(message)) != message:
-                record.msg, record.args = cleaned, ()
-    return record
 
 
 def format_number(value: Any) -> str:

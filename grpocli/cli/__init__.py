@@ -136,11 +136,7 @@ def run(args: list[str]) -> int:
         from grpocli.cli.hydra_app import complete
 
         return complete(args, [*COMMANDS, *plugins("grpocli.commands")])
-    module = importlib.import_module(_module_of(args[0]))
-    from grpocli.text import clean_warnings
-
-    clean_warnings()
-    return int(module.main(args[1:]))
+    return int(importlib.import_module(_module_of(args[0])).main(args[1:]))
 
 
 def _module_of(command: str) -> str:

@@ -281,7 +281,6 @@ def main() -> None:
     from grpocli.processes.reports import DONE, HeartbeatWriter
     from grpocli.processes.signals import StopSignal, enable_crash_tracebacks, handle_stops
     from grpocli.processes.threads import end_process
-    from grpocli.text import clean_warnings
 
     enable_crash_tracebacks()
     die_with_parent()  # as the launcher dies with its guard
@@ -290,7 +289,6 @@ def main() -> None:
     handle_stops(signal.SIG_IGN)  # the launching process knows which ones count, and makes the file
     heartbeat = HeartbeatWriter(run_dir.path, rank)
     quiet_libraries()
-    clean_warnings()
     try:
         log_to(run_dir, rank)
         _train_rank(run_dir, rank, stop, heartbeat)

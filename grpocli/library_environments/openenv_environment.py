@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.environment import Step
 from grpocli.environments.tools import Schema, answer_to, calls_in, name_of, refusal
-from grpocli.http import fetch, json_of
+from grpocli.http import fetch
 from grpocli.library_environments.background_loop import BackgroundLoop
 from grpocli.types import Message
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from openenv.core.client_types import StepResult
 
 FENCE = "```"
-LARGEST_SCHEMA, SCHEMA_SECONDS = 4_000_000, 10.0
+SCHEMA_SECONDS = 10.0
 """Bytes of a schema, and seconds for it."""
 FULL = "at capacity"
 """Part of a server's answer when it has no session left."""
@@ -210,8 +210,8 @@ def read_result(observation: Mapping[str, Any]) -> tuple[str, bool]:
 
 def action_schema(base_url: str) -> dict[str, Any]:
     """The JSON schema of a server's actions."""
-    answer = fetch(f"{base_url.rstrip('/')}/schema", LARGEST_SCHEMA, SCHEMA_SECONDS).raise_for_status()
-    found: dict[str, Any] = json_of(answer)["action"]
+    answer = fetch(f"{base_url.rstrip('/')}/schema", SCHEMA_SECONDS).raise_for_status()
+    found: dict[str, Any] = answer.json()["action"]
     return found
 
 

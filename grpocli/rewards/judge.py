@@ -18,7 +18,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import ByColumn, Escaped, check_regex, nearest, part, require, template_fields
 from grpocli.errors import ConfigError
-from grpocli.http import BUSY, TooLong, bounded, fetch, json_of, retry_delay
+from grpocli.http import BUSY, fetch, request, retry_delay
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, Unreachable
 from grpocli.text import mask
 
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, str]]
 
 CONNECT_TIMEOUT = 10.0
-LARGEST_RESPONSE = 4_000_000
 """Bytes of an answer; a judgement has a few thousand."""
 
 PROMPT = """\
@@ -208,7 +207,7 @@ class ChatClient:
         import httpx
 
         try:
-            fetch(f"{self.url}/models", LARGEST_RESPONSE, CONNECT_TIMEOUT, self.headers)
+            fetch(f"{self.url}/models", CONNECT_TIMEOUT, self.headers)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             return str(error) or type(error).__name__
         return ""
@@ -240,9 +239,7 @@ class ChatClient:
             if attempt:
                 await asyncio.sleep(retry_delay(attempt, self.judge.backoff, busy))
             try:
-                response = await bounded(http, "POST", url, LARGEST_RESPONSE, seconds, content=content)
-            except TooLong as error:
-                return Failure(f"the judge gave no score: {error}")
+                response = await request(http, "POST", url, seconds, content=content)
             except httpx.HTTPError as error:
                 problem, busy = str(error) or type(error).__name__, None
                 continue
@@ -257,7 +254,7 @@ class ChatClient:
 def _answer(response: httpx.Response) -> str | Failure:
     """The text of the endpoint's answer; a Failure if the response has none."""
     try:
-        text: Any = json_of(response)["choices"][0]["message"]["content"]
+        text: Any = response.json()["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError):
         text = None
     return text if isinstance(text, str) else _no_score(response.text)

@@ -91,7 +91,7 @@ def _row(path: Path, number: int, text: str) -> dict[str, Any]:
 def _parse(text: str) -> dict[str, Any] | None:
     try:
         row = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
@@ -108,7 +108,7 @@ def read_summary(path: Path) -> dict[str, Any]:
         return {}
     try:
         summary = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError("summary.json is broken") from error
     if not isinstance(summary, dict):
         raise ValueError("summary.json is broken")

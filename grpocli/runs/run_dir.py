@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import IO
 
 from grpocli.errors import ConfigError, GrpoError, RunError
-from grpocli.files import FULL, atomic_folder, clear_leftovers, remove
+from grpocli.files import FULL, atomic_folder, clear_leftovers, lock, remove
 
 logger = logging.getLogger(__name__)
 
 KEY = "hydra.run.dir"
-LOCK_POLL = 0.5  # seconds between attempts
 WORKERS_WITHIN = 15.0
 """Seconds in which trainer processes end after the process that started them was killed."""
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -204,7 +202,7 @@ class RunDir:
         Raises ConfigError if another process still has it after `timeout` seconds: a file server takes a while to
         notice that a machine has died.
         """
-        timeout = max(timeout, LOCK_POLL)  # `is_running` may hold the lock for a moment
+        timeout = max(timeout, 0.5)  # `is_running` may hold the lock for a moment
         with self._holding(".lock", timeout, "another process is running in it; wait, or stop it"):
             problem = "trainer processes of an earlier start still run in it; wait, or kill them"
             with self._holding(".workers", max(timeout, WORKERS_WITHIN), problem):
@@ -235,21 +233,14 @@ class RunDir:
             raise ConfigError(f"cannot be written: {self._why(error)}", key=self.key, value=self.path) from error
         with file, _closed_after_fork(file):
             try:
-                self._lock(file, kind, time.monotonic() + timeout, problem)
+                lock(file, kind, timeout)
+            except BlockingIOError as error:
+                raise ConfigError(problem, key=self.key, value=self.path) from error
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
                 logger.warning("%s has no locks (%s): a second process is not kept out", self.path, error.strerror)
             yield
-
-    def _lock(self, file: IO[str], kind: int, until: float, problem: str) -> None:
-        while True:
-            try:
-                return fcntl.flock(file, kind | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if time.monotonic() >= until:
-                    raise ConfigError(problem, key=self.key, value=self.path) from error
-            time.sleep(LOCK_POLL)
 
     def _why(self, error: OSError) -> str:
         where = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""

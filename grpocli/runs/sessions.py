@@ -119,7 +119,7 @@ def _session(line: str) -> Session | None:
     try:
         row = json.loads(line)
         return Session(**row | {"changes": {key: (old, new) for key, (old, new) in row["changes"].items()}})
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 

@@ -15,7 +15,7 @@ import httpx
 
 from grpocli.algorithm.kl import key_of_teacher
 from grpocli.errors import ConfigError, RunError, ServiceGone
-from grpocli.http import BUSY, TooLong, bounded, is_loopback, json_of, retry_delay
+from grpocli.http import BUSY, is_loopback, retry_delay
 from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
 from grpocli.text import mask
@@ -33,7 +33,6 @@ FIRST_DELAY = 0.5
 """Seconds at most before the first retry at a busy server."""
 LOST = 3
 """Retries of a request whose connection failed."""
-LARGEST_ANSWER = 2**28
 """Bytes of an answer; a token's log-prob takes about a hundred."""
 POLL = 0.5
 """Seconds between two progress reports."""
@@ -93,12 +92,12 @@ class ServedTeacher:
         while True:
             tries, response = tries + 1, None
             try:
-                response = await bounded(http, method, path, LARGEST_ANSWER, json=body)
+                response = await http.request(method, path, json=body)
             except httpx.HTTPError:
                 if tries > LOST:
                     raise
             if response is not None and response.is_success:
-                return json_of(response)
+                return response.json()
             if response is not None and response.status_code not in BUSY:
                 raise _Refused(f"{path}: HTTP {response.status_code} {' '.join(response.text.split())[:200]}".rstrip())
             await asyncio.sleep(retry_delay(tries, FIRST_DELAY, response))
@@ -172,7 +171,7 @@ class Scoring:
         if isinstance(error, httpx.HTTPError):
             reason = str(error) or type(error).__name__
             return ServiceGone(f"{subject}: the teacher's server cannot be reached ({reason})")
-        if isinstance(error, _Refused | TooLong):
+        if isinstance(error, _Refused):
             return RunError(f"{subject}: the teacher's server refused to score a completion ({error})")
         return RunError(f"{subject}: not the answer of a vLLM server: {type(error).__name__}: {error}")
 
@@ -224,7 +223,7 @@ async def _problem(teacher: ServedTeacher, tokenizer: Any, longest: int) -> str:
         return f"is not a vLLM server that scores tokens ({refused})"
     except (httpx.HTTPError, TimeoutError) as error:
         return f"no vLLM server answers there ({str(error) or type(error).__name__})"
-    except (TooLong, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         return f"is not a vLLM server that scores tokens ({type(error).__name__}: {error})"
     if ours != theirs:
         place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)

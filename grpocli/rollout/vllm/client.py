@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpocli.errors import EngineError
-from grpocli.http import BUSY, TooLong, bounded, is_loopback, json_of, retry_delay
-from grpocli.rollout.vllm.liveness import GENERATED, LARGEST, Liveness, ProgressTimeout, health, tokens_computed
+from grpocli.http import BUSY, is_loopback, retry_delay
+from grpocli.rollout.vllm.liveness import GENERATED, Liveness, ProgressTimeout, health, tokens_computed
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.text import mask
 
@@ -40,7 +40,6 @@ CANARY = "canary"  # in place of a version: weights that are sent as a test only
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
 """Requests besides GET that may be retried; with fixed seeds completions are the same."""
-LARGEST_ANSWER = 2**30
 """Bytes of an answer: several times the size of a group of the longest completions."""
 FIRST_DELAY = 0.5  # seconds at most before the first retry at a busy server
 PAUSED = "Generation is paused"  # with 503, the answer of vLLM 0.33 to a request during a pause; 0.32 holds the request
@@ -134,10 +133,9 @@ class ServerClient:
         """One attempt, which checks the server while it waits: a dead engine may never answer, a busy one may yet."""
         liveness = self._liveness
         timeout = ProgressTimeout(liveness, self.timeout)
-        limit = LARGEST_ANSWER if path == GENERATE else LARGEST
         try:
             async with httpx.AsyncClient(**http_options(endpoint)) as http:
-                call = asyncio.ensure_future(_after_a_pause(http, method, path, limit, body))
+                call = asyncio.ensure_future(_after_a_pause(http, method, path, body))
                 try:
                     while not (await asyncio.wait({call}, timeout=min(HEARTBEAT, timeout.left)))[0]:
                         await self._check(endpoint, http, path, timeout)
@@ -145,8 +143,6 @@ class ServerClient:
                     call.cancel()
                     await asyncio.gather(call, return_exceptions=True)
                 response = call.result()
-        except TooLong as error:
-            raise EngineError(f"the vLLM server at {endpoint.url}, asked for {path}: {error}") from error
         except httpx.HTTPError as error:
             raise self._gone(endpoint, unreachable(endpoint, path, error)) from error
         liveness.note()
@@ -218,7 +214,7 @@ class ServerClient:
 
     def _content(self, response: httpx.Response) -> Any:
         self._accepted = True
-        return json_of(response) if "json" in response.headers.get("content-type", "") else None
+        return response.json() if "json" in response.headers.get("content-type", "") else None
 
     async def _failure(self, endpoint: Endpoint, path: str, response: httpx.Response) -> EngineError:
         """The error of a failed response: ServerGone if the engine has died or another server took its place."""
@@ -360,11 +356,11 @@ class ServerClient:
 
 
 async def _after_a_pause(
-    http: httpx.AsyncClient, method: str, path: str, limit: int, body: dict[str, Any] | None
+    http: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
 ) -> httpx.Response:
     """The answer, for which the request waits until the server is not paused, as if the server had held it."""
     while True:
-        response = await bounded(http, method, path, limit, json=body)
+        response = await http.request(method, path, json=body)
         if response.status_code != 503 or PAUSED not in response.text:
             return response
         await asyncio.sleep(PAUSED_DELAY)
@@ -413,7 +409,7 @@ def _versions(adapter: str, choice: dict[str, Any]) -> list[dict[str, Any]]:
 def _message(response: httpx.Response) -> str:
     """The message in one of vLLM's two error formats, else the answer's first line."""
     try:
-        body = json_of(response)
+        body = response.json()
     except ValueError:
         return response.text.partition("\n")[0][:300].removesuffix(".")
     error = body.get("error", body) if isinstance(body, dict) else body

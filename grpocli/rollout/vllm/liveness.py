@@ -7,10 +7,9 @@ import time
 
 import httpx
 
-from grpocli.http import TooLong, bounded, json_of
+from grpocli.http import request
 
 CHECK_TIMEOUT = 5.0  # seconds for one check of a server
-LARGEST = 16_000_000  # bytes of an answer without completions
 LONGEST = 10  # timeouts after which a call fails, even if the server makes progress
 PAUSED_BY = "by another run or by one that was killed in a sync; give each run its own server, or start this one again"
 TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -82,7 +81,7 @@ async def is_paused(http: httpx.AsyncClient) -> bool:
     """Whether the server reports that it is paused."""
     response = await _get(http, "/is_paused")
     try:
-        body = json_of(response) if response else None
+        body = response.json() if response else None
     except ValueError:
         return False
     return isinstance(body, dict) and body.get("is_paused") is True
@@ -91,9 +90,7 @@ async def is_paused(http: httpx.AsyncClient) -> bool:
 async def health(http: httpx.AsyncClient) -> bool | None:
     """Whether the server runs and its engine lives; None if unknown, since the server may be busy."""
     try:
-        response = await bounded(http, "GET", "/health", LARGEST, CHECK_TIMEOUT)
-    except TooLong:
-        return None
+        response = await request(http, "GET", "/health", CHECK_TIMEOUT)
     except httpx.HTTPError as error:
         return False if isinstance(error, httpx.ConnectError) else None
     return True if response.is_success else False if response.status_code == 503 else None
@@ -102,7 +99,7 @@ async def health(http: httpx.AsyncClient) -> bool | None:
 async def _get(http: httpx.AsyncClient, path: str) -> httpx.Response | None:
     """A successful answer or None: the waiting call and `health` report the error."""
     try:
-        response = await bounded(http, "GET", path, LARGEST, CHECK_TIMEOUT)
-    except (TooLong, httpx.HTTPError):
+        response = await request(http, "GET", path, CHECK_TIMEOUT)
+    except httpx.HTTPError:
         return None
     return response if response.is_success else None
