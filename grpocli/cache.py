@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,16 +48,6 @@ def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None], dea
                 with atomic_folder(path, replace=True) as folder:
                     make(folder)
     return path
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder in the cache that is removed at the end of the block."""
-    with _writable():
-        cache_dir().mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix=".tmp-", dir=cache_dir())
-    with made as name:
-        yield Path(name)
 
 
 @contextmanager

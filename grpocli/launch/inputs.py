@@ -21,7 +21,7 @@ from grpocli.config.parts import USER_CODE, is_marked
 from grpocli.config.user_parts import is_spec
 from grpocli.errors import ConfigError
 from grpocli.runs.sessions import Changes
-from grpocli.tasks.loading import READERS
+from grpocli.tasks.loading import kind_of
 
 MODEL = "model"
 """The start model among the inputs: the base below LoRA, and the reference of a KL term."""
@@ -73,7 +73,7 @@ def _files_of(path: Path) -> tuple[str, list[Path]]:
     if weights := [file for file in here if file.suffix in WEIGHTS]:
         return "weights", [*weights, *_named(path, MEANING)]
     below = sorted(file for file in path.glob("*/*") if file.is_file())
-    return "content", [file for file in (*here, *below) if file.suffix in READERS]
+    return "content", [file for file in (*here, *below) if kind_of(file.name)]
 
 
 def _named(folder: Path, names: Sequence[str]) -> list[Path]:

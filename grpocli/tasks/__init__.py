@@ -2,8 +2,8 @@
 
 A row of data becomes a prompt in these steps:
 
-    loading.py        a file, a folder or a dataset of the hub -> a table of rows (json_rows.py reads JSON)
-    streaming.py      instead, rows that are read as they are drawn
+    loading.py        a file, a folder, an address or a dataset of the hub -> rows
+    streaming.py      instead of a whole table, rows that are read as they are drawn
     dataset.py        a row -> an example, with `prompt` and further columns: templates, processor, worked examples;
                       the rows that are held out for evaluation
     prompts.py        an example -> a `Prompt`: chat template, token ids, limit of length

@@ -9,7 +9,7 @@ from grpocli.errors import ConfigError
 from grpocli.tasks.jsonl import Jsonl
 
 if TYPE_CHECKING:
-    from grpocli.tasks.json_rows import Row
+    from grpocli.tasks.loading import Row
 
 
 @part("task", "code")

@@ -13,8 +13,7 @@ from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
 from grpocli.rewards.reward import with_one_answer
-from grpocli.tasks.json_rows import Row, dotted, short
-from grpocli.tasks.loading import Table, missing_value, need_columns
+from grpocli.tasks.loading import Row, Table, missing_value, need_columns, short
 from grpocli.tasks.prompts import TURN, fill, in_messages, settle_last_turn, text_hash, text_of
 from grpocli.tasks.table_task import TableTask
 from grpocli.types import Message, Text
@@ -24,6 +23,17 @@ if TYPE_CHECKING:
     from grpocli.tasks.task import Example
 
 PROCESSOR, TEMPLATE = "task.processor", "task.prompt_template"
+
+
+def dotted(row: Row, prefix: str = "") -> Row:
+    """The values within the objects of a row, by names such as `reward_model.ground_truth`."""
+    found: Row = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found |= dotted(value, f"{prefix}{name}.")
+        elif prefix:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, Any]:

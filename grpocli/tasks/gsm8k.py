@@ -10,7 +10,7 @@ from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.loading import is_one_file
 
 if TYPE_CHECKING:
-    from grpocli.tasks.json_rows import Row
+    from grpocli.tasks.loading import Row
 
 
 @part("task", "gsm8k")

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.config.parts import part
 from grpocli.errors import ConfigError
-from grpocli.tasks.loading import is_one_file
-from grpocli.tasks.remote import is_remote
+from grpocli.tasks.loading import is_one_file, is_remote, load_table
 from grpocli.tasks.table_task import TableTask
 
 if TYPE_CHECKING:
@@ -124,14 +123,12 @@ def _bare(task: Jsonl, split: str) -> Examples:
 
 def _all(task: Jsonl, path: str, split: str) -> Examples:
     from grpocli.tasks.dataset import Examples, RowConverter
-    from grpocli.tasks.loading import load_table
-    from grpocli.tasks.streaming import HEAD, load_streamed
+    from grpocli.tasks.streaming import HEAD
 
     ours = path == task.path
     far = task.streaming and not is_remote(path) and not Path(path).expanduser().exists()
-    load = load_streamed if far else load_table
     key = "task.path" if ours else "task.eval_path"
-    table = load(path, task.name if ours else None, split, key, task.storage_options)
+    table = load_table(path, task.name if ours else None, split, key, task.storage_options, streaming=far)
     return Examples(RowConverter.of(task, table.columns, islice(table.rows, HEAD), path), table, range(len(table.rows)))
 
 

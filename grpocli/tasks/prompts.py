@@ -14,7 +14,7 @@ from grpocli.environments.environment import TOOLS_KEY
 from grpocli.environments.tools import name_of, read_arguments
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import read_written
-from grpocli.tasks.json_rows import encodable, short
+from grpocli.tasks.loading import short
 from grpocli.types import PREFIX, Message, Prompt, Text
 
 if TYPE_CHECKING:
@@ -40,6 +40,15 @@ TURN = re.compile(
 )
 """Begins text that a chat template wrote, maybe after the token that begins every text."""
 QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked below
+
+
+def encodable(text: str) -> bool:
+    """Whether a text is free of lone surrogates, which can be neither written to a file nor tokenised."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def text_of(example: Example, where: str) -> Text:

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpocli.errors import ConfigError
 from grpocli.tasks.curriculum import TRIES
 from grpocli.tasks.dataset import RowConverter, choose, with_shots
-from grpocli.tasks.json_rows import Row, json_row, unreadable
-from grpocli.tasks.loading import (
-    EMPTY,
-    DataFile,
-    Table,
-    columns_of,
-    files_at,
-    from_hub,
-    reader_options,
-    remote_files_at,
-    sample_row,
-    saved_dataset,
-    size_of,
-    table_of,
-    with_columns,
-)
+from grpocli.tasks.loading import EMPTY, Row, RowSource, columns_of, open_rows, with_columns
 from grpocli.tasks.order import Order, permutation
 from grpocli.tasks.problem_scores import Position
 from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
-from grpocli.tasks.remote import RemoteFile, answers, is_remote
 from grpocli.tasks.targets import settle_example
 from grpocli.types import Prompt
 
@@ -52,122 +34,6 @@ logger = logging.getLogger(__name__)
 
 HEAD = 100
 """Rows at the beginning that determine the columns."""
-
-
-class RowSource(Protocol):
-    """The rows of a dataset in order. Both methods raise ConfigError if the data cannot be read."""
-
-    def read(self, start: int) -> Iterator[Row]:
-        """The rows from number `start` on; earlier rows are skipped as cheaply as possible."""
-        ...
-
-    def count(self) -> int:
-        """The number of rows, which may require reading all of them."""
-        ...
-
-
-def open_rows(path: str, name: str | None, split: str, key: str, options: Mapping[str, Any] | None = None) -> RowSource:
-    """The rows at `path`, as `load_table` finds them. Raises ConfigError, naming `key`."""
-    local, files = Path(path).expanduser(), list[DataFile]()
-    if is_remote(path):
-        kind, found = remote_files_at(path, split, key, options or {})
-        files += found
-    elif not local.exists():
-        return DatasetRows(from_hub(path, name, split, key, streaming=True), path, key)
-    elif (saved := saved_dataset(local, split, key)) is not None:
-        return DatasetRows(saved.to_iterable_dataset(), path, key)
-    else:
-        kind, local_files = files_at(local, split, key)
-        files += local_files
-    return JsonLines(files, key) if kind == "json" else _dataset_rows(kind, files, path, key, options or {})
-
-
-def _dataset_rows(kind: str, files: Sequence[DataFile], path: str, key: str, options: Mapping[str, Any]) -> DatasetRows:
-    """The rows of files that the datasets library reads."""
-    from datasets import load_dataset
-
-    full = [file for file in files if size_of(file)]
-    if not full:
-        return DatasetRows(None, path, key)
-    with _readable(path, key):
-        names = [_address(file, kind) for file in full]
-        reader = reader_options(kind, full) | ({"storage_options": dict(options)} if options else {})
-        dataset = load_dataset(kind, data_files=names, split="train", streaming=True, **reader)
-    return DatasetRows(dataset, path, key, kind == "webdataset")
-
-
-def _address(file: DataFile, kind: str) -> str:
-    """Where the datasets library reads a file; it cannot stream archives from S3, so these are copied."""
-    if isinstance(file, RemoteFile):
-        return str(file.copy()) if kind == "webdataset" else file.url
-    return str(file)
-
-
-def load_streamed(path: str, name: str | None, split: str, key: str, options: Mapping[str, Any] | None = None) -> Table:
-    """All rows of one split, without downloading the files of the other splits from the hub."""
-    rows = list(open_rows(path, name, split, key, options).read(0))
-    if not rows:
-        raise ConfigError(EMPTY, key=key, value=path)
-    return table_of(rows, path, key)
-
-
-@dataclass(frozen=True, slots=True)
-class JsonLines:
-    """Files with one JSON object a line. Skipped lines are not parsed."""
-
-    files: Sequence[DataFile]
-    key: str
-
-    def read(self, start: int) -> Iterator[Row]:
-        for file, number, line in islice(self._lines(), start, None):
-            yield json_row(line, file, number, self.key)
-
-    def count(self) -> int:
-        return sum(1 for _ in self._lines())
-
-    def _lines(self) -> Iterator[tuple[DataFile, int, str]]:
-        for file in self.files:
-            with _readable(file, self.key), file.open(encoding="utf-8-sig", newline="\n") as lines:
-                for number, line in enumerate(lines, 1):
-                    if number == 1 and line.lstrip().startswith("["):
-                        problem = "is a JSON list, which cannot be streamed"
-                        hint = "write one object per line, or set task.streaming=false"
-                        raise ConfigError(problem, key=self.key, value=file, hint=hint)
-                    if line.strip():
-                        yield file, number, line
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetRows:
-    """An iterable dataset of the datasets library; None if all files are empty. samples: it is a webdataset."""
-
-    dataset: Any
-    path: str
-    key: str
-    samples: bool = False
-
-    def read(self, start: int) -> Iterator[Row]:
-        with _readable(self.path, self.key):
-            if self.dataset is not None:
-                rows = self.dataset.skip(start)
-                yield from map(sample_row, rows) if self.samples else rows
-
-    def count(self) -> int:
-        with _readable(self.path, self.key):
-            parts = [] if self.dataset is None else self.dataset.iter(batch_size=1000)
-            return sum(len(next(iter(columns.values()))) for columns in parts)
-
-
-@contextmanager
-def _readable(path: str | DataFile, key: str) -> Iterator[None]:
-    if isinstance(path, RemoteFile) or is_remote(str(path)):
-        with answers(str(path), key):
-            yield
-        return
-    try:
-        yield
-    except (OSError, ValueError) as error:  # pyarrow, pandas and the hub raise subclasses of these
-        raise unreadable(key, path, error) from error
 
 
 @dataclass(slots=True)

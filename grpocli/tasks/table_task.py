@@ -15,7 +15,7 @@ from grpocli.tasks.loading import check_path, is_one_file
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
-    from grpocli.tasks.json_rows import Row
+    from grpocli.tasks.loading import Row
 
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+(?<!\.py)")
 

@@ -11,8 +11,8 @@ from grpocli.environments.environment import loaded_environment_of
 from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import with_one_answer
-from grpocli.tasks.json_rows import encodable, short
-from grpocli.tasks.prompts import QUIET, fill, rendered, settle_last_turn, text_of, tokenize
+from grpocli.tasks.loading import short
+from grpocli.tasks.prompts import QUIET, encodable, fill, rendered, settle_last_turn, text_of, tokenize
 from grpocli.types import Message, Text, begun
 
 if TYPE_CHECKING:

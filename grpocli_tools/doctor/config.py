@@ -18,9 +18,8 @@ from grpocli.models.quantization import INSTALL
 from grpocli.rewards.code import CodeReward
 from grpocli.rollout.sync_config import ServerLocation
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
-from grpocli.tasks.loading import looks_local
+from grpocli.tasks.loading import is_remote, looks_local
 from grpocli.tasks.mixture import key_of, tasks_of
-from grpocli.tasks.remote import is_remote
 from grpocli.training.optim import AdamW8bit
 from grpocli_tools.doctor.checkup import Finding, MachineCheck, ok, problem, warning
 from grpocli_tools.doctor.devices import TORCH_SECONDS, torch_report

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import functools
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.tasks.loading import load_table, looks_local
-from grpocli.tasks.streaming import load_streamed
+
+load_streamed = functools.partial(load_table, streaming=True)
 
 
 def test_json_values_are_not_changed(tmp_path: Path) -> None:
@@ -44,6 +46,25 @@ def test_cells_of_a_csv_stay_text(tmp_path: Path, cache_folder: Path) -> None:
         assert [row["a"] for row in rows] == [*answers[:-1], None]
 
 
+@pytest.mark.parametrize("load", [load_table, load_streamed])
+def test_compressed_files_are_read(load: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(b'{"q": "1"}\n'))
+    (tmp_path / "test.csv.gz").write_bytes(gzip.compress(b"q\n2\n"))
+    for split, value in (("train", "1"), ("test", "2")):
+        file = next(tmp_path.glob(f"{split}*"))
+        assert list(load(str(file), None, split, "task.path").rows) == [{"q": value}]
+
+
+@pytest.mark.parametrize("load", [load_table, load_streamed])
+def test_answers_keep_their_types(load: Any, tmp_path: Path) -> None:
+    answers = [["1", "2"], "3", 4, 5.0, {"x": 1}, {"y": None}, True, 12345678901234567890, "2024-01-01"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"a": answer}) + "\n" for answer in answers))
+    (tmp_path / "a.json").write_text(json.dumps([{"a": answer} for answer in answers], indent=1))
+    for name in ("a.jsonl", "a.json"):
+        rows = load(str(tmp_path / name), None, "train", "task.path").rows
+        assert json.dumps([row["a"] for row in rows]) == json.dumps(answers)
+
+
 @pytest.mark.parametrize(
     ("files", "split", "rows"),
     [
@@ -73,6 +94,9 @@ def test_a_folders_files_are_chosen_by_split(
         ("a.json", "[]", "it is empty"),
         ("a.parquet", "no parquet", "cannot be read"),
         ("a.csv", "", "it is empty"),
+        ("a.csv", "q,a\n1,2\n1,2,3,4\n", "line 3 has 4 cells"),
+        ("a.csv", "q,a,a\n1,2,3\n", "two columns called 'a'"),
+        ("a.csv", 'q,a\n"1,2\n', "unexpected end"),
     ],
 )
 def test_unreadable_data_gives_a_one_sentence_error(name: str, text: str, sentence: str, tmp_path: Path) -> None:
@@ -91,31 +115,13 @@ def test_utf16_is_refused(tmp_path: Path, name: str) -> None:
             load(str(tmp_path / name), None, "train", "task.path")
 
 
-DEEP = "[" * 200_000 + "]" * 200_000
-HOSTILE = [
-    (f'{{"a": {DEEP}}}', r"is not JSON \(maximum recursion depth"),
-    (f'{{"a": {"9" * 5000}}}', r"is not JSON \(Exceeds the limit"),
-    (r'{"a": ["x", "\ud800"]}', "has a lone surrogate, half of a character"),
-    (r'{"\udfff": 1}', "has a lone surrogate, half of a character"),
-]
-
-
-@pytest.mark.parametrize(("row", "problem"), HOSTILE)
 @pytest.mark.parametrize("load", [load_table, load_streamed])
-def test_json_that_cannot_be_used_is_refused(load: Any, row: str, problem: str, tmp_path: Path) -> None:
+def test_the_error_names_the_file_and_the_line(load: Any, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_text(f'{{"a": 1}}\n\n{row}\n')
-    with pytest.raises(ConfigError, match=f"line 3 {problem}") as caught:
+    file.write_text(f'{{"a": 1}}\n\n{{"a": {"9" * 5000}}}\n')
+    with pytest.raises(ConfigError, match=r"line 3 is not JSON \(Exceeds the limit") as caught:
         load(str(file), None, "train", "task.path")
-    assert (caught.value.key, caught.value.value) == ("task.path", file)
-
-
-@pytest.mark.parametrize(("row", "problem"), HOSTILE)
-def test_a_list_that_cannot_be_used_is_refused(row: str, problem: str, tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    file.write_text(f'[\n{{"a": 1}},\n{row}]')
-    with pytest.raises(ConfigError, match=f" {problem}"):
-        load_table(str(file), None, "train")
+    assert (caught.value.key, caught.value.value) == ("task.path", str(file))
 
 
 @pytest.mark.parametrize(
@@ -174,30 +180,6 @@ def test_the_error_quotes_the_beginning_of_a_wrong_row(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(
-    ("header", "problem"),
-    [
-        ("q,a,a", "line 1 has two columns called 'a'; rename or remove one"),
-        ("q;a;b", "line 1 has one column, 'q;a;b'; save it with commas instead of ';' between columns"),
-        ("q," + "a" * 200_000, "cannot be read: field"),
-    ],
-)
-def test_bad_headers_are_refused(header: str, problem: str, tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text(f"{header}\n1,2,3\n")
-    with pytest.raises(ConfigError, match=f"^task.path={tmp_path}/a.csv: {problem}"):
-        load_table(str(tmp_path / "a.csv"), None, "train")
-
-
-@pytest.mark.processes
-def test_the_datasets_library_prints_no_data(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("q,a\n1,2\n1,2,3,4\n")
-    command = [sys.executable, "-m", "grpocli", "data", "task=jsonl", f"task.path={tmp_path}/a.csv"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "Expected 2 fields in line 3" in done.stderr.splitlines()[-1]
-    assert "Failed to read file" not in done.stderr
-
-
 def test_a_folder_without_the_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found none"):
         load_table(str(tmp_path), None, "train")
@@ -219,22 +201,6 @@ def test_looks_local_recognises_paths(path: str, local: bool) -> None:
 def test_unnamed_columns_of_a_csv_are_ignored(tmp_path: Path, cache_folder: Path) -> None:
     (tmp_path / "a.csv").write_text("q,a,,\n1,2,,\n")  # spreadsheets write such files
     assert load_table(str(tmp_path / "a.csv"), None, "train").columns[:2] == ["q", "a"]
-
-
-@pytest.mark.parametrize(
-    ("second", "said"),
-    [
-        ("q,b\n1,2\n", "they differ in 'a', 'b'"),
-        ("q,a,b\n1,2,3\n", "they differ in 'b'"),
-        ('"q\n', "they differ in 'a', 'q'"),
-    ],
-)
-def test_csv_files_with_different_columns_are_refused(tmp_path: Path, second: str, said: str) -> None:
-    (tmp_path / "train-1.csv").write_text("\nq,a\n1,2\n")
-    (tmp_path / "train-2.csv").write_text(second)
-    for load in (load_table, load_streamed):
-        with pytest.raises(ConfigError, match=rf"task\.path=.*{said}"):
-            load(str(tmp_path), None, "train", "task.path")
 
 
 def test_csv_files_may_have_their_columns_in_another_order(tmp_path: Path, cache_folder: Path) -> None:

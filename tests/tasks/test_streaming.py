@@ -16,7 +16,7 @@ import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.tasks import json_rows, prompts, streaming
+from grpocli.tasks import loading, prompts, streaming
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.prompt_source import PromptSource
 from grpocli.tasks.streaming import StreamedPrompts
@@ -108,18 +108,18 @@ print([data.draw(number).text for number in range({2 * N})])
 def test_a_resume_neither_parses_nor_tokenises_skipped_rows(data, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = data(file)
     tokenised, parsed = Counter[str](), Counter[str]()
-    tokenize, json_row = prompts.tokenize, json_rows.json_row
+    tokenize, line_of = prompts.tokenize, loading.TextRows._line
 
     def counted(chosen: list[str], *rest: Any) -> Any:
         tokenised.update(chosen)
         return tokenize(chosen, *rest)
 
-    def noted(line: str, *rest: Any) -> Any:
+    def noted(rows: Any, line: str, *rest: Any) -> Any:
         parsed.update([line])
-        return json_row(line, *rest)
+        return line_of(rows, line, *rest)
 
     monkeypatch.setattr(streaming, "tokenize", counted)
-    monkeypatch.setattr(streaming, "json_row", noted)
+    monkeypatch.setattr(loading.TextRows, "_line", noted)
     made.draw(21)
     assert tokenised.total() == 1
     assert parsed.total() == 8
@@ -207,7 +207,6 @@ def test_an_unusable_row_is_refused(data, tmp_path: Path, row: dict[str, Any], s
     [
         ("d.jsonl", "", "it is empty"),
         ("d.csv", "", "it is empty"),
-        ("d.json", "[\n{}]", "cannot be streamed; write one object per line, or set task.streaming=false"),
         ("d.parquet", "PAR", "cannot be read: "),
     ],
 )
@@ -249,7 +248,7 @@ def test_a_split_of_the_hub_is_streamed(data, monkeypatch: pytest.MonkeyPatch) -
         found = {"train": ["a", "b"], "test": ["c c"]}[split]
         return datasets.Dataset.from_dict({"prompt": found, "answer": ["x"] * len(found)}).to_iterable_dataset()
 
-    monkeypatch.setattr(streaming, "from_hub", hub)
+    monkeypatch.setattr(loading, "_from_hub", hub)
     made = data(Path("someone/data"), eval_path=None, eval_split="test")
     assert set(texts(made, range(6))) == {"a", "b"}
     assert [problem.text for problem in made.problems()] == ["c c"]
