@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
-from grpocli.runs.rollouts import read_rollouts, read_schema, rollout_schema
+from grpocli.runs.rollouts import read_rollouts, read_schema
 from grpocli.types import Prompt, Status
 
 IN_UPDATE = (Status.TRAINED, Status.ZERO_ADVANTAGE, Status.MASKED)
@@ -116,74 +115,21 @@ class RecordedStep:
         """The oldest weight version that sampled a row; the step itself without rows."""
         return min((row["version"] for row in self.rows), default=self.step)
 
-    def check_tokens(self, vocabulary: int) -> None:
-        """Raise ConfigError for a token that a model with this many tokens does not have."""
-        for number, row in enumerate(self.rows):
-            for column in ("prompt_ids", "completion_ids"):
-                if (largest := max(row[column])) >= vocabulary:
-                    problem = f"the column {column} has the token {largest}, and the model has {vocabulary}"
-                    raise ConfigError(f"{self.path}: step {self.step}, row {number}: {problem}; {REMEDY}")
-
 
 REMEDY = "the file is damaged: name other steps"
 
 
 def check_columns(path: Path, step: int) -> None:
-    """Raise ConfigError if a rollout file is broken, or a column is missing or has another type."""
-    schema = read_schema(path)
-    rewards = [name.removeprefix("reward/") for name in schema.names if name.startswith("reward/")]
-    for column in rollout_schema(rewards):
-        kind = _kind(column.type)
-        if column.name not in schema.names:
-            if column.name in REQUIRED:
-                raise ConfigError(f"{path}: step {step}: the column {column.name} is missing; {REMEDY}")
-        elif _kind(found := schema.field(column.name).type) not in (kind, kind.replace("number", "integer"), "null"):
-            problem = f"the column {column.name} has the type {found}, not {kind}"
-            raise ConfigError(f"{path}: step {step}: {problem}; {REMEDY}")
-
-
-def _kind(arrow_type: Any) -> str:
-    """The type of a column, in words: the size of numbers does not matter."""
-    from pyarrow import types
-
-    if types.is_list(arrow_type) or types.is_large_list(arrow_type):
-        return f"list of {_kind(arrow_type.value_type)}"
-    tests = {
-        "integer": types.is_integer,
-        "number": types.is_floating,
-        "text": lambda one: types.is_string(one) or types.is_large_string(one),
-        "null": types.is_null,
-    }
-    return next((kind for kind, holds in tests.items() if holds(arrow_type)), str(arrow_type))
+    """Raise ConfigError if a rollout file is broken, or a column is missing."""
+    names = read_schema(path).names
+    if missing := [column for column in REQUIRED if column not in names]:
+        raise ConfigError(f"{path}: step {step}: the column {missing[0]} is missing; {REMEDY}")
 
 
 def _damage(row: FileRow) -> str:
     """What is wrong with a row that no run has written; empty if nothing is."""
     if null := [column for column in REQUIRED if row[column] is None]:
         return f"the column {null[0]} is null"
-    for column, value in row.items():
-        if isinstance(value, list) and None in value:
-            return f"the column {column} has null in its list"
     n = len(row["completion_ids"])
-    for column in TOKEN_COLUMNS:
-        if row.get(column) is not None and len(row[column]) != n:
-            return f"the column {column} has {len(row[column])} values for {n} completion_ids"
-    for column in ("prompt_ids", "completion_ids"):
-        if not row[column] or min(row[column]) < 0:
-            return f"the column {column} {'has a negative token id' if row[column] else 'is empty'}"
-    if not all(map(math.isfinite, row["logprobs"])):
-        return "the column logprobs has a value that is not finite"
-    if row["status"] not in list(Status):
-        return f"the column status has the unknown value {row['status']!r:.60}"
-    if not all(len(span) == 2 for span in row.get("version_spans") or []):
-        return "the column version_spans has an entry that is not a pair of a version and a number of tokens"
-    return _damage_of_example(row)
-
-
-def _damage_of_example(row: Mapping[str, Any]) -> str:
-    """What is wrong with the column of the example's data; empty if nothing is."""
-    try:
-        columns = json.loads(row.get("columns") or "{}")
-    except (ValueError, RecursionError) as error:
-        return f"the column columns is not JSON ({error})"
-    return "" if isinstance(columns, dict) else "the column columns is not a JSON object"
+    wrong = [column for column in TOKEN_COLUMNS if row.get(column) is not None and len(row[column]) != n]
+    return f"the column {wrong[0]} has {len(row[wrong[0]])} values for {n} completion_ids" if wrong else ""

@@ -162,8 +162,6 @@ class Replay:
 
     def _report(self, step: int, asked: bool) -> StepReport:
         recorded, session = self.recorded(step), self.session_of(step)
-        if self.weights:
-            recorded.check_tokens(self.weights.vocabulary())
         report = StepReport(step, asked, origin=self.weights.origin if self.weights else "")
         before = self._metrics.get(step - 1)
         replay = StepReplay(recorded, self.sources_of(session), self.weights, self.no_weights, before, self.progress)

@@ -186,10 +186,6 @@ class Weights:
         loss = metrics.get("loss", 0.0)
         return {"loss": loss, "grad_norm": float(gradient.double().norm())}, gradient
 
-    def vocabulary(self) -> int:
-        """The number of tokens that the model has."""
-        return int(self.updater.policy.model.get_input_embeddings().weight.shape[0])
-
     def differences_from(self, path: Path) -> Mapping[str, float]:
         """The largest difference of each trained weight from a checkpoint's."""
         saved = load_policy(self.run.model, self.job.model_path, str(path), self.run.seed, self.job.dtype)

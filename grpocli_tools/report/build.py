@@ -20,7 +20,6 @@ from grpocli_tools.report.charts import charts
 from grpocli_tools.report.curves import Curves, current_summary, curves_of, read_curves, thinned, with_evaluations
 from grpocli_tools.report.diagnosis import verdict, warnings
 from grpocli_tools.report.facts import compute_dtype, facts, session_starts, sessions, what_changed
-from grpocli_tools.report.own_files import leads_out, left_out
 from grpocli_tools.report.page_data import PageData, RolloutSelection, RunView, Series
 from grpocli_tools.report.rollout_sample import BUDGET, Prompts, RolloutSample
 from grpocli_tools.report.run_rows import RunRow, find_runs, flatten
@@ -59,11 +58,10 @@ class Builder:
 
     def page(self, folders: Sequence[Path]) -> PageData:
         """The page of the runs below some folders. Raises ConfigError if there are none."""
-        rows, notes = _own_rows(folders)
+        rows, notes = _rows(folders), list[str]()
         if not rows:
             where = ", ".join(map(str, folders))
-            hint = "; ".join(notes) or "give the folder of a run or sweep"
-            raise ConfigError(f"there is no run below {where}; {hint}")
+            raise ConfigError(f"there is no run below {where}; give the folder of a run or sweep")
         prompts = Prompts()
         runs = self._runs(rows, prompts, notes)
         several = len(runs) > 1
@@ -168,20 +166,13 @@ def _with_fewer_steps(group: Sequence[RunView], most: int) -> list[RunView]:
     ]
 
 
-def _own_rows(folders: Sequence[Path]) -> tuple[list[RunRow], list[str]]:
-    """The runs below some folders, each once, and a note for each that has files outside of its folder."""
+def _rows(folders: Sequence[Path]) -> list[RunRow]:
+    """The runs below some folders, each once."""
     found: dict[Path, RunRow] = {}
-    notes: list[str] = []
-
-    def is_own(run: Path) -> bool:
-        if leads := leads_out(run):
-            notes.append(left_out(run))
-        return not leads
-
     for folder in folders:
-        rows = sorted(find_runs(folder, is_own), key=lambda row: natural(row.path))
-        found |= {row.path.resolve(): row for row in rows if row.path.resolve() not in found}
-    return list(found.values()), list(dict.fromkeys(notes))
+        for row in sorted(find_runs(folder), key=lambda row: natural(row.path)):
+            found.setdefault(row.path.resolve(), row)
+    return list(found.values())
 
 
 def new_values(run: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, Series]]:

@@ -24,24 +24,20 @@ from grpocli_tools.report.html import live_html, live_policy, page_json
 from grpocli_tools.report.live_data import LiveData
 
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
-LONGEST_QUERY = 512
 MOST_SESSIONS = 64
 """Browsers with a session at the same time; one more ends the oldest session."""
 FRAMES = "frame-ancestors 'none'"
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
 }
 
 NO_SESSION = "Open the address that grpocli watch shows in its terminal; it lets one browser in."
 SPENT = "This address was used already, or is incomplete; the terminal of grpocli watch shows a new one."
 WRONG_HOST = "Open this page as http://127.0.0.1 or http://localhost, with the port."
 WRONG_ORIGIN = "Another site may not ask for this page; type its address into the browser."
-WRONG_METHOD = "This server only answers GET and HEAD."
 
 
 @dataclass(slots=True)
@@ -107,15 +103,11 @@ class AccessGuard:
             return _text(WRONG_ORIGIN)
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return _text(WRONG_ORIGIN)
-        if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse(WRONG_METHOD + "\n", 405, {"Allow": "GET, HEAD"})
-        if len(scope["query_string"]) > LONGEST_QUERY:
-            return PlainTextResponse("The address is too long.\n", 414)
         return None
 
     def _entrance(self, scope: Scope) -> Response | None:
         """The answer to a request with a token or without a session."""
-        given = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=16).get("token", [])
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
         is_known = self.sessions.knows(Headers(scope=scope))
         if scope["path"] != "/" or not given:
             return None if is_known else _text(NO_SESSION)

@@ -21,7 +21,6 @@ from grpocli.runs.run_dir import RunDir
 from grpocli.runs.runs import run_folders
 from grpocli.version import __version__
 from grpocli_tools.report.curves import metrics_row
-from grpocli_tools.report.own_files import is_own, leads_out, left_out
 from grpocli_tools.report.page_data import PageData, RunView, Series
 from grpocli_tools.rollouts.rollout_query import rollout_files
 
@@ -36,28 +35,27 @@ BLOCK = 1 << 16
 SHARE = 300
 """Work that took t seconds is not repeated for SHARE * t seconds: it takes at most a third of a percent of a core."""
 MOST_WAIT = 60.0
-"""Seconds of rest after which urgent work is done: a run has begun or ended."""
+"""Seconds after which work is repeated, however long it took."""
 FACTS = ("verdict", "warnings", "facts", "total_steps", "sessions", "starts", "notice", "resume")
 """The fields of a run that a new build may change without a new page."""
 
 
 class Budget:
-    """Limits how often some work is done: afterwards it rests for SHARE times the time it took."""
+    """Limits how often some work is done: afterwards it rests for SHARE times the time it took, MOST_WAIT at most."""
 
     def __init__(self, least: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.least, self.clock = least, clock
-        self.next = self.next_urgent = float("-inf")
+        self.next = float("-inf")
 
     def __enter__(self) -> None:
         self.start = self.clock()
 
     def __exit__(self, *error: object) -> None:
         now = self.clock()
-        rest = max(self.least, SHARE * (now - self.start))
-        self.next, self.next_urgent = now + rest, now + min(rest, MOST_WAIT)
+        self.next = now + min(max(self.least, SHARE * (now - self.start)), MOST_WAIT)
 
-    def allows(self, urgent: bool = False) -> bool:
-        return self.clock() >= (self.next_urgent if urgent else self.next)
+    def allows(self) -> bool:
+        return self.clock() >= self.next
 
 
 class MetricsTail:
@@ -160,12 +158,10 @@ class LiveData:
         self.lock = threading.Lock()
         self.runs: dict[str, LiveRun] = {}
         self.deleted: dict[Path, str] = {}
-        self.linked: list[str] = []
         self.page: PageData | None = None
         self.changes: list[Change] = []
         self.epoch = ""
         self.dirty = True
-        self.urgent = False
 
     def whole(self) -> dict[str, Any]:
         """The whole page with its cursor."""
@@ -195,12 +191,9 @@ class LiveData:
         """The prompts and groups of a step; None if the page has no such run or step."""
         with self.lock:
             found = self.runs.get(run)
-            if found is None or step not in found.view.rollouts.steps or leads_out(found.path):
+            if found is None or step not in found.view.rollouts.steps:
                 return None
-            path = found.path
-        if not is_own(RunDir(path).rollouts(step), path):
-            return None
-        return self.load_step(path, step)
+        return self.load_step(found.path, step)
 
     def _cursor(self) -> str:
         return f"{self.epoch}-{len(self.changes)}"
@@ -224,19 +217,19 @@ class LiveData:
         elif self.scans.allows():
             with self.scans:
                 self._scan()
-            if self.dirty and self.builds.allows(self.urgent):
+            if self.dirty and self.builds.allows():
                 self._build()
 
     def _scan(self) -> None:
         if self._found() != [run.path for run in self.runs.values()]:
-            self.dirty = self.urgent = True
+            self.dirty = True
         for id, run in self.runs.items():
             if (signature := _signature(run.path)) != run.signature:
-                run.signature, self.dirty, self.urgent = signature, True, True
+                run.signature, self.dirty = signature, True
             self._read_rollout_steps(id, run)
             rows = run.tail.read()
             if rows is None:
-                self.dirty = self.urgent = True
+                self.dirty = True
             elif rows:
                 self._append(id, run, rows)
 
@@ -270,13 +263,11 @@ class LiveData:
                 self.changes.append(Change(id, None))
 
     def _found(self) -> list[Path]:
-        """The run folders below the watched ones. Runs with files outside of their folder are left out."""
+        """The run folders below the watched ones."""
         paths = {
             path.resolve(): path for folder in self.folders if folder.is_dir() for path in sorted(run_folders(folder))
         }
-        linked = [path for path in paths.values() if leads_out(path)]
-        self.linked = [left_out(path) for path in linked]
-        return [path for path in paths.values() if path not in linked]
+        return list(paths.values())
 
     def _build(self) -> None:
         with self.builds:
@@ -285,7 +276,7 @@ class LiveData:
             page = self._loaded(paths)
             if page is None:
                 return
-            self.dirty = self.urgent = False
+            self.dirty = False
             is_cut_back = any(run.tail.is_cut_back() for run in self.runs.values())
             if self.page is not None and _shape(page) == _shape(self.page) and not is_cut_back:
                 self._take_facts(page)
@@ -298,7 +289,7 @@ class LiveData:
         self.deleted |= {run.path: f"{run.view.name}: its folder is not there any more" for run in gone}
         for path in paths:
             self.deleted.pop(path, None)
-        notes = [*self.deleted.values(), *self.linked]
+        notes = list(self.deleted.values())
         if not paths:
             watched = ", ".join(map(str, self.folders))
             return PageData("No run yet", "", __version__, [], [], notes=[*notes, f"waiting for a run in {watched}"])

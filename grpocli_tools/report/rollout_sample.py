@@ -17,7 +17,6 @@ from grpocli.progress import Progress, unreported
 from grpocli.runs.metrics import number
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.runs import load_yaml
-from grpocli_tools.report.own_files import is_own
 from grpocli_tools.report.page_data import CompletionView, GroupView, PromptText, RolloutSelection, Series
 from grpocli_tools.report.token_texts import TokenTexts
 from grpocli_tools.rollouts.rollout_query import rollout_files
@@ -96,14 +95,8 @@ class RolloutSample:
 
     @cached_property
     def files(self) -> dict[int, Path]:
-        """{step: rollout file}. Links out of the run's folder and pipes are left out, with a note."""
-        found = rollout_files(self.run)
-        foreign = [step for step, path in found.items() if not is_own(path, self.run)]
-        self.notes.extend(
-            f"rollouts/{found.pop(step).name} is a link out of the run's folder, or a pipe, and is left out"
-            for step in foreign
-        )
-        return found
+        """{step: rollout file}."""
+        return rollout_files(self.run)
 
     def _counts(self, steps: Sequence[int]) -> dict[int, int]:
         """The number of completions of each step, from the files' footers; unreadable files are left out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,14 +50,14 @@ class RunRow:
         return "seed" in self.settings
 
 
-def find_runs(folder: Path, wanted: Callable[[Path], bool] = lambda path: True) -> list[RunRow]:
-    """The wanted runs in and below a folder, unfinished and broken ones included.
+def find_runs(folder: Path) -> list[RunRow]:
+    """The runs in and below a folder, unfinished and broken ones included.
 
     Raises ConfigError if the folder does not exist.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder{suggest_run(folder)}")
-    return [read_run(path) for path in sorted(run_folders(folder)) if wanted(path)]
+    return [read_run(path) for path in sorted(run_folders(folder))]
 
 
 def read_run(path: Path) -> RunRow:

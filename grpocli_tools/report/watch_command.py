@@ -6,8 +6,7 @@ import argparse
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -51,21 +50,6 @@ class Announcement:
         return f"ssh -N -L {self.port}:127.0.0.1:{self.port} {user}@{parts[2]}"
 
 
-@dataclass(slots=True)
-class TimedFormula:
-    """A run's formula. It is composed once for each config, so its seconds do not delay the next build of the page."""
-
-    lines_of: Callable[[Path], list[str]]
-    seconds: float = 0.0
-
-    def __call__(self, run: Path) -> list[str]:
-        start = time.monotonic()
-        try:
-            return self.lines_of(run)
-        finally:
-            self.seconds += time.monotonic() - start
-
-
 def main(argv: Sequence[str]) -> int:
     """Serve the page until Ctrl-C. Returns the exit code. Raises ConfigError for a file or a port that is taken."""
     args = _parser().parse_args(argv)
@@ -76,16 +60,14 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("must be between 1 and 65535, or 0 for a free one", key="--port", value=args.port)
     from grpocli_tools.report.build import Builder, new_values
     from grpocli_tools.report.live import BrowserSessions, live_app
-    from grpocli_tools.report.live_data import Budget, LiveData
+    from grpocli_tools.report.live_data import LiveData
     from grpocli_tools.report.live_server import listen, serve
     from grpocli_tools.report.report_page import formula_lines_of
     from grpocli_tools.report.rollout_sample import read_step
 
     server = listen(args.port)
     announcement = Announcement(server.getsockname()[1])
-    formula = TimedFormula(formula_lines_of)
-    builds = Budget(2.0, lambda: time.monotonic() - formula.seconds)
-    data = LiveData(args.folders, Builder(formula, live=True).page, new_values, read_step, builds=builds)
+    data = LiveData(args.folders, Builder(formula_lines_of, live=True).page, new_values, read_step)
     sessions = BrowserSessions(f"grpocli_watch_{announcement.port}", announcement.next)
     app = live_app(data, sessions, "grpocli watch")
     _announce(args.folders, announcement, sessions.token)

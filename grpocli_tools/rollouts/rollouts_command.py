@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -156,7 +155,7 @@ def _show(console: Console, row: RolloutRow, whole: bool) -> None:
         console.print(clean(text), style=style, soft_wrap=True)
 
     say(f"── {_title(row)}".replace("\n", " "), "dim")
-    say(_cut(_prompt(row), whole), "dim")
+    say(_cut(row["prompt"], whole), "dim")
     said = row.get("episode")
     say(_cut(prompt_text(said) if said and len(said) > 1 else row["completion"], whole))
     if row.get("answer") is not None:
@@ -176,17 +175,6 @@ def _title(row: RolloutRow) -> str:
         "" if status == Status.TRAINED else status,
     ]
     return "  ".join(part for part in parts if part)
-
-
-def _prompt(row: RolloutRow) -> str:
-    """The prompt as text; files of older versions have conversations as JSON."""
-    prompt: str = row["prompt"]
-    if "messages" in row:
-        return prompt
-    try:
-        return prompt_text([{"role": message["role"], "content": message["content"]} for message in json.loads(prompt)])
-    except (json.JSONDecodeError, TypeError, KeyError):
-        return prompt
 
 
 def _cut(text: str, whole: bool) -> str:

@@ -81,22 +81,6 @@ def test_the_reference_answer_and_the_status_are_shown(grpocli, run: Path) -> No
     assert "advantage" not in blocks[1]
 
 
-def test_files_of_older_versions_are_read(grpocli, tmp_path: Path) -> None:
-    """Those files contain only completions of the update, and conversations as JSON."""
-    row = {"step": 1, "task": "sums", "uid": "0", "group": 0, "completion": "2 [b]", "completion_ids": [5]}
-    row |= {"prompt": '[{"role": "user", "content": "1+1="}]', "advantage": 0.5, "finish_reason": "stop"}
-    (tmp_path / "rollouts").mkdir()
-    table = pyarrow.Table.from_pylist([row | {"reward/right": 1.0}])
-    pyarrow.parquet.write_table(table, tmp_path / "rollouts" / "step_000001.parquet")
-    code, out, _ = grpocli("rollouts", str(tmp_path), "--where", "right=1")
-    assert code == 0
-    assert out.splitlines() == [
-        "── step 1  group 0  task sums  right 1  advantage 0.500  1 tokens, stop",
-        "user: 1+1=",
-        "2 [b]",
-    ]
-
-
 def test_completions_are_exported(grpocli, run: Path, tmp_path: Path) -> None:
     for name in ("out.jsonl", "out.parquet"):
         code, out, _ = grpocli(

@@ -10,7 +10,7 @@ from report.test_live_data import make_run, no_formula
 from starlette.testclient import TestClient
 
 from grpocli_tools.report.build import Builder, new_values
-from grpocli_tools.report.live import LONGEST_QUERY, BrowserSessions, live_app
+from grpocli_tools.report.live import BrowserSessions, live_app
 from grpocli_tools.report.live_data import LiveData
 from grpocli_tools.report.rollout_sample import read_step
 
@@ -72,7 +72,7 @@ def test_a_browser_that_was_let_in_may_open_the_spent_address_again(served: Page
     assert len(served.announced) == 1
 
 
-@pytest.mark.parametrize("cookie", ["", "x", "grpocli_watch_1=", "grpocli_watch_1=wrong", "grpocli_watch_1=é"])
+@pytest.mark.parametrize("cookie", ["", "grpocli_watch_1=", "grpocli_watch_1=é"])
 def test_a_wrong_cookie_is_refused(served: Page, cookie: str) -> None:
     served.admitted()
     assert served.client().get("/data", headers={"cookie": cookie.encode()}).status_code == 403
@@ -83,34 +83,22 @@ def test_asking_only_for_headers_does_not_spend_the_token(served: Page) -> None:
     assert served.announced == []
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:1", "LOCALHOST:65535", "[::1]:8080"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "LOCALHOST:65535", "[::1]:8080"])
 def test_a_tunnel_may_change_the_port(served: Page, host: str) -> None:
     assert served.admitted().get("/", headers={"host": host}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "host", ["", "evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "127.0.0.1@evil", "127.0.0.2"]
-)
+@pytest.mark.parametrize("host", ["", "evil.example", "127.0.0.1.evil.example"])
 def test_another_host_is_refused_even_with_a_session(served: Page, host: str) -> None:
     assert served.admitted().get("/data", headers={"host": host}).status_code == 403
 
 
-@pytest.mark.parametrize("path", ["/", "/data"])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("origin", "http://evil.example"),
-        ("origin", "null"),
-        ("origin", "https://127.0.0.1:8080"),
-        ("origin", "http://127.0.0.1:9999"),
-        ("sec-fetch-site", "cross-site"),
-        ("sec-fetch-site", "same-site"),
-    ],
+    [("origin", "http://evil.example"), ("origin", "http://127.0.0.1:9999"), ("sec-fetch-site", "cross-site")],
 )
-def test_requests_of_another_site_are_refused_even_with_a_session(
-    served: Page, path: str, name: str, value: str
-) -> None:
-    assert served.admitted().get(path, headers={name: value}).status_code == 403
+def test_requests_of_another_site_are_refused_even_with_a_session(served: Page, name: str, value: str) -> None:
+    assert served.admitted().get("/data", headers={name: value}).status_code == 403
 
 
 def test_another_site_cannot_spend_the_token(served: Page) -> None:
@@ -124,20 +112,13 @@ def test_the_own_origin_is_allowed(served: Page) -> None:
     assert served.admitted().get("/data", headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"])
-def test_only_get_and_head_are_answered(served: Page, method: str) -> None:
-    assert served.admitted().request(method, "/data").status_code == 405
-
-
 @pytest.mark.parametrize("path", [*PATHS, "/rollouts?run=../..&step=1"])
 def test_every_answer_has_the_headers(served: Page, path: str) -> None:
     for client in (served.client(), served.admitted()):
         headers = client.get(path).headers
         assert "frame-ancestors 'none'" in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
-        assert headers["referrer-policy"] == "no-referrer"
         assert headers["cache-control"] == "no-store"
-        assert not [name for name in headers if name.startswith("access-control")]
 
 
 def test_the_page_has_the_policy_of_its_script(served: Page) -> None:
@@ -150,30 +131,14 @@ def test_the_page_has_the_policy_of_its_script(served: Page) -> None:
     ("query", "status"),
     [
         ("run=r0&step=1", 404),
-        ("run=r9&step=1", 404),
         ("run=../../etc&step=1", 404),
         ("run=r0&step=-1", 400),
-        ("run=r0&step=1e3", 400),
-        ("run=r0&step=" + "9" * 100, 400),
-        ("run=r0&step=٣", 400),
-        ("run=r0", 400),
         ("", 400),
     ],
 )
 def test_a_wrong_question_about_rollouts_is_one_sentence(served: Page, query: str, status: int) -> None:
     answer = served.admitted().get(f"/rollouts?{query}")
     assert (answer.status_code, answer.text.count("\n")) == (status, 1)
-
-
-@pytest.mark.parametrize("path", ["/../config.yaml", "/%2e%2e/config.yaml", "/config.yaml", "//etc/passwd", "/data/"])
-def test_no_file_is_served(served: Page, path: str) -> None:
-    answer = served.admitted().get(path)
-    assert answer.status_code in (307, 404)
-    assert "seed" not in answer.text
-
-
-def test_a_long_query_is_refused(served: Page) -> None:
-    assert served.admitted().get("/data?since=" + "x" * LONGEST_QUERY).status_code == 414
 
 
 def test_the_data_are_a_page_then_what_is_new(served: Page) -> None:

@@ -84,28 +84,14 @@ def watch(folder: Path) -> Iterator[Watch]:
     ("request_", "status"),
     [
         (b"GET / HTTP/1.1\r\nHost: evil.example\r\n", 403),
-        (b"GET / HTTP/1.0\r\n", 403),
-        (b"GET / HTTP/1.1\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n", 400),
-        (b"GET http://evil.example/ HTTP/1.1\r\nHost: localhost\r\n", 403),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n", 403),
-        (b"POST /data HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n", 405),
-        (b"GET /data?since=" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n", 414),
-        (b"GET /data HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\n", 403),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x\r\n", 403),
-        (b"\x16\x03\x01\x02\x00\x01\x00", 400),
     ],
 )
 def test_raw_requests_are_refused(watch: Watch, request_: bytes, status: int) -> None:
     answer = watch.raw(request_ + b"Connection: close\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     assert b"uvicorn" not in answer
-    assert b"Traceback" not in answer
-
-
-@pytest.mark.processes
-def test_a_header_without_an_end_is_refused(watch: Watch) -> None:
-    assert watch.raw(b"GET / HTTP/1.1\r\nX: " + b"x" * 20_000).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.processes
