@@ -21,7 +21,7 @@ from rich.console import Console
 from grpocli.runs.metrics import read_metrics
 from grpocli.runs.rollouts import read_rollouts
 from grpocli.runs.run_dir import RunDir
-from grpocli.views.live_view import LiveScreen, LiveView
+from grpocli.views.live_view import LiveView
 from grpocli.views.view import ShownCompletion
 
 HERE = Path(__file__).parent
@@ -61,7 +61,7 @@ def live_view(run: Path) -> str:
     view.sample(ShownCompletion(best["prompt"], best["completion"], rewards, advantage(best), best["answer"]))
     view.stage("training")
     console.export_text(clear=True)
-    console.print(LiveScreen(view))
+    console.print(view)
     return console.export_svg(title="grpocli train")
 
 

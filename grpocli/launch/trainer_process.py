@@ -307,11 +307,11 @@ def _train_rank(run_dir: RunDir, rank: int, stop: StopSignal, heartbeat: Heartbe
 
     from grpocli.composition.compose import build_run, register_parts
     from grpocli.views.live_view import make_view
-    from grpocli.views.view import silent_view
+    from grpocli.views.view import View
 
     register_parts()
     run = build_run(OmegaConf.load(run_dir.config))  # type: ignore[arg-type]
-    view = make_view() if rank == 0 else silent_view()
+    view = make_view() if rank == 0 else View()
     view.start(run.name or run_dir.name, [], run.train.steps)
     report = partial(_report, run_dir, rank)
     with run_dir.worker_lock():

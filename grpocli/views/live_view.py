@@ -60,52 +60,6 @@ FIRST = (
 """Metrics that are shown first if there is no room for all; `rewards/`: the mean of each reward."""
 
 
-class LiveScreen:
-    """Renders the live view at the current size of the terminal."""
-
-    def __init__(self, view: LiveView) -> None:
-        self._view = view
-        self._spinner = Spinner("dots")
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown, width = self._view.shown, options.max_width
-        room = console.size.height - FIXED
-        if shown.metrics is not None:
-            body = _sample_height(shown.sample, width, room)
-            if shown.sample is not None and body:
-                yield sample_panel(console, shown.sample, width, body)
-            room -= body + 2 if body else 0
-            yield from metrics_table(shown.metrics, shown.before or {}, width, room)
-            yield reward_line(shown.rewards, width)
-        yield self._progress(width)
-        yield self._stage(console)
-
-    def _progress(self, width: int) -> RenderableType:
-        shown, pace = self._view.shown, self._view.pace
-        row = Table.grid(padding=(0, 1), expand=True)
-        row.add_column(no_wrap=True, style="bold")
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True, justify="right")
-        done = pace.done / pace.total if pace.total else 0.0
-        name = f"{shown.title}  {pace.count}" if width >= 76 and shown.title else pace.count
-        row.add_row(Line(name), ProgressBar(total=1.0, completed=done), Line(self._speed(width), style="cyan"))
-        return row
-
-    def _speed(self, width: int) -> str:
-        pace = self._view.pace
-        if pace.seconds_a_step is None:
-            return ""
-        left = "" if self._view.shown.over or pace.left is None else f"{format_duration(pace.left)} left"
-        speed = f"{format_number(pace.seconds_a_step)} s/step" if width >= 44 or not left else ""
-        return ", ".join(part for part in (speed, left) if part)
-
-    def _stage(self, console: Console) -> RenderableType:
-        stage = self._view.current.stage
-        if self._view.shown.over:
-            return Line(stage.text, style="green" if stage.text == "done" else "yellow", no_wrap=True)
-        return stage_line(stage, self._spinner, console)
-
-
 def stage_line(stage: Stage, spinner: Spinner, console: Console) -> RenderableType:
     """The stage, its duration and its progress; cut off at the width of the terminal."""
     now = time.monotonic()
@@ -257,83 +211,21 @@ class ViewState:
     over: bool = False
 
 
-class LiveView(View):
-    """A view that is redrawn in place; notes scroll above it."""
+class StatusView(View):
+    """One line with the current stage, which is removed at the end; notes scroll above it."""
+
+    transient = True
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self.pace = Pace()
-        self.current = CurrentStage()
-        self.shown = ViewState()
+        self._console, self._spinner, self._current = console, Spinner("dots"), CurrentStage()
         self._live = Live(
-            LiveScreen(self), console=console, refresh_per_second=6, transient=False, vertical_overflow="crop"
+            self, console=console, refresh_per_second=6, transient=self.transient, vertical_overflow="crop"
         )
         self._live.start()
         atexit.register(self.stop)  # otherwise the cursor may stay hidden
 
-    def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
-        self.pace.total = total_steps
-        self._show(title=one_line(title))
-        if plan:
-            self.note("\n".join(plan))
-
-    def resumed(self, done_steps: int) -> None:
-        self.pace.done = done_steps
-        if done_steps:
-            self.note(f"going on after step {done_steps}")
-
-    def ends_after(self, steps: int) -> None:
-        self.pace.total = steps
-
-    def stage(self, text: str, fraction: float | None = None) -> None:
-        self.current.begin(one_line(text), fraction)
-
-    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
-        self.current.progress(done, total, unit, one_line(detail))
-
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.pace.step(step, metrics.get("time/step"))
-        reward = metrics.get("reward")
-        known = isinstance(reward, int | float) and reward == reward
-        rewards = (*self.shown.rewards, float(reward)) if known else self.shown.rewards  # type: ignore[arg-type]
-        self._show(metrics=dict(metrics), before=self.shown.metrics, rewards=rewards)
-
-    def sample(self, sample: ShownCompletion) -> None:
-        self._show(
-            sample=replace(
-                sample,
-                prompt=clean(prompt_text(sample.prompt)),
-                completion=clean(sample.completion),
-                answer=None if sample.answer is None else one_line(sample.answer),
-            )
-        )
-
-    def note(self, text: str) -> None:
-        self._console.print(Line(clean(text)))
-
-    def warn(self, text: str) -> None:
-        self._console.print(Line(f"warning: {clean(text)}", style="yellow"))
-
-    def stop(self, last_line: str = "") -> None:
-        atexit.unregister(self.stop)
-        if self._live.is_started:
-            self.current.begin(last_line or ("done" if self.pace.finished else "stopped"))
-            self._show(over=True)
-            self._live.stop()
-
-    def _show(self, **changes: Any) -> None:
-        self.shown = replace(self.shown, **changes)
-
-
-class StatusView(View):
-    """One line with the current stage, removed at the end."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._spinner = console, Spinner("dots")
-        self._current = CurrentStage()
-        self._live = Live(get_renderable=self._line, console=console, refresh_per_second=6, transient=True)
-        self._live.start()
-        atexit.register(self.stop)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield stage_line(self._current.stage, self._spinner, console)
 
     def stage(self, text: str, fraction: float | None = None) -> None:
         self._current.begin(one_line(text), fraction)
@@ -348,8 +240,96 @@ class StatusView(View):
         atexit.unregister(self.stop)
         self._live.stop()
 
-    def _line(self) -> RenderableType:
-        return stage_line(self._current.stage, self._spinner, self._console)
+
+class LiveView(StatusView):
+    """A run's metrics, progress, stage and a completion, redrawn in place at the size of the terminal."""
+
+    transient = False
+
+    def __init__(self, console: Console) -> None:
+        self._pace, self._shown = Pace(), ViewState()
+        super().__init__(console)
+
+    def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
+        self._pace.total = total_steps
+        self._show(title=one_line(title))
+        if plan:
+            self.note("\n".join(plan))
+
+    def resumed(self, done_steps: int) -> None:
+        self._pace.done = done_steps
+        if done_steps:
+            self.note(f"going on after step {done_steps}")
+
+    def ends_after(self, steps: int) -> None:
+        self._pace.total = steps
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._pace.step(step, metrics.get("time/step"))
+        reward = metrics.get("reward")
+        known = isinstance(reward, int | float) and reward == reward
+        rewards = (*self._shown.rewards, float(reward)) if known else self._shown.rewards  # type: ignore[arg-type]
+        self._show(metrics=dict(metrics), before=self._shown.metrics, rewards=rewards)
+
+    def sample(self, sample: ShownCompletion) -> None:
+        self._show(
+            sample=replace(
+                sample,
+                prompt=clean(prompt_text(sample.prompt)),
+                completion=clean(sample.completion),
+                answer=None if sample.answer is None else one_line(sample.answer),
+            )
+        )
+
+    def warn(self, text: str) -> None:
+        self._console.print(Line(f"warning: {clean(text)}", style="yellow"))
+
+    def stop(self, last_line: str = "") -> None:
+        if self._live.is_started:
+            self._current.begin(last_line or ("done" if self._pace.finished else "stopped"))
+            self._show(over=True)
+        super().stop()
+
+    def _show(self, **changes: Any) -> None:
+        self._shown = replace(self._shown, **changes)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown, width = self._shown, options.max_width
+        room = console.size.height - FIXED
+        if shown.metrics is not None:
+            body = _sample_height(shown.sample, width, room)
+            if shown.sample is not None and body:
+                yield sample_panel(console, shown.sample, width, body)
+            room -= body + 2 if body else 0
+            yield from metrics_table(shown.metrics, shown.before or {}, width, room)
+            yield reward_line(shown.rewards, width)
+        yield self._progress(width)
+        yield self._stage(console)
+
+    def _progress(self, width: int) -> RenderableType:
+        shown, pace = self._shown, self._pace
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True, style="bold")
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        done = pace.done / pace.total if pace.total else 0.0
+        name = f"{shown.title}  {pace.count}" if width >= 76 and shown.title else pace.count
+        row.add_row(Line(name), ProgressBar(total=1.0, completed=done), Line(self._speed(width), style="cyan"))
+        return row
+
+    def _speed(self, width: int) -> str:
+        pace = self._pace
+        if pace.seconds_a_step is None:
+            return ""
+        left = "" if self._shown.over or pace.left is None else f"{format_duration(pace.left)} left"
+        speed = f"{format_number(pace.seconds_a_step)} s/step" if width >= 44 or not left else ""
+        return ", ".join(part for part in (speed, left) if part)
+
+    def _stage(self, console: Console) -> RenderableType:
+        stage = self._current.stage
+        if self._shown.over:
+            return Line(stage.text, style="green" if stage.text == "done" else "yellow", no_wrap=True)
+        return stage_line(stage, self._spinner, console)
 
 
 def make_view(is_terminal: bool | None = None) -> View:

@@ -328,7 +328,3 @@ def plain_view(file: IO[str]) -> PlainView:
     view = PlainView(Console(file=file, force_terminal=False, no_color=True, width=100_000))
     view.keep_ticking()
     return view
-
-
-def silent_view() -> View:
-    return View()

@@ -19,7 +19,7 @@ from grpocli.files import QuietFileHandler
 from grpocli.publish.card import model_card
 from grpocli.runs.run_dir import RunDir
 from grpocli.text import masked
-from grpocli.views.view import silent_view
+from grpocli.views.view import View
 
 SECRET = "hunter2"
 
@@ -134,6 +134,6 @@ def test_a_tracker_gets_names_instead_of_values(tmp_path: Path) -> None:
     parts = {"tracker": tracker, "rollout": rollout, "algorithm": algorithm, "reward": {}}
     run = SimpleNamespace(**parts, hub=SimpleNamespace(push=None), **plain)
     job = SimpleNamespace(checkpoint=None, engine=SimpleNamespace(dtype="float32"))
-    make_recorder(run, RunDir(tmp_path), SimpleNamespace(is_main=True), job, silent_view())  # type: ignore[arg-type]
+    make_recorder(run, RunDir(tmp_path), SimpleNamespace(is_main=True), job, View())  # type: ignore[arg-type]
     assert given[0]["rollout"]["stop"] == ["${oc.env:MY_SECRET}"]
     assert SECRET not in str(given)

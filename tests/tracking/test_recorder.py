@@ -12,7 +12,7 @@ from grpocli.runs.metrics import MetricsLog
 from grpocli.runs.run_dir import RunDir
 from grpocli.tracking.recorder import Recorder
 from grpocli.types import Completion, Group, Prompt, Rollout
-from grpocli.views.view import ShownCompletion, silent_view
+from grpocli.views.view import ShownCompletion, View
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_mismatch_beyond_rounding_is_shown_once_and_logged_every_time(
     limit: float,
     above: float,
 ) -> None:
-    view, warnings = silent_view(), list[str]()
+    view, warnings = View(), list[str]()
     monkeypatch.setattr(view, "warn", warnings.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None, dtype=dtype)
     done = Completion([1], [-1.0], "stop", version=1)
@@ -46,7 +46,7 @@ def test_a_mismatch_beyond_rounding_is_shown_once_and_logged_every_time(
 
 
 def test_each_kind_of_note_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view, warnings = silent_view(), list[str]()
+    view, warnings = View(), list[str]()
     monkeypatch.setattr(view, "warn", warnings.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
     done, prompt = Completion([1], [-1.0], "stop", version=1), Prompt("0", [1], "p")
@@ -58,7 +58,7 @@ def test_each_kind_of_note_is_shown_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_staleness_is_not_a_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of older weights differ because of the updates since."""
-    view, warnings = silent_view(), list[str]()
+    view, warnings = View(), list[str]()
     monkeypatch.setattr(view, "warn", warnings.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
     done = Completion([1], [-1.0], "stop", version=1)
@@ -75,7 +75,7 @@ def test_staleness_is_not_a_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_step_without_rows_to_train_on_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view, warnings = silent_view(), list[str]()
+    view, warnings = View(), list[str]()
     monkeypatch.setattr(view, "warn", warnings.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
     recorder.step(1, {"sampling/rounds": 10}, [], torch.zeros(0, 2), {})
@@ -106,7 +106,7 @@ def test_steps_without_a_signal_are_said_once_with_the_likely_cause(
     teacher: bool,
     said: str,
 ) -> None:
-    view, warnings = silent_view(), list[str]()
+    view, warnings = View(), list[str]()
     monkeypatch.setattr(view, "warn", warnings.append)
     (tmp_path / "a run").mkdir()
     recorder = Recorder(RunDir(tmp_path / "a run"), view, MetricsLog(tmp_path / "m"), None, has_teacher=teacher)
@@ -125,7 +125,7 @@ def test_steps_without_a_signal_are_said_once_with_the_likely_cause(
 
 
 def test_the_sample_is_shown_with_the_reference_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view, shown = silent_view(), list[ShownCompletion]()
+    view, shown = View(), list[ShownCompletion]()
     monkeypatch.setattr(view, "sample", shown.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "m"), None, answer_columns=("target", "answer"))
     done = Completion([1], [-1.0], "stop", version=1)

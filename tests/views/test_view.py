@@ -18,8 +18,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from grpocli.text import clean, format_duration, format_number, prompt_text, sparkline, trend
-from grpocli.views.live_view import LiveScreen, LiveView, make_view, sections
-from grpocli.views.view import CurrentStage, Pace, PlainView, ShownCompletion, Stage, View, silent_view
+from grpocli.views.live_view import LiveView, make_view, sections
+from grpocli.views.view import CurrentStage, Pace, PlainView, ShownCompletion, Stage, View
 
 METRICS: dict[str, Any] = {
     "reward": 0.4123,
@@ -176,7 +176,7 @@ def test_the_time_left_is_estimated_from_the_last_steps() -> None:
 
 def screen(view: LiveView, width: int, height: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
-    console.print(LiveScreen(view))
+    console.print(view)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -325,7 +325,7 @@ def test_a_terminal_that_cannot_be_redrawn_gets_lines(
 
 
 def test_the_silent_view_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    view = silent_view()
+    view = View()
     view.start("x", ["y"], 3)
     view.stage("z")
     view.step(1, METRICS)
