@@ -2,7 +2,7 @@
 
     python bench/operations.py [WORKLOAD ...] [KEY=VALUE ...] [--path gpu|cpu] [--layers N] [--where N]
 
-The whole of `Updater.train_step` runs, with the models, the layout and the trials that `training/build.py` chooses for
+The whole of `Updater.train_step` runs, with the models, the layout and the trials that `build_trainer.py` chooses for
 the device, on fake tensors: they have shapes and no numbers, and say that they are on a GPU. Tensors of the CPU stay
 real, so collation and copies are those of a run. WORKLOAD: `built-in` (the default run), or one of
 bench/side_by_side/workloads.py. --where: the lines with most dispatched calls.
@@ -44,7 +44,7 @@ from grpocli.distributed.parallel import SingleProcess
 from grpocli.distributed.world import World
 from grpocli.hardware import Single
 from grpocli.models import flex_attention
-from grpocli.training import build
+from grpocli.training import build_trainer
 from grpocli.training.checkpoint import State
 from grpocli.types import Row
 
@@ -318,9 +318,9 @@ def counted(name: str, gpu: bool = True, layers: int | None = None, overrides: S
     world.device, world.parallel, world.any = device, SingleProcess(device), bool
     dtype = "float32" if name == BUILT_IN and not gpu else "bfloat16"
     job: Any = SimpleNamespace(model_path="", dtype=dtype)
-    with patch.multiple(build, load_policy=model, load_model=model), standing_in(mode), fake, mode:
-        updater = build.load_updater(run, job, world, None, State(), lambda *_, **__: None)
-        for note in build.choose_layout(run, world, updater.policy, updater.reference):
+    with patch.multiple(build_trainer, load_policy=model, load_model=model), standing_in(mode), fake, mode:
+        updater = build_trainer.load_updater(run, job, world, None, State(), lambda *_, **__: None)
+        for note in build_trainer.choose_layout(run, world, updater.policy, updater.reference):
             print(note, file=sys.stderr)
         rows, groups = rows_of(name)
         updater.train_step([row for row in rows_of(name)[0] if row.group == 0], 1, 1)  # makes the optimizer's state

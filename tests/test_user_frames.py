@@ -14,7 +14,7 @@ import pytest
 from grpocli import cli
 from grpocli.composition.compose import build_run, compose
 from grpocli.config.user_code import load
-from grpocli.environments.worker import _environment, call
+from grpocli.environments.worker_functions import _environment, call
 from grpocli.errors import GrpoError
 from grpocli.launch.trainer_process import as_grpo_error
 from grpocli.rewards.python import PythonReward

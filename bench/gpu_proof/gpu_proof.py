@@ -76,7 +76,7 @@ IMPORTED = (
         "pyarrow.parquet",
         "grpocli.cli.train",
         "grpocli.launch.run",
-        "grpocli.training.build",
+        "grpocli.training.build_trainer",
         "grpocli_tools.plan.plan",
     ),
     *("grpocli.launch.trainer_process", "grpocli.distributed.fsdp2", "grpocli.rollout.vllm.engine", "grpocli_side"),

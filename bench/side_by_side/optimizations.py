@@ -35,13 +35,13 @@ def no_skipping() -> None:
 
 
 def whole_logits() -> None:
-    from grpocli.training import build
+    from grpocli.training import build_trainer
 
     def none(policy: Any, world: Any) -> bool:
         policy.at_head = False
         return False
 
-    build.find_head = none
+    build_trainer.find_head = none
 
 
 def scored_before() -> None:

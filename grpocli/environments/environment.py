@@ -18,7 +18,7 @@ STEP_SHARE = 0.9
 with it all episodes that the worker holds."""
 ROLES = ("system", "user", "tool", "developer")
 """The roles of an environment's messages, which exclude the model's."""
-WORKER = "grpocli.environments.worker:call"
+WORKER = "grpocli.environments.worker_functions:call"
 """The function that worker processes call for environments and tools."""
 TOOLS = "grpocli.environments.tools:tools"
 """The name of `task.tools` in the place of a class: calls are answered, a turn without a call ends the episode."""

@@ -457,7 +457,7 @@ def _launched(run: Run, job: EngineJob, view: View, check: Callable[[], None]) -
 def _load(run: Run, job: TrainerJob) -> tuple[PromptSource, PreTrainedModel | None]:
     """The prompts and, if servers start meanwhile, the policy on the CPU: vLLM is measuring the memory of GPUs."""
     from grpocli.models.loading import load_policy
-    from grpocli.training.build import load_prompts
+    from grpocli.training.build_trainer import load_prompts
     from grpocli.training.resume_point import restoring
 
     base = job.engine.model_path

@@ -106,7 +106,7 @@ class TrainerProcess:
             raise RunError(f"user code ended the process: {raised(error)}") from error
 
     def _trainer(self, world: World, recorder: Recorder) -> Trainer:
-        from grpocli.training.build import build_trainer, load_prompts
+        from grpocli.training.build_trainer import build_trainer, load_prompts
 
         run, job = self.run, self.job
         self.view.stage("loading the data")

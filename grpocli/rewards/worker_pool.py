@@ -1,7 +1,7 @@
 """A pool of worker processes with a deadline for each item; an item that hangs or crashes costs only its own result.
 
-A worker is `python -m grpocli.rewards.worker module:function`. It imports that module, reads items and writes results
-as JSON lines, and dies with its parent. docs/architecture.md says why this is not pebble.
+A worker is `python -m grpocli.rewards.worker_process module:function`. It imports that module, reads items and
+writes results as JSON lines, and dies with its parent. docs/architecture.md says why this is not pebble.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from grpocli.errors import RunError
 from grpocli.rewards.reward import Failure, Forfeit, Overrun
-from grpocli.rewards.worker import READY
+from grpocli.rewards.worker_process import READY
 from grpocli.version import PACKAGE
 
 START_TIMEOUT = 120.0
@@ -63,7 +63,7 @@ class Worker:
 
     def __init__(self, function: str, variables: Collection[str]) -> None:
         # -P: a random.py in the working directory must not hide the library's
-        command = [sys.executable, "-P", "-m", "grpocli.rewards.worker", function]
+        command = [sys.executable, "-P", "-m", "grpocli.rewards.worker_process", function]
         path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         seen = {name: value for name, value in os.environ.items() if name in variables or PASSED_ON.fullmatch(name)}
         env = {**seen, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": path}

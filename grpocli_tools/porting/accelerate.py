@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
-from grpocli_tools.porting.overrides import Port
 from grpocli_tools.porting.source import read_mapping
+from grpocli_tools.porting.translation import Port
 
 MARKS = ("compute_environment", "distributed_type", "deepspeed_config", "fsdp_config", "mixed_precision")
 """Keys that only a config of accelerate has."""

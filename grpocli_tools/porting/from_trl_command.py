@@ -12,7 +12,7 @@ from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
 
 if TYPE_CHECKING:
-    from grpocli_tools.porting.overrides import Port
+    from grpocli_tools.porting.translation import Port
 
 EXAMPLES = """\
 examples
@@ -140,7 +140,7 @@ def _check_recipe(out: Path, overwrite: bool) -> None:
 
 def _write_recipe(port: Port, file: Path, out: Path) -> None:
     """Write the overrides as a recipe, and print how it is used."""
-    from grpocli_tools.porting.overrides import recipe
+    from grpocli_tools.porting.translation import recipe
 
     _write("--out", out, recipe(port, file.name))
     print(f"# {shlex.join(['grpocli', 'train', '--config-dir', str(out.parent.parent), f'recipe={out.stem}'])}")
@@ -161,7 +161,7 @@ def shell_script(port: Port) -> str:
 
 def _trial(port: Port) -> list[str]:
     """A comment with a command that tries the data and the rewards, without the model and without sampling."""
-    from grpocli_tools.porting.overrides import MISSING
+    from grpocli_tools.porting.translation import MISSING
 
     own = [line.override for line in port.lines if line.key.split(".")[0] in ("task", "reward")]
     if MISSING in (port.value("task"), port.value("reward")):

@@ -9,8 +9,8 @@ from typing import Any
 
 from grpocli.types import DTYPES
 from grpocli_tools.porting.foreign_names import NEMO_RL, UNSTATED
-from grpocli_tools.porting.overrides import MISSING, Numbers, Port
 from grpocli_tools.porting.source import Unread
+from grpocli_tools.porting.translation import MISSING, Numbers, Port
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 PRODUCT = re.compile(r"\$\{mul:\s*(.+?),\s*(.+?)\s*\}")

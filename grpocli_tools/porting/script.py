@@ -15,7 +15,6 @@ from typing import Any
 
 from grpocli.config import yaml_text
 from grpocli.errors import ConfigError
-from grpocli_tools.porting.overrides import shortened
 from grpocli_tools.porting.source import (
     Data,
     RewardCall,
@@ -26,6 +25,7 @@ from grpocli_tools.porting.source import (
     read_mapping,
     read_text,
 )
+from grpocli_tools.porting.translation import shortened
 
 TOO_DEEP = "an expression is nested too deep, or has too many terms, to be read"
 IPYTHON = re.compile(r"^([ \t]*)[!%](?:.*\\\n)*.*$", re.MULTILINE)

@@ -19,8 +19,8 @@ from grpocli_tools.porting.foreign_names import (
     TRL,
     UNSTATED,
 )
-from grpocli_tools.porting.overrides import MISSING, Numbers, Port
 from grpocli_tools.porting.source import ScriptSource, Unread, number_of
+from grpocli_tools.porting.translation import MISSING, Numbers, Port
 from grpocli_tools.porting.trl_data import set_data, set_rewards
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}

@@ -15,7 +15,7 @@ from grpocli.errors import GrpoError
 from grpocli.progress import UNWATCHED, Watch
 from grpocli.rewards.score_stats import ScoreStats
 from grpocli.rollout.sampling import derive_seed
-from grpocli.training.build import make_collector
+from grpocli.training.build_trainer import make_collector
 from grpocli.training.collector import RolloutBatch, Sampler
 from grpocli.training.prefetch import without_stale
 from grpocli.training.saved_rollouts import Redraw

@@ -17,7 +17,7 @@ from grpocli.progress import UNWATCHED, Progress
 from grpocli.rewards.reward import answer_columns
 from grpocli.runs.metrics import json_line
 from grpocli.runs.rollouts import rollout_table
-from grpocli.training.build import make_collector
+from grpocli.training.build_trainer import make_collector
 from grpocli.training.collector import RolloutBatch, records_of
 from grpocli.training.micro_batch import group_spans, rows_of
 from grpocli.types import Group, Row, Status

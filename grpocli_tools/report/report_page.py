@@ -21,7 +21,7 @@ def report_page(
 
     Raises ConfigError without runs.
     """
-    from grpocli_tools.report.build import Builder
+    from grpocli_tools.report.build_page import Builder
     from grpocli_tools.report.html import page_html
 
     page = Builder(formula_lines_of, completions, progress).page(folders)

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"{folder} is a file; give the folder of a run, or a folder of runs")
     if not 0 <= args.port < 1 << 16:
         raise ConfigError("must be between 1 and 65535, or 0 for a free one", key="--port", value=args.port)
-    from grpocli_tools.report.build import Builder, new_values
+    from grpocli_tools.report.build_page import Builder, new_values
     from grpocli_tools.report.live import BrowserSessions, live_app
     from grpocli_tools.report.live_data import LiveData
     from grpocli_tools.report.live_server import listen, serve

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from grpocli.environments import worker
+from grpocli.environments import worker_functions
 
 DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
 
@@ -17,10 +17,10 @@ def test_the_documented_environment_works(tmp_path: Path) -> None:
     assert block
     (tmp_path / "guess.py").write_text(textwrap.dedent(block[1]))
     named = f"{tmp_path}/guess.py:Guess", '{"bonus": 0.5}'
-    (state,) = worker.reset(*named, {"answer": "42", "task_name": "numbers"})
+    (state,) = worker_functions.reset(*named, {"answer": "42", "task_name": "numbers"})
 
     def say(text: str, state: dict[str, Any]) -> list[Any]:
-        return worker.step(*named, [{"role": "assistant", "content": text}], state)
+        return worker_functions.step(*named, [{"role": "assistant", "content": text}], state)
 
     hints = []
     for guess in ("7", "50", "what?"):

@@ -163,7 +163,7 @@ def test_an_episode_whose_step_fails_is_over() -> None:
 @pytest.fixture
 def worker() -> Iterator[Callable[..., list[Any]]]:
     """Calls of an environment in a worker process, with 2 s for a step."""
-    pool = WorkerPool("grpocli.environments.worker:call", 1, 120.0)
+    pool = WorkerPool("grpocli.environments.worker_functions:call", 1, 120.0)
     arguments = json.dumps({"taskset": str(COUNTING), "config": {}, "env": "", "seconds": 2})
     name = "grpocli.library_environments.verifiers_environment:Verifiers"
 

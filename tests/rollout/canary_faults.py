@@ -30,7 +30,7 @@ from grpocli.errors import EngineError
 from grpocli.models.lora import Lora, attach
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm import canary, lora, weight_verifier, worker
+from grpocli.rollout.vllm import canary, lora, weight_transfer, weight_verifier
 from grpocli.rollout.vllm.client import ServerClient
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.rollout.vllm.lora import AdapterSync
@@ -177,7 +177,7 @@ def sends(engine: Any, change: Callable[[Weights], Weights]) -> Iterator[None]:
 def head_kept(engine: Any) -> Iterator[None]:
     """The output head stays the packed copy of the first weights."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "pack_heads", lambda model: None)
+        patch.setattr(weight_transfer, "pack_heads", lambda model: None)
         yield
 
 

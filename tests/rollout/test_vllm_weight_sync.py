@@ -839,7 +839,7 @@ def test_a_transfer_that_hangs_reaches_a_deadline() -> None:
 @pytest.mark.vllm
 def test_the_worker_refuses_pickled_handles() -> None:
     pytest.importorskip("vllm")
-    from grpocli.rollout.vllm.worker import JsonIpcUpdate
+    from grpocli.rollout.vllm.weight_transfer import JsonIpcUpdate
 
     fields = {"names": ["a"], "dtype_names": ["uint8"], "shapes": [[3, 2]], "tensor_sizes": [6]}
     update = JsonIpcUpdate(**fields, ipc_handles=encode_handles({"GPU-1": HANDLE}))

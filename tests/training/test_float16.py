@@ -22,7 +22,7 @@ from grpocli.errors import RunError
 from grpocli.models import loading, sdpa
 from grpocli.models.hf import HuggingFace
 from grpocli.runs.run_dir import RunDir
-from grpocli.training import build
+from grpocli.training import build_trainer
 from grpocli.training.optim import AdamW, make_optimizer
 from grpocli.training.packing import Packed
 from grpocli.training.packing_check import pack
@@ -198,7 +198,7 @@ def test_a_model_that_may_overflow_is_named(
 ) -> None:
     policy = Policy(copy.deepcopy(little_model), little_model, dtype)
     policy.model.config.model_type, policy.model._keep_in_fp32_modules = kind, kept
-    hints = list(build._overflows(policy))
+    hints = list(build_trainer._overflows(policy))
     assert len(hints) == bool(told)
     assert all(word in hints[0] for word in told)
 

@@ -23,7 +23,7 @@ from grpocli.models.loading import checkpoint_activations, load_policy
 from grpocli.models.lora import Lora, attach
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample
-from grpocli.training.build import load_reference
+from grpocli.training.build_trainer import load_reference
 from grpocli.training.checkpoint import Contents, State, check_savable, load_optimizer, save, save_model
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW

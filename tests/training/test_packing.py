@@ -46,8 +46,8 @@ from grpocli.models import flex_attention, sdpa
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.frozen_linear import compute_dtype
 from grpocli.tasks.prompt_set import PromptSet
-from grpocli.training import build, logprobs, packing
-from grpocli.training.build import choose_layout
+from grpocli.training import build_trainer, logprobs, packing
+from grpocli.training.build_trainer import choose_layout
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import FlexPacked, Packed
@@ -685,7 +685,7 @@ def test_layers_are_compiled_for_the_rows_of_updates(
     asked, policy, gpu = [], policy_with_flex(model, world), torch.device("cuda")
     policy.packs = given.get("packed", True)
     for name in ("pack", "find_head"):  # their trials need the device
-        monkeypatch.setattr(build, name, lambda *_: True)
-    monkeypatch.setattr(build, "takes_compiled", lambda run, processes, flex, *_: asked.append(flex))
+        monkeypatch.setattr(build_trainer, name, lambda *_: True)
+    monkeypatch.setattr(build_trainer, "takes_compiled", lambda run, processes, flex, *_: asked.append(flex))
     list(choose_layout(run_with_flex(**given), SimpleNamespace(device=gpu, size=1), policy, None))  # type: ignore[arg-type]
     assert asked == [flex]

@@ -83,7 +83,7 @@ def load_rows(path: Path) -> list[Row]:
 def loaded(
     world: World, path: Path, make: Make, lora: bool = False, dtype: torch.dtype = torch.float32, wide: bool = False
 ):
-    """A policy and its optimizer, as `grpocli.training.build` makes them."""
+    """A policy and its optimizer, as `grpocli.training.build_trainer` makes them."""
     with world.parallel.loading():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         if lora:

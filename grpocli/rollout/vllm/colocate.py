@@ -292,7 +292,7 @@ def start(options: ColocateOptions, job: EngineJob, world: World) -> InProcessLL
     with environment.active(), output_to(log), _as_engine_error("start", log):
         from vllm import LLM
 
-        from grpocli.rollout.vllm.worker import register_in_process_transfer
+        from grpocli.rollout.vllm.weight_transfer import register_in_process_transfer
 
         register_in_process_transfer(IN_PROCESS_BACKEND)
         if on_cpu():

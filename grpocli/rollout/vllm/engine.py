@@ -57,7 +57,7 @@ class VllmEngine(Engine):
     """The engine of `engine=vllm`; `connect` makes it.
 
     recover: called when requests are unanswered and every server is lost, equally often in every process. Default: sync
-    in this thread. With prefetch, `training/build.py` passes a function that syncs in the main thread.
+    in this thread. With prefetch, `training/build_trainer.py` passes a function that syncs in the main thread.
     """
 
     def __init__(

@@ -10,8 +10,8 @@ from grpocli.rollout.vllm.api_server import PRIVATE_FOLDER_VARIABLE
 BACKENDS = {"shm": "shm", "nccl": "nccl", "ipc": "ipc_json"}
 """vLLM's `--weight-transfer-config` backend for each transport; "nccl" is vLLM's own."""
 ENGINES = {
-    "shm": ("grpocli.rollout.vllm.worker", "ShmWeightTransfer"),
-    "ipc_json": ("grpocli.rollout.vllm.worker", "JsonIpcWeightTransfer"),
+    "shm": ("grpocli.rollout.vllm.weight_transfer", "ShmWeightTransfer"),
+    "ipc_json": ("grpocli.rollout.vllm.weight_transfer", "JsonIpcWeightTransfer"),
 }
 NAP = 5e-4  # seconds that a waiting process sleeps between checks; a token takes far longer on a CPU
 

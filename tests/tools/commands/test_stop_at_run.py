@@ -10,7 +10,7 @@ import pytest
 from cli.copied import config_dir
 from cli.running import SMALL, assert_same_run, metrics, run_here, without_times
 
-from grpocli_tools.report.build import Builder
+from grpocli_tools.report.build_page import Builder
 from grpocli_tools.report.page_data import RunView
 from grpocli_tools.report.report_page import formula_lines_of
 

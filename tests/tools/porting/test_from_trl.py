@@ -10,7 +10,7 @@ import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli_tools.porting.from_trl_command import ported, shell_script
-from grpocli_tools.porting.overrides import Port
+from grpocli_tools.porting.translation import Port
 
 Command = Callable[..., tuple[int, str, str]]
 SCRIPT = """

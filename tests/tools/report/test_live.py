@@ -9,7 +9,7 @@ import pytest
 from report.test_live_data import make_run, no_formula
 from starlette.testclient import TestClient
 
-from grpocli_tools.report.build import Builder, new_values
+from grpocli_tools.report.build_page import Builder, new_values
 from grpocli_tools.report.live import BrowserSessions, live_app
 from grpocli_tools.report.live_data import LiveData
 from grpocli_tools.report.rollout_sample import read_step

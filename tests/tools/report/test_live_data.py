@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpocli_tools.report.build import Builder, new_values
+from grpocli_tools.report.build_page import Builder, new_values
 from grpocli_tools.report.html import page_json
 from grpocli_tools.report.live_data import SHARE, Budget, LiveData, MetricsTail
 from grpocli_tools.report.rollout_sample import read_step

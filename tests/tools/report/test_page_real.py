@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from cli.running import run_here
 
-from grpocli_tools.report.build import Builder
+from grpocli_tools.report.build_page import Builder
 from grpocli_tools.report.page_data import PageData
 
 pytestmark = [pytest.mark.browser, pytest.mark.processes, pytest.mark.survival]

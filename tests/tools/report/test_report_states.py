@@ -9,7 +9,7 @@ import pytest
 from cli.running import SMALL, killed_after, run_here
 
 from grpocli.runs.run_dir import RunDir
-from grpocli_tools.report.build import Builder, state_of
+from grpocli_tools.report.build_page import Builder, state_of
 from grpocli_tools.report.html import page_html
 from grpocli_tools.report.page_data import PageData, RunView
 from grpocli_tools.report.report_page import formula_lines_of
