@@ -30,7 +30,8 @@ def raised(error: BaseException) -> str:
 
     With GRPOCLI_TRACEBACK=1 the traceback follows. It is part of the text because worker processes send only text.
     """
-    name, message = type(error).__name__, _message(error)
+    name = type(error).__name__
+    message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
     return f"{name}: {message}{where(error)}" if message else f"{name}{where(error)}"
 
 
@@ -76,14 +77,6 @@ def too_little_memory(error: BaseException | None) -> RunError | None:
             return RunError(f"too little memory: {name}: {text}".rstrip(": .") + f"; {advice} see `grpocli plan`")
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
-
-
-def _message(error: BaseException) -> str:
-    try:
-        text = error.msg if isinstance(error, SyntaxError) else str(error)
-    except Exception as another:  # noqa: BLE001 - `__str__` may be user code
-        return f"its __str__ raises {type(another).__name__}"
-    return " ".join(text.split())
 
 
 def _is_users(filename: str) -> bool:

@@ -73,7 +73,6 @@ def guarded(
     name: str,
     env: Mapping[str, str] | None = None,
     log: Path | None = None,
-    cwd: Path | None = None,
     grace: float = 10.0,
     remove: Sequence[Path | str] = (),
     hold: Sequence[int] = (),
@@ -96,7 +95,7 @@ def guarded(
         "hold": list(hold),
     }
     try:
-        process = _start([name, json.dumps(orders), *command], (read, *hold), env, log, cwd)
+        process = _start([name, json.dumps(orders), *command], (read, *hold), env, log)
     except BaseException:
         os.close(write)
         raise
@@ -114,7 +113,6 @@ def _start(
     descriptors: tuple[int, ...],
     env: Mapping[str, str] | None,
     log: Path | None,
-    cwd: Path | None,
 ) -> subprocess.Popen[bytes]:
     with contextlib.ExitStack() as stack:
         output = None
@@ -124,7 +122,6 @@ def _start(
         return subprocess.Popen(
             [sys.executable, "-I", "-S", reaper.__file__, *arguments],
             env=None if env is None else dict(env),
-            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output else None,

@@ -118,7 +118,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 def finished_steps(path: Path) -> int | None:
     """The number of steps of a finished run; None if it is not finished, or its summary cannot be read."""
     try:
-        summary = json.loads(path.read_text())
+        summary = read_summary(path)
         return int(summary["steps"]) if summary["exit"] == "done" else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -5,8 +5,6 @@ live_view.py has those for terminals.
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 import time
 from collections import deque
@@ -14,16 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
-from grpocli.files import FULL
 from grpocli.text import clean, format_duration, format_number, one_line, prompt_text
 from grpocli.types import Text
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-logger = logging.getLogger(__name__)
-
 
 Clock = Callable[[], float]
 
@@ -290,20 +283,8 @@ class PlainView(View):
     def _print(self, text: str) -> None:
         with self._print_lock:
             self._printed_at = self._clock()
-            try:
-                self._console.print(clean(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
-                self._console.file.flush()
-            except OSError as error:
-                if error.errno not in FULL:
-                    raise
-                self._discard_output(error)
-
-    def _discard_output(self, error: OSError) -> None:
-        """After a full disk write no more to standard output, so that the run continues."""
-        logger.warning("standard output cannot be written (%s): the run goes on without it", error.strerror)
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._console.file.fileno())
-        os.close(null)
+            self._console.print(clean(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
+            self._console.file.flush()
 
 
 LINE_METRICS = {

@@ -50,14 +50,13 @@ def test_the_exit_code_is_the_commands(code: str, expected: int) -> None:
         assert process.returncode == expected
 
 
-def test_the_environment_and_folder_are_passed_on_and_the_log_is_appended_to(tmp_path: Path) -> None:
+def test_the_environment_is_passed_on_and_the_log_is_appended_to(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "a.log"
-    code = "import os, sys; print(os.environ['A'], os.getcwd()); print('err', file=sys.stderr)"
+    code = "import os, sys; print(os.environ['A']); print('err', file=sys.stderr)"
     for word in ("one", "two"):
-        with guarded([sys.executable, "-c", code], name="test", env={"A": word}, log=log, cwd=tmp_path) as process:
+        with guarded([sys.executable, "-c", code], name="test", env={"A": word}, log=log) as process:
             assert process.wait(20) == 0
     text = log.read_text()
-    assert text.count(str(tmp_path)) == 2
     assert text.count("err") == 2
     assert text.index("one") < text.index("two")
 

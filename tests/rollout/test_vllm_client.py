@@ -356,15 +356,6 @@ def test_broken_completions_are_errors(
         generate(client, 1)
 
 
-def test_an_endless_answer_is_not_read_to_its_end(
-    stand_in: StandIn, client: ServerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_client, "LARGEST", 1000)
-    stand_in.answer = lambda path, body: (200, b"x" * 1001)
-    with pytest.raises(EngineError, match=r"http://127.* its answer is longer than 1,000 bytes"):
-        client.get("/weight_info")
-
-
 def test_a_temperature_that_vllm_would_change_is_refused(client: ServerClient) -> None:
     engine = engine_of([client])
     with pytest.raises(ConfigError, match=r"rollout\.temperature=0\.001"):
