@@ -34,13 +34,8 @@ import grpocli.rollout.fake_engine
 import grpocli.rollout.sync_config
 import grpocli.rollout.transformers_engine
 import grpocli.rollout.vllm.engine_parts
-import grpocli.tasks.arithmetic
-import grpocli.tasks.code
-import grpocli.tasks.countdown
-import grpocli.tasks.gsm8k
+import grpocli.tasks.generated
 import grpocli.tasks.jsonl
-import grpocli.tasks.letter_counting
 import grpocli.tasks.mixture
-import grpocli.tasks.sliding_puzzle
 import grpocli.tracking.trackers
 import grpocli.training.optim

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.cache import cached
 from grpocli.config.parts import one_of, part, require
 from grpocli.models.loading import ModelPart, Progress
-from grpocli.tasks.arithmetic import OPERATIONS, Arithmetic
+from grpocli.tasks.generated import OPERATIONS, Arithmetic
 from grpocli.version import PACKAGE
 
 if TYPE_CHECKING:

@@ -1,26 +1,36 @@
-"""The base of tasks whose examples are made from a seed."""
+"""Tasks whose examples are made from a seed: task=arithmetic, countdown, letter_counting, sliding_puzzle."""
 
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING
 
-from grpocli.config.parts import require, section
+from grpocli.config.parts import Escaped, one_of, part, require, section
+from grpocli.environments.environment import EnvironmentConfig
+from grpocli.environments.sliding_puzzle import MOVES, is_solved, show, slide, solved_board
 from grpocli.errors import ConfigError
-from grpocli.tasks.task import BaseTask
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from grpocli.tasks.task import Example
+from grpocli.tasks.task import BaseTask, Example
 
 HELD_OUT = 1 / 10
 """Share of the examples that belong to `eval`."""
 TRIES = 50
 """Examples made per example wanted, since small tasks repeat examples."""
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+STRIDE = 2654435761
+"""A prime near 2**32 divided by the golden ratio. It does not divide the number of pairs, whose prime factors are 2, 3
+and 5, so its multiples visit every pair once; the first n of them are spread evenly."""
+HELD_OUT_PAIRS = 26 / 256
+"""Share of the pairs that belong to `eval`."""
+SYLLABLES = (
+    *("ba", "ber", "can", "co", "der", "din", "el", "en", "fer", "gol", "ha", "in", "ka", "lar", "lo", "mem", "mi"),
+    *("na", "nes", "or", "per", "pol", "qua", "ra", "rub", "sal", "so", "ster", "ta", "ter", "un", "ver", "wil", "zo"),
+)
+INSTRUCTIONS = "Slide the tiles until they are in order. Each turn, name one move: up, down, left or right.\n"
 
 
 def is_held_out(text: str, share: float) -> bool:
@@ -70,3 +80,146 @@ class Generated(BaseTask):
             if question not in seen and is_held_out(question, HELD_OUT) == (split == "eval"):
                 seen.add(question)
                 yield example
+
+
+@part("task", "arithmetic")
+class Arithmetic(BaseTask):
+    """Problems like `47+85=` with the answer `132`, as a conversation of one message.
+
+    The hash of a pair of operands puts it into `train` or `eval`, whatever the sizes are.
+    """
+
+    digits: int = 2
+    """Digits of both operands, 1 to 9: 2 is 10 to 99, 1 is 0 to 9."""
+    operation: str = "+"
+    """`+`, `-` or `*`."""
+    train_size: int = 10000
+    """Most problems to train on; fewer if there are fewer pairs."""
+    eval_size: int = 1000
+    """Most problems to evaluate on; fewer if there are fewer pairs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "digits", 1 <= self.digits <= 9, "must be between 1 and 9")
+        one_of(self, "operation", OPERATIONS)
+        require(self, "train_size", self.train_size >= 1, "must be at least 1")
+        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """Examples with `prompt` and `answer`; the same on every machine."""
+        limit = {"train": self.train_size, "eval": self.eval_size}[split]
+        return _examples(self.operation, self.digits, split, limit)
+
+
+@lru_cache(maxsize=8)
+def _examples(operation: str, digits: int, split: str, limit: int) -> Sequence[Example]:
+    asked = ((f"{first}{operation}{second}", first, second) for first, second in _pairs(digits))
+    chosen = (one for one in asked if is_held_out(one[0], HELD_OUT_PAIRS) == (split == "eval"))
+    return [
+        {"prompt": [{"role": "user", "content": f"{text}="}], "answer": str(OPERATIONS[operation](first, second))}
+        for text, first, second in islice(chosen, limit)
+    ]
+
+
+def _pairs(digits: int) -> Iterator[tuple[int, int]]:
+    """Every pair of operands once, in a pseudo-random order."""
+    low = 10 ** (digits - 1) if digits > 1 else 0
+    values = 10**digits - low
+    total = values**2
+    for place in range(total):
+        first, second = divmod(place * STRIDE % total, values)
+        yield low + first, low + second
+
+
+@part("task", "countdown")
+class Countdown(Generated):
+    """Puzzles such as: make 57 from 3, 7, 19, using each number once. `reward=[countdown]` checks the expression.
+
+    Every puzzle has a solution; the column `answer` holds one.
+    """
+
+    target_template: Escaped | None = "<answer>{answer}</answer>"
+    numbers: int = 4
+    """Numbers of a puzzle, 2 to 8."""
+    largest: int = 99
+    """Largest number, at least 2."""
+    largest_target: int = 999
+    """Largest target, at least 10."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "numbers", 2 <= self.numbers <= 8, "must be between 2 and 8")
+        require(self, "largest", self.largest >= 2, "must be at least 2")
+        require(self, "largest_target", self.largest_target >= 10, "must be at least 10")
+
+    def make(self, random: random.Random) -> Example:
+        while True:
+            numbers = [random.randint(1, self.largest) for _ in range(self.numbers)]
+            solution, target = _combined(numbers, random)
+            if target.denominator == 1 and 1 <= target <= self.largest_target:
+                break
+        listed = ", ".join(map(str, numbers))
+        question = (
+            f"Using the numbers {listed}, each exactly once, and + - * / ( ), write an expression equal to {target}. "
+            "End with the expression in <answer></answer>."
+        )
+        return {"question": question, "answer": solution, "numbers": numbers, "target": int(target)}
+
+
+def _combined(numbers: list[int], random: random.Random) -> tuple[str, Fraction]:
+    """Combine two numbers until one is left."""
+    parts = [(str(number), Fraction(number)) for number in numbers]
+    while len(parts) > 1:
+        random.shuffle(parts)
+        (left, a), (right, b), *rest = parts
+        sign = random.choice("+-*/" if b and (a / b).denominator == 1 else "+-*")
+        value = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else a}[sign]
+        parts = [(f"({left} {sign} {right})", value), *rest]
+    return parts[0]
+
+
+@part("task", "letter_counting")
+class LetterCounting(Generated):
+    """Questions such as: how many times is the letter r in "rubranester"? `reward=[number]` checks the answer.
+
+    Words are made of random syllables, so that no model has memorized them.
+    """
+
+    syllables: int = 6
+    """Most syllables of a word, 2 to 50."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "syllables", 2 <= self.syllables <= 50, "must be between 2 and 50")
+
+    def make(self, random: random.Random) -> Example:
+        word = "".join(random.choice(SYLLABLES) for _ in range(random.randint(2, self.syllables)))
+        letter = random.choice(word if random.random() < 0.9 else "abcdefghijklmnopqrstuvwxyz")
+        question = f'How many times is the letter {letter} in "{word}"? Answer with a number.'
+        return {"question": question, "answer": str(word.count(letter)), "word": word, "letter": letter}
+
+
+@part("task", "sliding_puzzle")
+class SlidingPuzzles(Generated):
+    """Square boards, shuffled from the solved one, with the environment `SlidingPuzzle`."""
+
+    environment: EnvironmentConfig = EnvironmentConfig(name="grpocli.environments.sliding_puzzle:SlidingPuzzle")
+    size: int = 3
+    """Width and height of the board, 2 to 6."""
+    shuffles: int = 4
+    """Random moves away from the solved board, at least 1; more are harder."""
+    train_size: int = 1000
+    eval_size: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "size", 2 <= self.size <= 6, "must be between 2 and 6")
+        require(self, "shuffles", self.shuffles >= 1, "must be at least 1")
+
+    def make(self, random: random.Random) -> Example:
+        """A board that is not solved."""
+        board = solved_board(self.size)
+        while is_solved(board):
+            for _ in range(self.shuffles):
+                board = random.choice([after for move in MOVES if (after := slide(board, move))])
+        return {"question": INSTRUCTIONS + show(board), "board": board}

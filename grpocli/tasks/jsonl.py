@@ -1,4 +1,4 @@
-"""task=jsonl, task=hub: a local file or a dataset of the hub, with columns mapped to prompt and answer."""
+"""task=jsonl, task=hub: rows of files or of the hub as examples; task=gsm8k, task=code: those of known datasets."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.config.parts import part
+from grpocli.config.parts import Escaped, part
 from grpocli.errors import ConfigError
-from grpocli.tasks.loading import is_one_file, is_remote, load_table
+from grpocli.tasks.loading import is_one_file, load_table
 from grpocli.tasks.table_task import TableTask
 
 if TYPE_CHECKING:
     from grpocli.tasks.dataset import Examples, Shot
+    from grpocli.tasks.loading import Row
     from grpocli.tasks.streaming import ExampleStream
     from grpocli.tasks.task import Example
 
@@ -36,8 +37,19 @@ class Jsonl(TableTask):
                 value="null",
             )
         if split not in self._loaded:
-            self._loaded[split] = _examples(self, split)
+            self._loaded[split] = self._examples(split)
         return self._loaded[split]
+
+    def _examples(self, split: str) -> Sequence[Example]:
+        if self.streaming and (split == "train" or self.source("eval") is None):
+            return self.stream.head if split == "train" else self.stream.held_out
+        if not self.shots:
+            return self.bare(split)
+        found = self.bare(split).without(self.taught)
+        if not found:
+            problem = f"no example is left for {split}; take fewer, or other data"
+            raise ConfigError(problem, key="task.shots", value=self.shots)
+        return found
 
     @cached_property
     def _loaded(self) -> dict[str, Sequence[Example]]:
@@ -53,14 +65,41 @@ class Jsonl(TableTask):
     def bare(self, split: str) -> Examples:
         """The examples of a split that is read whole, without worked examples."""
         if split not in self._read:
-            self._read[split] = _bare(self, split)
+            self._read[split] = self._bare(split)
         return self._read[split]
+
+    def _bare(self, split: str) -> Examples:
+        if self.source("eval") is None:
+            return self.halves[split == "eval"]
+        source = self.source(split)
+        assert source is not None
+        path, table_split = source
+        same = path == self.path and (table_split == self.split or is_one_file(path))
+        if split == "eval" and self.split is not None and same:
+            raise ConfigError(
+                f"{path} would give the examples to train on; give another split or task.eval_path, or leave both null",
+                key="task.eval_split",
+                value=self.eval_split,
+            )
+        return self._table(path, table_split)
+
+    def _table(self, path: str, split: str) -> Examples:
+        """All examples of a split."""
+        from grpocli.tasks.dataset import Examples, RowConverter
+        from grpocli.tasks.streaming import HEAD
+
+        ours = path == self.path
+        name, key = (self.name, "task.path") if ours else (None, "task.eval_path")
+        far = self.streaming and not Path(path).expanduser().exists()
+        table = load_table(path, name, split, key, self.storage_options, streaming=far)
+        converter = RowConverter.of(self, table.columns, islice(table.rows, HEAD), path)
+        return Examples(converter, table, range(len(table.rows)))
 
     @cached_property
     def taught(self) -> Sequence[Shot]:
         """The worked examples."""
+        from grpocli.tasks.curriculum import Order
         from grpocli.tasks.dataset import choose
-        from grpocli.tasks.order import Order
 
         if self.streaming:
             return list(self.stream.converter.shots)
@@ -74,7 +113,7 @@ class Jsonl(TableTask):
         """The table at `path`, divided into training and evaluation."""
         from grpocli.tasks.dataset import PromptBuilder, hold_out
 
-        everything = _all(self, self.path, self.split or "")
+        everything = self._table(self.path, self.split or "")
         table = everything.table
         if len(table.rows) < 2:
             raise ConfigError(
@@ -97,47 +136,60 @@ class Hub(Jsonl):
     """The same as `jsonl`, under the name that fits `task.path=OWNER/DATASET`."""
 
 
-def _examples(task: Jsonl, split: str) -> Sequence[Example]:
-    if task.streaming and (split == "train" or task.source("eval") is None):
-        return task.stream.head if split == "train" else task.stream.held_out
-    if not task.shots:
-        return task.bare(split)
-    found = task.bare(split).without(task.taught)
-    if not found:
-        raise ConfigError(
-            f"no example is left for {split}; take fewer, or other data", key="task.shots", value=task.shots
-        )
-    return found
+@part("task", "gsm8k")
+class Gsm8k(Jsonl):
+    """GSM8K (arXiv 2110.14168): 7,473 problems to train on and 1,319 to evaluate on.
+
+    The data has the columns `question` and `answer`. `answer` becomes the final number; the worked solution stays as
+    `solution`.
+    """
+
+    path: str = "openai/gsm8k"
+    """A name on the hub, a folder with train.jsonl and test.jsonl, or one file, part of which is held out."""
+    name: str | None = "main"
+    eval_split: str | None = "test"
+    prompt_template: Escaped | None = (
+        "{question}\nReason step by step, and put the final answer, a number, in \\boxed{{}}."
+    )
+    format: str = "chat"
+    shot_template: Escaped = "{solution}\nThe answer is \\boxed{{{answer}}}."
+
+    def source(self, split: str) -> tuple[str, str] | None:
+        if split == "eval" and self.eval_path is None and is_one_file(self.path):
+            return None
+        return super().source(split)
+
+    def convert(self, row: Row, where: str) -> Row:
+        """`answer` becomes the final number after "####", without commas; the text before it becomes `solution`."""
+        if self.answer_column is None:
+            return row
+        solution, mark, answer = str(row[self.answer_column]).rpartition("####")
+        if not mark or not answer.strip():
+            problem = f"{where} has no final #### NUMBER in its answer {row[self.answer_column]!r}"
+            raise ConfigError(problem, key="task")
+        return {**row, "solution": solution.strip(), self.answer_column: answer.strip().replace(",", "")}
 
 
-def _bare(task: Jsonl, split: str) -> Examples:
-    source = task.source(split)
-    if task.source("eval") is None:
-        return task.halves[split == "eval"]
-    assert source is not None
-    path, table_split = source
-    if split == "eval":
-        _refuse_overlap(task, path, table_split)
-    return _all(task, path, table_split)
+@part("task", "code")
+class CodeProblems(Jsonl):
+    """Programming problems with the column `tests` for reward=[code].
 
+    Further columns: `setup` (code before the tests), `before` (code before the program), `answer` (a right program).
+    Rows in the form of MBPP (`test_list`, `code`; arXiv 2108.07732) and of HumanEval (`test`, `entry_point`,
+    `canonical_solution`; arXiv 2107.03374) are converted to these columns.
+    """
 
-def _all(task: Jsonl, path: str, split: str) -> Examples:
-    from grpocli.tasks.dataset import Examples, RowConverter
-    from grpocli.tasks.streaming import HEAD
+    format: str = "chat"
 
-    ours = path == task.path
-    far = task.streaming and not is_remote(path) and not Path(path).expanduser().exists()
-    key = "task.path" if ours else "task.eval_path"
-    table = load_table(path, task.name if ours else None, split, key, task.storage_options, streaming=far)
-    return Examples(RowConverter.of(task, table.columns, islice(table.rows, HEAD), path), table, range(len(table.rows)))
-
-
-def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
-    if task.split is None:
-        return
-    if path == task.path and (table_split == task.split or is_one_file(path)):
-        raise ConfigError(
-            f"{path} would give the examples to train on; give another split or task.eval_path, or leave both null",
-            key="task.eval_split",
-            value=task.eval_split,
-        )
+    def convert(self, row: Row, where: str) -> Row:
+        """The row with the column `tests`. Raises ConfigError if it has none."""
+        if tests := row.get("test_list"):
+            setup = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
+            shown = tests if isinstance(tests, str) else "\n".join(tests)  # one text, for the prompt
+            return {**row, "tests": tests, "setup": "\n".join(setup), "test_list": shown}
+        if tests := row.get("test"):
+            return {**row, "tests": tests, "before": (row.get("entry_point") and row.get("prompt")) or ""}
+        if not row.get("tests"):
+            problem = f"{where} has no tests: needs the column tests, test_list or test"
+            raise ConfigError(problem, key="task")
+        return row

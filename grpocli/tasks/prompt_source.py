@@ -15,10 +15,9 @@ from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Correctness
 from grpocli.rewards.score_stats import excerpt
-from grpocli.tasks.curriculum import Curriculum, OrderKeys, ProblemOrder
+from grpocli.tasks.curriculum import Curriculum, FileOrder, Order, OrderKeys, ProblemOrder, TaskScheduler
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.mixture import errors_below, key_of, tasks_of
-from grpocli.tasks.order import FileOrder, Order, TaskScheduler
 from grpocli.tasks.problem_scores import Position, ProblemScores, Rows
 from grpocli.tasks.prompt_set import PromptSet
 from grpocli.tasks.streaming import StreamedPrompts

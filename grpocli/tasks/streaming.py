@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.curriculum import TRIES
+from grpocli.tasks.curriculum import TRIES, Order, permutation
 from grpocli.tasks.dataset import RowConverter, choose, with_shots
 from grpocli.tasks.loading import EMPTY, Row, RowSource, columns_of, open_rows, with_columns
-from grpocli.tasks.order import Order, permutation
 from grpocli.tasks.problem_scores import Position
 from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
 from grpocli.tasks.targets import settle_example

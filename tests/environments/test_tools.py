@@ -22,7 +22,7 @@ from grpocli.rollout.engine import OnGroup, ignore_group
 from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.rollout.tool_calls import CallParser
 from grpocli.rollout.turn_encoder import TurnEncoder
-from grpocli.tasks.arithmetic import Arithmetic
+from grpocli.tasks.generated import Arithmetic
 from grpocli.tasks.prompts import tokenize
 from grpocli.types import Completion, Prompt, Request, Sampling
 

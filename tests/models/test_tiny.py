@@ -15,7 +15,7 @@ from grpocli.errors import ConfigError
 from grpocli.models.loading import load_model, load_tokenizer
 from grpocli.models.tiny import ALPHABET, Tiny, content_hash, make_model, make_tokenizer
 from grpocli.models.warm_start import corrupt, orthogonalise, warm_start
-from grpocli.tasks.arithmetic import Arithmetic
+from grpocli.tasks.generated import Arithmetic
 
 TOKENIZER = make_tokenizer()
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.arithmetic import OPERATIONS, Arithmetic
+from grpocli.tasks.generated import OPERATIONS, Arithmetic
 
 
 def questions(task: Arithmetic, split: str) -> list[str]:
@@ -54,7 +54,7 @@ def test_the_first_problems_cover_the_range() -> None:
 @pytest.mark.processes
 def test_another_process_makes_the_same_problems() -> None:
     code = (
-        "import json; from grpocli.tasks.arithmetic import Arithmetic; "
+        "import json; from grpocli.tasks.generated import Arithmetic; "
         "print(json.dumps(list(Arithmetic().examples('eval'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

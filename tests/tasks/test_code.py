@@ -8,7 +8,7 @@ import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.tasks.code import CodeProblems
+from grpocli.tasks.jsonl import CodeProblems
 from grpocli_tools.reward_check.reward_check_command import main
 
 MBPP = [

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
 from grpocli.tasks import problem_scores
-from grpocli.tasks.curriculum import Curriculum, Outcome, difficulty_ranks, outcomes_of
+from grpocli.tasks.curriculum import Curriculum, Order, Outcome, difficulty_ranks, outcomes_of
 from grpocli.tasks.jsonl import Jsonl
-from grpocli.tasks.order import Order
 from grpocli.tasks.problem_scores import ProblemScores
 from grpocli.tasks.prompt_source import PromptSource
 from grpocli.types import Prompt

@@ -10,8 +10,7 @@ import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.tasks.gsm8k import Gsm8k
-from grpocli.tasks.jsonl import Jsonl
+from grpocli.tasks.jsonl import Gsm8k, Jsonl
 from grpocli.tasks.streaming import StreamedPrompts
 
 

@@ -10,10 +10,7 @@ from grpocli.errors import ConfigError
 from grpocli.rewards.countdown import CountdownReward, reaches
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.rewards.text_match import Number
-from grpocli.tasks.countdown import Countdown
-from grpocli.tasks.generated import HELD_OUT, Generated, is_held_out
-from grpocli.tasks.letter_counting import LetterCounting
-from grpocli.tasks.sliding_puzzle import SlidingPuzzles
+from grpocli.tasks.generated import HELD_OUT, Countdown, Generated, LetterCounting, SlidingPuzzles, is_held_out
 from grpocli.types import Completion, Prompt, Rollout
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.gsm8k import Gsm8k
+from grpocli.tasks.jsonl import Gsm8k
 
 
 def write(path: Path, answers: list[str]) -> Path:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.gsm8k import Gsm8k
-from grpocli.tasks.jsonl import Jsonl
+from grpocli.tasks.jsonl import Gsm8k, Jsonl
 
 ROWS = [{"question": f"{i}+1?", "reply": str(i + 1), "level": i} for i in range(10)]
 NAMED = {"prompt_column": "question", "answer_column": "reply"}

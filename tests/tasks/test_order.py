@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpocli.tasks.order import Order, TaskScheduler
+from grpocli.tasks.curriculum import Order, TaskScheduler
 
 
 @given(n=st.integers(1, 50), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.order import Order
+from grpocli.tasks.curriculum import Order
 from grpocli.tasks.prompt_set import PromptSet
 
 TEXTS = [{"prompt": "a b c", "answer": "1"}, {"prompt": "c", "answer": "2"}, {"prompt": "b b b b", "answer": "3"}]
