@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from grpocli.errors import ConfigError, RunError
@@ -24,44 +23,38 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "grpocli"
 
 
-def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None], deadline: float = DEADLINE) -> Path:
+def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None]) -> Path:
     """The folder `name` in the cache; `make` writes it if one of the files `needed` is missing.
 
     Raises ConfigError, naming GRPOCLI_CACHE, if the folder cannot be written, and RunError if another process holds it
-    for longer than `deadline` seconds.
+    for longer than DEADLINE.
     """
     path = cache_dir() / name
-    if _whole(path, needed):
-        return path
-    with _writable():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name(f".lock-{path.name}").open("w") as file:
-            try:
-                lock(file, fcntl.LOCK_EX, deadline)
-            except BlockingIOError as error:
-                raise RunError(
-                    f"waited {deadline:.0f} s for another process that is making {path}; "
-                    f"stop it, or set GRPOCLI_CACHE to another folder"
-                ) from error
-            if not _whole(path, needed):  # another process may have made it meanwhile
-                clear_leftovers(path.parent, path.name)
-                with atomic_folder(path, replace=True) as folder:
-                    make(folder)
+    if not _whole(path, needed):
+        try:
+            _fill(path, needed, make)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot store files there ({error.strerror or error})",
+                key="GRPOCLI_CACHE",
+                value=cache_dir(),
+                hint="set GRPOCLI_CACHE to a folder that can be written",
+            ) from error
     return path
 
 
-@contextmanager
-def _writable() -> Iterator[None]:
-    """A block whose OSErrors become a ConfigError about the cache folder."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"cannot store files there ({error.strerror or error})",
-            key="GRPOCLI_CACHE",
-            value=cache_dir(),
-            hint="set GRPOCLI_CACHE to a folder that can be written",
-        ) from error
+def _fill(path: Path, needed: tuple[str, ...], make: Callable[[Path], None]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".lock-{path.name}").open("w") as file:
+        try:
+            lock(file, fcntl.LOCK_EX, DEADLINE)
+        except BlockingIOError as error:
+            problem = f"waited {DEADLINE:.0f} s for another process that is making {path}"
+            raise RunError(f"{problem}; stop it, or set GRPOCLI_CACHE to another folder") from error
+        if not _whole(path, needed):  # another process may have made it meanwhile
+            clear_leftovers(path.parent, path.name)
+            with atomic_folder(path, replace=True) as folder:
+                make(folder)
 
 
 def _whole(path: Path, needed: tuple[str, ...]) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from grpocli import cache
 from grpocli.cache import cache_dir, cached
 from grpocli.errors import ConfigError, RunError
 
@@ -77,13 +78,14 @@ def test_two_processes_make_a_folder_once(cache_folder: Path) -> None:
     process.communicate()
 
 
-def test_waiting_has_a_deadline(cache_folder: Path) -> None:
+def test_waiting_has_a_deadline(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "DEADLINE", 0.2)
     folder = cache_folder / "models"
     folder.mkdir(parents=True)
     with (folder / ".lock-x").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with pytest.raises(RunError, match=r"another process that is making .*models/x"):
-            cached("models/x", NEEDED, forbidden, deadline=0.2)
+            cached("models/x", NEEDED, forbidden)
 
 
 def test_a_failed_build_leaves_nothing(cache_folder: Path) -> None:

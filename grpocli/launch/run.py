@@ -7,11 +7,12 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -39,7 +40,7 @@ from grpocli.launch.trainer_launcher import SETTLE, TrainerJob, clean, resume_ma
 from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error
 from grpocli.processes.node import Node
 from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
-from grpocli.processes.threads import BackgroundTask
+from grpocli.processes.threads import run_in_thread
 from grpocli.publish.push import push_finished, refuse_other_run
 from grpocli.rewards.python import PythonReward
 from grpocli.rollout.auto import AutoEngine
@@ -67,6 +68,8 @@ logger = logging.getLogger(__name__)
 
 READY_WITHIN = 3600.0
 """Seconds that other machines wait for the first one to fetch the model and to start its engine."""
+LOADED_WITHIN = 2.0
+"""Seconds that the end of a failed start waits for the thread that loads data and models."""
 QUICK = 2.0
 """Seconds after which the start of an engine is reported by a line."""
 LOCK_WITHIN = 120.0
@@ -414,12 +417,14 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
     with stop_signal() as stop, ExitStack() as running:
         stop.file = stop_file(run_dir.path)
         here = _in_this_process(devices, node)
-        loading = running.enter_context(BackgroundTask(partial(_load, run, job))) if here else None
+        loading = run_in_thread(partial(_load, run, job), "loading") if here else None
+        if loading:
+            running.callback(wait, [loading], LOADED_WITHIN)  # the next run of a sweep should not begin beside it
         with stop.immediately():
             if node:
                 new_engine_folder(run_dir.path)
                 replace(job, ready=False).save(run_dir.path)
-            running.enter_context(_launched(run, job.engine, view, loading.check if loading else lambda: None))
+            running.enter_context(_launched(run, job.engine, view, loading))
             if loading and run.engine.resolved().server_gpus:
                 view.stage("loading the model")
                 loading.result()  # before others may load models: transformers changes the whole process meanwhile
@@ -433,17 +438,18 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
 
 
 @contextmanager
-def _launched(run: Run, job: EngineJob, view: View, check: Callable[[], None]) -> Iterator[None]:
+def _launched(run: Run, job: EngineJob, view: View, loading: Future[Any] | None) -> Iterator[None]:
     """Launch the engine, shown as a stage with progress, and print a line if the start took long.
 
-    check: called during the start; its error ends it.
+    loading: data and models, whose error ends the start, too.
     """
     began, name, starting = time.monotonic(), choice_of("engine", run.engine.resolved()), True
     view.stage(f"starting engine={name}")
 
     def progress(done: float, total: float, unit: str, detail: str = "") -> None:
         if starting:  # not for a server that is restarted during training
-            check()
+            if loading and loading.done():
+                loading.result()
             view.progress(done, total, unit, detail)
 
     with run.engine.launch(replace(job, progress=progress)):

@@ -1,4 +1,4 @@
-"""Threads: a task in the background, and the end of a process, which threads of user code may delay only so long."""
+"""Threads: work in the background, and the end of a process, which threads of user code may delay only so long."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from os import _exit as leave  # bound before user code runs, during which `os._exit` is replaced
-from typing import Generic, NoReturn, Self, TypeVar
+from typing import NoReturn, TypeVar
 
 from grpocli.processes.signals import handle_stops
 
 T = TypeVar("T")
 
-END_WITHIN = 2.0
-"""Seconds that leaving a `BackgroundTask` waits for its end."""
 GRACE = 5.0
 """Seconds that threads may continue after the main thread."""
 EXIT_GRACE = 120.0
@@ -38,29 +36,6 @@ def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-class BackgroundTask(Generic[T]):
-    """A function that runs in a thread during a `with` block, whose end waits for it, at most END_WITHIN seconds."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-
-    def result(self) -> T:
-        """Wait for the function's result; raises the function's error."""
-        return self._future.result()
-
-    def check(self) -> None:
-        """Raise the function's error if it has failed."""
-        if self._future.done():
-            self._future.result()
-
-    def __enter__(self) -> Self:
-        self._future = run_in_thread(self._work, "background task")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        wait([self._future], END_WITHIN)  # the next run of a sweep should not begin beside it
 
 
 def end_process(code: int) -> NoReturn:

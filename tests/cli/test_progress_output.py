@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +79,7 @@ def test_the_start_of_an_engine_prints_two_lines_and_its_phases(
     view, engine = RecordingView(), Engine()
     run: Any = SimpleNamespace(engine=engine)
     job = EngineJob("/m", "float32", 8, tmp_path, seed=0)
-    with launching._launched(run, job, view, lambda: None):
+    with launching._launched(run, job, view, None):
         began, *then = view.recorded
         assert began.startswith("starting engine=")
         assert then[0] == "vLLM is loading weights"
@@ -89,12 +90,11 @@ def test_the_start_of_an_engine_prints_two_lines_and_its_phases(
 
 
 def test_a_broken_data_file_is_told_while_the_engine_starts(tmp_path: Path) -> None:
-    def check() -> None:
-        raise ConfigError("line 3 is not JSON", key="task.path")
-
+    loading: Future[Any] = Future()
+    loading.set_exception(ConfigError("line 3 is not JSON", key="task.path"))
     run: Any = SimpleNamespace(engine=Engine())
     job = EngineJob("/m", "float32", 8, tmp_path, seed=0)
-    with pytest.raises(ConfigError) as told, launching._launched(run, job, RecordingView(), check):
+    with pytest.raises(ConfigError) as told, launching._launched(run, job, RecordingView(), loading):
         pytest.fail("the engine must not have started")
     assert told.value.key == "task.path"
 
