@@ -1,6 +1,6 @@
 """callbacks=[FILE.py:CLASS]: code of the user that a run calls at its steps, evaluations and checkpoints.
 
-Only the main process calls it, with plain data that it cannot change. An error in it does not end the run.
+Only the main process calls it, with copies of plain data. An error in it does not end the run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from grpocli.config.parts import nearest
@@ -132,20 +131,20 @@ class Callbacks:
     evaluated: int | None = None
 
     def on_start(self, folder: Path, config: Mapping[str, Any], steps: int, done: int) -> None:
-        self._call("on_start", RunStart(folder, _frozen(config), steps, done))
+        self._call("on_start", RunStart(folder, to_json(config), steps, done))
 
     def before_step(self, step: int) -> None:
         self._call("before_step", step)
 
     def after_step(self, step: int, metrics: Mapping[str, Any], completions: Sequence[StepCompletion]) -> None:
-        self._call("after_step", StepEnd(step, _frozen(metrics), tuple(completions[:COMPLETIONS])))
+        self._call("after_step", StepEnd(step, to_json(metrics), tuple(completions[:COMPLETIONS])))
 
     def after_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Pass on an evaluation. The last step's is asked for again at the end of a run, and passed on once."""
         results = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if results and self.evaluated != step:
             self.evaluated = step
-            self._call("after_evaluation", Evaluation(step, _frozen(results)))
+            self._call("after_evaluation", Evaluation(step, to_json(results)))
 
     def after_checkpoint(self, step: int, folder: Path) -> None:
         self._call("after_checkpoint", CheckpointSaved(step, folder))
@@ -229,12 +228,3 @@ def _check_hooks(cls: type[Callback], spec: str) -> None:
 
 def _no_callback(spec: str, subject: str) -> ConfigError:
     return ConfigError(f"{subject} does not derive from grpocli.Callback", key=KEY, value=spec)
-
-
-def _frozen(values: Any) -> Any:
-    """Plain JSON values that a callback cannot change."""
-    if isinstance(values, Mapping):
-        return MappingProxyType({name: _frozen(value) for name, value in values.items()})
-    if isinstance(values, list | tuple):
-        return tuple(_frozen(value) for value in values)
-    return to_json(values)

@@ -118,15 +118,14 @@ def test_random_draws_of_a_callback_do_not_change_the_runs() -> None:
     assert [*got, draws()] == expected
 
 
-def test_the_data_is_plain_and_cannot_be_changed() -> None:
+def test_the_data_is_plain_and_a_copy() -> None:
     other = Recorded()
     metrics = {"reward": torch.tensor(0.5), "kl": float("nan"), "inner": {"a": [1, 2]}}
     Callbacks([("x.py:Recorded", other)]).after_step(4, metrics, [])
     (event,) = other.seen
-    assert dict(event.metrics) == {"reward": 0.5, "kl": None, "inner": {"a": (1, 2)}}
-    for change in (lambda: event.metrics.update(reward=1), lambda: setattr(event, "step", 5)):
-        with pytest.raises((AttributeError, TypeError)):
-            change()
+    assert event.metrics == {"reward": 0.5, "kl": None, "inner": {"a": [1, 2]}}
+    event.metrics["inner"]["a"].append(3)
+    assert metrics["inner"] == {"a": [1, 2]}
 
 
 def test_an_evaluation_is_passed_on_once_for_a_step() -> None:
