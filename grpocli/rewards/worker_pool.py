@@ -1,7 +1,7 @@
 """A pool of worker processes with a deadline for each item; an item that hangs or crashes costs only its own result.
 
 A worker is `python -m grpocli.rewards.worker_process module:function`. It imports that module, reads items and
-writes results as JSON lines, and dies with its parent. docs/architecture.md says why this is not pebble.
+writes results as JSON lines, and dies with its parent. README.md here says why this is not pebble.
 """
 
 from __future__ import annotations

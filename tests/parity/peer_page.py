@@ -20,7 +20,7 @@ same random tensors, 20 times, in float64. It loads single source files: of verl
 installs, and of NeMo RL, slime and prime-rl if `GRPOCLI_PEERS` is a folder with checkouts of NVIDIA-NeMo/RL,
 THUDM/slime and PrimeIntellect-ai/prime-rl; without one, their cases are skipped. All cases hold for NeMo RL 7ea279abf
 (2026-08-22), slime 624b824a8 and prime-rl 559b44772 (2026-08-21). For TRL see
-[architecture.md](../architecture.md#differences-from-trl) and [from-trl.md](../from-trl.md).
+[algorithm](../../grpocli/algorithm/README.md#differences-from-trl) and [from-trl.md](../from-trl.md).
 
 - [Equal losses](#equal-losses)
 - [Equal advantages](#equal-advantages)
