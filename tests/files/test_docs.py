@@ -15,10 +15,12 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/
 PACKAGES = sorted({path.name for house in HOUSES for path in house.iterdir() if path.is_dir()})
 MODULE = re.compile(rf"`(?:grpocli/)?((?:{'|'.join(PACKAGES)})/[\w/]+\.(?:py|sh|json))")
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
+CLASS = re.compile(r"`([A-Z]\w+)[`.(]")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 SECTION = re.compile(r"^## (.*)$", re.MULTILINE)
 PROGRAM = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CONTENTS = re.compile(r"(?:^- \[.+\]\(#.+\)\n)+", re.MULTILINE)
+WORDS = {word for house in HOUSES for file in house.glob("**/*.py") for word in re.findall(r"\w+", file.read_text())}
 LONG = 100
 """Lines from which a page of docs/ has a table of contents."""
 
@@ -36,6 +38,14 @@ def name(page: Path) -> str:
 def test_modules_named_on_a_page_exist(page: Path) -> None:
     names = MODULE.findall(page.read_text())
     assert [name for name in names if not any((base / name).is_file() for base in (*HOUSES, ROOT))] == []
+
+
+@pytest.mark.parametrize("page", [*ROOMS, ROOT / "docs" / "architecture.md"], ids=name)
+def test_classes_that_a_page_points_at_exist(page: Path) -> None:
+    """In a room's README those before its decisions, which also name classes of libraries."""
+    text = page.read_text()
+    named = CLASS.findall(text.partition("\n**")[0] if page in ROOMS else text)
+    assert [one for one in named if one not in WORDS] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
