@@ -77,7 +77,6 @@ def main(argv: list[str] | None = None) -> None:
     shorten_spinning(os.environ)
     use_large_pages()
     quiet_libraries()
-    open_closed()
     before = handle_stops(StopSignal(immediate=True).handle)  # until training handles them: clean up and exit
     try:
         try:
@@ -109,19 +108,6 @@ def main(argv: list[str] | None = None) -> None:
     if argv is None:  # the process ends now
         end_process(code)
     sys.exit(code)
-
-
-def open_closed() -> None:
-    """Open /dev/null for closed standard streams, so that no other file gets descriptors 0 to 2."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number
-            os.dup2(null, number)
-            if null != number:
-                os.close(null)
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def run(args: list[str]) -> int:

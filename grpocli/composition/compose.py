@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from grpocli.composition.hydra_errors import choices_in, hydra_errors
+from grpocli.composition.hydra_errors import choices_in, hydra_errors, two_of_one_name
 from grpocli.composition.hydra_sources import cleared_hydra, conf_dir, extend_hydra
 from grpocli.composition.overrides import rewritten
 from grpocli.config.build import build
@@ -101,12 +101,14 @@ def _of_hydra(node: Any, key: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _refuse_equal_packages(overrides: list[str], config: DictConfig) -> None:
-    """Raise ConfigError if two chosen rewards became one, as a copy of a YAML does that keeps its `# @package` line."""
+    """Raise ConfigError if two rewards of a list have the same keys.
+
+    A function may have the name of another choice, and a copied YAML may keep its `# @package` line.
+    """
     chosen = next((o for o in reversed(overrides) if o.startswith("reward=[")), None)
     removed = any(o.startswith("~reward") for o in overrides)
     if chosen and not removed and len(set(texts_of(chosen))) > len(config.reward):
-        hint = "change `# @package reward.NAME` in a copied YAML"
-        raise ConfigError("two rewards have one name", key=chosen, hint=hint)
+        raise two_of_one_name(chosen)
 
 
 def build_run(config: DictConfig) -> Run:

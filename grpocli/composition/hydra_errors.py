@@ -32,7 +32,10 @@ from grpocli.errors import ConfigError
 from grpocli.plugins import hook
 
 NEEDS_QUOTES = "text with commas, braces or other special characters needs quotes inside the shell's"
-SYNTAX = "write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed"
+SYNTAX = (
+    "write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed and without spaces beside =; "
+    "a value with spaces stands in quotes, and resume=FOLDER resumes a run"
+)
 
 
 @contextmanager
@@ -42,8 +45,6 @@ def hydra_errors(overrides: list[str], config_name: str) -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         raise _CommandLine(overrides, config_name).explain(error) from error
-    except RecursionError as error:
-        raise ConfigError("a YAML file's defaults list leads back to the file", key=choices_in(overrides)) from error
     except ValueError as error:
         if not str(error).startswith("Invalid defaults list"):
             raise
@@ -89,6 +90,8 @@ class _CommandLine:
             unknown = unknown or re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", text)
             if unknown:
                 return self._unknown_key(unknown[1])
+            if text.startswith("In 'reward/") and "Merge error" in text:  # a function with the name of another choice
+                return two_of_one_name(choices_in(self.overrides))
         return self._key_of_wrong_part(text) or ConfigError(_first_paragraph(text))
 
     def known_keys(self, hydra: bool = False) -> list[str]:
@@ -102,43 +105,12 @@ class _CommandLine:
         return flat_keys(OmegaConf.to_container(config, resolve=False)) + groups
 
     def _unreadable(self, override: str) -> ConfigError:
-        """An override that Hydra cannot parse, usually because the shell split it at a space."""
-        whole = self._with_neighbours(override)
-        key, equals, value = whole.partition("=")
-        spaced, key = key != key.rstrip(), key.rstrip()
-        value = value.strip(" ") if spaced or whole != override else value
-        joined = f"{key}={value}"
-        if not (key and equals and value) or any(value.count(a) != value.count(b) for a, b in ("[]", "{}", "()")):
-            form = self._as_text(whole) if equals else ""
-            run = shlex.quote(whole)
-            advice = f"to resume a run: resume={run}; to evaluate one: --run {run}"
-            if (Path(whole) / "config.json").is_file():
-                advice = f"for a model: model={run}"
-            hint = SYNTAX if equals else f"{SYNTAX}; {advice}"
-            return _needs_quotes(override, form) if form else ConfigError("cannot be read", key=override, hint=hint)
-        form = shlex.quote(joined) if parse(joined) else self._as_text(joined) or quoted(key, value)
-        if spaced:
-            hint = f"write {form}, without a space before ="
-            return ConfigError("cannot be read", key=whole, hint=hint)
-        if whole != override:
-            hint = f"write {form}" + ("" if "=" in override else " if it is part of the override before")
-            return ConfigError("cannot be read, because a space ends an override", key=override, hint=hint)
-        return _needs_quotes(override, form)
-
-    def _with_neighbours(self, override: str) -> str:
-        """The override joined with the words around it that the shell split off."""
-        overrides = self.overrides
-        if override not in overrides:
-            return override
-        start = overrides.index(override)
-        end = start + 1
-        while end < len(overrides) and ("=" not in overrides[end] or overrides[end].startswith("=")):
-            end += 1
-        begun = "=" in override or (end > start + 1 and overrides[start + 1].startswith("="))
-        while start and not begun:
-            start -= 1
-            begun = "=" in overrides[start]
-        return " ".join(overrides[start:end])
+        """An override that Hydra cannot parse: for its special characters, or because the shell split it at a space."""
+        key, equals, value = override.partition("=")
+        form = self._as_text(override) if equals else ""
+        if not form and key and value and all(value.count(a) == value.count(b) for a, b in ("[]", "{}", "()")):
+            form = quoted(key, value)
+        return _needs_quotes(override, form) if form else ConfigError("cannot be read", key=override, hint=SYNTAX)
 
     def _several_values(self, override: str) -> ConfigError:
         """A value with commas that is neither in brackets nor in quotes."""
@@ -230,6 +202,12 @@ class _CommandLine:
                 with suppress(HydraException):
                     return cast("DictConfig", compose(self.config_name, attempt, return_hydra_config=hydra))
         return None
+
+
+def two_of_one_name(chosen: str) -> ConfigError:
+    """The error for two rewards with the same keys. chosen: their overrides."""
+    hint = "add one as +reward@reward.NAME=..., or change `# @package reward.NAME` in a copied YAML"
+    return ConfigError("two rewards have one name", key=chosen, hint=hint)
 
 
 def _needs_quotes(override: str, form: str) -> ConfigError:

@@ -14,14 +14,14 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config import yaml_text
 from grpocli.config.parts import choices_of, stored, typed_choice
-from grpocli.config.user_parts import UserParts, is_spec
+from grpocli.config.user_parts import ListedNowhere, UserParts, is_spec
 from grpocli.errors import ConfigError
 from grpocli.version import PACKAGE
 
@@ -49,7 +49,7 @@ def cleared_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = before
 
 
-class Choices(ConfigSource):  # type: ignore[misc]
+class Choices(ListedNowhere):
     """Choices that are classes without a YAML file, for example parts of other packages."""
 
     @staticmethod
@@ -64,9 +64,6 @@ class Choices(ConfigSource):  # type: ignore[misc]
         config = OmegaConf.structured(found.node)
         return ConfigResult(config=config, path=name, provider="grpocli", header={"package": package})
 
-    def available(self) -> bool:
-        return True
-
     def is_group(self, config_path: str) -> bool:
         return bool(choices_of(config_path))
 
@@ -78,7 +75,7 @@ class Choices(ConfigSource):  # type: ignore[misc]
         return [] if results_filter == ObjectType.GROUP else choices_of(config_path)
 
 
-class Models(ConfigSource):  # type: ignore[misc]
+class Models(ListedNowhere):
     """`model=OWNER/NAME` and `model=FOLDER`, which mean `model=hf model.path=...`."""
 
     @staticmethod
@@ -92,24 +89,15 @@ class Models(ConfigSource):  # type: ignore[misc]
         config.path = path
         return ConfigResult(config=config, path=str(path), provider="user", header={"package": "model"})
 
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return False
-
     def is_config(self, config_path: str) -> bool:
         return _model_path(config_path) is not None
 
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        return []
-
 
 class CheckedFiles(FileConfigSource):  # type: ignore[misc]
-    """Hydra's source of YAML files, which also refuses broken files and aliases that expand to too many values."""
+    """Hydra's source of YAML files, which names the file of an error and parses each file once."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The config of a checked file, parsed once in a process. Raises ConfigError, naming the file."""
+        """The config of a file. Raises ConfigError if it is broken."""
         file = Path(self.path, self._normalize_file_name(config_path))
         try:
             if not file.is_file():
@@ -117,7 +105,6 @@ class CheckedFiles(FileConfigSource):  # type: ignore[misc]
             changed = file.stat().st_mtime_ns
             known = PARSED.get((self.provider, file))
             if known is None or known[0] != changed:
-                yaml_text.check(file.read_text(encoding="utf-8"))
                 known = PARSED[self.provider, file] = changed, super().load_config(config_path)
             return deepcopy(known[1])  # Hydra changes it
         except (*yaml_text.BROKEN, OmegaConfBaseException) as error:

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,6 @@ def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]
     overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in overrides]
     # the resolver of ${hydra:...} knows nothing before a job begins, the node does
     overrides = [one.replace("${hydra:", "${hydra.") if one.startswith("hydra.") else one for one in overrides]
-    _refuse_duplicate_rewards(overrides)
     return _hf_for_path(overrides, config_name)
 
 
@@ -157,21 +155,6 @@ def _absolute_path(value: Any) -> Any:
 def _with_text(value: Any, new: str) -> Any:
     """`new` with the quotes of the value."""
     return replace(value, text=new) if isinstance(value, QuotedString) else new
-
-
-def _refuse_duplicate_rewards(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if two rewards of a list would have the same keys."""
-    for override in overrides:
-        chosen = texts_of(override) if override.startswith("reward=[") else []
-        first: dict[str, str] = {}
-        for one in chosen:
-            name = name_of(one)
-            if name in first and (is_spec(one) or is_spec(first[name])):
-                problem = f"{first[name]} and {one} are both called {name}"
-                named = shlex.quote(f"+reward@reward.NAME={to_text(one)}")
-                hint = f"leave one out of the list and give it a name: {named}"
-                raise ConfigError(problem, key="reward", hint=hint)
-            first.setdefault(name, one)
 
 
 def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:

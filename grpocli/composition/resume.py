@@ -252,8 +252,6 @@ def _load(path: Path) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        text = path.read_text()
-        yaml_text.check(text)
-        return OmegaConf.to_container(OmegaConf.create(text))
+        return OmegaConf.to_container(OmegaConf.create(path.read_text()))
     except (*yaml_text.BROKEN, OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key="resume", value=path) from error

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.parts import nearest
+from grpocli.config.parts import nearest, one_of, require
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,17 +43,13 @@ def _check_supervised(run: Run) -> None:
     from grpocli.tasks.curriculum import OrderKeys
     from grpocli.tasks.mixture import key_of, tasks_of
 
-    algorithm, size = run.algorithm, run.rollout.group_size
+    algorithm, rollout = run.algorithm, run.rollout
     if not algorithm.supervised:
-        if size < 2:
-            problem = "a group is compared with itself: it needs at least 2"
-            raise ConfigError(problem, key="rollout.group_size", value=size)
+        require(rollout, "group_size", rollout.group_size >= 2, "a group is compared with itself: it needs at least 2")
         return
     why = "supervised training has one answer for each prompt, from the data"
-    if size != 1:
-        raise ConfigError(f"{why}: set it to 1", key="rollout.group_size", value=size)
-    if run.rollout.max_staleness:
-        raise ConfigError(f"{why}: set it to 0", key="rollout.max_staleness", value=run.rollout.max_staleness)
+    require(rollout, "group_size", rollout.group_size == 1, f"{why}: set it to 1")
+    require(rollout, "max_staleness", rollout.max_staleness == 0, f"{why}: set it to 0")
     if isinstance(algorithm.keep, Dynamic):
         raise ConfigError(f"{why}: choose algorithm/keep=all", key="algorithm/keep", value="dynamic")
     if algorithm.has_correction or algorithm.takes_sampler_as_old:
@@ -79,34 +75,41 @@ def check_schedule(run: Run) -> None:
 
 
 def _check_rewards(run: Run) -> None:
+    """Check that rewards are chosen, that keys name rewards of this run, and that its tasks have what rewards need."""
     from grpocli.algorithm.keep import SCORE
-    from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, EnvironmentReward, Tools, environment_of
     from grpocli.tasks.mixture import key_of, tasks_of
 
     if not run.reward:
         raise ConfigError("choose at least one reward, or reward=none", key="reward", value="[]")
     _check_no_reward(run)
     names = list(run.reward)
-    for key, name in (
-        ("eval.reward", run.eval.reward),
-        ("algorithm.question_weight.reward", run.algorithm.question_weight.reward),
-        ("algorithm.keep.reward", None if run.algorithm.keep.reward == SCORE else run.algorithm.keep.reward),
-    ):
-        if name is not None:
-            _check_name(key, name, names, "one of this run's rewards:")
-    environments = [found.name for task in tasks_of(run.task).values() if (found := environment_of(task))]
-    of_library = any(hasattr(task, TOOL_SCHEMAS) for task in tasks_of(run.task).values())
-    for kind, name, has, hint in (
-        (EnvironmentReward, "an environment", any(one != TOOLS for one in environments), "give task.environment.name"),
-        (Tools, "tools", TOOLS in environments or of_library, "give task.tools=[FILE.py:NAME]"),
-    ):
-        if any(isinstance(reward, kind) for reward in run.reward.values()) and not has:
-            value = f"[{kind.config_key.removeprefix('reward.')}]"
-            raise ConfigError(f"no task of this run has {name}", key="reward", value=value, hint=hint)
-    for task, chosen in tasks_of(run.task).items():
-        for name in getattr(chosen, "rewards", None) or ():
-            _check_name(f"{key_of(run.task, task)}.rewards", name, names, "some of this run's rewards:")
+    for owner in (run.eval, run.algorithm.question_weight, run.algorithm.keep):
+        if owner.reward is not None and not (owner is run.algorithm.keep and owner.reward == SCORE):
+            one_of(owner, "reward", names, "one of this run's rewards:")
+    for task_name, task in tasks_of(run.task).items():
+        for name in getattr(task, "rewards", None) or ():
+            if name not in names:
+                problem = f"choose some of this run's rewards: {', '.join(names)}{nearest(name, names)}"
+                raise ConfigError(problem, key=f"{key_of(run.task, task_name)}.rewards", value=name)
+    _check_environment_rewards(run)
     _check_group_rewards(run)
+
+
+def _check_environment_rewards(run: Run) -> None:
+    """Refuse the rewards of an environment or of tools if no task has any."""
+    from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, EnvironmentReward, Tools, environment_of
+    from grpocli.tasks.mixture import tasks_of
+
+    tasks = tasks_of(run.task).values()
+    environments = {found.name for task in tasks if (found := environment_of(task))}
+    has_tools = TOOLS in environments or any(hasattr(task, TOOL_SCHEMAS) for task in tasks)
+    for reward in run.reward.values():
+        if isinstance(reward, EnvironmentReward) and not environments - {TOOLS}:
+            problem, hint = "no task of this run has an environment", "give task.environment.name"
+            raise ConfigError(problem, key="reward", value="[environment]", hint=hint)
+        if isinstance(reward, Tools) and not has_tools:
+            problem, hint = "no task of this run has tools", "give task.tools=[FILE.py:NAME]"
+            raise ConfigError(problem, key="reward", value="[tools]", hint=hint)
 
 
 def _check_group_rewards(run: Run) -> None:
@@ -119,36 +122,34 @@ def _check_group_rewards(run: Run) -> None:
     for task_name, task in tasks_of(run.task).items():
         names = rewards_for(task, run.reward)
         if names and run.reward[name := accuracy_reward_of(task, run.reward, run.eval.reward)].sees_group:
-            problem = f"reward.{name} scores a group by its other rewards, so it cannot measure accuracy"
-            remedy = f"put one of {', '.join(others)} first" if others else "choose a reward that can before it"
             own = getattr(task, "rewards", None) is not None
             key, value = (f"{key_of(run.task, task_name)}.rewards" if own else "reward"), f"[{', '.join(names)}]"
             if run.eval.reward == name:
                 key, value = "eval.reward", name
-            raise ConfigError(problem, key=key, value=value, hint=remedy)
+            problem = f"reward.{name} scores a group by its other rewards, so it cannot measure accuracy"
+            hint = f"put one of {', '.join(others)} first" if others else "choose a reward that can before it"
+            raise ConfigError(problem, key=key, value=value, hint=hint)
     for reward in run.reward.values():
         if isinstance(reward, GroupLength) and reward.reward is not None:
-            _check_name(f"{reward.config_key}.reward", reward.reward, others)
+            one_of(reward, "reward", others)
 
 
 def _check_stop_at(run: Run) -> None:
+    """Require that the accuracy which ends the run is measured within it."""
     from grpocli.rewards.reward import NoReward
     from grpocli.tasks.mixture import tasks_of
 
     stop_at = run.eval.stop_at
     if stop_at.metric is None:
         return
-    if any(isinstance(reward, NoReward) for reward in run.reward.values()):
-        problem = "ends the run at an accuracy, and reward=none measures none: choose a reward"
-        raise ConfigError(problem, key="eval.stop_at.metric", value=stop_at.metric)
-    known = run.eval.accuracies(list(tasks_of(run.task)))
-    if (name := stop_at.metric.removeprefix("eval/")) not in known:
-        problem = f"choose one of {', '.join(known)}{nearest(name, known)}"
-        raise ConfigError(problem, key="eval.stop_at.metric", value=stop_at.metric)
-    for key, value in (("eval.every", run.eval.every), ("eval.problems", run.eval.problems)):
-        if value == 0:
-            problem = f"ends the run after an evaluation, but {key}=0 leaves none within the run: raise it"
-            raise ConfigError(problem, key="eval.stop_at.metric", value=stop_at.metric)
+    scored = not any(isinstance(reward, NoReward) for reward in run.reward.values())
+    problem = "ends the run at an accuracy, and reward=none measures none: choose a reward"
+    require(stop_at, "metric", scored, problem)
+    name, known = stop_at.metric.removeprefix("eval/"), run.eval.accuracies(list(tasks_of(run.task)))
+    require(stop_at, "metric", name in known, f"choose one of {', '.join(known)}{nearest(name, known)}")
+    for key in ("every", "problems"):
+        problem = f"ends the run after an evaluation, but eval.{key}=0 leaves none within the run: raise it"
+        require(stop_at, "metric", getattr(run.eval, key) != 0, problem)
 
 
 def _check_no_reward(run: Run) -> None:
@@ -158,21 +159,23 @@ def _check_no_reward(run: Run) -> None:
     from grpocli.rewards.reward import NoReward
 
     algorithm, names = run.algorithm, list(run.reward)
-    unscored = any(isinstance(reward, NoReward) for reward in run.reward.values())
-    unused = isinstance(algorithm.advantage, NoAdvantage)
-    shown = f"[{','.join(names)}]"
-    if unscored and len(names) > 1:
-        raise ConfigError("none is not a reward beside others: leave it out", key="reward", value=shown)
-    if unscored and not unused and not algorithm.supervised:
-        problem = "without rewards there is no advantage: add algorithm/advantage=none, or choose a reward"
-        raise ConfigError(problem, key="reward", value="none")
-    if unused and isinstance(algorithm.keep, Dynamic):
+    has_advantage = not isinstance(algorithm.advantage, NoAdvantage)
+    if any(isinstance(reward, NoReward) for reward in run.reward.values()):
+        if len(names) > 1:
+            problem = "none is not a reward beside others: leave it out"
+            raise ConfigError(problem, key="reward", value=f"[{','.join(names)}]")
+        if has_advantage and not algorithm.supervised:
+            problem = "without rewards there is no advantage: add algorithm/advantage=none, or choose a reward"
+            raise ConfigError(problem, key="reward", value="none")
+    if has_advantage:
+        return
+    if isinstance(algorithm.keep, Dynamic):
         problem = "groups whose rewards differ do not train more than others: choose algorithm/keep=all"
         raise ConfigError(problem, key="algorithm/advantage", value="none")
-    if unused and getattr(algorithm.aggregate, "informative_only", False):
+    if getattr(algorithm.aggregate, "informative_only", False):
         problem = "nothing trains, as algorithm/advantage=none leaves no group with an advantage: set it to false"
         raise ConfigError(problem, key="algorithm.aggregate.informative_only", value="true")
-    if unused and algorithm.tokens.needs_entropy:
+    if algorithm.tokens.needs_entropy:
         problem = "selects tokens of the policy gradient, which algorithm/advantage=none does not have"
         raise ConfigError(problem, key="algorithm/tokens", value="top_entropy", hint="choose algorithm/tokens=all")
 
@@ -185,39 +188,28 @@ def _check_teachers(run: Run) -> None:
     kl = run.algorithm.kl
     if not isinstance(kl, KL) or not kl.has_teacher:
         return
-    taught, tasks = [*kl.models, *kl.urls], list(tasks_of(run.task))
-    if EVERY_TASK not in taught:
-        for task in taught:
-            if task not in tasks:
-                field = "model" if task in kl.models else "base_url"
-                problem = f"this run has no such task, only {', '.join(tasks)}{nearest(task, tasks)}"
-                value = {**kl.models, **kl.urls}[task]
-                raise ConfigError(problem, key=key_of_teacher(field, task), value=value)
-        for task in tasks:
-            if task not in taught:
-                problem = f"names no teacher for the task {task}: add {task}: PATH, or give one teacher for all tasks"
-                raise ConfigError(problem, key="algorithm.kl.model", value=kl.model)
-    elif len(taught) > 1:
+    taught, tasks = {**kl.models, **kl.urls}, list(tasks_of(run.task))
+    if EVERY_TASK in taught:
         problem = "is the teacher of every task: give a mapping {task: URL} beside a mapping of models, or one of them"
-        raise ConfigError(problem, key="algorithm.kl.base_url", value=kl.base_url)
-    sampling = run.rollout.sampling
-    plain = sampling.temperature == 1 and not sampling.truncates and sampling.repetition_penalty == 1
-    if kl.urls and not plain:
-        changed: dict[str, tuple[float, float]] = {
-            "temperature": (sampling.temperature, 1),
-            "top_p": (sampling.top_p, 1),
-            "top_k": (sampling.top_k, 0),
-            "min_p": (sampling.min_p, 0),
-            "repetition_penalty": (sampling.repetition_penalty, 1),
-        }
-        name, (given, default) = next((n, pair) for n, pair in changed.items() if pair[0] != pair[1])
-        problem = (
-            f"must be {default} with algorithm.kl.base_url: a server scores tokens under the model's own distribution"
-        )
-        raise ConfigError(problem, key=f"rollout.{name}", value=given)
+        require(kl, "base_url", len(taught) == 1, problem)
+    else:
+        for task, teacher in taught.items():
+            if task not in tasks:
+                problem = f"this run has no such task, only {', '.join(tasks)}{nearest(task, tasks)}"
+                field = "model" if task in kl.models else "base_url"
+                raise ConfigError(problem, key=key_of_teacher(field, task), value=teacher)
+        for task in tasks:
+            problem = f"names no teacher for the task {task}: add {task}: PATH, or give one teacher for all tasks"
+            require(kl, "model", task in taught, problem)
+    if kl.urls:
+        plain = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+        why = "with algorithm.kl.base_url: a server scores tokens under the model's own distribution"
+        for name, value in plain.items():
+            require(run.rollout, name, getattr(run.rollout, name) == value, f"must be {value} {why}")
 
 
 def _check_difficulty(run: Run) -> None:
+    """Require scores of 0 and 1 of the reward that weighs questions."""
     from grpocli.algorithm.question_weight import Difficulty
     from grpocli.rewards.reward import Correctness
     from grpocli.tasks.prompt_source import accuracy_rewards_of
@@ -228,12 +220,9 @@ def _check_difficulty(run: Run) -> None:
     for name in [weight.reward] if weight.reward else accuracy_rewards_of(run).values():
         reward = run.reward[name]
         if isinstance(reward, Correctness) and (reward.right, reward.wrong) != (1, 0):
-            raise ConfigError(
-                f"difficulty reads an accuracy from it: leave reward.{name}.right=1 and reward.{name}.wrong=0, "
-                "or name another reward",
-                key="algorithm.question_weight.reward",
-                value=name,
-            )
+            keys = f"reward.{name}.right=1 and reward.{name}.wrong=0"
+            problem = f"difficulty reads an accuracy from it: leave {keys}, or name another reward"
+            raise ConfigError(problem, key="algorithm.question_weight.reward", value=name)
 
 
 def _check_max_rl(run: Run) -> None:
@@ -246,8 +235,8 @@ def _check_max_rl(run: Run) -> None:
         return
     why = "algorithm/advantage=max_rl needs scores of 0 or more"
     for name, reward in run.reward.items():
-        if isinstance(reward, Correctness) and reward.wrong < 0:
-            raise ConfigError(f"{why}: leave it at 0", key=f"reward.{name}.wrong", value=reward.wrong)
+        if isinstance(reward, Correctness):
+            require(reward, "wrong", reward.wrong >= 0, f"{why}: leave it at 0")
         penalty = isinstance(reward, LengthPenalty) and not reward.only_right  # a right answer's score stays above 0
         if penalty or isinstance(reward, Overlong | KimiLength):
             raise ConfigError(f"{why}, and this one is negative: leave it out", key="reward", value=f"[{name}]")
@@ -262,39 +251,29 @@ def _check_curriculum(run: Run) -> None:
 
     for name, task in tasks_of(run.task).items():
         keys = OrderKeys.of(task)
-        if not keys.uses_pass_rates:
-            continue
-        rests = keys.no_resampling_pass_rate is not None
-        key, value = ("no_resampling_pass_rate", keys.no_resampling_pass_rate) if rests else ("order", keys.order)
-        key = f"{key_of(run.task, name)}.{key}"
         scored = [n for n in rewards_for(task, run.reward) if not isinstance(run.reward[n], NoReward)]
-        if not scored:
-            hint = "choose a reward" + ("" if rests else ", or give difficulty_column")
-            raise ConfigError(
-                "needs the pass rates of problems, and no reward scores them", key=key, value=value, hint=hint
-            )
+        if keys.uses_pass_rates and not scored:
+            rests = keys.no_resampling_pass_rate is not None
+            field, remedy = ("no_resampling_pass_rate", "") if rests else ("order", ", or give difficulty_column")
+            key, value = f"{key_of(run.task, name)}.{field}", getattr(keys, field)
+            problem = "needs the pass rates of problems, and no reward scores them"
+            raise ConfigError(problem, key=key, value=value, hint=f"choose a reward{remedy}")
 
 
 def _check_batch(run: Run) -> None:
-    if run.train.minibatches > run.rollout.prompts_per_step:
-        raise ConfigError(
-            f"must be at most rollout.prompts_per_step={run.rollout.prompts_per_step}: an update needs a group",
-            key="train.minibatches",
-            value=run.train.minibatches,
-        )
+    """Require a group for each update, and micro-batches that hold whole completions."""
+    train, prompts = run.train, run.rollout.prompts_per_step
+    problem = f"must be at most rollout.prompts_per_step={prompts}: an update needs a group"
+    require(train, "minibatches", train.minibatches <= prompts, problem)
     longest, split = run.rollout.longest_row, run.hardware.context_parallel
-    if run.train.micro_batch_tokens * split < longest:
-        limits = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
-        least = f"{limits} = {longest}: a micro-batch holds whole completions"
-        if split > 1:
-            least = f"({limits}) / hardware.context_parallel = {-(-longest // split)}: a process has this part of a row"
-        n, keys = _shared_by(run, -(-longest // run.train.micro_batch_tokens))
-        raise ConfigError(
-            f"must be at least {least}",
-            key="train.micro_batch_tokens",
-            value=run.train.micro_batch_tokens,
-            hint=f"raise it, or let {n} processes share each row: {keys}",
-        )
+    limits = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
+    least = f"{limits} = {longest}: a micro-batch holds whole completions"
+    if split > 1:
+        least = f"({limits}) / hardware.context_parallel = {-(-longest // split)}: a process has this part of a row"
+    n, keys = _shared_by(run, -(-longest // train.micro_batch_tokens))
+    hint = f"raise it, or let {n} processes share each row: {keys}"
+    ok = train.micro_batch_tokens * split >= longest
+    require(train, "micro_batch_tokens", ok, f"must be at least {least}", hint)
 
 
 def _shared_by(run: Run, least: int) -> tuple[int, str]:
@@ -326,9 +305,8 @@ def _check_structure(run: Run) -> None:
     engine = run.engine.resolved()
     if isinstance(engine, Transformers | Fake):
         check_no_structure(run.rollout.sampling, choice_of("engine", engine))
-    if not run.algorithm.has_correction:
-        problem = "samples from a part of the policy's distribution: choose algorithm/correction=token_truncate"
-        raise ConfigError(problem, key=f"rollout.{name}", value=getattr(run.rollout, name))
+    problem = "samples from a part of the policy's distribution: choose algorithm/correction=token_truncate"
+    require(run.rollout, name, run.algorithm.has_correction, problem)
 
 
 def _check_group_fits(run: Run) -> None:
@@ -345,19 +323,17 @@ def _check_waits(run: Run) -> None:
     """Require that processes wait longer for each other than the main process waits for a lost server."""
     from grpocli.algorithm.kl import KL
 
-    kl, limit = run.algorithm.kl, run.hardware.timeout
+    if (run.hardware.processes or 1) == 1:
+        return
+    kl = run.algorithm.kl
     waits: dict[str, float] = {**run.engine.waits}
     if run.callbacks:
         waits["callbacks_timeout"] = run.callbacks_timeout
     if isinstance(kl, KL) and kl.beta and kl.urls:
         waits["algorithm.kl.timeout"] = kl.timeout
-    for key, seconds in waits.items() if (run.hardware.processes or 1) > 1 else ():
-        if seconds >= limit:
-            raise ConfigError(
-                f"must be above the {seconds:g} s that the run may wait ({key}): raise it, or lower that",
-                key="hardware.timeout",
-                value=limit,
-            )
+    for key, seconds in waits.items():
+        problem = f"must be above the {seconds:g} s that the run may wait ({key}): raise it, or lower that"
+        require(run.hardware, "timeout", seconds < run.hardware.timeout, problem)
 
 
 def _check_engine(run: Run) -> None:
@@ -377,84 +353,58 @@ def check_nodes(run: Run, engine: Any) -> None:
     hardware = run.hardware
     if not isinstance(hardware, Multinode):
         return
-    starts_servers = isinstance(engine, Vllm) and not engine.base_url
-    if hardware.rollout_nodes and not starts_servers:
+    if not isinstance(engine, Vllm) or engine.base_url:  # it starts no servers
         given = "has its servers already" if isinstance(engine, Vllm) else "runs in the trainer processes"
         problem = f"engine={choice_of('engine', engine)} {given}: choose engine=vllm without base_url, or 0"
-        raise ConfigError(problem, key="hardware.rollout_nodes", value=hardware.rollout_nodes)
-    if not starts_servers:
+        require(hardware, "rollout_nodes", hardware.rollout_nodes == 0, problem)
         return
-    if not hardware.rollout_nodes:
-        problem = "engine=vllm needs machines for its servers: set at least 1, or choose another engine"
-        raise ConfigError(problem, key="hardware.rollout_nodes", value=0)
+    problem = "engine=vllm needs machines for its servers: set at least 1, or choose another engine"
+    require(hardware, "rollout_nodes", hardware.rollout_nodes > 0, problem)
     used = engine.replicas * engine.tensor_parallel * engine.data_parallel
-    if hardware.device != "cpu" and used != hardware.devices_per_node:
-        problem = (
-            f"must be all GPUs of a machine, hardware.devices_per_node={hardware.devices_per_node}, together with "
-            f"engine.tensor_parallel={engine.tensor_parallel} and engine.data_parallel={engine.data_parallel}"
-        )
-        raise ConfigError(problem, key="engine.replicas", value=engine.replicas)
+    problem = (
+        f"must be all GPUs of a machine, hardware.devices_per_node={hardware.devices_per_node}, together with "
+        f"engine.tensor_parallel={engine.tensor_parallel} and engine.data_parallel={engine.data_parallel}"
+    )
+    require(engine, "replicas", hardware.device == "cpu" or used == hardware.devices_per_node, problem)
 
 
 def check_shares(run: Run, processes: int) -> None:
     """Require a completion for each process. Called again when the GPUs have been counted."""
-    groups = run.rollout.prompts_per_step // run.train.minibatches
-    rows, shared_by = groups * run.rollout.group_size, run.hardware.context_parallel
-    if processes > rows * shared_by:
-        raise ConfigError(
-            f"leaves some of {processes} trainer processes without data: an update has {groups} groups of "
-            f"rollout.group_size={run.rollout.group_size}; raise it, or train in fewer processes",
-            key="rollout.prompts_per_step",
-            value=run.rollout.prompts_per_step,
-        )
+    groups, size = run.rollout.prompts_per_step // run.train.minibatches, run.rollout.group_size
+    problem = (
+        f"leaves some of {processes} trainer processes without data: an update has {groups} groups of "
+        f"rollout.group_size={size}; raise it, or train in fewer processes"
+    )
+    require(run.rollout, "prompts_per_step", processes <= groups * size * run.hardware.context_parallel, problem)
 
 
 def check_context_parallel(run: Run, processes: int | None) -> None:
     """Check `hardware.context_parallel`. processes: of the trainer; None: not counted yet, and this is called again."""
-    n = run.hardware.context_parallel
+    n, require_n = run.hardware.context_parallel, partial(require, run.hardware, "context_parallel")
     if n == 1:
         return
-    refused = {
-        f"works with hardware.parallel=ddp or fsdp2, not with {run.hardware.parallel}": (
-            run.hardware.parallel not in ("ddp", "fsdp2")
-        ),
-        "splits packed rows: set train.packed=true": not run.train.packed,
-        "needs packed rows, and a repetition penalty needs padded ones: set rollout.repetition_penalty=1": (
-            run.rollout.repetition_penalty != 1
-        ),
-        f"must divide the number of trainer processes, {processes}: set hardware.processes={n}, or a multiple of it": (
-            processes is not None and processes % n > 0
-        ),
-    }
-    _refuse("hardware.context_parallel", n, refused)
+    parallel = run.hardware.parallel
+    require_n(parallel in ("ddp", "fsdp2"), f"works with hardware.parallel=ddp or fsdp2, not with {parallel}")
+    require_n(run.train.packed, "splits packed rows: set train.packed=true")
+    problem = "needs packed rows, and a repetition penalty needs padded ones: set rollout.repetition_penalty=1"
+    require_n(run.rollout.repetition_penalty == 1, problem)
+    remedy = f"set hardware.processes={n}, or a multiple of it"
+    problem = f"must divide the number of trainer processes, {processes}: {remedy}"
+    require_n(processes is None or processes % n == 0, problem)
 
 
 def check_splits(run: Run, config: Any) -> None:
     """Require a model whose sequences `hardware.context_parallel` can split. config: the model's, of transformers."""
     from grpocli.models.shared_prompt_attention import supports
 
-    n = run.hardware.context_parallel
-    heads, problem = getattr(config.get_text_config(), "num_attention_heads", n), ""
-    if not supports(config, run.rollout.longest_row):
-        problem = "not every layer of this model is full attention, whose heads can be dealt out: set it to 1"
-    elif isinstance(heads, int) and heads % n:  # otherwise each layer has its own, and the trial of the model decides
+    hardware, n = run.hardware, run.hardware.context_parallel
+    problem = "not every layer of this model is full attention, whose heads can be dealt out: set it to 1"
+    require(hardware, "context_parallel", supports(config, run.rollout.longest_row), problem)
+    heads = getattr(config.get_text_config(), "num_attention_heads", n)
+    if isinstance(heads, int):  # otherwise each layer has its own, and the trial of the model decides
         fits = ", ".join(str(k) for k in range(2, heads + 1) if heads % k == 0)
         problem = f"must divide the {heads} attention heads of this model: {fits}"
-    if problem:
-        raise ConfigError(problem, key="hardware.context_parallel", value=n)
-
-
-def _refuse(key: str, value: object, refused: Mapping[str, bool]) -> None:
-    """Raise ConfigError with the first problem that holds."""
-    for problem, holds in refused.items():
-        if holds:
-            raise ConfigError(problem, key=key, value=value)
-
-
-def _check_name(key: str, name: str, names: Sequence[str], which: str = "one of") -> None:
-    """Raise ConfigError unless it is one of the names."""
-    if name not in names:
-        raise ConfigError(f"choose {which} {', '.join(names)}{nearest(name, names)}", key=key, value=name)
+        require(hardware, "context_parallel", heads % n == 0, problem)
 
 
 def _check_parallel(run: Run) -> None:
@@ -462,41 +412,33 @@ def _check_parallel(run: Run) -> None:
     from grpocli.config.user_parts import choice_of
 
     parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
+    require_parallel = partial(require, run.hardware, "parallel")
     _check_optimizer(run)
     _check_quantization(run)
     _check_compile(run)
     if parallel not in ("zero3", "fsdp2"):  # returns early, since resolving engine=auto imports torch
         return
     engine = run.engine.resolved()
-    beside = engine.overlaps
-    refused = {
-        f"engine={choice_of('engine', engine)} cannot sample from sharded weights: take engine=vllm, or fsdp2": (
-            parallel == "zero3" and not beside
-        ),
-        "LoRA's updates cannot be added to sharded weights: take zero2, fsdp2 or ddp": parallel == "zero3" and lora,
-        "a sharded reference cannot follow the policy (algorithm.kl.sync_every): take zero2, fsdp2 or ddp": (
-            parallel == "zero3" and run.algorithm.kl.sync_every > 0
-        ),
-        "engine=vllm is sent LoRA's updates by one process, which must have them whole: take ddp or zero2": (
-            parallel == "fsdp2" and lora and beside
-        ),
-    }
-    _refuse("hardware.parallel", parallel, refused)
+    if parallel == "fsdp2":
+        problem = "engine=vllm is sent LoRA's updates by one process, which must have them whole: take ddp or zero2"
+        require_parallel(not (lora and engine.overlaps), problem)
+        return
+    name = choice_of("engine", engine)
+    require_parallel(engine.overlaps, f"engine={name} cannot sample from sharded weights: take engine=vllm, or fsdp2")
+    require_parallel(not lora, "LoRA's updates cannot be added to sharded weights: take zero2, fsdp2 or ddp")
+    problem = "a sharded reference cannot follow the policy (algorithm.kl.sync_every): take zero2, fsdp2 or ddp"
+    require_parallel(run.algorithm.kl.sync_every == 0, problem)
 
 
 def _check_quantization(run: Run) -> None:
     """Refuse weights of 4 bits without LoRA, as they do not train, and where whole weights are needed."""
-    chosen = getattr(run.model, "quantization", None)
-    if not chosen:
+    if not getattr(run.model, "quantization", None):
         return
-    refused = {
-        "its weights do not train: add model.lora.rank=16": not run.model.lora.rank,
-        f"hardware.parallel={run.hardware.parallel} shards whole weights: take ddp": run.hardware.parallel != "ddp",
-        "a moving reference (algorithm.kl.sync_every) is a copy with whole weights: leave one of them out": (
-            run.algorithm.kl.sync_every > 0
-        ),
-    }
-    _refuse("model.quantization", chosen, refused)
+    parallel, require_quantized = run.hardware.parallel, partial(require, run.model, "quantization")
+    require_quantized(run.model.lora.rank > 0, "its weights do not train: add model.lora.rank=16")
+    require_quantized(parallel == "ddp", f"hardware.parallel={parallel} shards whole weights: take ddp")
+    problem = "a moving reference (algorithm.kl.sync_every) is a copy with whole weights: leave one of them out"
+    require_quantized(run.algorithm.kl.sync_every == 0, problem)
 
 
 def _check_compile(run: Run) -> None:
@@ -504,15 +446,10 @@ def _check_compile(run: Run) -> None:
     if not run.model.compile:
         return
     parallel, quantization = run.hardware.parallel, run.model.quantization
-    refused = {
-        f"DeepSpeed's hooks (hardware.parallel={parallel}) would be compiled with the layers: take ddp or fsdp2": (
-            parallel in ("zero2", "zero3")
-        ),
-        f"torch cannot compile layers of 4 bits (model.quantization={quantization}): set one of them to its default": (
-            quantization is not None
-        ),
-    }
-    _refuse("model.compile", "true", refused)
+    problem = f"DeepSpeed's hooks (hardware.parallel={parallel}) would be compiled with the layers: take ddp or fsdp2"
+    require(run.model, "compile", parallel not in ("zero2", "zero3"), problem)
+    problem = f"torch cannot compile layers of 4 bits (model.quantization={quantization}): set one to its default"
+    require(run.model, "compile", quantization is None, problem)
 
 
 def _check_optimizer(run: Run) -> None:
@@ -529,23 +466,14 @@ def check_prefetch(run: Run, engine: EnginePart) -> None:
     """Check prefetching, which needs an engine outside the trainer. Called again with the choice of engine=auto."""
     from grpocli.config.user_parts import choice_of
 
-    staleness = run.rollout.max_staleness
-    if run.rollout.in_flight and not staleness:
-        raise ConfigError(
-            "no request runs while weights change unless rollout.max_staleness is above 0",
-            key="rollout.in_flight",
-            value="true",
-        )
-    if staleness and run.algorithm.keep.surplus == "carry":
-        raise ConfigError(
-            f"leftover groups would be older than rollout.max_staleness={staleness} when they train: choose discard",
-            key="algorithm.keep.surplus",
-            value="carry",
-        )
-    if staleness and not engine.overlaps:
-        raise ConfigError(
-            f"engine={choice_of('engine', engine)} samples with the trainer's own weights or devices, not beside it: "
-            "choose engine=vllm, or rollout.max_staleness=0",
-            key="rollout.max_staleness",
-            value=staleness,
-        )
+    rollout, staleness = run.rollout, run.rollout.max_staleness
+    if not staleness:
+        problem = "no request runs while weights change unless rollout.max_staleness is above 0"
+        require(rollout, "in_flight", not rollout.in_flight, problem)
+        return
+    problem = f"leftover groups would be older than rollout.max_staleness={staleness} when they train: choose discard"
+    require(run.algorithm.keep, "surplus", run.algorithm.keep.surplus != "carry", problem)
+    name = choice_of("engine", engine)
+    problem = f"engine={name} samples with the trainer's own weights or devices, not beside it"
+    hint = "choose engine=vllm, or rollout.max_staleness=0"
+    require(rollout, "max_staleness", engine.overlaps, problem, hint)

@@ -5,8 +5,8 @@
         eps: float = 1e-4
         def __call__(self, rewards_PG): ...
 
-makes `algorithm/advantage=std` a choice of Hydra's and `algorithm.advantage.eps` a typed key. `launch/part_modules.py`
-imports the modules of parts at every start, so they import nothing heavy at the top.
+makes `algorithm/advantage=std` a choice of Hydra's and `algorithm.advantage.eps` a typed key. The modules of parts are
+imported at every start (`composition/part_modules.py`), so they import nothing heavy at the top.
 """
 
 from __future__ import annotations
@@ -225,19 +225,20 @@ def require_part(value: object, key: str) -> None:
         raise ConfigError("must be a part, not a value", key=key, value=value, hint=f"set its keys: {key}.KEY=VALUE")
 
 
-def require(owner: object, field: str, ok: bool, problem: str) -> None:
+def require(owner: object, field: str, ok: bool, problem: str, hint: str = "") -> None:
     """Raise ConfigError with the field's key and value unless `ok`."""
     if not ok:
-        raise ConfigError(problem, key=key_of(owner, field), value=getattr(owner, field))
+        value = getattr(owner, field)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        raise ConfigError(problem, key=key_of(owner, field), value=shown, hint=hint)
 
 
-def one_of(owner: object, field: str, choices: Iterable[str]) -> None:
+def one_of(owner: object, field: str, choices: Iterable[str], what: str = "one of") -> None:
     """Raise ConfigError with the nearest valid name unless the field is one of `choices`."""
     value, choices = getattr(owner, field), list(choices)
     if value not in choices:
-        raise ConfigError(
-            f"choose one of {', '.join(choices)}{nearest(str(value), choices)}", key=key_of(owner, field), value=value
-        )
+        problem = f"choose {what} {', '.join(choices)}{nearest(str(value), choices)}"
+        raise ConfigError(problem, key=key_of(owner, field), value=value)
 
 
 def check_regex(owner: object, field: str, group: str = "") -> None:

@@ -68,7 +68,20 @@ def choice_of(group: str, part: object) -> str:
     return short(target) if is_spec(target) else target.removeprefix(f"{group}/")
 
 
-class UserParts(ConfigSource):  # type: ignore[misc]
+class ListedNowhere(ConfigSource):  # type: ignore[misc]
+    """A config source for Hydra's search path whose choices `--help` does not list."""
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
+class UserParts(ListedNowhere):
     """The choices FILE.py:NAME and module:NAME of every config group."""
 
     @staticmethod
@@ -77,27 +90,12 @@ class UserParts(ConfigSource):  # type: ignore[misc]
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The part's config. Raises ConfigError if there is no such part."""
-        group, spec = _group_and_spec(config_path)
+        group, spec = CHOICE.fullmatch(config_path.removesuffix(".yaml")).groups()  # type: ignore[union-attr]
         config, package = _config_and_package(group, spec)
         return ConfigResult(config=config, path=spec, provider="user", header={"package": package})
 
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return False
-
     def is_config(self, config_path: str) -> bool:
         return CHOICE.fullmatch(config_path.removesuffix(".yaml")) is not None
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        return []
-
-
-def _group_and_spec(config_path: str) -> tuple[str, str]:
-    found = CHOICE.fullmatch(config_path.removesuffix(".yaml"))
-    assert found is not None
-    return found[1], found[2]
 
 
 def _config_and_package(group: str, spec: str) -> tuple[DictConfig, str]:

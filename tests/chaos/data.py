@@ -51,14 +51,8 @@ WHOLE_FILES: dict[str, bytes] = {
     "one long line": b'{"prompt": "' + b"x" * 30_000_000,
     "an array that does not end": b"[" + b",\n".join([GOOD] * 9),
 }
-BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
-)
 RECIPES: dict[str, str] = {
-    "an alias bomb": BOMB,
-    "deep lists": "rollout: " + "[" * 20_000 + "]" * 20_000 + "\n",
     "a tag of Python's": "train: !!python/object/apply:os.system ['touch owned']\n",
-    "an alias to itself": "train: &t [*t]\n",
     "a key twice": "seed: 1\nseed: 2\n",
     "a control character": "seed: \x1b]0;owned\x07\n",
     "bad UTF-8": "seed: \udcff\n",

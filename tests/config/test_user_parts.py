@@ -98,6 +98,9 @@ def fmt(completions, **rest):
     return [1.0 for _ in completions]
 
 
+math = fmt
+
+
 class Nothing:
     pass
 
@@ -245,8 +248,7 @@ def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyP
         ("algorithm/advantage=mine.py:ListDefault", "mutable default"),
         ("algorithm/advantage=mine.py:Wrong", "has a field that cannot be a config key"),
         ("task=mine.py:fmt", "is a function, which only reward= accepts; give a class"),
-        ("reward=[mine.py:fmt,other.py:fmt]", "are both called fmt; leave one out of the list and give it a name"),
-        ("reward=[math,other.py:math]", "are both called math"),
+        ("reward=[math,mine.py:math]", "two rewards have one name; add one as +reward@reward.NAME"),
     ],
 )
 def test_an_invalid_part_gives_a_one_sentence_error(override: str, said: str) -> None:
