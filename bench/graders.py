@@ -18,7 +18,7 @@ from math_verify import parse, verify
 from grpocli.answers import math_worker
 from grpocli.answers.final_answer import answer_expression
 
-PAIRS = Path(__file__).parents[1] / "tests" / "rewards" / "answer_pairs.jsonl"
+PAIRS = Path(__file__).parents[1] / "tests" / "answers" / "answer_pairs.jsonl"
 
 
 def main() -> None:

@@ -10,6 +10,6 @@ A row of data becomes a prompt in these steps:
     curriculum.py     the example of each draw, and the task of each draw in a mixture
     prompt_source.py  all tasks of a run: `draw(number)` -> a `Prompt`
 
-A task is one class with `@part("task", NAME)` and a method `examples(split)`. `Gsm8k` derives from `Jsonl` and only names
-its data; `Countdown` derives from `Generated` and makes its examples from a seed.
+A task is one class with `@part("task", NAME)` and a method `examples(split)`. `Gsm8k` derives from `Jsonl` and only
+names its data; `Countdown` derives from `Generated` and makes its examples from a seed.
 """
