@@ -1,4 +1,4 @@
-"""The fault table of docs/vllm.md: which faults of a sync are found by the probe, a canary, dummy weights.
+"""The fault table of docs/evidence/vllm.md: which faults of a sync are found by the probe, a canary, dummy weights.
 
     PYTHONPATH=tests .venv/bin/python -m rollout.canary_faults MODEL float32|bfloat16 weights|adapters
 

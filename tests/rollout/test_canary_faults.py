@@ -1,4 +1,4 @@
-"""Which faults of a sync with real vLLM the probe finds alone, under a canary, after dummy weights: docs/vllm.md."""
+"""What the probe finds alone, under a canary, after dummy weights, with real vLLM: docs/evidence/vllm.md."""
 
 from __future__ import annotations
 
