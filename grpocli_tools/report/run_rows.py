@@ -82,9 +82,7 @@ def _paired(run: RunDir) -> Paired | None:
 
 
 def _why_incomparable(run: RunDir) -> str:
-    with suppress(
-        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
-    ):  # a damaged sessions.jsonl does not affect results
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged config does not affect results
         return why_incomparable(run)
     return ""
 
