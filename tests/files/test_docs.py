@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HOUSES = [ROOT / "grpocli", ROOT / "grpocli_tools"]
 DOCS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/evidence/*.md")]
-ROOMS = [page for house in HOUSES for page in house.glob("**/README.md")]
+ROOMS = [page for house in [*HOUSES, ROOT / "hydra_plugins"] for page in house.glob("**/README.md")]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), *ROOMS]
 FOLDERS = {path.name for house in HOUSES for path in house.iterdir() if path.is_dir()} | {"tests", "bench", "scripts"}
 MODULE = re.compile(rf"`(?:grpocli/)?((?:{'|'.join(sorted(FOLDERS))})/[\w/]+\.(?:py|sh|jsonl?))")
@@ -20,7 +20,8 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 SECTION = re.compile(r"^## (.*)$", re.MULTILINE)
 PROGRAM = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CONTENTS = re.compile(r"(?:^- \[.+\]\(#.+\)\n)+", re.MULTILINE)
-WORDS = {word for house in HOUSES for file in house.glob("**/*.py") for word in re.findall(r"\w+", file.read_text())}
+CODE = [file for house in [*HOUSES, ROOT / "hydra_plugins"] for file in house.glob("**/*.py")]
+WORDS = {word for file in CODE for word in re.findall(r"\w+", file.read_text())}
 LONG = 100
 """Lines from which a page of docs/ has a table of contents."""
 
