@@ -13,7 +13,7 @@ import pytest
 
 from grpocli import http
 from grpocli.errors import ConfigError, EngineError
-from grpocli.library_environments import openenv_environment as openenv
+from grpocli.library_environments import openenv
 from grpocli.rewards import judge
 from grpocli.rewards.judge import Judge
 from grpocli.rollout.vllm import client, liveness

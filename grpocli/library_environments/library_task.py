@@ -1,19 +1,23 @@
-"""What tasks of environment libraries share: keys, the split, and data that a worker process makes.
+"""What environments of libraries share: keys of their tasks, the split, work in a worker process and in an event loop.
 
 The trainer does not import an environment's code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from grpocli.config.parts import one_of, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
-from grpocli.rewards.worker_pool import WorkerPool, withheld
+from grpocli.rewards.worker_pool import FULL_TIMEOUTS, REDUCED, WorkerPool, withheld
 from grpocli.tasks.task import BaseTask
+
+T = TypeVar("T")
 
 LARGEST_SHARE = 5
 """At most one example of this number is held out for evaluation."""
@@ -70,3 +74,29 @@ def call_in_worker(
         raise ConfigError(f"cannot {doing}: {reason}", key=key, value=value, hint=hint)
     result: list[Any] = found
     return result
+
+
+class BackgroundLoop:
+    """Runs asynchronous functions in a thread that ends with the process.
+
+    seconds: deadline of each; a tenth of it after FULL_TIMEOUTS were missed in a row, so that a library that hangs does
+    not hold up a run for as long as all of its episodes together.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.loop, self.seconds, self._missed = asyncio.new_event_loop(), seconds, 0
+        threading.Thread(target=self.loop.run_forever, name="environment", daemon=True).start()
+
+    def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work`, called in the loop. Raises TimeoutError after the deadline, which cancels it."""
+        return asyncio.run_coroutine_threadsafe(self._limited(work), self.loop).result()
+
+    async def _limited(self, work: Callable[[], Awaitable[T]]) -> T:
+        seconds = self.seconds * (REDUCED if self._missed >= FULL_TIMEOUTS else 1.0)
+        try:
+            result = await asyncio.wait_for(work(), seconds)
+        except TimeoutError:
+            self._missed += 1
+            raise TimeoutError(f"it took longer than {seconds:g} s") from None
+        self._missed = 0
+        return result

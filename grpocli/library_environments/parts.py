@@ -2,7 +2,6 @@
 
 # ruff: noqa: F401
 
-import grpocli.library_environments.openenv_task
-import grpocli.library_environments.reasoning_gym_reward
-import grpocli.library_environments.reasoning_gym_task
-import grpocli.library_environments.verifiers_task
+import grpocli.library_environments.openenv
+import grpocli.library_environments.reasoning_gym
+import grpocli.library_environments.verifiers

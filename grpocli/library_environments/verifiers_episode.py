@@ -1,22 +1,34 @@
-"""Running episodes of verifiers, and the endpoint at which the library asks for the turns of the model."""
+"""Running episodes of verifiers in a worker process: their tools, the endpoint that they ask for turns, their harness.
+
+The library starts a process for each toolset, for a task's own one in each episode; that takes seconds. A toolset is a
+class of Python functions, so its functions are called here, through the library's own registration of them. Servers of
+MCP start as the library starts them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import secrets
+import sys
+import types
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.environments.tools import calls_in
+from grpocli.config.parts import nearest
+from grpocli.environments.tools import Schema, answer_to, calls_in, refusal
 from grpocli.types import Message
 
 if TYPE_CHECKING:
     import httpx
     from aiohttp import web
-    from verifiers.v1 import Episode, ModelContext, Toolset
-
-    from grpocli.library_environments.verifiers_tools import EpisodeTools
+    from pydantic import ValidationError
+    from verifiers.v1 import Env, Episode, ModelContext, TaskData, Toolset, Trace
 
 KEY_HEADER = "X-Endpoint-Key"
 LARGEST_REQUEST = 2**30
@@ -24,6 +36,129 @@ LARGEST_REQUEST = 2**30
 FULL = "context_length_exceeded"
 """The error code of a request for which the context has no room."""
 MODEL = "policy"
+HARNESS = "grpocli_chat"
+"""The name under which verifiers finds `ChatHarness`."""
+Function = Callable[[dict[str, Any]], Awaitable[Any]]
+"""Calls a tool with arguments; returns a result of MCP."""
+_TRACE: ContextVar[Trace] = ContextVar("trace")
+"""The record of the episode that calls, whose state a tool reads and writes."""
+
+
+@dataclass(slots=True, eq=False)
+class EpisodeTools:
+    """The tools of an episode. schemas: as the model sees them; trace: the library's record of the episode."""
+
+    trace: Trace
+    schemas: list[Schema] = field(default_factory=list)
+    functions: dict[str, Function] = field(default_factory=dict)
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @classmethod
+    async def open(
+        cls,
+        trace: Trace,
+        own: Sequence[Toolset[Any, Any]],
+        shared: Sequence[Toolset[Any, Any]],
+        urls: Mapping[str, str],
+    ) -> EpisodeTools:
+        """own: toolsets of the episode, not yet set up; shared: those of all episodes; urls: servers of MCP."""
+        tools = cls(trace)
+        _TRACE.set(trace)
+        for toolset in own:
+            await set_up(toolset, tools.stack)
+            await toolset.setup_task(trace.task.data)
+        for toolset in [*shared, *own]:
+            await tools._add_toolset(toolset)
+        if urls:
+            await tools._add_servers(urls)
+        return tools
+
+    async def call(self, call: Mapping[str, Any]) -> Message:
+        """The result of a call, as a message of the role `tool`. call: `name`, `arguments`, perhaps `malformed`."""
+        if problem := refusal(call, self.functions):
+            return answer_to(call, self.functions, problem, failed=True)
+        try:
+            content, failed = await self._run(call)
+        except Exception as error:  # noqa: BLE001 - becomes the result, as in the library's server
+            content, failed = str(error), True
+        if isinstance(content, str):
+            content = content.encode(errors="replace").decode()
+        return answer_to(call, self.functions, content, failed)
+
+    async def _run(self, call: Mapping[str, Any]) -> tuple[Any, bool]:
+        """The content of a result, and whether the call failed."""
+        from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
+
+        _TRACE.set(self.trace)
+        result = await self.functions[call["name"]](call["arguments"])
+        return mcp_content_to_chat_content(result.content), bool(result.is_error)
+
+    async def _add_toolset(self, toolset: Toolset[Any, Any]) -> None:
+        from mcp.server.mcpserver import MCPServer
+
+        server = MCPServer(toolset.server_name or type(toolset).__name__)
+        toolset.register(server)
+        for tool in await server.list_tools():
+            self._add(toolset.server_name, tool, partial(server.call_tool, tool.name))
+
+    async def _add_servers(self, urls: Mapping[str, str]) -> None:
+        from verifiers.v1.harnesses.utils.mcp import connect_mcp
+
+        config = {"mcpServers": {name: {"url": url} for name, url in urls.items()}}
+        schemas, places, servers = await connect_mcp(config, self.stack, set(self.functions))
+        self.schemas += schemas
+        for name, (server, raw) in places.items():
+            self.functions[name] = partial(_call_server, servers[server], raw)
+
+    def _add(self, server: str, tool: Any, function: Function) -> None:
+        name = f"{server}_{tool.name}" if server else tool.name
+        if name in self.functions:
+            raise ValueError(f"two tools have the name {name}: give a toolset another TOOL_PREFIX")
+        shown = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+        self.schemas.append({"type": "function", "function": shown})
+        self.functions[name] = function
+
+
+async def _call_server(server: Any, name: str, arguments: dict[str, Any]) -> Any:
+    return await server.run(lambda client: client.call_tool(name, arguments))
+
+
+def take_over(owner: Any) -> list[Toolset[Any, Any]]:
+    """The toolsets of a task or a taskset that run in this process; the library no longer starts these."""
+    here = [toolset for toolset in owner.toolsets(owner.config) if _runs_here(toolset)]
+    declared = type(owner).toolsets
+    owner.toolsets = lambda config: [toolset for toolset in declared(config) if not _runs_here(toolset)]
+    for toolset in here:
+        _share_state(toolset)
+    return here
+
+
+async def set_up(toolset: Toolset[Any, Any], stack: AsyncExitStack) -> None:
+    """Set up a toolset; what it opens is closed with the stack."""
+    await stack.enter_async_context(toolset._exit_stack)
+    await toolset.setup()
+
+
+def _runs_here(toolset: Toolset[Any, Any]) -> bool:
+    from verifiers.v1 import SubprocessConfig
+
+    return not toolset.config.url and isinstance(toolset.config.runtime, SubprocessConfig)
+
+
+def _share_state(toolset: Toolset[Any, Any]) -> None:
+    """Let a toolset read and write the state of the episode that calls, which it otherwise does over HTTP."""
+    from verifiers.v1.state import state_cls
+
+    kind = state_cls(type(toolset))
+
+    async def pull() -> Any:
+        return kind.model_validate_json(_TRACE.get().state.model_dump_json())
+
+    async def push(before: bytes) -> None:
+        trace = _TRACE.get()
+        trace.state = type(trace.state).model_validate_json(toolset.state.model_dump_json())
+
+    toolset._pull_state, toolset._push_state = pull, push
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +275,139 @@ class Endpoint:
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         completion = {"id": "turn", "object": "chat.completion", "created": 0, "model": MODEL}
         return web.json_response({**completion, "choices": [choice], "usage": usage})
+
+
+def load_env(taskset: str, config: dict[str, Any], env: str) -> Env[Any]:
+    """The environment of a taskset, whose roles are all played by `ChatHarness` in this process.
+
+    taskset: the name of an installed package, or the path of a folder or a .py file.
+    Raises ValueError if it has several roles, of which only one could be trained, or a config with wrong keys.
+    """
+    from pydantic import ValidationError
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
+
+    _register_harness()
+    name = _importable(taskset)
+    roles = list(agent_config_fields(env_config_type(name, env)()))
+    if len(roles) != 1:
+        raise ValueError(f"the environment has the roles {', '.join(roles)}, but one model is trained")
+    role = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
+    interception = {"type": "elastic"}  # a server holds at most 1,000 waiting requests
+    given = {"id": env, "taskset": {**config, "id": name}, "interception": interception, roles[0]: role}
+    try:
+        resolved = resolve_env_config(given)
+    except ValidationError as error:
+        raise ValueError(_wrong_key(error, name)) from error
+    return load_environment(resolved)
+
+
+def _wrong_key(error: ValidationError, taskset: str) -> str:
+    """The first problem of a taskset's config, with the key that users type."""
+    from verifiers.v1 import TasksetConfig
+    from verifiers.v1.utils.loaders import taskset_config_type
+
+    problem = error.errors(include_url=False)[0]
+    section, *path = map(str, problem["loc"])
+    key = ".".join(["task.config" if section == "taskset" else section, *path])
+    if problem["type"] == "extra_forbidden":
+        own = sorted(taskset_config_type(taskset).model_fields, key=lambda name: name in TasksetConfig.model_fields)
+        names = [name for name in own if name != "id"]
+        known = f"; the keys are {', '.join(names)}{nearest(path[0], names)}" if len(path) == 1 else ""
+        return f"there is no key {key}{known}"
+    value = f"={problem['input']}" if isinstance(problem["input"], str | int | float) else ""
+    return f"{key}{value}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+
+
+def messages_of(data: TaskData) -> list[dict[str, Any]]:
+    """The system message and the prompt of a task."""
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*system, {"role": "user", "content": data.prompt}]
+    return [*system, *(message_to_wire(one) for one in data.prompt or [])]
+
+
+def _importable(taskset: str) -> str:
+    """The module of a taskset; a folder or file is made importable."""
+    path = Path(taskset).expanduser()
+    if not (path.is_dir() or path.suffix == ".py"):
+        return taskset
+    path = path.resolve()
+    sys.path.insert(0, str(path.parent))
+    return path.stem
+
+
+def _register_harness() -> None:
+    """Make `ChatHarness` known to verifiers, which finds a harness by the name of a module."""
+    if HARNESS in sys.modules:
+        return
+    module = types.ModuleType(HARNESS)
+    module.ChatHarness = _harness_class()  # type: ignore[attr-defined]
+    module.__all__ = ["ChatHarness"]  # type: ignore[attr-defined]
+    sys.modules[HARNESS] = module
+
+
+def _harness_class() -> type:
+    import httpx
+    import verifiers.v1 as vf
+
+    class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
+        """The library's chat loop without a program of its own, which would start a process for each episode."""
+
+        APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_MCP = True
+        SUPPORTS_RESUME = True
+        EXECUTES_CODE = False
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self,
+            ctx: vf.ModelContext,
+            trace: vf.Trace,
+            runtime: vf.Runtime,
+            endpoint: str,
+            secret: str,
+            mcp_urls: dict[str, str],
+            data: vf.TaskData,
+        ) -> vf.ProgramResult:
+            """Turns of the model until one calls no tool; the answers to it come through the library's `resume`."""
+            messages, tools = messages_of(data), await self._tools(trace, mcp_urls)
+            shown = {"tools": tools.schemas} if tools.schemas else {}
+            while True:
+                answer = await RUNNING[trace.id].client.post(
+                    f"{endpoint}/chat/completions",
+                    json={"model": ctx.model, "messages": messages, **shown},
+                    headers={"Authorization": f"Bearer {secret}"},
+                )
+                if answer.status_code != httpx.codes.OK:
+                    break
+                turn = answer.json()["choices"][0]["message"]
+                if not turn.get("tool_calls"):
+                    return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+                messages = [*messages, turn, *await self._results(trace, tools, turn["tool_calls"])]
+            if FULL in answer.text:  # the library's own name of this limit, so that it scores the episode as it is
+                trace.stop("max_total_tokens")
+            ended = trace.stop_condition is not None
+            return vf.ProgramResult(exit_code=0 if ended else 1, stdout="", stderr="" if ended else answer.text)
+
+        async def cleanup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+            if (episode := RUNNING.get(trace.id)) and episode.tools:
+                await episode.tools.stack.aclose()
+
+        async def _tools(self, trace: vf.Trace, mcp_urls: dict[str, str]) -> EpisodeTools:
+            episode = RUNNING[trace.id]
+            if episode.tools is None:
+                episode.tools = await EpisodeTools.open(trace, episode.toolsets, episode.shared_toolsets, mcp_urls)
+            return episode.tools
+
+        async def _results(self, trace: vf.Trace, tools: EpisodeTools, calls: list[dict[str, Any]]) -> list[Any]:
+            """The messages of the role `tool` that answer calls, in OpenAI's form."""
+            episode = RUNNING[trace.id]
+            for call in calls:
+                episode.results[call["id"]] = await tools.call(episode.calls[call["id"]])
+            found = [(call["id"], episode.results[call["id"]]) for call in calls]
+            return [{"role": "tool", "tool_call_id": i, "name": m["name"], "content": m["content"]} for i, m in found]
+
+    return ChatHarness

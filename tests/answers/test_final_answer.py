@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpocli.answers.final_answer import answer_expression, final_answer
-from grpocli.library_environments.reasoning_gym_reward import ReasoningGymReward
+from grpocli.library_environments.reasoning_gym import ReasoningGymReward
 from grpocli.rewards.countdown import CountdownReward
 from grpocli.rewards.math import Math
 from grpocli.rewards.text_match import ExactMatch, Number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpocli.library_environments.openenv_task import OpenEnvTask
+from grpocli.library_environments.openenv import OpenEnvTask
 
 
 @pytest.mark.parametrize("total", [3, 150, 400, 10_000])

@@ -16,8 +16,7 @@ import httpx
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.library_environments.openenv_environment import OpenEnv, read_action
-from grpocli.library_environments.openenv_task import OpenEnvTask
+from grpocli.library_environments.openenv import OpenEnv, OpenEnvTask, read_action
 
 SESSIONS = 8  # more than a test leaves to a server that is slow to close them
 SERVER = Path(__file__).with_name("guessing_server.py")

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.library_environments.reasoning_gym_reward import ReasoningGymReward
-from grpocli.library_environments.reasoning_gym_task import ReasoningGym
+from grpocli.library_environments.reasoning_gym import ReasoningGym, ReasoningGymReward
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.types import Completion, Prompt, Rollout
 

@@ -17,9 +17,8 @@ from httpcore import AsyncConnectionPool
 
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.errors import ConfigError
-from grpocli.library_environments.verifiers_environment import Verifiers, load_tasks
+from grpocli.library_environments.verifiers import Verifiers, VerifiersTask, load_tasks
 from grpocli.library_environments.verifiers_episode import RUNNING
-from grpocli.library_environments.verifiers_task import VerifiersTask
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool
 
@@ -165,7 +164,7 @@ def worker() -> Iterator[Callable[..., list[Any]]]:
     """Calls of an environment in a worker process, with 2 s for a step."""
     pool = WorkerPool("grpocli.environments.worker_functions:call", 1, 120.0)
     arguments = json.dumps({"taskset": str(COUNTING), "config": {}, "env": "", "seconds": 2})
-    name = "grpocli.library_environments.verifiers_environment:Verifiers"
+    name = "grpocli.library_environments.verifiers:Verifiers"
 
     def call(*items: list[Any]) -> list[Any]:
         return pool.map([[method, name, arguments, *given] for method, *given in items])

@@ -21,8 +21,7 @@ from library_environments.test_verifiers import begin, say
 from grpocli.environments.environment import EnvironmentConfig, loaded_environment_of
 from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
-from grpocli.library_environments.verifiers_environment import Verifiers
-from grpocli.library_environments.verifiers_task import VerifiersTask
+from grpocli.library_environments.verifiers import Verifiers, VerifiersTask
 from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.tasks.prompts import tokenize
 from grpocli.types import Completion, Prompt, Request, Sampling

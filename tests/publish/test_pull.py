@@ -130,7 +130,7 @@ def test_a_resume_takes_no_saved_key_of_hydra(config: Callable[..., Path], overr
         ("task.maths.tools", "grpocli.environments.ready_tools:python", False),
         ("task.maths.tools", "grpocli.files:remove", True),
         ("task.maths.environment.name", "grpocli.environments.worker_functions:call", True),
-        ("task.maths.environment.name", "grpocli.library_environments.openenv_environment:OpenEnv", False),
+        ("task.maths.environment.name", "grpocli.library_environments.openenv:OpenEnv", False),
         ("task.maths.environment.arguments.taskset", "evil.py", True),
         ("engine.api_key_file", "~/.ssh/id_ed25519", True),
         ("engine.api_key_file", None, False),

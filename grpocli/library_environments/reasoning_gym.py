@@ -1,22 +1,82 @@
-"""reward=[reasoning_gym]: the library's scorer of the generator that made the question."""
+"""task=reasoning_gym, reward=[reasoning_gym]: the generators of reasoning-gym (arXiv 2505.24760), and their scorers."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import field
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
+from omegaconf import MISSING
+
 from grpocli.answers.final_answer import after_thinking
-from grpocli.config.parts import check_regex, nearest, part, require
+from grpocli.config.parts import Escaped, check_regex, nearest, part, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
+from grpocli.tasks.generated import HELD_OUT, Generated, is_held_out
+from grpocli.tasks.task import Example
 
 COLUMN = "reasoning_gym"
 """The example's column with the source of its question: see `score`."""
 MISSING_LIBRARY = "needs the library reasoning-gym: pip install reasoning-gym"
+TRIES = 20
+"""Questions made per question wanted, since small generators repeat questions."""
+
+
+@part("task", "reasoning_gym")
+class ReasoningGym(Generated):
+    """Questions of a generator of reasoning-gym; `reward=[reasoning_gym]` scores with the generator's own scorer.
+
+    The hash of a question puts it into `train` or `eval`, whatever the sizes are.
+    """
+
+    name: str = MISSING
+    """Name of the generator."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Settings of the generator: `task.config.min_terms=2`."""
+    instructions: Escaped = ""
+    """Text after every question."""
+    train_size: int = 1000
+    eval_size: int = 100
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        if find_spec("reasoning_gym") is None:
+            raise ConfigError(MISSING_LIBRARY, key="task", value="reasoning_gym")
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """Examples with `prompt`, `answer`, and the settings that reproduce the question for the scorer."""
+        limit = {"train": self.train_size, "eval": self.eval_size}[split]
+        total = TRIES * (self.train_size + self.eval_size)
+        found = _examples(self.name, json.dumps(self.config, sort_keys=True), self.generator_seed, total, split, limit)
+        if not found:
+            raise ConfigError(
+                f"makes no question for {split}; choose another task.config", key="task.name", value=self.name
+            )
+        return [
+            {**one, "prompt": [{"role": "user", "content": f"{one['question']}{self.instructions}"}]} for one in found
+        ]
+
+
+@lru_cache(maxsize=8)
+def _examples(name: str, config: str, seed: int, total: int, split: str, limit: int) -> list[Example]:
+    dataset = make(name, config, seed, total)
+    found: list[Example] = []
+    seen: set[str] = set()
+    for index in range(total):
+        if len(found) == limit:
+            break
+        entry = dataset[index]
+        question = str(entry["question"])
+        if question not in seen and is_held_out(question, HELD_OUT) == (split == "eval"):
+            seen.add(question)
+            place = {"name": name, "config": config, "seed": seed, "size": total, "index": index}
+            found.append({"question": question, "answer": str(entry["answer"]), COLUMN: place})
+    return found
 
 
 @part("reward", "reasoning_gym", package="reward.reasoning_gym")
@@ -62,7 +122,7 @@ class ReasoningGymReward(BaseReward):
         self._pool().close()
 
     def _pool(self) -> WorkerPool:
-        return shared_pool("grpocli.library_environments.reasoning_gym_reward:score", self.workers, self.timeout)
+        return shared_pool("grpocli.library_environments.reasoning_gym:score", self.workers, self.timeout)
 
 
 def score(source: dict[str, Any], answer: str) -> float:
