@@ -25,10 +25,10 @@ SERVER, EAGER = "engine=vllm", "engine.enforce_eager=true"
 def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
     """A block in which differences of probes and of canaries are kept, in nats, transfers and requests timed."""
     from grpocli.rollout.vllm import weight_verifier as verifier
-    from grpocli.rollout.vllm.client import ServerClient
+    from grpocli.rollout.vllm.connection import Connection
     from grpocli.rollout.vllm.transport_gpu import IpcTransport
 
-    send, ask = IpcTransport.send, ServerClient._call
+    send, ask = IpcTransport.send, Connection.request
     found["by_ipc"] = []
 
     def measure(name: str, check: Callable[..., None]) -> Callable[..., None]:
@@ -43,15 +43,15 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
         send(self, *given)
         found["by_ipc"].append(time.perf_counter() - began)
 
-    def asked(self: ServerClient, method: str, path: str, body: Any = None) -> Any:
+    async def asked(self: Connection, method: str, path: str, *more: Any) -> Any:
         began = time.perf_counter()
         try:
-            return ask(self, method, path, body)
+            return await ask(self, method, path, *more)
         finally:
             found.setdefault(f"seconds of {path.partition('?')[0]}", []).append(time.perf_counter() - began)
 
     with (
-        patch.object(ServerClient, "_call", asked),
+        patch.object(Connection, "request", asked),
         patch.object(verifier, "require_close", measure("gaps", verifier.require_close)),
         patch.object(verifier, "require_followed", measure("canary_gaps", verifier.require_followed)),
         patch.object(IpcTransport, "send", sent),

@@ -28,7 +28,8 @@ from grpocli.models.tiny import make_tokenizer
 from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.transformers_engine import Transformers
-from grpocli.rollout.vllm.client import CANARY, Refused, ServerClient
+from grpocli.rollout.vllm.client import CANARY, ServerClient
+from grpocli.rollout.vllm.connection import Refused
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server import free_port

@@ -360,16 +360,16 @@ def test_nothing_is_sampled_with_a_canarys_weights(monkeypatch: pytest.MonkeyPat
         ]
     }
 
-    async def answers(*_: object) -> Any:
-        return answer
+    async def answers(method: str, path: str, body: Any, read: Any) -> Any:
+        return read(answer)
 
-    monkeypatch.setattr(client, "_request", answers)
+    monkeypatch.setattr(client.connection, "request", answers)
     with pytest.raises(EngineError, match="sampled with a canary's weights"):
         asyncio.run(client.generate({}))
-    monkeypatch.setattr(client, "get", lambda path: {"weight_version": f"r.{CANARY}"})
-    client._version(client.endpoint, "r.7")
+    monkeypatch.setattr(client, "get", lambda path, read: read({"weight_version": f"r.{CANARY}"}))
+    client._version(client.connection, "r.7")
     assert client.weight_version() == CANARY, "the next sync of the run goes on"
-    monkeypatch.setattr(client, "get", lambda path: {"weight_version": f"other.{CANARY}"})
+    monkeypatch.setattr(client, "get", lambda path, read: read({"weight_version": f"other.{CANARY}"}))
     with pytest.raises(EngineError, match="another run has changed the weights"):
         client.weight_version()
 

@@ -19,10 +19,10 @@ from rollout.stand_in import StandIn, choice, clients_of
 from rollout.vllm_tiny import Alone
 
 from grpocli.errors import ConfigError, EngineError, EngineGone
-from grpocli.rollout.vllm import client as vllm_client
-from grpocli.rollout.vllm.client import GENERATE, KeepsRefusing, Refused, ServerClient, ServerGone
+from grpocli.rollout.vllm import connection as vllm_connection
+from grpocli.rollout.vllm.client import ServerClient
+from grpocli.rollout.vllm.connection import GENERATE, PAUSED_BY, KeepsRefusing, Refused, ServerGone
 from grpocli.rollout.vllm.engine import VllmEngine
-from grpocli.rollout.vllm.liveness import PAUSED_BY
 from grpocli.rollout.vllm.request import spread_seed
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.server_pool import REQUESTS, SEQUENCES, ServerPool, requests_at_once
@@ -132,7 +132,7 @@ def test_a_server_that_does_nothing_is_stuck(stand_in: StandIn) -> None:
     Busy(stand_in, seconds=2)
     (client,) = clients_of(stand_in, timeout=0.2)
     for call in (client.pause, lambda: asyncio.run(client.generate({}))):
-        client.lost = None
+        client.connection.lost = None
         with pytest.raises(ServerGone, match=r"did not answer .* within 0\.2 s \(engine\.request_timeout\)") as caught:
             call()
         assert client.lost is caught.value
@@ -143,7 +143,7 @@ def test_a_busy_server_gets_more_time(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, activity: dict[str, Any]
 ) -> None:
     """A request may queue for longer than the timeout, but not forever."""
-    monkeypatch.setattr(vllm_client, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(vllm_connection, "HEARTBEAT", 0.05)
     (client,) = clients_of(stand_in, timeout=0.1)
     Busy(stand_in, seconds=0.4, **activity)
     assert asyncio.run(client.generate({}))
@@ -198,7 +198,7 @@ def test_a_server_that_is_gone_is_reported_with_its_log(stand_in: StandIn, tmp_p
     client = ServerClient(Endpoint(stand_in.url, "key", "/nowhere", str(log), log_from=len(before)), timeout=5)
     stand_in.close()
     for call in (client.weight_version, lambda: asyncio.run(client.generate({}))):
-        client.lost = None
+        client.connection.lost = None
         with pytest.raises(ServerGone, match=r"is gone .*MemoryError: no memory \(see .*vllm\.log\)") as caught:
             call()
         assert client.lost is caught.value
@@ -209,10 +209,10 @@ def test_a_server_whose_engine_has_died_is_gone_although_it_answers(
 ) -> None:
     log = tmp_path / "vllm.log"
     log.write_text("MemoryError: no memory\n")
-    client.endpoint = replace(client.endpoint, log=str(log))
+    client.connection.endpoint = replace(client.endpoint, log=str(log))
     stand_in.answer = lambda path, body: (503 if path == "/health" else 500, {"error": {"message": "EngineDeadError"}})
     for call in (client.resume, lambda: asyncio.run(client.generate({}))):
-        client.lost = None
+        client.connection.lost = None
         with pytest.raises(ServerGone, match=r"EngineDeadError: MemoryError: no memory \(see .*vllm\.log\)"):
             call()
         assert client.lost
@@ -230,7 +230,7 @@ def test_a_server_that_dies_without_an_answer(
         stand_in.closed.wait(60 if dead else 1)
         return 200, {"weight_version": "1"}
 
-    monkeypatch.setattr(vllm_client, "HEARTBEAT", 0.1)
+    monkeypatch.setattr(vllm_connection, "HEARTBEAT", 0.1)
     stand_in.answer = answer
     if dead:
         with pytest.raises(ServerGone, match="died during /weight_info"):
@@ -416,7 +416,7 @@ def test_a_request_during_a_pause_waits_for_its_end(stand_in: StandIn, patience:
 
 @pytest.fixture
 def patient(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> ServerClient:
-    monkeypatch.setattr(vllm_client, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(vllm_connection, "FIRST_DELAY", 0.01)
     return ServerClient(Endpoint(stand_in.url, "key", "/nowhere"), 30, patience=20)
 
 
@@ -437,7 +437,7 @@ def test_a_request_to_a_failing_external_server_is_retried(
 
 def test_a_server_that_keeps_failing_ends_the_run_with_a_checkpoint(stand_in: StandIn, patient: ServerClient) -> None:
     """Reconnecting does not help either: its checks use few routes of the server."""
-    patient.patience = 0.2
+    patient.connection.patience = 0.2
     FailsAtFirst(stand_in, 429, times=math.inf)
     waiting, sync = SimpleNamespace(check=lambda _: None), SimpleNamespace(release=lambda: None)
     engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), reconnector=waiting)  # type: ignore[arg-type]

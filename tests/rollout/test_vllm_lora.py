@@ -13,7 +13,7 @@ from rollout.vllm_tiny import Alone
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm import lora
-from grpocli.rollout.vllm.client import ServerGone
+from grpocli.rollout.vllm.connection import ServerGone
 from grpocli.rollout.vllm.lora import AdapterSync, lora_environment, lora_flags, lora_misfit
 
 

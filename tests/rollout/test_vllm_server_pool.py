@@ -17,8 +17,9 @@ from rollout.vllm_tiny import Alone
 from grpocli.errors import EngineError, EngineGone
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener
-from grpocli.rollout.vllm import liveness, server_pool
-from grpocli.rollout.vllm.client import GENERATE, Refused, ServerClient
+from grpocli.rollout.vllm import connection, server_pool
+from grpocli.rollout.vllm.client import ServerClient
+from grpocli.rollout.vllm.connection import GENERATE, Refused
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.server_pool import ServerPool
@@ -270,7 +271,7 @@ def test_a_server_that_dies_at_every_attempt_is_named(serve: Callable[..., Vllm]
 
 
 def test_a_stuck_server_is_lost_after_the_timeout(serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "CHECK_TIMEOUT", 0.1)
+    monkeypatch.setattr(connection, "CHECK_TIMEOUT", 0.1)
     hangs, lives = serve(), serve()
     hangs.answer = lambda path, body: (200, {}) if path == "/health" or hangs.closed.wait(60) else (500, {})
     engine, _ = engine_of([hangs], Comes(lives))

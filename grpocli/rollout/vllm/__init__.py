@@ -7,7 +7,7 @@ or NCCL and CUDA IPC (`transport_gpu.py`). In the server, `worker.py` hands them
 `lora.py` sends an adapter instead; `colocate.py` hands the trainer's tensors directly to vLLM in the same process,
 through `worker.py` too.
 
-Requests go through `server_pool.py` and `client.py`, and `liveness.py` decides when a server is stuck. `supervisor.py`
+Requests go through `server_pool.py` and `client.py`; `connection.py` decides when a server is stuck. `supervisor.py`
 starts the run's servers (`server.py`) and replaces lost ones; `external.py` checks and starts servers of several runs.
 `api_server.py` protects every route of a server.
 """

@@ -34,7 +34,7 @@ from grpocli.rollout.vllm.server import (
     max_num_seqs_option,
     on_cpu,
 )
-from grpocli.rollout.vllm.weight_sync import PolicyWeights
+from grpocli.rollout.vllm.weight_sync import PolicyWeights, raise_together
 from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM, SAMPLED, WeightVerifier
 from grpocli.types import Completion, Request, Sampling
 
@@ -100,8 +100,7 @@ class ColocateEngine(Engine):
             self.llm.sleep()
         except EngineError as error:
             failures.append(str(error))
-        if found := self.world.gather_objects(failures):
-            raise EngineError(found[0])
+        raise_together(self.world, failures)
 
     def _load_verified(self, version: int, first: bool) -> int:
         """Load the policy's weights and verify them; return the bytes. If one process fails, all raise EngineError.
@@ -129,8 +128,7 @@ class ColocateEngine(Engine):
                 self.verifier.verify_sampled(self.llm.sample, version)
             except EngineError as error:
                 failures.append(str(error))
-        if found := self.world.gather_objects(failures[:1]):
-            raise EngineError(found[0])
+        raise_together(self.world, failures)
         if due:
             self.verifier.passed()
         return sent

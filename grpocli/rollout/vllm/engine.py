@@ -14,7 +14,8 @@ from grpocli.errors import EngineError, EngineGone
 from grpocli.http import retry_delay
 from grpocli.rollout.engine import Engine, Listener, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
-from grpocli.rollout.vllm.client import KeepsRefusing, ServerClient
+from grpocli.rollout.vllm.client import ServerClient
+from grpocli.rollout.vllm.connection import KeepsRefusing
 from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.request import body, check_sampling, check_temperature, completions
 from grpocli.rollout.vllm.server_files import Endpoint, run_files

@@ -17,7 +17,8 @@ from grpocli.http import is_loopback
 from grpocli.models.loading import ModelPart
 from grpocli.processes.signals import handle_stops, restore
 from grpocli.progress import Progress, unreported
-from grpocli.rollout.vllm.client import GENERATE, MODEL, Refused, ServerClient
+from grpocli.rollout.vllm.client import MODEL, ServerClient
+from grpocli.rollout.vllm.connection import GENERATE, Refused
 from grpocli.rollout.vllm.lora import lora_misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server import (

@@ -19,7 +19,8 @@ from safetensors.torch import save
 from grpocli.errors import ConfigError, EngineError, GrpoError
 from grpocli.models.lora import WEIGHTS, adapter_tensors, switched_off, write_config
 from grpocli.rollout.vllm import canary
-from grpocli.rollout.vllm.client import ADAPTER, CANARY, MODEL, Refused, ServerGone, call_all
+from grpocli.rollout.vllm.client import ADAPTER, CANARY, MODEL, call_all
+from grpocli.rollout.vllm.connection import Refused, ServerGone
 from grpocli.rollout.vllm.weight_sync import verify_version
 from grpocli.rollout.vllm.weight_verifier import ADAPTER_ATTEMPTS, NotFollowed, WeightVerifier, mean_gap
 

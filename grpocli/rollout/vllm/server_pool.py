@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from grpocli.progress import UNWATCHED, Watch, unreported
-from grpocli.rollout.vllm.client import ServerClient, ServerGone
+from grpocli.rollout.vllm.client import ServerClient
+from grpocli.rollout.vllm.connection import ServerGone
 from grpocli.rollout.vllm.server_files import Endpoint
 
 SEQUENCES = 1024

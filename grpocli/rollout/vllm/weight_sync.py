@@ -17,6 +17,7 @@ from grpocli.rollout.vllm.client import CANARY, call_all
 from grpocli.rollout.vllm.weight_verifier import SAMPLED, WeightVerifier
 
 if TYPE_CHECKING:
+    from grpocli.distributed.world import World
     from grpocli.rollout.engine import EngineContext, PolicyView
     from grpocli.rollout.vllm.client import ServerClient
 
@@ -136,7 +137,9 @@ class Transport(Protocol):
 
 
 class WeightSync:
-    """Sends a version of the weights and verifies it. Every process calls it; the main one sends; all fail together.
+    """Sends a version of the weights and verifies it. Every process calls it; the main one sends.
+
+    What fails in one process raises EngineError in all of them.
 
     A new server gets a canary first (`canary.py`): it must follow weights that are far from any that it may have kept.
     One that starts with random weights (`EngineJob.dummy`) needs none.
@@ -173,16 +176,12 @@ class WeightSync:
         unproven = [k for k, server in enumerate(self.servers) if not server.proven]
         due, unproven = self.world.broadcast_object((due, unproven if self.verifier.canary else []))
         if unproven:
-            prove = self._sample_dummy if self._dummy else self._send_canary
-            prove([self.servers[k] for k in unproven])
+            self._prove([self.servers[k] for k in unproven])
         proven = time.perf_counter()
-        failure = self._transfer(self.transport, self.servers, version)
+        self._transfer(self.transport, self.servers, version)
         updated = time.perf_counter()
-        if not failure and due:
-            failure = self._verify(version, caches=self._stale_caches)
-        if failure:
-            raise EngineError(failure)
         if due:
+            self._verify(version)
             self.verifier.passed()
         self._stale_caches = False
         return {
@@ -192,58 +191,54 @@ class WeightSync:
             "sync/seconds/probe": time.perf_counter() - updated,
         }
 
-    def _send_canary(self, servers: Sequence[ServerClient]) -> None:
-        """Send a canary to new servers, which take no requests yet, and verify that they follow it. Collective.
-
-        Raises EngineError in every process. Servers that hold requests keep their weights: a canary for some of the
-        servers goes through a transport of its own, after which all are prepared again.
-        """
-        self._before_change()
-        start, failure = self._score(), ""
-        with canary.weights(self.policy):
-            changed = self._score()
-            if self.world.broadcast_object(canary.tells(start, changed)):
-                self._stale_caches = True
-                failure = self._send_changed(servers, start, changed)
-        if failure:
-            raise EngineError(failure)
+    def _prove(self, servers: Sequence[ServerClient]) -> None:
+        """Prove that new servers, which take no requests yet, follow the weights that they are sent. Collective."""
+        if self._dummy:
+            self._sample_dummy(servers)
+        else:
+            self._send_canary(servers)
         for server in servers:
             server.proven = True
 
     def _sample_dummy(self, servers: Sequence[ServerClient]) -> None:
-        """Fill the caches of new servers, whose random weights prove the first sync as a canary would. Collective.
-
-        Raises EngineError in every process.
-        """
+        """Fill the caches of servers whose random weights prove the first sync as a canary would. Collective."""
         long_prompt = self.verifier.long_prompt
-        if failure := self._problem_of(lambda: call_all(servers, lambda server: server.sample(long_prompt, SAMPLED))):
-            raise EngineError(failure)
+        self._in_main(lambda: call_all(servers, lambda server: server.sample(long_prompt, SAMPLED)))
         self._stale_caches = True
-        for server in servers:
-            server.proven = True
 
-    def _send_changed(self, servers: Sequence[ServerClient], start: list[float], changed: list[float]) -> str:
-        """Send the canary's weights and return the problem, "" if the servers follow. Collective."""
-        whole = len(servers) == len(self.servers)
-        transport = self.transport if whole else self._make_transport()
-        failure = self._transfer(transport, servers, CANARY)
-        if not failure:
-            failure = self._verify_canary(servers, start, changed)
-        if not whole:
-            transport.close()
-            for server in servers:
-                server.prepared = False
-        return failure
+    def _send_canary(self, servers: Sequence[ServerClient]) -> None:
+        """Send a canary and verify that the servers follow it. Collective.
+
+        Other servers hold requests and keep their weights: the canary then goes through a transport of its own, after
+        which all are prepared again.
+        """
+        self._before_change()
+        start = self._score()
+        with canary.weights(self.policy):
+            changed = self._score()
+            if not self.world.broadcast_object(canary.tells(start, changed)):
+                return
+            self._stale_caches = True
+            whole = len(servers) == len(self.servers)
+            transport = self.transport if whole else self._make_transport()
+            try:
+                self._transfer(transport, servers, CANARY)
+                self._in_main(lambda: self._verify_canary(servers, start, changed))
+                self._verify_caches(servers, CANARY)
+            finally:
+                if not whole:
+                    transport.close()
+                    for server in servers:
+                        server.prepared = False
 
     def _score(self) -> list[float]:
         """The trainer's log-probs of the probe, in the main process and in those that score with it."""
         return self.policy.score(self.verifier.token_ids) if self.world.is_main or self.weights.sharded else []
 
-    def _transfer(self, transport: Transport, servers: Sequence[ServerClient], version: int | str) -> str:
-        """Send the policy's weights; return the problem, "" if none. Collective."""
-        if problem := self._problem_of(lambda: self._pause(servers)):
-            return problem  # before the others begin a collective send, which the main process would not join
-        failure, stream = "", LockedIterator(self.weights.stream())
+    def _transfer(self, transport: Transport, servers: Sequence[ServerClient], version: int | str) -> None:
+        """Send the policy's weights. Collective."""
+        self._in_main(lambda: self._pause(servers))  # before a collective send, which the main process would not join
+        failures, stream = list[str](), LockedIterator(self.weights.stream())
         try:
             if self.world.is_main or transport.collective:
                 transport.send(servers if self.world.is_main else [], stream, version)
@@ -252,14 +247,16 @@ class WeightSync:
                 call_all(servers, lambda server: verify_version(server, version))
                 call_all(servers, lambda server: server.resume())
         except EngineError as error:
-            failure = str(error)
+            failures.append(str(error))
         if self.world.size > 1 and self.weights.sharded:
             for _ in stream:  # gathers are collective, so every process finishes them, also after a failure
                 pass
-        failures = self.world.gather_objects([failure] if failure else [])
-        if failures and transport.collective:
-            transport.close()
-        return failures[0] if failures else ""
+        try:
+            raise_together(self.world, failures)
+        except EngineError:
+            if transport.collective:
+                transport.close()
+            raise
 
     def release(self) -> None:
         """After a failed sync that is not repeated, let the remaining servers answer, so that no request hangs.
@@ -280,54 +277,56 @@ class WeightSync:
         call_all(servers, lambda server: server.weight_version())  # raises if another run has changed them
         call_all(servers, lambda server: server.pause(self.pause_mode))
 
-    def _verify(self, version: int, caches: bool) -> str:
-        """The problem that the verifier finds; "" if the servers have the weights. Collective.
+    def _verify(self, version: int) -> None:
+        """Raise EngineError in every process unless the servers have the weights. Collective.
 
         Called after the resume, since the probe is itself a request. Scoring a sharded policy is collective, so the
-        other processes score too. caches: whether to look for keys and values of earlier weights.
+        other processes score too.
         """
         beside = self.pause_mode == "keep"
         if not self.world.is_main:
             self._score()
-        failure = self._problem_of(lambda: self.verifier.verify(self.servers, version, beside_requests=beside))
-        return failure or (self._verify_caches(self.servers, version) if caches else "")
+        self._in_main(lambda: self.verifier.verify(self.servers, version, beside_requests=beside))
+        if self._stale_caches:
+            self._verify_caches(self.servers, version)
 
-    def _verify_canary(self, servers: Sequence[ServerClient], start: list[float], changed: list[float]) -> str:
-        """The problem of servers with a canary's weights; "" if they follow. Collective."""
+    def _verify_canary(self, servers: Sequence[ServerClient], start: list[float], changed: list[float]) -> None:
+        """Raise EngineError unless the servers follow a canary. Main process only."""
         beside = self.pause_mode == "keep"
+        for scored in call_all(servers, lambda server: server.score(self.verifier.token_ids, first=beside)):
+            self.verifier.verify_followed(scored, changed, start)
 
-        def verify() -> None:
-            for scored in call_all(servers, lambda server: server.score(self.verifier.token_ids, first=beside)):
-                self.verifier.verify_followed(scored, changed, start)
-
-        return self._problem_of(verify) or self._verify_caches(servers, CANARY)
-
-    def _verify_caches(self, servers: Sequence[ServerClient], version: int | str) -> str:
-        """The problem of tokens that the servers sample after a long prompt, whose keys earlier weights have computed.
+    def _verify_caches(self, servers: Sequence[ServerClient], version: int | str) -> None:
+        """Verify the tokens that the servers sample after a long prompt, whose keys earlier weights have computed.
 
         Collective; the other processes of a sharded policy score as often.
         """
-        failure = ""
+        failures = []
         for server in servers:
-            if not self.world.is_main:
-                if self.weights.sharded:
-                    self.verifier.score_sampled([])
-                continue
-            try:
-                self.verifier.verify_sampled(server.sample, version)
-            except EngineError as error:
-                failure = failure or str(error)
-        return self.world.broadcast_object(failure)
+            if self.world.is_main:
+                try:
+                    self.verifier.verify_sampled(server.sample, version)
+                except EngineError as error:
+                    failures.append(str(error))
+            elif self.weights.sharded:
+                self.verifier.score_sampled([])
+        raise_together(self.world, failures)
 
-    def _problem_of(self, call: Callable[[], object]) -> str:
-        """The EngineError of a call in the main process as text, in every process; "" if there is none. Collective."""
-        failure = ""
+    def _in_main(self, call: Callable[[], object]) -> None:
+        """Call in the main process; its EngineError is raised in every process. Collective."""
+        failures = []
         if self.world.is_main:
             try:
                 call()
             except EngineError as error:
-                failure = str(error)
-        return self.world.broadcast_object(failure)
+                failures.append(str(error))
+        raise_together(self.world, failures)
+
+
+def raise_together(world: World, failures: Sequence[str]) -> None:
+    """Raise EngineError in every process if one of them has failed. Collective. failures: of this process."""
+    if found := world.gather_objects(failures[:1]):
+        raise EngineError(found[0])
 
 
 class LockedIterator:
