@@ -21,9 +21,8 @@ from grpocli.rewards.math import Math
 from grpocli.rewards.reward import Sample
 from grpocli.rollout.engine import OnGroup, ignore_group
 from grpocli.rollout.multi_turn import MultiTurnEngine
-from grpocli.sandbox.backends import interpreter, no_isolation
+from grpocli.sandbox.backends import backend_named, interpreter, no_isolation, select_backend
 from grpocli.sandbox.sandbox import Limits, Submission, run
-from grpocli.sandbox.select_backend import backend_named, select_backend
 from grpocli.types import Completion, Prompt, Request, Rollout, Sampling
 
 COMPLETIONS, EPISODES, TURNS, TOKENS = 1024, 64, 4, 32

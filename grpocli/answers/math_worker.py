@@ -207,7 +207,9 @@ def _expressions_equal(a: Value, b: Value, strict: bool) -> bool:
     x, y = a.source, b.source
     if a.expression is None or b.expression is None or x.base != y.base:
         return False
-    if strict and (not _unknowns(b) <= _unknowns(a) or (_evaluated(a) and not _evaluated(b, a))):
+    if strict and not _unknowns(b) <= _unknowns(a):
+        return False
+    if strict and x.text and a.is_number and _is_evaluated(a, set()) and not _is_evaluated(b, _calls(a)):
         return False
     if x.unit and y.unit:
         if x.unit[1] != y.unit[1] and {*x.unit[1], *y.unit[1]} not in [*TEMPERATURES, ANGLES]:
@@ -245,61 +247,52 @@ def _numbers_equal(a: Any, b: Any, decimal: bool) -> bool:
     return not exact and bool(abs(x - y) <= max(abs(x), abs(y)) / 10 ** (DIGITS // 2))
 
 
-def _evaluated(value: Value, reference: Value | None = None) -> bool:
-    """Whether a value is fully evaluated: no sum or product of rationals, and only calls that the reference has."""
+def _is_evaluated(value: Value, calls: set[str]) -> bool:
+    """Whether nothing is left to compute in a number: no call but `calls`, and no numbers to combine."""
     text = value.source.text
-    if plain_number(value.source.text) is not None:
-        return True
-    if not _calls(value) <= (_calls(reference) if reference else set()):
+    if not _calls(value) <= calls:
         return False
+    if plain_number(text) is not None or not text or not value.is_number:
+        return True
     if any(int(above or one) >= int(below or other) for above, one, below, other in MIXED.findall(text)):
         return False  # 51 23/1 is a sum, not a mixed number
-    if SIDE_BY_SIDE.search(text) and _computes_to_rational(value.expression):
+    if SIDE_BY_SIDE.search(text) and _is_rational(value.expression):
         return False
-    if not text or not value.is_number:
-        return reference is not None
     # without points, since the parser evaluates decimals at once
     structure = parse_latex(POINT.sub(lambda found: (found[1] + found[2]).lstrip("0") or "0", text))
-    return _is_value(structure, bool(PRODUCT.search(text)))
+    signs = bool(PRODUCT.search(text))
+    return not any(_combines_numbers(node, signs) for node in sympy.preorder_traversal(structure))
 
 
-def _unknowns(value: Value) -> set[Any]:
-    """The letters of an expression, and the kinds of its derivatives and integrals."""
-    operators = value.expression.atoms(sympy.Derivative, sympy.Integral) if isinstance(value.expression, Basic) else ()
-    return {one.name for one in getattr(value.expression, "free_symbols", ())} | set(map(type, operators))
+def _combines_numbers(node: Basic, signs: bool) -> bool:
+    """Whether a sum or product has two rational members, or irrational ones that cancel, as in \\frac{5\\pi}{\\pi}.
+
+    A sign, a denominator and a power of ten are no members of a product. signs: of multiplication, in the text.
+    """
+    if oo in node.args:
+        return not {*node.args} <= {oo, -1}
+    if not isinstance(node, Add | Mul):
+        return False
+    rational = [one for one in node.args if _is_rational(one)]
+    if isinstance(node, Add):
+        return len(rational) > 1
+    powers = [one for one in rational if isinstance(one, Pow)]
+    factors = [one for one in rational if one not in powers and one != -1 and (signs or abs(one) != 1)]
+    factors += [one for one in powers if one.base != 10 and not (one.exp == -1 and one.base.is_Integer)]
+    return len(factors) > 1 or (len(rational) < len(node.args) and _is_rational(node))
+
+
+def _is_rational(node: Basic) -> bool:
+    """Whether its value is rational, as for \\sqrt{9}, \\pi/\\pi and i^2."""
+    node = imaginary(node)
+    return is_number(node) and bool(node.doit().is_Rational)
 
 
 def _calls(value: Value) -> set[str]:
     return set(CALL.findall(value.source.text))
 
 
-def _is_value(node: Any, products: bool) -> bool:
-    """Whether no sum or product has two rational members, and nothing irrational cancels, as in \\frac{5\\pi}{\\pi}.
-
-    products: whether the text has a multiplication sign.
-    """
-    args = getattr(node, "args", ())
-    if not all(_is_value(one, products) for one in args if isinstance(one, Basic)):
-        return False
-    if oo in args and {*args} - {oo, -1}:
-        return False
-    if isinstance(node, Add):
-        return sum(_computes_to_rational(one) for one in args) <= 1
-    if isinstance(node, Mul):
-        cancels = _computes_to_rational(node) and not all(map(_computes_to_rational, args))
-        return not cancels and sum(_is_factor(one, products) for one in args) <= 1
-    return True
-
-
-def _computes_to_rational(node: Any) -> bool:
-    """Whether its value is rational, as for \\sqrt{9}, \\pi/\\pi and i^2."""
-    node = imaginary(node)
-    return is_number(node) and bool(node.doit().is_Rational)
-
-
-def _is_factor(node: Any, products: bool) -> bool:
-    """Whether a node is a rational factor, except a sign, a denominator or a power of ten."""
-    if isinstance(node, Pow):
-        denominator = node.exp == -1 and node.base.is_Integer  # as in 51/3, but not 51/(1/3)
-        return _computes_to_rational(node) and node.base != 10 and not denominator
-    return _computes_to_rational(node) and (products or abs(node) != 1) and node != -1
+def _unknowns(value: Value) -> set[Any]:
+    """The letters of an expression, and the kinds of its derivatives and integrals."""
+    operators = value.expression.atoms(sympy.Derivative, sympy.Integral) if isinstance(value.expression, Basic) else ()
+    return {one.name for one in getattr(value.expression, "free_symbols", ())} | set(map(type, operators))

@@ -46,8 +46,8 @@ def python(code: str) -> str:
     Args:
         code: The program. The value of its last line is printed, too. Each call starts anew.
     """
+    from grpocli.sandbox.backends import backend_named
     from grpocli.sandbox.sandbox import Limits, Submission, run
-    from grpocli.sandbox.select_backend import backend_named
 
     backend = backend_named(sandbox(), None)
     program = RUNNER.format(code=code, seed=random.getrandbits(32))  # the call's seed
@@ -60,7 +60,7 @@ def python(code: str) -> str:
 @lru_cache(maxsize=1)
 def sandbox() -> str:
     """The name of a sandbox that holds on this machine. Raises SandboxError without one: nothing runs unprotected."""
+    from grpocli.sandbox.backends import select_backend
     from grpocli.sandbox.sandbox import Limits
-    from grpocli.sandbox.select_backend import select_backend
 
     return select_backend(None, Limits())

@@ -129,8 +129,7 @@ class CodeReward(Correctness):
         return working_backend(self.python, Limits(**self._limits), self.unsafe)
 
     def _pool(self) -> WorkerPool:
-        from grpocli.sandbox.clock import MAX_SLOWDOWN
-        from grpocli.sandbox.sandbox import MOST_TIMEOUTS
+        from grpocli.sandbox.sandbox import MAX_SLOWDOWN, MOST_TIMEOUTS
 
         # the sandbox enforces the time limit, also without a program; the pool's timeout is for a sandbox that hangs
         longest = (1 + len(WRONG)) * self.timeout * MAX_SLOWDOWN * (MOST_TIMEOUTS + 2 * self.partial)
@@ -140,8 +139,8 @@ class CodeReward(Correctness):
 @lru_cache(maxsize=8)
 def working_backend(python: str | None, limits: Limits, unsafe: bool) -> str:
     """The name of the sandbox backend; "none" if `unsafe`. Raises ConfigError if no backend works."""
+    from grpocli.sandbox.backends import select_backend
     from grpocli.sandbox.sandbox import SandboxError
-    from grpocli.sandbox.select_backend import select_backend
 
     if unsafe:
         return "none"
@@ -185,8 +184,8 @@ def run_submission(
 
     Raises SandboxError if the program could not be run, ValueError for tests that are none.
     """
+    from grpocli.sandbox.backends import backend_named
     from grpocli.sandbox.sandbox import Limits, Submission, run
-    from grpocli.sandbox.select_backend import backend_named
 
     tests = problem_tests(submission["tests"])
     setup = "\n".join([*tests.imports, submission.get("setup", "")])
@@ -216,7 +215,7 @@ def run_submission(
 @lru_cache(maxsize=64)
 def _failed(submission: Submission, limits: Limits, backend: str, python: str | None) -> tuple[bool, ...]:
     """Whether each test fails; one that a wrong program passes tests nothing."""
+    from grpocli.sandbox.backends import backend_named
     from grpocli.sandbox.sandbox import run
-    from grpocli.sandbox.select_backend import backend_named
 
     return tuple(not one for one in run(submission, limits, backend_named(backend, python)).passed)

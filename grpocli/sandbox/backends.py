@@ -1,43 +1,83 @@
-"""The ways to isolate a process: bubblewrap if it is installed, else the kernel's namespaces, entered by ourselves."""
+"""The ways to isolate a process, and the choice of the first that holds against a program that tries to escape.
+
+They are bubblewrap if it is installed, else the kernel's namespaces, which the process enters itself.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO
+
+from grpocli.sandbox.sandbox import Backend, Interpreter, Limits, SandboxError, Submission, run
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
 INSIDE = str(Path(__file__).parent / "inside")
 """The code that a sandboxed process starts with. With our namespaces the process imports it before it enters them."""
 
+PROBE_TIMEOUT = 60.0
+"""Seconds; enough on a busy machine."""
+FOUND = "AssertionError: "
+PROGRAM = """
+import os, socket
 
-@dataclass(frozen=True, slots=True)
-class Interpreter:
-    """The Python interpreter that runs programs. folders: those that it needs to read."""
+def tried(what, action):
+    try:
+        action()
+    except (OSError, MemoryError):
+        return []
+    return [what]
 
-    path: str
-    options: Sequence[str]
-    folders: Sequence[str]
+def fork(n):
+    children = []
+    try:
+        for _ in range(n):
+            child = os.fork()
+            if child == 0:
+                import time
+                time.sleep(60)
+                os._exit(0)
+            children.append(child)
+    finally:
+        for child in children:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
 
+def write(*paths, size=0):
+    written = []
+    try:
+        for path in paths:
+            with open(path, "wb") as file:
+                written.append(path)
+                file.write(bytes(size))
+    finally:
+        for path in written:
+            os.remove(path)
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """A way to isolate a process.
-
-    command: from the size of /tmp in MB, the words before the interpreter's command line.
-    order: fields for `inside.main`, which does the rest from within the process.
-    """
-
-    name: str
-    python: Interpreter
-    command: Callable[[int], list[str]]
-    order: dict[str, Any]
+def escapes(secrets, port, pid, memory_mb, processes, disk_mb):
+    files = [f"/tmp/.escaped-{pid}-{i}" for i in range(disk_mb + 1)]
+    return [
+        *tried("read the passwords", lambda: open("/etc/shadow").read()),
+        *(found for secret in secrets for found in tried("read " + secret, lambda: open(secret).read())),
+        *tried("write into /usr", lambda: write("/usr/.escaped")),
+        *tried("write into /", lambda: write("/.escaped")),
+        *tried("write into /dev", lambda: write("/dev/.escaped")),
+        *tried("reach a port of this machine", lambda: socket.create_connection(("127.0.0.1", port), 2)),
+        *tried("see or end another process", lambda: os.kill(pid, 0)),
+        *tried("take more memory than allowed", lambda: bytearray((memory_mb + 64) * 2**20)),
+        *tried("start more processes than allowed", lambda: fork(processes + 2)),
+        *tried("fill more of the disk than allowed", lambda: write(*files, size=2**20)),
+    ]
+"""
 
 
 @lru_cache(maxsize=8)
@@ -63,7 +103,7 @@ def bubblewrap(python: Interpreter, program: str) -> Backend:
     """Isolation by bubblewrap (https://github.com/containers/bubblewrap), at the path `program`."""
 
     def command(disk_mb: int) -> list[str]:
-        shown = [arg for path in _existing(SYSTEM) for arg in _shown(path)]
+        shown = [arg for path in SYSTEM if os.path.lexists(path) for arg in _shown(path)]
         shown += [arg for path in (*python.folders, INSIDE) for arg in ("--ro-bind", os.path.realpath(path), path)]
         tmp = ["--size", str(disk_mb * 2**20), "--tmpfs", "/tmp"]  # first, since an interpreter may be below /tmp
         closed = ["--remount-ro", "/dev", "--remount-ro", "/"]
@@ -95,10 +135,64 @@ def available_backends(python: Interpreter) -> list[Backend]:
     return [*([bubblewrap(python, installed)] if installed else []), namespaces(python)]
 
 
-def _existing(paths: Sequence[str]) -> list[str]:
-    return [path for path in paths if os.path.lexists(path)]
-
-
 def _shown(path: str) -> list[str]:
     link = Path(path)
     return ["--symlink", str(link.readlink()), path] if link.is_symlink() else ["--ro-bind", path, path]
+
+
+def select_backend(python: str | None, limits: Limits) -> str:
+    """The name of the first available backend that holds, for `backend_named`.
+
+    Raises SandboxError if none holds, OSError or subprocess.SubprocessError if `python` does not start.
+    """
+    reasons = []
+    for backend in available_backends(interpreter(python)):
+        try:
+            reason = escapes(backend, limits)
+        except SandboxError as error:
+            reason = str(error)
+        if not reason:
+            return backend.name
+        reasons.append(f"{backend.name}: {reason}")
+    raise SandboxError("; ".join(reasons) or "the sandbox needs Linux")
+
+
+def backend_named(name: str, python: str | None) -> Backend:
+    """The backend with that name; "none" means no isolation.
+
+    Raises SandboxError if it is no longer available.
+    """
+    found = interpreter(python)
+    if name == "none":
+        return no_isolation(found)
+    for backend in available_backends(found):
+        if backend.name == name:
+            return backend
+    raise SandboxError(f"{name} was available when the run began and is missing now")
+
+
+def escapes(backend: Backend, limits: Limits) -> str:
+    """The forbidden things that a program can do in this sandbox, as a phrase; empty if the sandbox holds.
+
+    Raises SandboxError if no program runs at all.
+    """
+    with ExitStack() as stack:
+        secrets = [stack.enter_context(secret) for secret in _secrets()]
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        outside = ([secret.name for secret in secrets], server.getsockname()[1], os.getpid())
+        bounds = (limits.memory_mb, limits.processes, limits.disk_mb)
+        call = f"escapes(*{(*outside, *bounds)!r})"
+        submission = Submission(PROGRAM, [f"found = {call}\nassert not found, ', '.join(found)"])
+        result = run(submission, replace(limits, timeout=PROBE_TIMEOUT), backend)
+    if all(result.passed):
+        return ""
+    if result.error.startswith(FOUND):
+        return f"a program in it can {result.error.removeprefix(FOUND)}"
+    raise SandboxError(f"the program that tries to escape did not run: {result.error}")
+
+
+def _secrets() -> Iterator[IO[str]]:
+    """A file in the folder for temporary files, and one in the home folder if that is writable."""
+    yield tempfile.NamedTemporaryFile("w")  # noqa: SIM115 - the caller enters it
+    with suppress(OSError, RuntimeError):  # no home folder
+        yield tempfile.NamedTemporaryFile("w", dir=Path.home())  # noqa: SIM115

@@ -19,14 +19,12 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from grpocli.sandbox.backends import Backend
 from grpocli.sandbox.cgroup import group
-from grpocli.sandbox.clock import Clock
 from grpocli.sandbox.inside.protocol import encode, plain
 
 HERE = str(Path(__file__).parent)
@@ -43,8 +41,36 @@ ISOLATED = "isolated"
 """The status that `inside.main` reports."""
 MOST_TIMEOUTS = 10
 """The time limits that all inputs of a script may take together."""
+MAX_SLOWDOWN = 4.0
+"""On a busy machine a program may take up to this many times its time limit."""
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+RESOLUTION = 0.01
+"""Seconds below which wall-clock time is exact enough."""
 GONE = "Closed: "
 """Beginning of the error of a test whose program has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """The Python interpreter that runs programs. folders: those that it needs to read."""
+
+    path: str
+    options: Sequence[str]
+    folders: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A way to isolate a process.
+
+    command: from the size of /tmp in MB, the words before the interpreter's command line.
+    order: fields for `inside.main`, which does the rest from within the process.
+    """
+
+    name: str
+    python: Interpreter
+    command: Callable[[int], list[str]]
+    order: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +244,48 @@ class _IsolatedProcess:
         return self._printed.read(4096).decode(errors="replace")
 
 
+class Clock:
+    """The time that processes and their descendants use, from the creation of the clock on.
+
+    Waits for a core do not count, so that a busy machine does not make programs fail.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._began = time.monotonic()
+        self._computed, self._waited = self._used()
+
+    def spent(self) -> float:
+        """Wall-clock seconds without waits for a core, or processor seconds, whichever is more."""
+        elapsed = time.monotonic() - self._began
+        if elapsed < RESOLUTION:
+            return elapsed
+        computed, waited = self._used()
+        waited = min(waited - self._waited, elapsed * (1 - 1 / MAX_SLOWDOWN))
+        return max(computed - self._computed, elapsed - waited)
+
+    def _used(self) -> tuple[float, float]:
+        """Processor seconds of the processes, and seconds that they waited for a core."""
+        computed = waited = 0.0
+        for pid in _with_descendants(self._pids):
+            try:
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # after the name
+                computed += sum(map(int, fields[11:15])) / TICKS_PER_SECOND  # of the process and of its ended children
+                waited += int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+            except (OSError, IndexError):  # it has ended, or the kernel has no such count
+                continue
+        return computed, waited
+
+
+def _with_descendants(pids: Iterable[int]) -> Iterator[int]:
+    """The processes and all their descendants."""
+    for pid in pids:
+        yield pid
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it has ended
+                yield from _with_descendants(map(int, children.read_text().split()))
+
+
 @contextlib.contextmanager
 def _process(
     backend: Backend, limits: Limits, connection: socket.socket, task: dict[str, Any], enter: Sequence[str]
@@ -239,7 +307,15 @@ def _process(
         order |= {"status": report.fileno(), "connection": connection.fileno(), "results": results.fileno()}
         python = backend.python
         command = [*backend.command(limits.disk_mb), python.path, "-s", "-u", *python.options, "-c", START]
-        process = _start(enter, command, printed, inherited)
+        if not shutil.which(command[0]):
+            raise SandboxError(f"{command[0]} does not start: {os.strerror(errno.ENOENT)}")
+        try:
+            process = subprocess.Popen(
+                [*enter, *command], stdin=subprocess.PIPE, stdout=printed, stderr=printed, env=ENVIRONMENT,
+                pass_fds=inherited, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise SandboxError(f"{command[0]} does not start: {error.strerror}") from error
         report.close()
         isolated = _IsolatedProcess(process, status.fileno(), results.fileno(), printed)
         try:
@@ -249,17 +325,3 @@ def _process(
             yield isolated
         finally:
             isolated.kill()
-
-
-def _start(
-    enter: Sequence[str], command: Sequence[str], printed: IO[bytes], inherited: Sequence[int]
-) -> subprocess.Popen[bytes]:
-    try:
-        if not shutil.which(command[0]):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        return subprocess.Popen(
-            [*enter, *command], stdin=subprocess.PIPE, stdout=printed, stderr=printed, env=ENVIRONMENT,
-            pass_fds=inherited, start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        raise SandboxError(f"{command[0]} does not start: {error.strerror}") from error

@@ -219,8 +219,8 @@ class CorrectProgram:
 
 def run_attack(backend: str, program: str, test: str, probe: bool) -> dict[str, object]:
     """The result as JSON values. Runs in its own process."""
+    from grpocli.sandbox.backends import backend_named
     from grpocli.sandbox.sandbox import Limits, SandboxError, Submission, run
-    from grpocli.sandbox.select_backend import backend_named
 
     limits = Limits(timeout=TIMEOUT, memory_mb=MEMORY_MB, processes=PROCESSES, disk_mb=DISK_MB)
     try:

@@ -13,7 +13,7 @@ from grpocli.errors import ConfigError
 from grpocli.rewards import code
 from grpocli.rewards.code import CodeReward
 from grpocli.rewards.reward import Failure, Sample
-from grpocli.sandbox import cgroup, select_backend
+from grpocli.sandbox import backends, cgroup
 from grpocli.sandbox.backends import no_isolation
 
 pytestmark = pytest.mark.processes
@@ -363,7 +363,7 @@ def test_a_missing_interpreter_is_reported():
 
 
 def test_a_machine_without_isolation_is_refused(monkeypatch):
-    monkeypatch.setattr(select_backend, "available_backends", lambda python: [no_isolation(python)])
+    monkeypatch.setattr(backends, "available_backends", lambda python: [no_isolation(python)])
     code.working_backend.cache_clear()
     with pytest.raises(ConfigError, match=r"no sandbox for programs works on this machine .*reward.code.unsafe=true"):
         CodeReward(memory_mb=256).check(["tests"])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpocli.sandbox.backends import Backend
-from grpocli.sandbox.sandbox import Limits, SandboxError, Submission, SubmissionResult, run
-from grpocli.sandbox.select_backend import backend_named, select_backend
+from grpocli.sandbox.backends import backend_named, select_backend
+from grpocli.sandbox.sandbox import Backend, Limits, SandboxError, Submission, SubmissionResult, run
 
 LIMITS = Limits(timeout=3, memory_mb=256, processes=4, disk_mb=4)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.sandbox import select_backend
+from grpocli.sandbox import backends
 from grpocli.sandbox.backends import interpreter, no_isolation
-from grpocli.sandbox.sandbox import Limits, SandboxError
+from grpocli.sandbox.sandbox import Backend, Limits, SandboxError
 
 pytestmark = pytest.mark.processes
 
@@ -321,30 +321,30 @@ def test_a_right_program_passes(sandbox):
 
 
 def test_a_missing_backend_is_not_replaced_by_no_isolation(monkeypatch):
-    monkeypatch.setattr(select_backend, "available_backends", lambda python: [])
+    monkeypatch.setattr(backends, "available_backends", lambda python: [])
     with pytest.raises(SandboxError, match="bubblewrap was available when the run began"):
-        select_backend.backend_named("bubblewrap", None)
+        backends.backend_named("bubblewrap", None)
 
 
 def test_no_backend_is_selected_if_a_program_can_escape(monkeypatch):
     """Resource limits alone are not a sandbox."""
-    monkeypatch.setattr(select_backend, "available_backends", lambda python: [no_isolation(python)])
+    monkeypatch.setattr(backends, "available_backends", lambda python: [no_isolation(python)])
     with pytest.raises(SandboxError, match=r"none: a program in it can .*reach a port of this machine"):
-        select_backend.select_backend(None, Limits(memory_mb=256))
+        backends.select_backend(None, Limits(memory_mb=256))
 
 
 def test_a_sandbox_that_does_not_start_raises_an_error(backend, sandbox):
     order = {**backend.order, "namespaces": True, "readable": ["/" + "x" * 300]}
-    sandbox.backend = select_backend.Backend("broken", interpreter(None), lambda _: ["/bin/false"], order)
+    sandbox.backend = Backend("broken", interpreter(None), lambda _: ["/bin/false"], order)
     with pytest.raises(SandboxError, match="ended at once"):
         sandbox(RIGHT, TEST)
-    sandbox.backend = select_backend.Backend("missing", interpreter(None), lambda _: ["/no/such/program"], order)
+    sandbox.backend = Backend("missing", interpreter(None), lambda _: ["/no/such/program"], order)
     with pytest.raises(SandboxError, match="/no/such/program does not start"):
         sandbox(RIGHT, TEST)
 
 
 def test_the_error_has_the_output_of_a_failed_start(sandbox):
     refuse = ["/bin/sh", "-c", 'echo "no namespaces here" >&2; exit 1', "--"]
-    sandbox.backend = select_backend.Backend("refused", interpreter(None), lambda _: refuse, sandbox.backend.order)
+    sandbox.backend = Backend("refused", interpreter(None), lambda _: refuse, sandbox.backend.order)
     with pytest.raises(SandboxError, match="no namespaces here"):
         sandbox(RIGHT, TEST)

@@ -5,25 +5,25 @@ from __future__ import annotations
 import os
 import sys
 
-from . import namespaces, program, restrict, tests
+from . import isolation, program, tests
 from .protocol import Connection, decode, nothing
 
 
 def main() -> None:
     """Read the order from standard input; report "isolated", or an error, to the file descriptor `status`."""
     order = decode(sys.stdin.buffer.read(), nothing)
-    restrict.die_with_parent()
+    isolation.die_with_parent()
     status = order["status"]
     try:
         # processes of the same user that wait for this one count toward the limit, too
         outside = 0 if os.getuid() == 0 else 2 if order["namespaces"] else 1
         if order["namespaces"]:
-            namespaces.enter(order["readable"], order["disk_mb"])
-        restrict.limit(order["timeout"], order["memory_mb"], order["disk_mb"])
+            isolation.enter(order["readable"], order["disk_mb"])
+        most = order["processes"] + 1 + outside if order["isolated"] else None
+        isolation.limit(order["timeout"], order["memory_mb"], order["disk_mb"], most)
         if order["isolated"]:
-            restrict.limit_processes(order["processes"] + 1 + outside)
-            restrict.give_up_privileges()
-    except (restrict.Unavailable, OSError, ValueError) as error:
+            isolation.give_up_privileges()
+    except (isolation.Unavailable, OSError, ValueError) as error:
         os.write(status, f"{error}".encode())
         os._exit(1)
     os.write(status, b"isolated")

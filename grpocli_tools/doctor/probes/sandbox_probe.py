@@ -7,8 +7,8 @@ import sys
 
 
 def main() -> None:
+    from grpocli.sandbox.backends import select_backend
     from grpocli.sandbox.sandbox import Limits
-    from grpocli.sandbox.select_backend import select_backend
 
     print(json.dumps({"backend": select_backend(sys.argv[1] if len(sys.argv) > 1 else None, Limits())}))
 
