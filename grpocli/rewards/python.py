@@ -75,37 +75,34 @@ class PythonReward(BaseReward):
         check_exists(self.function, self.key)
 
     def check(self, columns: Sequence[str]) -> None:
+        def refused(problem: str, hint: str = "") -> ConfigError:
+            return ConfigError(problem, key=self.key, value=self.function, hint=hint)
+
         function = load(self.function, self.key)
         if isinstance(function, type):
             name = short(self.function)
-            problem = f"is a class; one derived from BaseReward is chosen as reward=[{name}], others need a function"
-            raise ConfigError(problem, key=self.key, value=self.function)
+            raise refused(
+                f"is a class; one derived from BaseReward is chosen as reward=[{name}], others need a function"
+            )
         given = {"prompts", "completions", "completion_ids", *columns}
         if self.per_group and SCORES in given:
             problem = f"passes the scores of the other rewards as {SCORES!r}, which is also a column of the task"
             raise ConfigError(problem, key=f"{self.config_key}.per_group", value="true", hint="rename the column")
         given |= {SCORES} if self.per_group else set()
         for name, parameter in inspect.signature(function).parameters.items():
-            needed = parameter.default is inspect.Parameter.empty and parameter.kind in (
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                inspect.Parameter.KEYWORD_ONLY,
-            )
             if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-                problem = f"is called with keyword arguments, but {name!r} before `/` is positional only"
-                raise ConfigError(problem, key=self.key, value=self.function)
-            if needed and name in TRL_ONLY and name not in given:
-                problem = f"needs TRL's argument {name!r}, which grpocli does not pass: give it a default, {name}=None"
-                raise ConfigError(problem, key=self.key, value=self.function)
+                raise refused(f"is called with keyword arguments, but {name!r} before `/` is positional only")
             if name == SCORES and name not in given:
-                problem = f"takes {SCORES!r}, which only a call for each group passes"
                 hint = f"set {self.config_key}.per_group=true"
-                raise ConfigError(problem, key=self.key, value=self.function, hint=hint)
-            if needed and name not in given:
-                raise ConfigError(
-                    f"needs {name!r}, but the task has no such column{nearest(name, given)}",
-                    key=self.key,
-                    value=self.function,
+                raise refused(f"takes {SCORES!r}, which only a call for each group passes", hint)
+            variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            if parameter.default is not inspect.Parameter.empty or parameter.kind in variable or name in given:
+                continue
+            if name in TRL_ONLY:
+                raise refused(
+                    f"needs TRL's argument {name!r}, which grpocli does not pass: give it a default, {name}=None"
                 )
+            raise refused(f"needs {name!r}, but the task has no such column{nearest(name, given)}")
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         result = self._in_process(samples) if self.process else self._within_time(samples)

@@ -1,4 +1,4 @@
-"""Counts of scoring errors and timeouts, the limits above which they end a run, and warnings about tolerated ones."""
+"""Counts of scoring errors and timeouts, over tasks, rounds of sampling and processes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from grpocli.errors import RewardError, RewardGone
-from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score, Unreachable
+from grpocli.rewards.reward import Failure, Forfeit, Sample, Score, Unreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,82 +116,6 @@ class ScoreStats:
             f"rewards/{name}/timeouts": float(stats.timeouts) for name, stats in by_reward.items() if stats.timed
         }
         return {"time/reward": self.seconds} | errors | timeouts
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorLimits:
-    """The limits on scoring errors of a run.
-
-    share: `rollout.max_reward_errors`. by_task: limits of tasks that have their own.
-    """
-
-    share: float
-    by_task: Mapping[str, ErrorLimit] = field(default_factory=dict)
-
-    def check(self, stats: ScoreStats, rewards: Mapping[str, BaseReward], expected: int = 0) -> None:
-        """Raise RewardError if too many samples of a reward failed; RewardGone if the cause is an unavailable service.
-
-        A task with its own limit is checked alone, all other tasks together.
-        expected: number of samples of the whole step, to check a step that is not complete yet.
-        """
-        others = [task for task in stats.samples if task not in self.by_task]
-        alone = [([task], self.by_task[task]) for task in stats.samples if task in self.by_task]
-        for tasks, limit in [*alone, (others, ErrorLimit("rollout.max_reward_errors", self.share))]:
-            scale = max(1.0, expected / max(stats.samples.total(), 1))
-            allowed = limit.share * stats.n_samples(tasks) * scale
-            for name, reward in rewards.items():
-                found = stats.of_tasks(name, tasks)
-                if found.errors > allowed:
-                    kind = RewardError if found.errors - found.unreachable > allowed else RewardGone
-                    raise kind(_failure_text(stats, name, reward, tasks, f", more than {limit} allows"))
-
-    def tolerated_errors(self, stats: ScoreStats, rewards: Mapping[str, BaseReward]) -> dict[str, str]:
-        """Warnings about errors that only a task's own limit allows."""
-        return {
-            f"errors {name} {task}": _failure_text(
-                stats, name, reward, [task], f" of task {task}, which {limit} allows"
-            )
-            for task, limit in self.by_task.items()
-            for name, reward in rewards.items()
-            if stats.of(name, task).errors > self.share * stats.samples[task]
-        }
-
-
-def unscored_warnings(stats: ScoreStats) -> dict[str, str]:
-    """Warnings about samples to which no reward applies."""
-    text = "no reward applies to {} of {} samples of task {}: they give no training signal"
-    found = {task: count for task, count in stats.unscored.items() if count}
-    return {f"unscored {task}": text.format(count, stats.samples[task], task) for task, count in found.items()}
-
-
-def silent_warning(stats: ScoreStats, name: str, reward: BaseReward, tasks: Collection[str]) -> dict[str, str]:
-    """A warning if the reward returned None for every sample of its tasks, while other rewards scored some of them."""
-    count = stats.of_tasks(name, tasks).silent
-    if count != stats.n_samples(tasks) or count <= sum(stats.unscored[task] for task in tasks):
-        return {}
-    samples = f"all {count} samples of task {', '.join(tasks)}"
-    return {
-        f"silent {name}": f"reward.{name} ({reward.label}) returned None for {samples}: it does not affect their score"
-    }
-
-
-def timeout_warnings(stats: ScoreStats, rewards: Mapping[str, BaseReward]) -> dict[str, str]:
-    """Warnings about samples that are wrong because scoring them took too long."""
-    found = {}
-    for (name, task), of_pair in stats.rewards.items():
-        if of_pair.timeouts:
-            samples = f"{of_pair.timeouts} of {stats.samples[task]} samples" + (f" of task {task}" if task else "")
-            found[f"timeouts {name} {task}"] = (
-                f"reward.{name} ({rewards[name].label}) scored {samples} as wrong because scoring them took too "
-                f"long: {of_pair.first_timeout}"
-            )
-    return found
-
-
-def _failure_text(stats: ScoreStats, name: str, reward: BaseReward, tasks: Collection[str], limit_text: str) -> str:
-    found = stats.of_tasks(name, tasks)
-    failed = f"could not score {found.errors} of {stats.n_samples(tasks)} samples"
-    return f"reward.{name} ({reward.label}) {failed}{limit_text}: {found.first_error}"
 
 
 def _sentence(sample: Sample, reason: str) -> str:

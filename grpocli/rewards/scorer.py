@@ -20,10 +20,10 @@ from itertools import groupby
 from types import TracebackType
 from typing import Any, Self
 
+from grpocli.errors import RewardError, RewardGone
 from grpocli.progress import Progress, unreported
-from grpocli.rewards import score_stats
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, as_score
-from grpocli.rewards.score_stats import ErrorLimit, ErrorLimits, RewardStats, ScoreStats, excerpt
+from grpocli.rewards.score_stats import ErrorLimit, RewardStats, ScoreStats, excerpt
 from grpocli.types import Completion, Rollout
 from grpocli.user_frames import raised
 
@@ -74,7 +74,7 @@ class Scorer:
         rewards that see the group.
         """
         scored = [
-            ScoredRollout(one, Sample.of(one, max_tokens), {name: _as_known(one.rewards[name]) for name in known})
+            ScoredRollout(one, Sample.of(one, max_tokens), {name: _without_nan(one.rewards[name]) for name in known})
             for one in rollouts
         ]
         return self.add_missing_scores(scored, enter, progress)
@@ -121,7 +121,11 @@ class Scorer:
     def _with_scores(self, one: ScoredRollout) -> Sample:
         """The sample with the scores of the rewards that do not see the group."""
         names = self.tasks.get(one.sample.task, one.scores)
-        seen = {name: _seen(one.scores[name]) for name in names if name in one.scores and not self.sees_group(name)}
+        seen = {
+            name: _without_nan(_number(one.scores[name]))
+            for name in names
+            if name in one.scores and not self.sees_group(name)
+        }
         return replace(one.sample, scores=seen)
 
     def _stats(self, rollouts: Sequence[ScoredRollout], seconds: float) -> ScoreStats:
@@ -144,17 +148,58 @@ class Scorer:
         return ScoreStats(Counter({t: len(own) for t, own in by_task.items()}), seconds, rewards, Counter(unscored))
 
     def check_errors(self, stats: ScoreStats, expected: int = 0) -> None:
-        """Raise RewardError or RewardGone if too many samples could not be scored: see `ErrorLimits.check`."""
-        ErrorLimits(self.max_errors, self.limits).check(stats, self.rewards, expected)
+        """Raise RewardError if too many samples of a reward failed; RewardGone if the cause is an unavailable service.
+
+        A task with its own limit is checked alone, all other tasks together.
+        expected: number of samples of the whole step, to check a step that is not complete yet.
+        """
+        others = [task for task in stats.samples if task not in self.limits]
+        alone = [([task], self.limits[task]) for task in stats.samples if task in self.limits]
+        scale = max(1.0, expected / max(stats.samples.total(), 1))
+        for tasks, limit in [*alone, (others, ErrorLimit("rollout.max_reward_errors", self.max_errors))]:
+            allowed = limit.share * stats.n_samples(tasks) * scale
+            for name in self.rewards:
+                found = stats.of_tasks(name, tasks)
+                if found.errors > allowed:
+                    kind = RewardError if found.errors - found.unreachable > allowed else RewardGone
+                    raise kind(self._errors_text(stats, name, tasks, f", more than {limit} allows"))
 
     def warnings(self, stats: ScoreStats) -> dict[str, str]:
-        """Warnings about samples without a training signal, as sentences; a repeated cause has the same key."""
-        found = score_stats.unscored_warnings(stats)
+        """Warnings as sentences; a repeated cause has the same key.
+
+        They are about samples without a training signal, errors that only a task's own limit allows, and samples that
+        are wrong because scoring them took too long.
+        """
+        found = {
+            f"unscored {task}": f"no reward applies to {count} of {stats.samples[task]} samples of task {task}: "
+            "they give no training signal"
+            for task, count in stats.unscored.items()
+            if count
+        }
         for name, reward in self.rewards.items():
             tasks = [task for task in stats.samples if name in self.rewards_for(task)]
-            found |= score_stats.silent_warning(stats, name, reward, tasks)
-        tolerated = ErrorLimits(self.max_errors, self.limits).tolerated_errors(stats, self.rewards)
-        return found | tolerated | score_stats.timeout_warnings(stats, self.rewards)
+            silent = stats.of_tasks(name, tasks).silent
+            if silent == stats.n_samples(tasks) and silent > sum(stats.unscored[task] for task in tasks):
+                samples = f"all {silent} samples of task {', '.join(tasks)}"
+                effect = f"returned None for {samples}: it does not affect their score"
+                found[f"silent {name}"] = f"reward.{name} ({reward.label}) {effect}"
+        for task, limit in self.limits.items():
+            for name in self.rewards:
+                if stats.of(name, task).errors > self.max_errors * stats.samples[task]:
+                    text = self._errors_text(stats, name, [task], f" of task {task}, which {limit} allows")
+                    found[f"errors {name} {task}"] = text
+        for (name, task), late in stats.rewards.items():
+            if late.timeouts:
+                samples = f"{late.timeouts} of {stats.samples[task]} samples" + (f" of task {task}" if task else "")
+                reason = f"as wrong because scoring them took too long: {late.first_timeout}"
+                label = self.rewards[name].label
+                found[f"timeouts {name} {task}"] = f"reward.{name} ({label}) scored {samples} {reason}"
+        return found
+
+    def _errors_text(self, stats: ScoreStats, name: str, tasks: Collection[str], limit_text: str) -> str:
+        found = stats.of_tasks(name, tasks)
+        failed = f"could not score {found.errors} of {stats.n_samples(tasks)} samples"
+        return f"reward.{name} ({self.rewards[name].label}) {failed}{limit_text}: {found.first_error}"
 
     def rewards_for(self, task: str) -> Collection[str]:
         """The names of the rewards that score a task's samples."""
@@ -260,16 +305,13 @@ def _batches(reward: BaseReward, rollouts: Sequence[ScoredRollout]) -> Iterator[
         yield rollouts[begin : begin + size]
 
 
-def _as_known(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-def _seen(score: Score) -> float | None:
-    return None if score is None or isinstance(score, Failure) else float(score)
-
-
 def _number(score: Score) -> float:
+    """The score as a number; NaN where a reward does not apply or failed."""
     return math.nan if score is None or isinstance(score, Failure) else float(score)
+
+
+def _without_nan(score: float) -> float | None:
+    return None if math.isnan(score) else score
 
 
 def _log_failures(name: str, rollouts: Sequence[ScoredRollout]) -> None:
