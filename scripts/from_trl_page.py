@@ -13,14 +13,15 @@ from grpocli_tools.explain.choice_files import spelled
 from grpocli_tools.explain.foreign import TABLES, of
 from grpocli_tools.explain.keys import ReferenceIndex
 from grpocli_tools.explain.render import table
-from grpocli_tools.porting import foreign_names
-from grpocli_tools.porting.foreign_names import UNSTATED, Equivalent
+from grpocli_tools.porting.equivalent import UNSTATED, Equivalent
+from grpocli_tools.porting.nemo_rl_names import NEMO_RL
+from grpocli_tools.porting.trl_names import EARLIER, GRPO_CONFIG, LORA_CONFIG, MODEL_CONFIG, TRAINER, TRAINING_ARGUMENTS
 
 FROM_TRL = """\
 # From TRL and NeMo RL
 
-`make docs` writes this page from `grpocli_tools/porting/foreign_names.py`. `grpocli explain --from-trl NAME` prints
-one row.
+`make docs` writes this page from the tables `*_names.py` in `grpocli_tools/porting/`. `grpocli explain --from-trl NAME`
+prints one row.
 `grpocli from-trl FILE` prints the command for a script of TRL, or a YAML of TRL or NeMo RL. Every setting is an
 override, or is named with the reason. A script is never run. Its calls of `GRPOConfig`, `LoraConfig`, `GRPOTrainer`
 and `load_dataset` are read, where their arguments are literals or constants of the script; every other argument is one
@@ -101,13 +102,13 @@ PORTED = """\
 | `trainer.train()` | `grpocli train` with all of these |
 """
 SECTIONS = {
-    "GRPOConfig": ("TRL", foreign_names.GRPO_CONFIG),
-    "TrainingArguments": ("TRL", foreign_names.TRAINING_ARGUMENTS),
-    "ModelConfig and ScriptArguments": ("TRL", foreign_names.MODEL_CONFIG),
-    "GRPOTrainer": ("TRL", foreign_names.TRAINER),
-    "LoraConfig": ("PEFT", foreign_names.LORA_CONFIG),
-    "Earlier names": ("other names", foreign_names.EARLIER),
-    "NeMo RL": ("NeMo RL", foreign_names.NEMO_RL),
+    "GRPOConfig": ("TRL", GRPO_CONFIG),
+    "TrainingArguments": ("TRL", TRAINING_ARGUMENTS),
+    "ModelConfig and ScriptArguments": ("TRL", MODEL_CONFIG),
+    "GRPOTrainer": ("TRL", TRAINER),
+    "LoraConfig": ("PEFT", LORA_CONFIG),
+    "Earlier names": ("other names", EARLIER),
+    "NeMo RL": ("NeMo RL", NEMO_RL),
 }
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from grpocli_tools.doctor.checkup import Finding, FindingGroup
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
-
-NARROW = 40
-"""Columns beside the names below which details stand under the names."""
 
 
 def errors(groups: Sequence[FindingGroup]) -> int:
@@ -37,11 +33,10 @@ def as_list(groups: Sequence[FindingGroup]) -> list[dict[str, str]]:
 def print_report(out: Console, groups: Sequence[FindingGroup], subject: str) -> None:
     """Print the findings below their headings, and a verdict on the subject ("the default run")."""
     width = max((len(one.name) for group in groups for one in group.findings), default=0)
-    narrow = out.width < width + NARROW
     for group in groups:
         if group.findings:
             out.print(Text(group.title, style="bold"))
-            out.print(Padding(_list(group.findings) if narrow else _table(group.findings, width), (0, 0, 1, 2)))
+            out.print(Padding(_table(group.findings, width), (0, 0, 1, 2)))
     out.print(Text(verdict(groups, subject), style="bold"), soft_wrap=True)
 
 
@@ -53,15 +48,6 @@ def _table(findings: Sequence[Finding], width: int) -> Table:
     for one in findings:
         table.add_row(Text(one.status, style=STYLES[one.status]), Text(one_line(one.name)), _detail(one))
     return table
-
-
-def _list(findings: Sequence[Finding]) -> Group:
-    """The findings below each other, for a terminal in which columns do not fit."""
-    lines: list[RenderableType] = []
-    for one in findings:
-        lines.append(Text(f"{one.status} {one_line(one.name)}", style=STYLES[one.status]))
-        lines.append(Padding(_detail(one), (0, 0, 0, 1)))
-    return Group(*lines)
 
 
 def _detail(one: Finding) -> Text:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +10,19 @@ from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli_tools.explain.choice_files import spelled
 from grpocli_tools.explain.keys import ReferenceIndex, keys_of
-from grpocli_tools.explain.render import table
-from grpocli_tools.porting import foreign_names
-from grpocli_tools.porting.foreign_names import UNSTATED, Equivalent
+from grpocli_tools.explain.render import entry_markdown, entry_text
+from grpocli_tools.porting.equivalent import UNSTATED, Equivalent
+from grpocli_tools.porting.nemo_rl_names import NEMO_RL
+from grpocli_tools.porting.trl_names import ALIASES, LORA_CONFIG, TRAINER, TRL
+from grpocli_tools.porting.verl_names import VERL
 
 TABLES = {
-    "TRL": foreign_names.TRL | {f"GRPOTrainer({name}=)": one for name, one in foreign_names.TRAINER.items()},
-    "PEFT": {f"LoraConfig({name}=)": one for name, one in foreign_names.LORA_CONFIG.items()},
-    "NeMo RL": foreign_names.NEMO_RL,
-    "verl": foreign_names.VERL,
-    "other names": foreign_names.ALIASES,
+    "TRL": TRL | {f"GRPOTrainer({name}=)": one for name, one in TRAINER.items()},
+    "PEFT": {f"LoraConfig({name}=)": one for name, one in LORA_CONFIG.items()},
+    "NeMo RL": NEMO_RL,
+    "verl": VERL,
+    "other names": ALIASES,
 }
-WIDTH = 100
-LABEL = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +101,12 @@ def rows(shown: ForeignName) -> Iterator[tuple[str, str]]:
 
 def text(shown: ForeignName) -> str:
     """For a terminal."""
-    lines = [shown.name if shown.value is None else f"{shown.name}={shown.value}"]
-    for label, value in rows(shown):
-        first, rest = f"  {label:<{LABEL}} ", " " * (LABEL + 3)
-        lines += textwrap.wrap(value, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False)
-    return "\n".join(lines) + "\n"
+    return entry_text(shown.name if shown.value is None else f"{shown.name}={shown.value}", "", rows(shown))
 
 
 def markdown(shown: ForeignName) -> str:
     """A heading and a table."""
-    return "\n".join([f"### `{shown.name}`", "", *table(["", ""], list(rows(shown)))])
+    return entry_markdown(shown.name, "", rows(shown))
 
 
 def as_json(shown: ForeignName) -> dict[str, Any]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpocli_tools.explain.choice_files import ChoiceFiles, spelled
 from grpocli_tools.explain.keys import GroupReference, KeyReference, Variant
-from grpocli_tools.explain.render import table
-from grpocli_tools.porting.foreign_names import TRAINERS, UNSTATED
+from grpocli_tools.explain.render import entry_markdown, entry_text
+from grpocli_tools.porting.equivalent import UNSTATED
+from grpocli_tools.porting.foreign_names import TRAINERS
 
-WIDTH = 100
-LABEL = 12
 LISTED = 8
 """Entries of a long list in the text of the command line; JSON has all."""
 Rows = list[tuple[str, str]]
@@ -80,26 +76,12 @@ def _foreign_rows(foreign: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str,
 
 def text(shown: KeyReference | GroupReference) -> str:
     """For a terminal: the name, the meaning, and a line for each fact."""
-    width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
-    lines = [shown.name, *textwrap.wrap(_meaning(shown), width, initial_indent="  ", subsequent_indent="  "), ""]
-    label = ""
-    for name, value in rows(shown):
-        head = "" if name == label else name
-        label = name
-        lines += textwrap.wrap(
-            value,
-            width,
-            initial_indent=f"  {head:<{LABEL}}",
-            subsequent_indent=" " * (LABEL + 4),
-            break_on_hyphens=False,
-            break_long_words=False,
-        ) or [f"  {head:<{LABEL}}"]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return entry_text(shown.name, _meaning(shown), rows(shown))
 
 
 def markdown(shown: KeyReference | GroupReference) -> str:
     """A heading, the meaning and a table."""
-    return "\n".join([f"### `{shown.name}`", "", _meaning(shown), "", *table(["", ""], rows(shown))])
+    return entry_markdown(shown.name, _meaning(shown), rows(shown))
 
 
 def _meaning(shown: KeyReference | GroupReference) -> str:

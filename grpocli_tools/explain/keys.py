@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import re
 import sys
 import textwrap
 import types
@@ -22,7 +21,8 @@ from grpocli.config.formula import field_docs, summary
 from grpocli.config.parts import BASES, CLASSES, nearest
 from grpocli.errors import ConfigError
 from grpocli_tools.explain.choice_files import HYDRA, ChoiceFiles, spelled
-from grpocli_tools.porting.foreign_names import TRAINERS, Equivalent
+from grpocli_tools.porting.equivalent import Equivalent
+from grpocli_tools.porting.foreign_names import TRAINERS
 
 WITHOUT_LABEL = ("run", "algorithm/parts")
 
@@ -335,9 +335,7 @@ def foreign_names(keys: Sequence[str]) -> dict[str, dict[str, tuple[str, ...]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for trainer, table in TRAINERS.items():
         for name, equivalent in table.items():
-            for key in keys_of(equivalent) or _noted(equivalent, known):
-                if key not in known:
-                    continue
+            for key in known.intersection(keys_of(equivalent)):
                 found.setdefault(key, {}).setdefault(trainer, []).append(name)
     return {key: {trainer: tuple(names) for trainer, names in by.items()} for key, by in found.items()}
 
@@ -347,17 +345,3 @@ def keys_of(equivalent: Equivalent) -> list[str]:
     given = [one.partition("=")[0] for one in equivalent.overrides.split() if "{}" in one]
     chosen = [one.partition("=")[0] for text in equivalent.examples() for one in text.split()]
     return list(dict.fromkeys(given or chosen))
-
-
-def _noted(equivalent: Equivalent, known: set[str]) -> list[str]:
-    """The first key that a note names. `reward.NAME.weight` is that of every reward."""
-    starts = equivalent.note.removeprefix("nothing to set: ")
-    words = re.findall(r"[a-z_]+(?:[./][a-zA-Z_]+)+", equivalent.note)
-    named = [word for word in words if word in known or "NAME" in word][:1]
-    if equivalent.lacks or (starts != equivalent.note and not any(starts.startswith(word) for word in named)):
-        return []
-    return [key for word in named for key in ([word] if word in known else _matching(word, known))]
-
-
-def _matching(pattern: str, known: set[str]) -> list[str]:
-    return [key for key in sorted(known) if re.fullmatch(re.escape(pattern).replace("NAME", r"\w+"), key)]

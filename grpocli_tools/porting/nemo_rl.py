@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpocli.types import DTYPES
-from grpocli_tools.porting.foreign_names import NEMO_RL, UNSTATED
+from grpocli_tools.porting.equivalent import UNSTATED
+from grpocli_tools.porting.nemo_rl_names import NEMO_RL
 from grpocli_tools.porting.source import Unread
 from grpocli_tools.porting.translation import MISSING, Numbers, Port
 
@@ -277,6 +278,10 @@ class NemoRl(Numbers):
         if "cluster.gpus_per_node" in self.settings:
             reason = "hardware.processes is all GPUs of a machine unless it is set"
             port.skip("cluster.gpus_per_node", gpus, reason)
+        megatron = [name for name in self.settings if name.startswith("policy.megatron_cfg.")]
+        if megatron and not self.settings.get("policy.megatron_cfg.enabled"):
+            port.named.update(megatron)
+            port.skip("policy.megatron_cfg.enabled", False, "nor has any other key of policy.megatron_cfg an effect")
         if gpus * nodes == 1 and "policy.dtensor_cfg.enabled" in self.settings:
             port.skip("policy.dtensor_cfg.enabled", self.get("policy.dtensor_cfg.enabled"), "one GPU has all weights")
 

@@ -11,10 +11,8 @@ from typing import Any
 from grpocli.config import yaml_text
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
-from grpocli_tools.porting.foreign_names import ALIASES, LORA_CONFIG, TRAINER, TRL
+from grpocli_tools.porting.trl_names import ALIASES, LORA_CONFIG, TRAINER, TRL
 
-MAX_BYTES = 2_000_000
-"""Largest file that is read."""
 MAX_NUMBER = 1e15
 """Numbers from here on are typing errors, as are infinity and NaN."""
 
@@ -88,17 +86,13 @@ def number_of(value: Any) -> float | None:
 
 
 def read_text(file: Path) -> str:
-    """The text of a file. Raises ConfigError if it cannot be read, is too large, or is not UTF-8."""
+    """The text of a file. Raises ConfigError if it cannot be read, or is not UTF-8."""
     try:
-        if not file.is_file():
-            problem = "is a folder; give a file in it" if file.is_dir() else "is a pipe or device; give a file"
-            raise ConfigError(problem if file.exists() else "there is no such file", key=str(file))
-        if (size := file.stat().st_size) > MAX_BYTES:
-            raise ConfigError(f"has {size:,} bytes; a config or script has at most {MAX_BYTES:,}", key=str(file))
-        text = file.read_text(encoding="utf-8-sig")
-        if "\0" in text:
-            raise ConfigError("has null bytes, so it is not text", key=str(file), hint="save it as UTF-8")
-        return text
+        return file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise ConfigError("there is no such file", key=str(file)) from error
+    except IsADirectoryError as error:
+        raise ConfigError("is a folder; give a file in it", key=str(file)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"is not UTF-8 (byte {error.start:,})", key=str(file), hint="save it as UTF-8") from error
     except OSError as error:
@@ -106,7 +100,7 @@ def read_text(file: Path) -> str:
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """The mapping of a YAML or JSON file. Raises ConfigError if it is broken, too deep, too large or not a mapping."""
+    """The mapping of a YAML or JSON file. Raises ConfigError if it is broken or not a mapping."""
     text = read_text(file)
     try:
         values = json.loads(text) if file.suffix == ".json" else yaml_text.load(text)

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Quote
 
 from grpocli.config.overrides import to_text
 from grpocli.text import clean
-from grpocli_tools.porting.foreign_names import UNSTATED, Equivalent
+from grpocli_tools.porting.equivalent import UNSTATED, Equivalent
 from grpocli_tools.porting.source import Unread, number_of
 
 COLOCATED = (

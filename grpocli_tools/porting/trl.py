@@ -9,7 +9,11 @@ from typing import Any
 from grpocli.training.schedule import ARGUMENTS
 from grpocli.types import DTYPES
 from grpocli_tools.porting.accelerate import HALVES
-from grpocli_tools.porting.foreign_names import (
+from grpocli_tools.porting.equivalent import UNSTATED
+from grpocli_tools.porting.source import ScriptSource, Unread, number_of
+from grpocli_tools.porting.translation import MISSING, Numbers, Port
+from grpocli_tools.porting.trl_data import set_data, set_rewards
+from grpocli_tools.porting.trl_names import (
     ALIASES,
     GRPO_CONFIG,
     LORA_CONFIG,
@@ -17,11 +21,7 @@ from grpocli_tools.porting.foreign_names import (
     TRAINER,
     TRAINING_ARGUMENTS,
     TRL,
-    UNSTATED,
 )
-from grpocli_tools.porting.source import ScriptSource, Unread, number_of
-from grpocli_tools.porting.translation import MISSING, Numbers, Port
-from grpocli_tools.porting.trl_data import set_data, set_rewards
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}
 OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd": "sgd"}

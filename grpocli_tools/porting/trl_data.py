@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from grpocli.config.user_parts import name_of
-from grpocli_tools.porting.foreign_names import TRAINER
 from grpocli_tools.porting.source import Data, RewardCall, ScriptSource, Unread
 from grpocli_tools.porting.translation import MISSING, Port
+from grpocli_tools.porting.trl_names import TRAINER
 
 FILES = ("json", "csv", "parquet")
 BUILT_IN = {"accuracy_reward": "math", "think_format_reward": "format", "get_soft_overlong_punishment": "overlong"}

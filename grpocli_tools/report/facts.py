@@ -69,7 +69,7 @@ def compute_dtype(run: Path, flat: Flat) -> str:
         return wanted
     try:
         saved = json.loads((RunDir(run).model / "config.json").read_text()).get("dtype")
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError):
         return "auto"
     return saved if saved in DTYPES else "auto"
 
@@ -105,11 +105,7 @@ def _sessions(run: Path) -> list[Session]:
         found, _ = intact_sessions(RunDir(run))
     except OSError:
         return []
-    return [
-        one
-        for one in found
-        if isinstance(one.step, int) and isinstance(one.versions, dict) and isinstance(one.fallback, list)
-    ]
+    return found
 
 
 def _session(session: Session) -> str:
@@ -152,9 +148,7 @@ def _environment(task: Mapping[str, Any]) -> str:
 
 
 def _rewards(config: Mapping[str, Any]) -> str:
-    rewards = config.get("reward")
-    rewards = rewards if isinstance(rewards, Mapping) else {}
-    weights = {name: part.get("weight", 1) if isinstance(part, Mapping) else 1 for name, part in rewards.items()}
+    weights = {name: part.get("weight", 1) for name, part in (config.get("reward") or {}).items()}
     return ", ".join(f"{name} × {format_value(w)}" if w != 1 else name for name, w in weights.items()) or "none"
 
 
@@ -163,8 +157,7 @@ def _algorithm(choices: Mapping[str, str], config: Mapping[str, Any]) -> str:
     name = choices.get("algorithm", "unknown")
     if name == "parts":
         return _parts(config)
-    overrides = config.get("overrides")
-    texts = [str(text).lstrip("+").partition("=") for text in overrides] if isinstance(overrides, list) else []
+    texts = [str(text).lstrip("+").partition("=") for text in config.get("overrides") or []]
     typed = {key: value for key, _, value in texts if key.startswith(("algorithm.", "algorithm/"))}
     changes = [f"{key[len('algorithm.') :]}={value}" for key, value in typed.items()]
     return f"{NAMES.get(name, name)}" + (f" with {', '.join(changes)}" if changes else "")
@@ -172,8 +165,7 @@ def _algorithm(choices: Mapping[str, str], config: Mapping[str, Any]) -> str:
 
 def _parts(config: Mapping[str, Any]) -> str:
     """`advantage std, objective clip ...`."""
-    algorithm = config.get("algorithm")
-    parts = algorithm.items() if isinstance(algorithm, Mapping) else ()
+    parts = (config.get("algorithm") or {}).items()
     targets = {kind: str(part.get("_target_", "")) for kind, part in parts if isinstance(part, Mapping)}
     return ", ".join(f"{kind} {target.rpartition('/')[2]}" for kind, target in targets.items()) or "unknown"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,9 +28,6 @@ LoadPage = Callable[[Sequence[Path]], PageData]
 LoadStep = Callable[[Path, int], dict[str, Any]]
 NewValues = Callable[[Path, Sequence[MetricsRow]], tuple[list[int], dict[str, Series]]]
 
-MOST_BYTES = 1 << 24
-"""Bytes of new metrics read for one answer; the rest comes with the next."""
-BLOCK = 1 << 16
 SHARE = 300
 """Work that took t seconds is not repeated for SHARE * t seconds: it takes at most a third of a percent of a core."""
 MOST_WAIT = 60.0
@@ -65,12 +61,9 @@ class MetricsTail:
         self.path = path
         self.identity: tuple[int, int] | None = None
         self.offset = 0
-        try:
-            found = path.stat()
+        if found := self._stat():
             self.identity = (found.st_dev, found.st_ino)
-            self.offset = _last_line(path, found.st_size)
-        except OSError:
-            return
+            self.offset = path.read_bytes().rfind(b"\n") + 1
 
     def is_cut_back(self) -> bool:
         """Whether the file was replaced, deleted or cut back, as by a resume. Reads nothing."""
@@ -81,10 +74,15 @@ class MetricsTail:
         found = self._stat()
         if self._is_other(found):
             return None
-        if found is None or found.st_size == self.offset or not stat.S_ISREG(found.st_mode):
+        if found is None or found.st_size == self.offset:
             return []
         self.identity = (found.st_dev, found.st_ino)
-        return self._appended()
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            text = file.read()
+        whole = text.rfind(b"\n") + 1
+        self.offset += whole
+        return [row for line in text[:whole].split(b"\n") if (row := metrics_row(line)) is not None]
 
     def _stat(self) -> os.stat_result | None:
         try:
@@ -96,29 +94,6 @@ class MetricsTail:
         if found is None or self.identity is None:
             return self.identity is not None
         return (found.st_dev, found.st_ino) != self.identity or found.st_size < self.offset
-
-    def _appended(self) -> list[MetricsRow]:
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            text = file.read(MOST_BYTES)
-        whole = text.rfind(b"\n") + 1
-        if not whole and len(text) == MOST_BYTES:  # no step has a line this long
-            whole = len(text)
-        self.offset += whole
-        return [row for line in text[:whole].split(b"\n") if (row := metrics_row(line)) is not None]
-
-
-def _last_line(path: Path, size: int) -> int:
-    """The offset after the last line end before `size`."""
-    with path.open("rb") as file:
-        end = size
-        while end > 0:
-            start = max(0, end - BLOCK)
-            file.seek(start)
-            if (at := file.read(end - start).rfind(b"\n")) >= 0:
-                return start + at + 1
-            end = start
-    return 0
 
 
 @dataclass(slots=True)

@@ -262,10 +262,7 @@ def _rounded(values: Any, ids: Sequence[int]) -> Series | None:
     known = _per_token(values, ids)
     if known is None:
         return None
-    try:
-        return [float(f"{value:.4g}") if value is not None and isfinite(value) else None for value in known]
-    except (TypeError, ValueError):  # a column of another type
-        return [rounded(value) for value in known]
+    return [float(f"{value:.4g}") if value is not None and isfinite(value) else None for value in known]
 
 
 def _per_token(values: Any, ids: Sequence[int]) -> Any:

@@ -28,15 +28,6 @@ COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 
 RolloutRow = dict[str, Any]
-KINDS: dict[str, Any] = {
-    "step": int,
-    "group": int,
-    "prompt": str,
-    "completion": str,
-    "completion_ids": list,
-    "finish_reason": str,
-}
-"""The columns that are needed to show a completion, and their types."""
 PROBLEM_COLUMNS = ("step", "sampled_step", "task", "row", "group", "prompt", "messages")
 """The columns that tell the problem of a completion."""
 
@@ -81,7 +72,7 @@ class Condition:
         if f"reward/{self.column}" in row:
             return row[f"reward/{self.column}"]
         if self.column.startswith(COLUMNS) and "columns" in row:
-            return _columns(row).get(self.column.removeprefix(COLUMNS))
+            return json.loads(row["columns"]).get(self.column.removeprefix(COLUMNS))
         columns = [column.removeprefix("reward/") for column in row]
         near = nearest(self.column, columns) or f"; there are {', '.join(columns)}"
         raise ConfigError(f"--where {self.column}: there is no such column{near}")
@@ -119,43 +110,18 @@ def step_files(run: Path, wanted: str = ":") -> list[Path]:
     return chosen
 
 
-def _columns(row: RolloutRow) -> dict[str, Any]:
-    try:
-        columns = json.loads(row["columns"])
-    except (ValueError, TypeError, RecursionError):
-        columns = None
-    if isinstance(columns, dict):
-        return columns
-    problem = f"the columns of an example in step {row['step']} cannot be read"
-    raise ConfigError(problem, key="--where", hint="name other steps")
-
-
-def _check_row(row: RolloutRow, path: Path, needed: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless a row has the columns of a rollout file. needed: their types, beside the rewards'."""
-    scores = (name for name in row if name.startswith("reward/"))
-    kinds = {**needed, **dict.fromkeys(scores, int | float | None)}
-    for name, kind in kinds.items():
-        if name not in row or not isinstance(row[name], kind):
-            problem = f"has {str(row[name])[:40]!r} for {name}" if name in row else f"has no column {name}"
-            raise ConfigError(f"{path}: holds no rollouts, a row {problem}; remove it, or name other steps")
-
-
 def problem_rows(files: list[Path], conditions: list[Condition]) -> Iterator[RolloutRow]:
     """As `matching_rows`, with the columns that tell the problem of a completion and its rewards."""
     if conditions:
         yield from matching_rows(files, conditions)
         return
     for path in files:
-        for row in read_rollouts(path, lambda name: name in PROBLEM_COLUMNS or name.startswith("reward/")):
-            _check_row(row, path, {name: KINDS[name] for name in ("step", "group", "prompt")})
-            _check_row({"row": None, **row}, path, {"row": int | None})
-            yield row
+        yield from read_rollouts(path, lambda name: name in PROBLEM_COLUMNS or name.startswith("reward/"))
 
 
 def matching_rows(files: list[Path], conditions: list[Condition]) -> Iterator[RolloutRow]:
     """The rows that satisfy all conditions, file by file."""
     for path in files:
         for row in read_rollouts(path):
-            _check_row(row, path, KINDS | {"advantage": int | float | None})
             if all(condition.holds(row) for condition in conditions):
                 yield row

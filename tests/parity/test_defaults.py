@@ -6,7 +6,8 @@ import dataclasses
 
 from parity.table import Table
 
-from grpocli_tools.porting.foreign_names import GRPO_CONFIG, TRAINING_ARGUMENTS, UNSTATED
+from grpocli_tools.porting.equivalent import UNSTATED
+from grpocli_tools.porting.trl_names import GRPO_CONFIG, TRAINING_ARGUMENTS
 
 
 def test_every_field_of_grpo_config_is_in_the_table_with_its_default(table: Table) -> None:

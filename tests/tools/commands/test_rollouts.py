@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -147,30 +146,6 @@ def test_a_refused_upload_is_reported(grpocli, run: Path) -> None:
     assert "--export hub:not//a name: the hub refused it: " in err
 
 
-def _not_utf8(rows: int) -> pyarrow.Array:
-    _, offsets, data = pyarrow.array([b"\xff"] * rows).buffers()
-    return pyarrow.StringArray.from_buffers(rows, offsets, data)
-
-
-@pytest.mark.parametrize(
-    ("column", "made", "said"),
-    [
-        ("completion", _not_utf8, "is broken or no parquet file: 'utf-8' codec"),
-        ("completion", lambda n: pyarrow.array([7] * n), "holds no rollouts, a row has '7' for completion"),
-        ("advantage", lambda n: pyarrow.array(["high"] * n), "holds no rollouts, a row has 'high' for advantage"),
-        ("columns", lambda n: pyarrow.array(["[" * 100_000] * n), "the columns of an example in step 1 cannot be read"),
-    ],
-)
-def test_files_of_unknown_origin_are_refused(grpocli, run: Path, column: str, made: Any, said: str) -> None:
-    file = run / "rollouts" / "step_000001.parquet"
-    table = pyarrow.parquet.read_table(file)
-    place = table.column_names.index(column)
-    pyarrow.parquet.write_table(table.set_column(place, column, made(len(table))), file)
-    code, _, err = grpocli("rollouts", str(run), "--step", "1", "--where", "columns.x=1")
-    assert (code, err.count("\n")) == (2, 1)
-    assert said in err
-
-
 def test_broken_compressed_pages_are_reported(grpocli, run: Path) -> None:
     file = run / "rollouts" / "step_000001.parquet"
     whole = file.read_bytes()
@@ -253,15 +228,3 @@ def test_problems_of_files_without_rows_are_told_apart_by_their_prompts(grpocli,
         pyarrow.parquet.write_table(pyarrow.parquet.read_table(file).drop_columns(["row", "sampled_step"]), file)
     _, out, _ = grpocli("rollouts", str(tmp_path), "--problems")
     assert [row[:4] for row in cells(out)] == [["sums", "-", "4", "75.0%"], ["words", "-", "4", "0.0%"]]
-
-
-@pytest.mark.parametrize(("column", "value"), [("row", "three"), ("group", "first"), ("reward/right", "high")])
-def test_files_of_unknown_origin_have_no_problems(grpocli, tmp_path: Path, column: str, value: str) -> None:
-    problem_files(tmp_path)
-    file = tmp_path / "rollouts" / "step_000001.parquet"
-    table = pyarrow.parquet.read_table(file)
-    made = pyarrow.array([value] * len(table))
-    pyarrow.parquet.write_table(table.set_column(table.column_names.index(column), column, made), file)
-    code, _, err = grpocli("rollouts", str(tmp_path), "--problems")
-    assert (code, err.count("\n")) == (2, 1)
-    assert f"holds no rollouts, a row has '{value}' for {column}" in err

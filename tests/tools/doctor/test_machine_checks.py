@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 import time
@@ -10,14 +9,12 @@ from pathlib import Path
 
 import pytest
 from doctor.machines import TORCH, VLLM, by_name, machine, said
-from rich.console import Console
 
 from grpocli.progress import unreported
 from grpocli_tools.doctor import devices, engines, resources, software, surroundings
-from grpocli_tools.doctor.checkup import Finding, FindingGroup, MachineCheck, examine, ok
+from grpocli_tools.doctor.checkup import Finding, MachineCheck, examine, ok
 from grpocli_tools.doctor.machine import Ended, Machine, Package, end_commands, installed_packages, reach
 from grpocli_tools.doctor.needs import GIB, MIB, Module, Needs
-from grpocli_tools.doctor.report import print_report
 
 GPU = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 9.0, GPU-1"
 SEEN = {"name": "NVIDIA H100", "capability": [9, 0], "free": 80 * GIB, "total": 80 * GIB, "computes": True}
@@ -408,11 +405,3 @@ def test_a_proxy_that_is_no_url_is_named_without_its_password(monkeypatch: pytes
         reason = reach("https://huggingface.co")
         assert reason.startswith("not a valid address: ")
         assert "secret" not in reason
-
-
-def test_a_narrow_terminal_shows_details_and_advice() -> None:
-    console = Console(width=20, file=io.StringIO())
-    groups = [FindingGroup("disk", (Finding("hub cache", "error", "nothing is free", "export HF_HOME=FOLDER"),))]
-    print_report(console, groups, "x")
-    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-    assert "error hub cache nothing is free -> export HF_HOME=FOLDER" in text

@@ -115,12 +115,8 @@ def test_a_recipe_composes(tmp_path: Path, grpocli: Command) -> None:
         ("a.py", b"x = (\n", "line 1: "),
         ("a.py", b"x = 1\n", "has no GRPOConfig(...) and no GRPOTrainer(...)"),
         ("a.py", b"\xff\xfe", "is not UTF-8"),
-        ("a.py", b"(" * 5000, "line 1: too many nested parentheses"),
-        ("a.py", b"x" * 2_000_001, "has 2,000,001 bytes"),
         ("a.yaml", b"- 1\n", "has a list, not a mapping"),
-        ("a.json", b"[" * 100_000, "nested too deep"),
         ("a.py", b"x = " + b"+".join([b"1"] * 30_000), "nested too deep, or has too many terms"),
-        ("a.py", b"a\0b", "a.py: has null bytes"),
         ("a.yaml", b"a: 1\n", "has no key of TRL"),
     ],
 )

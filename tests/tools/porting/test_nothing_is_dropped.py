@@ -13,8 +13,10 @@ import yaml
 from tables import table
 
 from grpocli.composition.compose import compose
-from grpocli_tools.porting.foreign_names import LORA_CONFIG, NEMO_RL, TRAINER, TRL, UNSTATED
+from grpocli_tools.porting.equivalent import UNSTATED
 from grpocli_tools.porting.from_trl_command import ported, shell_script
+from grpocli_tools.porting.nemo_rl_names import NEMO_RL
+from grpocli_tools.porting.trl_names import LORA_CONFIG, TRAINER, TRL
 
 SAMPLES: dict[str, Any] = {
     "accelerator_config": {"split_batches": True},

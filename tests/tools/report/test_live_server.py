@@ -147,7 +147,7 @@ def test_a_free_port_is_on_the_loopback_address() -> None:
 
 @pytest.mark.processes
 def test_the_server_imports_neither_torch_nor_transformers() -> None:
-    modules = "live_server, live, live_data, build, watch_command"
+    modules = "live_server, live, live_data, build_page, watch_command"
     code = (
         f"import sys; from grpocli_tools.report import {modules}; print({{'torch', 'transformers'}} & {{*sys.modules}})"
     )

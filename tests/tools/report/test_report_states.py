@@ -10,7 +10,6 @@ from cli.running import SMALL, killed_after, run_here
 
 from grpocli.runs.run_dir import RunDir
 from grpocli_tools.report.build_page import Builder, state_of
-from grpocli_tools.report.html import page_html
 from grpocli_tools.report.page_data import PageData, RunView
 from grpocli_tools.report.report_page import formula_lines_of
 
@@ -136,26 +135,6 @@ def test_a_finished_run_that_was_resumed_for_more_steps_and_killed_is_unfinished
     assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 20) == "unfinished"
     assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 5) == "done", "it asked for fewer steps than there were"
     assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 20, "eval/accuracy is 1") == "done"
-
-
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("summary.json", '{"steps": 1, "exit": ["done"], "seconds": Infinity, "eval/accuracy": {"a": 1}}'),
-        ("sessions.jsonl", '{"step": 0, "time": 5, "versions": {}, "changes": {}, "fallback": true}\n'),
-        ("sessions.jsonl", '{"step": "0", "time": "", "versions": [1], "changes": {}}\n'),
-        ("config.yaml", "seed: 0\noverrides: 7\nreward: [1]\ntask: x\neval: {problems: a}\ntrain: {steps: many}\n"),
-        ("config.yaml", "- a\n- b\n"),
-        ("metrics.jsonl", '{"step": 1, "reward": {"a": 1}, "num_tokens": "x", "time/step": 1e999}\n[]\n7\n'),
-    ],
-)
-def test_values_of_other_types_are_no_traceback(tmp_path: Path, file: str, text: str) -> None:
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text("[]")
-    (tmp_path / "config.yaml").write_text("seed: 0\n")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
-    (tmp_path / file).write_text(text)
-    assert "</html>" in page_html(page(tmp_path))
 
 
 def facts_of(tmp_path: Path, *overrides: str) -> dict[str, str]:
