@@ -163,15 +163,13 @@ def _routers(algorithm: Algorithm) -> Iterator[Section]:
 def _section(label: str, choice: str, formula: Formula, owner: object, prefix: str) -> Section:
     values, described = settings(owner), field_docs(type(owner))
     symbols = tuple(
-        Symbol(name, f"{prefix}.{field}", as_typed(values[field]), _first_sentence(described.get(field, "")))
+        Symbol(
+            name, f"{prefix}.{field}", as_typed(values[field]), described.get(field, "").partition(". ")[0].rstrip(".")
+        )
         for name, field in formula.symbols.items()
     )
     rest = tuple((f"{prefix}.{f}", as_typed(v)) for f, v in values.items() if f not in formula.symbols.values())
     return Section(label, choice, formula.lines, formula.note, symbols, rest, formula.source)
-
-
-def _first_sentence(text: str) -> str:
-    return text.partition(". ")[0].rstrip(".")
 
 
 def _chosen(used: dict[str, Section], *kinds: str) -> Iterator[Section]:
@@ -330,24 +328,17 @@ def _update(run: Run) -> Section:
     older = run.algorithm.keep.surplus == "carry" or rollout.max_staleness > 0
     sampler_is_old = run.algorithm.takes_sampler_as_old
     mixed = older and not (run.algorithm.has_correction or sampler_is_old)
+    even = rows % train.minibatches == 0
+    share = f"= {rows // train.minibatches:,}" if even else f"≈ {rows / train.minibatches:,.0f}"
+    old = "π_old: π_θ before the step's first update" if several else "π_old = sg[π_θ]: with one update per step, r = 1"
     lines = (
-        f"E M = {counted(updates, 'update')} per step, of N = P G / M {_share(rows, train.minibatches)} completions",
-        *(() if sampler_is_old else (_old_policy(several),)),
+        f"E M = {counted(updates, 'update')} per step, of N = P G / M {share} completions",
+        *(() if sampler_is_old else (old,)),
         *((f"μ: π_θ of up to {counted(rollout.max_staleness, 'step')} earlier",) if rollout.max_staleness else ()),
         *(("π_old = μ for completions of older weights",) if mixed else ()),
     )
     keys = {"E": ("epochs", "Passes over a step's completions"), "M": ("minibatches", "Updates per pass")}
     return Section("update", "", lines, symbols=_symbols(train, "train", keys))
-
-
-def _old_policy(several: bool) -> str:
-    return (
-        "π_old: π_θ before the step's first update" if several else "π_old = sg[π_θ]: with one update per step, r = 1"
-    )
-
-
-def _share(rows: int, windows: int) -> str:
-    return f"= {rows // windows:,}" if rows % windows == 0 else f"≈ {rows / windows:,.0f}"
 
 
 def _values(run: Run, config: DictConfig) -> dict[str, str]:

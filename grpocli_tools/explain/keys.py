@@ -109,8 +109,11 @@ class ReferenceIndex:
             for name, variant in _walk(cls, prefix, label):
                 found.setdefault(name, []).append(variant)
         usual = {f"{group}={choice.strip('[]')}" for group, choice in self.files.defaults.items()}
-        merged = {name: _merged(_usual_first(variants, usual)) for name, variants in found.items()}
-        merged |= {name: (self._hydra(name, doc),) for name, doc in HYDRA.items()}
+        for variants in found.values():  # that of the default run first
+            variants.sort(key=lambda one: not usual & set(one.choices))
+        merged = {name: _merged(variants) for name, variants in found.items()}
+        for name, doc in HYDRA.items():
+            merged[name] = (Variant((), ChoiceFiles, name, doc, "text", self.files.hydra[name], ()),)
         self.groups = self.files.groups
         self.foreign = foreign_names([*merged, *self.groups])
         self.keys = {
@@ -123,9 +126,6 @@ class ReferenceIndex:
             )
             for name, variants in merged.items()
         }
-
-    def _hydra(self, name: str, doc: str) -> Variant:
-        return Variant((), ChoiceFiles, name, doc, "text", self.files.hydra[name], ())
 
     def group(self, name: str) -> GroupReference:
         """A config group or a section of keys. Raises KeyError if there is none."""
@@ -293,11 +293,6 @@ def _global(cls: type[Any], node: ast.expr) -> Sequence[Any]:
     """The value of a name in the module of a class; none for another expression."""
     value = getattr(sys.modules[cls.__module__], node.id, ()) if isinstance(node, ast.Name) else ()
     return tuple(value)
-
-
-def _usual_first(variants: Sequence[Variant], usual: set[str]) -> list[Variant]:
-    """The variants, that of the default run first."""
-    return sorted(variants, key=lambda one: not usual & set(one.choices))
 
 
 def _merged(variants: Sequence[Variant]) -> tuple[Variant, ...]:

@@ -259,7 +259,7 @@ def sampled_rows(inputs: PlanInputs) -> int:
 
 def _sampling(inputs: PlanInputs) -> list[Item]:
     size, run = inputs.size, inputs.run
-    rows = sampled_rows(inputs)
+    rows, vocabulary = sampled_rows(inputs), size.config.get_text_config().vocab_size
     length = run.rollout.longest_row
     # on a CPU keys and values are float32; on a GPU, under autocast, only a prompt's keys are
     number = FLOAT32 if inputs.dtype_bytes == FLOAT32 or not inputs.resources.gpu else 3
@@ -276,7 +276,7 @@ def _sampling(inputs: PlanInputs) -> list[Item]:
     return [
         Item("weights to sample with", 0, casts, f"{which}, {dtypes}"),
         Item("KV cache", 0, cache, rows_of),
-        Item("sampling", 0, SAMPLED * rows * _vocabulary(inputs), "logits, and float32 and float64 copies"),
+        Item("sampling", 0, SAMPLED * rows * vocabulary, "logits, and float32 and float64 copies"),
     ]
 
 
@@ -334,10 +334,6 @@ def sequence_bytes(inputs: PlanInputs) -> float:
     rollout = inputs.run.rollout
     length = rollout.longest_row
     return inputs.dtype_bytes * inputs.size.cache_per_token * length
-
-
-def _vocabulary(inputs: PlanInputs) -> int:
-    return int(inputs.size.config.get_text_config().vocab_size)
 
 
 def _sharded(shards: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,6 @@ from grpocli.config import yaml_text
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli_tools.porting.trl_names import ALIASES, LORA_CONFIG, TRAINER, TRL
-
-MAX_NUMBER = 1e15
-"""Numbers from here on are typing errors, as are infinity and NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +75,12 @@ class ScriptSource:
 
 
 def number_of(value: Any) -> float | None:
-    """A value as a number, also of text such as YAML's `1e-6`; None if it is not one below MAX_NUMBER."""
+    """A value as a number, also of text such as YAML's `1e-6`; None if it is not a finite one."""
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError):
         return None
-    return number if abs(number) < MAX_NUMBER else None
+    return number if math.isfinite(number) else None
 
 
 def read_text(file: Path) -> str:

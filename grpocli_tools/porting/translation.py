@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -136,7 +135,8 @@ class Port:
                 self.set(key, value if text == "{}" else yaml.safe_load(text.format(value)), name, note=note)
                 added += 1
         if not added:
-            chosen = ", ".join(f"{key}={shortened(self.value(key))}" for key in dict.fromkeys(_keys(templates)))
+            keys = dict.fromkeys(template.partition("=")[0] for template in templates)
+            chosen = ", ".join(f"{key}={shortened(self.value(key))}" for key in keys)
             self.skip(name, value, f"{chosen} is chosen already")
 
 
@@ -154,25 +154,17 @@ class Numbers:
         raise NotImplementedError
 
     def number(self, name: str) -> float:
-        """A setting as a number, also from text such as YAML's `1e-6`; the default for anything else."""
-        value = number_of(self.get(name))
-        return self._default(name, "not a finite number") if value is None else value
-
-    def whole(self, name: str) -> int:
-        """A setting as a whole number from 1 on; the default for anything else."""
-        value = self.number(name)
-        return int(value if value >= 1 else self._default(name, "less than 1"))
-
-    def _default(self, name: str, problem: str) -> float:
-        """The default, with a remark on the value that it replaces."""
+        """A setting as a number, also from text such as YAML's `1e-6`; else the default, with a remark."""
+        if (value := number_of(self.get(name))) is not None:
+            return value
         default = float(self.default(name) or 0)
         if name not in self.port.remarked:
-            self.port.check(name, self.get(name), f"it is {problem}; {self.default_text.format(default)} is used")
+            self.port.check(name, self.get(name), f"it is not a number; {self.default_text.format(default)} is used")
         return default
 
-
-def _keys(templates: Iterable[str]) -> list[str]:
-    return [one.partition("=")[0] for one in templates]
+    def whole(self, name: str) -> int:
+        """A setting as a whole number from 1 on."""
+        return max(1, int(self.number(name)))
 
 
 def shortened(value: Any) -> str:

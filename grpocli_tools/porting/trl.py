@@ -132,7 +132,10 @@ class Translation(Numbers):
         if half := next((name for name in HALVES if self.given(name)), ""):
             self.port.set("model.dtype", HALVES[half], half)
         self._mapping("model_init_kwargs", self._model_key_of)
-        self._mapping("chat_template_kwargs", self._template_argument)
+        self._mapping(
+            "chat_template_kwargs",
+            lambda key, value, name: self.port.set(f"model.chat_template_arguments.{key}", value, name),
+        )
 
     def _mapping(self, name: str, put: Any) -> None:
         """Translate each entry of a dictionary."""
@@ -141,9 +144,6 @@ class Translation(Numbers):
             self.port.named.add(name)
             for key, value in entries.items():
                 put(str(key), value, f"{name}.{key}")
-
-    def _template_argument(self, key: str, value: Any, name: str) -> None:
-        self.port.set(f"model.chat_template_arguments.{key}", value, name)
 
     def _schedule_argument(self, key: str, value: Any, name: str) -> None:
         number = number_of(value) if isinstance(value, str) else None  # YAML's 1e-7 is a text

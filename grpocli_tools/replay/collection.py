@@ -19,7 +19,7 @@ from grpocli.training.build_trainer import make_collector
 from grpocli.training.collector import RolloutBatch, Sampler
 from grpocli.training.prefetch import without_stale
 from grpocli.training.saved_rollouts import Redraw
-from grpocli.types import Group, Prompt, Rollout, Sampling
+from grpocli.types import Group, Prompt, Sampling
 from grpocli_tools.replay.record import FileRow, RecordedGroup, RecordedStep, commonest
 from grpocli_tools.replay.recorded_engine import RecordedEngine, RecordedTokens
 
@@ -215,15 +215,11 @@ class _RecordedSampler:
         place = {group.uid: p for p, group in enumerate(self.recorded.groups)}
         old = [_with_rewards(group, self.rewards, names, place[group.uid]) for group in groups]
         for new, recorded in zip(groups, old, strict=True):
-            self.found[new.uid] = Group(
-                new.prompt, [_joined(*pair) for pair in zip(new.rollouts, recorded.rollouts, strict=True)]
-            )
+            pairs = zip(new.rollouts, recorded.rollouts, strict=True)
+            # the rewards computed again, and the recorded values of those that were not
+            again = [replace(one, rewards=before.rewards | one.rewards) for one, before in pairs]
+            self.found[new.uid] = Group(new.prompt, again)
         return old, stats
-
-
-def _joined(new: Rollout, recorded: Rollout) -> Rollout:
-    """The rollout with the rewards computed again, and the recorded values of those that were not."""
-    return replace(new, rewards=recorded.rewards | new.rewards)
 
 
 def _with_rewards(group: Group, rewards: Mapping[str, Tensor], names: Sequence[str], p: int) -> Group:

@@ -121,7 +121,8 @@ class StepReplay:
         So one damaged reward or advantage does not change the weights of later steps.
         """
         again = [collected.groups[group.number] for group in self.recorded.trained]
-        recorded_PG = torch.tensor([[_nan(row["advantage"]) for row in g.rows] for g in self.recorded.trained])
+        rows_PG = [[row["advantage"] for row in group.rows] for group in self.recorded.trained]
+        recorded_PG = torch.tensor([[math.nan if one is None else one for one in row_G] for row_G in rows_PG])
         candidates = [self._collector.advantages(groups) for groups in (trained, again)]
         wrong = [int((~_alike(recorded_PG, self._used(candidate, trained))).sum()) for candidate in candidates]
         best = min(range(2), key=lambda i: wrong[i])
@@ -379,10 +380,6 @@ def checkpoint_check(step: int, differences: Mapping[str, float], dtype: str, ex
 
 def _alike(one: Tensor, other: Tensor) -> Tensor:
     return torch.isclose(one, other, rtol=limits.SUM_TOLERANCE, atol=1e-6, equal_nan=True)
-
-
-def _nan(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _none(value: float) -> float | None:

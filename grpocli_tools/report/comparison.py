@@ -48,7 +48,7 @@ def compare(folders: Sequence[Path], sort: str = "accuracy") -> list[RunTable]:
     if not rows:
         raise ConfigError(f"there is no run below {', '.join(map(str, folders))}: no folder there has a config.yaml")
     if sort != "path":
-        rows.sort(key=lambda row: _best_first(row.results[sort]))
+        rows.sort(key=lambda row: (row.results[sort] is None, -(row.results[sort] or 0.0)))
     keys = differing_settings(rows)
     names = short_names(keys, rows)
     tables = [_run_table(rows, keys, names)]
@@ -56,10 +56,6 @@ def compare(folders: Sequence[Path], sort: str = "accuracy") -> list[RunTable]:
     if "seed" in keys and any(len(group) > 1 for group in _group_by(rows, others).values()):
         tables.append(_seed_means(rows, others, names))
     return tables
-
-
-def _best_first(value: float | None) -> tuple[bool, float]:
-    return value is None, -(value or 0.0)
 
 
 def differing_settings(rows: Sequence[RunRow]) -> list[str]:

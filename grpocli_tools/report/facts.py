@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def facts(
     run: Path, config: Mapping[str, Any], flat: Flat, summary: Mapping[str, Any], curves: Curves
 ) -> list[tuple[str, str]]:
     """(label, value) rows; those that the config does not determine are left out."""
-    choices = saved_choices(run, config)
+    choices, starts = saved_choices(run, config), session_starts(run)
     rows = [
         ("model", _model(choices, flat)),
         ("task", _tasks(choices, config)),
@@ -57,7 +57,7 @@ def facts(
         ("hardware", _hardware(run, flat)),
         ("seed", format_value(flat["seed"]) if "seed" in flat else ""),
         *_progress(flat, summary, curves),
-        ("sessions", _started(session_starts(run))),
+        ("sessions", f"{len(starts) + 1}, resumed after step {', '.join(map(str, starts))}" if starts else ""),
     ]
     return [(label, value) for label, value in rows if value]
 
@@ -244,11 +244,6 @@ def _on_cpu(run: Path, flat: Flat) -> bool:
     """Whether the run computes on the CPU for certain: by its config, or by a torch without CUDA."""
     found = _sessions(run)
     return flat.get("hardware.device") == "cpu" or bool(found and str(found[-1].versions.get("torch")).endswith("+cpu"))
-
-
-def _started(starts: Sequence[int]) -> str:
-    """`2, resumed after step 30`; "" for a run that was never resumed."""
-    return f"{len(starts) + 1}, resumed after step {', '.join(f'{step:,}' for step in starts)}" if starts else ""
 
 
 def _progress(flat: Flat, summary: Mapping[str, Any], curves: Curves) -> list[tuple[str, str]]:

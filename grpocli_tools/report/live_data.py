@@ -274,7 +274,8 @@ class LiveData:
             if self.page is None:
                 raise
             return None
-        title = page.title if len(paths) == 1 else f"{len(paths)} runs in {', '.join(map(_name, self.folders))}"
+        names = ", ".join(folder.resolve().name for folder in self.folders)
+        title = page.title if len(paths) == 1 else f"{len(paths)} runs in {names}"
         return replace(page, title=title, notes=[*notes, *page.notes])
 
     def _take_facts(self, page: PageData) -> None:
@@ -320,7 +321,3 @@ def _with_copies(view: RunView) -> RunView:
     metrics = {name: list(values) for name, values in view.metrics.items()}
     rollouts = replace(view.rollouts, rule="", steps=list(view.rollouts.steps))
     return replace(view, steps=list(view.steps), metrics=metrics, rollouts=rollouts)
-
-
-def _name(folder: Path) -> str:
-    return folder.resolve().name

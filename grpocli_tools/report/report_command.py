@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ def main(argv: Sequence[str]) -> int:
     if args.completions is not None and args.completions < 0:
         raise ConfigError("must be 0 or more", key="--completions", value=args.completions)
     out = args.out or args.folders[0] / "report.html"
-    _check_writable(out, args.folders)
     from grpocli.files import write_atomic
     from grpocli.text import clean
     from grpocli_tools.report.report_page import report_page
@@ -34,27 +32,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         write_atomic(out, html)
     except OSError as error:
-        raise _unwritable(out, error.strerror or str(error)) from error
+        problem = f"the page cannot be written: {error.strerror or error}"
+        raise ConfigError(problem, key="--out", value=out, hint="name another file with --out FILE.html") from error
     print(clean(str(out)))
     return 0
-
-
-def _check_writable(out: Path, folders: Sequence[Path]) -> None:
-    """Raise ConfigError before the work if the page cannot be written."""
-    if any(not folder.is_dir() for folder in folders):
-        return  # another sentence says so
-    if out.is_dir():
-        raise _unwritable(out, "is a folder")
-    if not out.parent.is_dir():
-        raise _unwritable(out, "its folder does not exist")
-    if not os.access(out.parent, os.W_OK):
-        raise _unwritable(out, "its folder cannot be written")
-
-
-def _unwritable(out: Path, problem: str) -> ConfigError:
-    return ConfigError(
-        f"the page cannot be written: {problem}", value=out, key="--out", hint="name another file with --out FILE.html"
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -110,6 +110,7 @@ def _results(run: RunDir) -> Results:
     except (GrpoError, ValueError, OSError) as error:
         return _no_results(f"unreadable: {error}")
     rewards = [reward for m in metrics[-LAST_STEPS:] if (reward := number(m.get("reward"))) is not None]
+    never = "unfinished" if run.config.is_file() else "not started"
     before, after = (number(summary.get(name)) for name in ("eval/accuracy_before", "eval/accuracy"))
     return {
         "steps": metrics[-1]["step"] if metrics else 0,
@@ -118,13 +119,8 @@ def _results(run: RunDir) -> Results:
         "change": None if before is None or after is None else after - before,
         "final reward": statistics.mean(rewards) if rewards else None,
         "seconds": number(summary.get("seconds")),
-        "exit": "running" if run.is_running() else _exit(run, summary),
+        "exit": "running" if run.is_running() else str(summary.get("exit", never)),
     }
-
-
-def _exit(run: RunDir, summary: dict[str, Any]) -> str:
-    """The outcome of the last session."""
-    return str(summary.get("exit", "unfinished" if run.config.is_file() else "not started"))
 
 
 def _no_results(why: str) -> Results:

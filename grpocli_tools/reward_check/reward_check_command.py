@@ -100,7 +100,8 @@ def _agreements(
 
     checked = 0
     for name, task in tasks_of(run.task).items():
-        names = [reward for reward in rewards_for(task, run.reward) if _is_checked(run.reward[reward])]
+        every = {name: run.reward[name] for name in rewards_for(task, run.reward)}
+        names = [name for name, reward in every.items() if reward.checks_answers and not reward.sees_group]
         deciding = [one for one in names if isinstance(run.reward[one], Correctness)]
         accuracy = run.eval.reward if run.eval.reward in names else next(iter([*deciding, *names]), "")
         checked += len(names)
@@ -120,10 +121,6 @@ def _agreements(
     if not checked:
         problem = "none of them decides whether an answer is right"
         raise ConfigError(problem, key="reward", value=f"[{', '.join(run.reward)}]", hint="choose one that does")
-
-
-def _is_checked(reward: BaseReward) -> bool:
-    return reward.checks_answers and not reward.sees_group
 
 
 def _splits(task: Any, chosen: str) -> Sequence[str]:
