@@ -25,7 +25,6 @@ SEED = 0
 SOURCES = (
     "models/tiny.py",
     "models/warm_start.py",
-    "tasks/arithmetic.py",
     "tasks/generated.py",
 )
 NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
