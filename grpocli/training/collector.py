@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from grpocli.algorithm.statistics import constant_P1, count_P1, std_P1
 from grpocli.environments.tools import UNKNOWN
 from grpocli.errors import RewardError
 from grpocli.models.loading import end_token_ids
@@ -25,7 +26,7 @@ from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.rollout.sampling import derive_seed
 from grpocli.runs.rollouts import Record
 from grpocli.tasks.curriculum import Curriculum, Outcome, outcomes_of
-from grpocli.types import Completion, Episode, Group, Prompt, Request, Rollout, Row, Sampling, Status
+from grpocli.types import Completion, Group, Prompt, Request, Rollout, Row, Sampling, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,89 +160,83 @@ MAX_REFILL = 4
 """A refill samples at most this many times `rollout.prompts_per_step` prompts, however few groups were kept before."""
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutStats:
-    """The data of a step's groups that its metrics need, so that filtered groups can be freed.
+def rollout_metrics(
+    groups: Sequence[Group], rewards: Mapping[str, Tensor], scores_PG: Tensor | None
+) -> dict[str, float]:
+    """Means and deviations of rewards, lengths of completions in tokens that the model wrote, and calls of tools.
 
-    rewards: {name: [P, G]}. tasks: the task of each group. lengths, truncated: of each completion; lengths count tokens
-    that the model wrote. turns: of each episode. prompt_tokens: each prompt counts once for each of its completions.
-    calls, failures: of tools, by name. errors: the first failed result of each. callers: the number of completions of
-    tasks with tools.
+    rewards: of the groups, {name: [P, G]}. scores_PG: None in a run without rewards.
     """
+    flat = {name: values.reshape(1, -1) for name, values in rewards.items()}
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    turns = [one.episode.turns for one in completions if one.episode]
+    scores = {}
+    if scores_PG is not None:
+        scores = {
+            "reward": scores_PG.nanmean().item(),
+            "reward_std": std_P1(scores_PG).mean().item(),
+            "frac_reward_zero_std": constant_P1(scores_PG).double().mean().item(),
+        }
+    return {
+        **scores,
+        **_length_metrics("length", [one.written for one in completions]),
+        **_length_metrics("terminated_length", [one.written for one in completions if not one.truncated]),
+        "completions/clipped_ratio": float(np.mean([one.truncated for one in completions])),
+        **({"completions/mean_turns": float(np.mean(turns))} if turns else {}),
+        **ToolUse.of(groups).metrics(),
+        **{f"rewards/{name}/mean": values.nanmean().item() for name, values in flat.items()},
+        **{f"rewards/{name}/std": std_P1(values).item() for name, values in flat.items() if count_P1(values) > 1},
+    }
 
-    rewards: dict[str, Tensor]
-    tasks: list[str]
-    lengths: list[int]
-    truncated: list[bool]
-    turns: list[int]
-    prompt_tokens: int
-    calls: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    errors: dict[str, str] = field(default_factory=dict)
-    callers: int = 0
+
+def task_metrics(
+    groups: Sequence[Group], rewards: Mapping[str, Tensor], scores_PG: Tensor, accuracy_rewards: Mapping[str, str]
+) -> dict[str, float]:
+    """The mean score of each task, and the share of completions that its accuracy reward calls right.
+
+    NaN for a task without a completion in this step.
+    """
+    metrics: dict[str, float] = {}
+    for task, accuracy_reward in accuracy_rewards.items():
+        own_P = torch.tensor([group.prompt.task == task for group in groups])
+        accuracies = rewards[accuracy_reward][own_P]
+        right = (accuracies >= 1).double().where(~accuracies.isnan(), math.nan)
+        metrics |= {
+            f"task/{task}/reward": scores_PG[own_P].nanmean().item(),
+            f"task/{task}/accuracy": right.nanmean().item(),
+        }
+    return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The calls of tools in a step's groups."""
+
+    callers: int
+    """Completions of tasks with tools."""
+    calls: Counter[str]
+    """Calls of each tool."""
+    failures: Counter[str]
+    """Failed calls of each tool."""
+    errors: Mapping[str, str]
+    """The first failed result of each tool."""
 
     @classmethod
-    def of(cls, groups: Sequence[Group], names: Sequence[str]) -> RolloutStats:
-        completions = [r.completion for g in groups for r in g.rollouts]
-        callers = [c.episode for c in completions if c.episode and c.episode.calls is not None]
+    def of(cls, groups: Sequence[Group]) -> ToolUse:
+        everyone = (rollout.completion.episode for group in groups for rollout in group.rollouts)
+        episodes = [episode for episode in everyone if episode and episode.calls is not None]
+        failed = [
+            one for episode in episodes for one in episode.messages if one["role"] == "tool" and "is_error" in one
+        ]
         return cls(
-            rewards=rewards_of(groups, names),
-            tasks=[g.prompt.task for g in groups],
-            lengths=[c.written for c in completions],
-            truncated=[c.truncated for c in completions],
-            turns=[c.episode.turns for c in completions if c.episode],
-            prompt_tokens=sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups),
-            calls=sum((Counter(episode.calls or {}) for episode in callers), Counter()),
-            failures=sum((Counter(episode.failures or {}) for episode in callers), Counter()),
-            errors=_first_errors(callers),
-            callers=len(callers),
+            callers=len(episodes),
+            calls=sum((Counter(episode.calls or {}) for episode in episodes), Counter()),
+            failures=sum((Counter(episode.failures or {}) for episode in episodes), Counter()),
+            errors={one.get("name", UNKNOWN): str(one["content"]) for one in reversed(failed)},
         )
 
-    def __add__(self, other: RolloutStats) -> RolloutStats:
-        return RolloutStats(
-            rewards={name: torch.cat([values, other.rewards[name]]) for name, values in self.rewards.items()},
-            tasks=self.tasks + other.tasks,
-            lengths=self.lengths + other.lengths,
-            truncated=self.truncated + other.truncated,
-            turns=self.turns + other.turns,
-            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
-            calls=self.calls + other.calls,
-            failures=self.failures + other.failures,
-            errors=other.errors | self.errors,
-            callers=self.callers + other.callers,
-        )
-
-    @property
-    def groups(self) -> int:
-        """The number of groups."""
-        return len(self.tasks)
-
-    def metrics(self, scores_PG: Tensor | None) -> dict[str, float]:
-        """Means and deviations of rewards, and lengths of completions. scores_PG: None in a run without rewards."""
-        from grpocli.algorithm.statistics import constant_P1, count_P1, std_P1
-
-        flat = {name: values.reshape(1, -1) for name, values in self.rewards.items()}
-        terminated = [n for n, cut in zip(self.lengths, self.truncated, strict=True) if not cut]
-        rewards = {}
-        if scores_PG is not None:
-            rewards = {
-                "reward": scores_PG.nanmean().item(),
-                "reward_std": std_P1(scores_PG).mean().item(),
-                "frac_reward_zero_std": constant_P1(scores_PG).double().mean().item(),
-            }
-        return {
-            **rewards,
-            **_length_metrics("length", self.lengths),
-            **_length_metrics("terminated_length", terminated),
-            "completions/clipped_ratio": float(np.mean(self.truncated)),
-            **({"completions/mean_turns": float(np.mean(self.turns))} if self.turns else {}),
-            **self._tool_metrics(),
-            **{f"rewards/{name}/mean": values.nanmean().item() for name, values in flat.items()},
-            **{f"rewards/{name}/std": std_P1(values).item() for name, values in flat.items() if count_P1(values) > 1},
-        }
-
-    def _tool_metrics(self) -> dict[str, float]:
-        """Calls of tools and failed ones for each completion; empty without tools."""
+    def metrics(self) -> dict[str, float]:
+        """Calls and failed ones for each completion; empty without tools."""
         if not self.callers:
             return {}
         return {
@@ -251,7 +246,7 @@ class RolloutStats:
             **{f"tools/{name}/failures": self.failures[name] / self.callers for name in sorted(self.calls)},
         }
 
-    def tool_warnings(self) -> dict[str, str]:
+    def warnings(self) -> dict[str, str]:
         """A sentence for each tool whose calls all failed. A single call may be the model's mistake."""
         found = {}
         for name, count in self.calls.items():
@@ -259,32 +254,6 @@ class RolloutStats:
                 reason = f", the first with {self.errors[name].removeprefix('error: ')}" if name in self.errors else ""
                 found[f"tool {name}"] = f"all {count} calls of {name} failed{reason}; `grpocli rollouts RUN` shows them"
         return found
-
-    def task_metrics(self, scores_PG: Tensor, accuracy_rewards: Mapping[str, str]) -> dict[str, float]:
-        """The mean score of each task, and the share of completions that its accuracy reward calls right.
-
-        NaN for a task without a completion in this step.
-        """
-        metrics: dict[str, float] = {}
-        for task, accuracy_reward in accuracy_rewards.items():
-            own_P = torch.tensor([name == task for name in self.tasks])
-            accuracies = self.rewards[accuracy_reward][own_P]
-            right = (accuracies >= 1).double().where(~accuracies.isnan(), math.nan)
-            metrics |= {
-                f"task/{task}/reward": scores_PG[own_P].nanmean().item(),
-                f"task/{task}/accuracy": right.nanmean().item(),
-            }
-        return metrics
-
-
-def _first_errors(episodes: Sequence[Episode]) -> dict[str, str]:
-    """The first failed result of each tool."""
-    found: dict[str, str] = {}
-    for episode in episodes:
-        for message in episode.messages:
-            if message["role"] == "tool" and "is_error" in message:
-                found.setdefault(message.get("name", UNKNOWN), str(message["content"]))
-    return found
 
 
 def _length_metrics(name: str, lengths: Sequence[int]) -> dict[str, float]:
@@ -296,12 +265,13 @@ def _length_metrics(name: str, lengths: Sequence[int]) -> dict[str, float]:
 
 
 @dataclass(slots=True)
-class SamplingState:
-    """The results of one step's sampling rounds so far."""
+class SampledGroups:
+    """What the rounds of one step have sampled so far."""
 
-    stats: RolloutStats | None = None
     kept: list[Group] = field(default_factory=list)
     filtered: list[Group] = field(default_factory=list)
+    all: list[Group] = field(default_factory=list)
+    """Kept and filtered ones, in the order of their draws."""
     score_stats: ScoreStats = field(default_factory=ScoreStats)
     outcomes: list[Outcome] = field(default_factory=list)
     rounds: int = 0
@@ -311,30 +281,34 @@ class SamplingState:
 class Collector:
     """Draws prompts, has them sampled and scored, and keeps the groups that the algorithm wants.
 
-    draw: the prompt of a draw number. curriculum: gets the outcomes of a step when it is collected, and may decide what
-    `draw` gives in the next one. accuracy_rewards: the name of each task's accuracy reward. draws, collected: the
-    numbers of prompts drawn and of steps collected. leftover: groups that the last step kept but did not need; the next
-    step trains on them first. draws, leftover and the curriculum are saved. keeps_untrained: whether
-    `RolloutBatch.untrained` is filled, with at most MAX_REFILL times `max_rounds` steps' worth of groups. watch: gets
-    the progress of a step's sampling. epoch_draws: the draws of an epoch, for the metric `epoch`; None: no such metric.
+    A checkpoint saves `draws`, `leftover` and the curriculum.
     """
 
     sampler: Sampler
     algorithm: Algorithm
     draw: Callable[[int], Prompt]
+    """The prompt of a draw number."""
     reward_weights: dict[str, float]
     prompts_per_step: int
     group_size: int
     sampling: Sampling
     seed: int
     draws: int = 0
+    """The number of prompts drawn so far."""
     leftover: list[Group] = field(default_factory=list)
+    """Groups that the last step kept but did not need; the next step trains on them first."""
     accuracy_rewards: Mapping[str, str] = field(default_factory=dict)
+    """The name of each task's accuracy reward."""
     keeps_untrained: bool = True
+    """Whether `RolloutBatch.untrained` is filled, with at most MAX_REFILL x `max_rounds` steps' worth of groups."""
     curriculum: Curriculum = field(default_factory=Curriculum)
+    """Gets the outcomes of each collected step, and may decide what `draw` gives in the next one."""
     collected: int = 0
+    """The number of steps collected so far."""
     watch: Watch = UNWATCHED
+    """Gets the progress of a step's sampling."""
     epoch_draws: int | None = None
+    """The draws of an epoch, for the metric `epoch`; None: no such metric."""
 
     def collect(self) -> RolloutBatch:
         """Sample until the algorithm has kept `prompts_per_step` groups, or its rounds are used up. Collective.
@@ -354,8 +328,7 @@ class Collector:
         if not groups or not self.reward_weights:
             unscored_PG = torch.zeros(len(groups), self.group_size, dtype=torch.float64)
             return self.algorithm.advantage(unscored_PG) if self.algorithm.supervised else unscored_PG
-        accuracy = self._accuracy([group.prompt.task for group in groups])
-        return advantages_of(groups, self.algorithm, self.reward_weights, accuracy)
+        return advantages_of(groups, self.algorithm, self.reward_weights, self._accuracy(groups))
 
     def _collect(self) -> RolloutBatch:
         leftover = self.leftover
@@ -370,8 +343,6 @@ class Collector:
                 "had completions of different reward; raise it, or choose easier or harder prompts"
             )
         metrics = self._metrics(sampled, wanted, len(leftover))
-        if self.epoch_draws:
-            metrics["epoch"] = self.draws / self.epoch_draws
         self.collected += 1
         self.curriculum.end_step(self.collected, sampled.outcomes)
         untrained = [(Status.FILTERED, group) for group in sampled.filtered]
@@ -383,80 +354,71 @@ class Collector:
             warnings={
                 **self.sampler.scorer.warnings(sampled.score_stats),
                 **self.curriculum.warnings(),
-                **(sampled.stats.tool_warnings() if sampled.stats else {}),
+                **ToolUse.of(sampled.all).warnings(),
             },
             untrained=untrained if self.keeps_untrained else [],
             leftover_uids=frozenset(group.uid for group in leftover),
         )
 
-    def _metrics(self, sampled: SamplingState, wanted: Sequence[Group], n_leftover: int) -> dict[str, float]:
-        stats = sampled.stats or RolloutStats.of(wanted, list(self.reward_weights))
+    def _metrics(self, sampled: SampledGroups, wanted: Sequence[Group], n_leftover: int) -> dict[str, float]:
+        written = sum(rollout.completion.written for group in sampled.all for rollout in group.rollouts)
+        read = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in sampled.all)
         metrics = {
             "sampling/rounds": sampled.rounds,
             "sampling/kept": len(wanted),
             "sampling/carried": n_leftover,
-            "sampling/acceptance": len(sampled.kept) / stats.groups if sampled.stats else 1.0,
-            "tokens/generated": float(sum(sampled.stats.lengths)) if sampled.stats and self._generates else 0.0,
-            "num_tokens": sum(sampled.stats.lengths) + sampled.stats.prompt_tokens if sampled.stats else 0,
+            "sampling/acceptance": len(sampled.kept) / len(sampled.all) if sampled.all else 1.0,
+            "tokens/generated": 0.0 if self.algorithm.supervised else float(written),
+            "num_tokens": written + read,
         }
-        scores_PG = self.algorithm.scores(stats.rewards, self.reward_weights) if self.reward_weights else None
-        metrics |= sampled.score_stats.metrics | stats.metrics(scores_PG)
+        groups = sampled.all or wanted  # a step may need no more than the leftover groups
+        rewards = rewards_of(groups, list(self.reward_weights))
+        scores_PG = self.algorithm.scores(rewards, self.reward_weights) if rewards else None
+        metrics |= sampled.score_stats.metrics | rollout_metrics(groups, rewards, scores_PG)
         if scores_PG is not None and len(self.accuracy_rewards) > 1:
-            metrics |= stats.task_metrics(scores_PG, self.accuracy_rewards)
+            metrics |= task_metrics(groups, rewards, scores_PG, self.accuracy_rewards)
             metrics |= {
                 f"task/{task}/errors": float(sampled.score_stats.errors_of(task)) for task in self.accuracy_rewards
             }
-        return metrics
+        return metrics | ({"epoch": self.draws / self.epoch_draws} if self.epoch_draws else {})
 
-    @property
-    def _generates(self) -> bool:
-        """Whether completions are sampled, not taken from the data."""
-        return not self.algorithm.supervised
-
-    def _sample(self, missing: int) -> SamplingState:
+    def _sample(self, missing: int) -> SampledGroups:
         """Rounds of sampling until `missing` groups are kept."""
-        sampled = SamplingState()
+        sampled = SampledGroups()
         while len(sampled.kept) < missing and sampled.rounds < self.algorithm.keep.max_rounds:
             n_prompts = self._refill(missing - len(sampled.kept), sampled)
             groups, score_stats = self._round(n_prompts, self._watch_of(sampled))
             sampled.score_stats = sampled.score_stats.add_round(score_stats)
             self.sampler.scorer.check_errors(sampled.score_stats, self.prompts_per_step * self.group_size)
-            stats = RolloutStats.of(groups, list(self.reward_weights))
-            sampled.outcomes += self._outcomes(groups, stats)
-            for group, keep in zip(groups, self._kept(stats), strict=True):
-                if keep:
-                    sampled.kept.append(group)
-                elif self.keeps_untrained:
-                    sampled.filtered.append(group)
-            sampled.stats = sampled.stats + stats if sampled.stats else stats
+            sampled.outcomes += self._outcomes(groups)
+            for group, keep in zip(groups, self._kept(groups), strict=True):
+                (sampled.kept if keep else sampled.filtered).append(group)
+            sampled.all += groups
             sampled.rounds += 1
         return sampled
 
-    def _outcomes(self, groups: Sequence[Group], stats: RolloutStats) -> list[Outcome]:
+    def _outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
         """The outcomes of the groups of tasks that have an accuracy reward."""
-        names = [self.accuracy_rewards.get(task) for task in stats.tasks]
-        rewards = {name: values.tolist() for name, values in stats.rewards.items() if name in names}
-        known = [
-            (group.prompt, rewards[name][p]) for p, (group, name) in enumerate(zip(groups, names, strict=True)) if name
-        ]
-        return outcomes_of([prompt for prompt, _ in known], [scores for _, scores in known])
+        known = [(group, name) for group in groups if (name := self.accuracy_rewards.get(group.prompt.task))]
+        scores = [[rollout.rewards[name] for rollout in group.rollouts] for group, name in known]
+        return outcomes_of([group.prompt for group, _ in known], scores)
 
-    def _kept(self, stats: RolloutStats) -> list[bool]:
+    def _kept(self, groups: Sequence[Group]) -> list[bool]:
         """Whether the algorithm keeps each group; all of them in a run without rewards."""
         if not self.reward_weights:
-            return [True] * stats.groups
-        kept_P = self.algorithm.kept(stats.rewards, self.reward_weights, self._accuracy(stats.tasks))
-        kept: list[bool] = kept_P.tolist()
+            return [True] * len(groups)
+        rewards = rewards_of(groups, list(self.reward_weights))
+        kept: list[bool] = self.algorithm.kept(rewards, self.reward_weights, self._accuracy(groups)).tolist()
         return kept
 
-    def _refill(self, missing: int, sampled: SamplingState) -> int:
+    def _refill(self, missing: int, sampled: SampledGroups) -> int:
         """The number of prompts that are likely to give `missing` groups, by the share of groups kept in this step."""
-        if not sampled.stats:
+        if not sampled.all:
             return missing
-        expected = math.ceil(missing * sampled.stats.groups / max(len(sampled.kept), 1))
+        expected = math.ceil(missing * len(sampled.all) / max(len(sampled.kept), 1))
         return min(expected, MAX_REFILL * self.prompts_per_step)
 
-    def _watch_of(self, sampled: SamplingState) -> Watch:
+    def _watch_of(self, sampled: SampledGroups) -> Watch:
         """The watch of the next round; from the second round on its detail names the round and the groups kept."""
         if not sampled.rounds:
             return self.watch
@@ -476,9 +438,9 @@ class Collector:
         seeds = [derive_seed(self.seed, d) for d in draws]
         return self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch)
 
-    def _accuracy(self, tasks: Sequence[str]) -> list[str] | None:
-        """The name of the accuracy reward of each of these tasks; None: the first reward."""
-        return [self.accuracy_rewards[task] for task in tasks] if self.accuracy_rewards else None
+    def _accuracy(self, groups: Sequence[Group]) -> list[str] | None:
+        """The name of the accuracy reward of each group's task; None: the first reward."""
+        return [self.accuracy_rewards[group.prompt.task] for group in groups] if self.accuracy_rewards else None
 
 
 def records_of(

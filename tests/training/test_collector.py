@@ -17,7 +17,7 @@ from grpocli.rewards.scorer import Scorer
 from grpocli.rewards.text_match import ExactMatch
 from grpocli.rollout.sampling import derive_seed
 from grpocli.training import saved_rollouts
-from grpocli.training.collector import Collector, RolloutStats
+from grpocli.training.collector import Collector, ToolUse, rewards_of, rollout_metrics
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Sampling
 
 
@@ -326,14 +326,14 @@ def test_a_step_without_terminated_completions_has_no_terminated_lengths() -> No
     """One completion has no standard deviation either; a metric without a value is absent."""
     done = Completion([1, 2], [-1.0, -1.5], "length", version=1)
     rewards = {"r": 1.0, "other": NAN}
-    seen = RolloutStats.of([Group(prompt(0), [Rollout(prompt(0), done, "t", rewards)])], ["r", "other"])
-    metrics = seen.metrics(torch.ones(1, 1))
+    groups = [Group(prompt(0), [Rollout(prompt(0), done, "t", rewards)])]
+    metrics = rollout_metrics(groups, rewards_of(groups, list(rewards)), torch.ones(1, 1))
     assert metrics["completions/min_length"] == 2
     assert not [name for name in metrics if "terminated" in name or name.endswith("/std")]
 
 
 def test_a_tool_whose_calls_all_failed_is_named_with_its_first_error() -> None:
-    def stats(*calls: tuple[str, str]) -> RolloutStats:
+    def group(*calls: tuple[str, str]) -> Group:
         counts = dict(Counter(name for name, _ in calls))
         failed = dict(Counter(name for name, said in calls if said.startswith("error: ")))
         said = [
@@ -346,13 +346,12 @@ def test_a_tool_whose_calls_all_failed_is_named_with_its_first_error() -> None:
             for name, text in calls
         ]
         done = Completion([1], [-1.0], "stop", version=1, episode=Episode(said, 2, {}, None, counts, failed))
-        return RolloutStats.of([Group(prompt(0), [Rollout(prompt(0), done, "t", {"r": 1.0})])], ["r"])
+        return Group(prompt(0), [Rollout(prompt(0), done, "t", {"r": 1.0})])
 
     broken, works, single = ("search", "error: KeyError: 'url'"), ("add", "3"), ("once", "error: x")
-    seen = stats(broken, ("add", "error: no"), single) + stats(
-        ("search", "error: other"), works, ("unknown", "error: y")
-    )
-    (sentence,) = (seen + stats(("unknown", "error: y"))).tool_warnings().values()
+    unknown = ("unknown", "error: y")
+    groups = [group(broken, ("add", "error: no"), single), group(("search", "error: other"), works, unknown)]
+    (sentence,) = ToolUse.of([*groups, group(unknown)]).warnings().values()
     assert sentence.startswith("all 2 calls of search failed, the first with KeyError: 'url'; ")
 
 
