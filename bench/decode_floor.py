@@ -22,9 +22,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from workloads import WORKLOADS, make_model
 
-from grpocli.rollout.attention import float32_attention
 from grpocli.rollout.kv_cache import cache_argument
-from grpocli.rollout.sampler import sample
+from grpocli.rollout.sampler import float32_attention, sample
 from grpocli.types import Request, Sampling
 
 WORK = WORKLOADS["W1"]

@@ -44,7 +44,7 @@ from grpocli.distributed.parallel import SingleProcess
 from grpocli.distributed.world import World
 from grpocli.hardware import Single
 from grpocli.models import flex_attention
-from grpocli.training import build_trainer
+from grpocli.training import build_trainer, trials
 from grpocli.training.checkpoint import State
 from grpocli.types import Row
 
@@ -320,7 +320,7 @@ def counted(name: str, gpu: bool = True, layers: int | None = None, overrides: S
     job: Any = SimpleNamespace(model_path="", dtype=dtype)
     with patch.multiple(build_trainer, load_policy=model, load_model=model), standing_in(mode), fake, mode:
         updater = build_trainer.load_updater(run, job, world, None, State(), lambda *_, **__: None)
-        for note in build_trainer.choose_layout(run, world, updater.policy, updater.reference):
+        for note in trials.choose_layout(run, world, updater.policy, updater.reference):
             print(note, file=sys.stderr)
         rows, groups = rows_of(name)
         updater.train_step([row for row in rows_of(name)[0] if row.group == 0], 1, 1)  # makes the optimizer's state

@@ -19,8 +19,8 @@ from grpocli.rewards.judge import Judge
 from grpocli.rollout.vllm import connection
 from grpocli.rollout.vllm.client import ServerClient
 from grpocli.rollout.vllm.server_files import Endpoint
-from grpocli.training import served_teacher
-from grpocli.training.served_teacher import ServedTeacher
+from grpocli.training import teachers
+from grpocli.training.teachers import ServedTeacher
 
 
 class Slow(BaseHTTPRequestHandler):
@@ -68,7 +68,7 @@ def ask_server(url: str) -> None:
 
 def ask_teacher(url: str) -> None:
     teacher = ServedTeacher(url, (), "algorithm.kl.base_url", None, 0.5)
-    if problem := asyncio.run(served_teacher._problem(teacher, Tokens(), 1)):
+    if problem := asyncio.run(teachers._problem(teacher, Tokens(), 1)):
         raise ConfigError(problem)
 
 

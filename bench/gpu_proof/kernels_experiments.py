@@ -276,7 +276,7 @@ AGREEMENT = (
 @experiment("kernels", "the GPU's log-probs and gradients beside the CPU's in float32, packed rows", *AGREEMENT)
 def equal_to_the_cpu(setting: Setting) -> Measured:
     from grpocli.training.packing import Packed
-    from grpocli.training.packing_check import pack
+    from grpocli.training.trials import pack
 
     as_a_run(setting)
     rows, found = random_rows(setting.small), dict[str, Any]()
@@ -302,7 +302,7 @@ def equal_to_the_cpu(setting: Setting) -> Measured:
 )
 def packed_and_padded(setting: Setting) -> Measured:
     from grpocli.training.packing import Packed, Padded
-    from grpocli.training.packing_check import pack
+    from grpocli.training.trials import pack
 
     as_a_run(setting)
     rows, found = random_rows(setting.small), dict[str, Any]()
@@ -326,7 +326,7 @@ def packed_and_padded(setting: Setting) -> Measured:
 )
 def flex_and_sdpa(setting: Setting) -> Measured:
     from grpocli.training.packing import FlexPacked, Packed
-    from grpocli.training.packing_check import pack
+    from grpocli.training.trials import pack
 
     as_a_run(setting)
     rows, found = random_rows(setting.small), dict[str, Any]()

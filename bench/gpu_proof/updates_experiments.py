@@ -347,8 +347,8 @@ def gradient_norm(setting: Setting, parallel: str, dtype: str) -> float:
     from grpocli.hardware import Single
     from grpocli.training.micro_batch import MicroBatch
     from grpocli.training.packing import Packed
-    from grpocli.training.packing_check import pack
     from grpocli.training.policy import Policy
+    from grpocli.training.trials import pack
     from grpocli.types import Sampling
 
     world = World(Single(device=setting.device))

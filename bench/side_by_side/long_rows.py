@@ -58,10 +58,9 @@ def bytes_kept(name: str, folder: str, checkpointing: bool) -> tuple[int, int]:
     from transformers import AutoModelForCausalLM
 
     from grpocli.models.loading import checkpoint_activations
-    from grpocli.training.activation_offload import LEAST, ActivationOffload
     from grpocli.training.micro_batch import MicroBatch
-    from grpocli.training.packing_check import pack
-    from grpocli.training.policy import Policy
+    from grpocli.training.policy import LEAST_OFFLOADED, ActivationOffload, Policy
+    from grpocli.training.trials import pack
     from grpocli.types import Row, Sampling
 
     work: Workload = ALL[name]
@@ -82,7 +81,7 @@ def bytes_kept(name: str, folder: str, checkpointing: bool) -> tuple[int, int]:
         def pack(self, tensor: torch.Tensor) -> torch.Tensor:
             memory = tensor.untyped_storage()
             if memory.data_ptr() not in known:
-                large = tensor.numel() * tensor.element_size() >= LEAST
+                large = tensor.numel() * tensor.element_size() >= LEAST_OFFLOADED
                 before, was = found.get(memory.data_ptr(), (0, False))
                 found[memory.data_ptr()] = (max(before, memory.nbytes()), was or large)
             return tensor

@@ -3,7 +3,7 @@
 `python bench/side_by_side/optimizations.py`
 
 Alternates steps of grpocli with and without one optimization. Writes a table between two markers of
-docs/evidence/benchmarks.md, as `run.py` does. `--with` and `--without OPTIMIZATION ...` run one side.
+docs/benchmarks.md, as `run.py` does. `--with` and `--without OPTIMIZATION ...` run one side.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpocli.processes.cpu_tuning import shorten_spinning
 from run import WARM, check, measured, write
 from workloads import ALL, make_model
-
-from grpocli.processes.libraries import shorten_spinning
 
 MARK = "savings"
 
@@ -35,13 +34,13 @@ def no_skipping() -> None:
 
 
 def whole_logits() -> None:
-    from grpocli.training import build_trainer
+    from grpocli.training import trials
 
     def none(policy: Any, world: Any) -> bool:
         policy.at_head = False
         return False
 
-    build_trainer.find_head = none
+    trials.find_head = none
 
 
 def scored_before() -> None:
@@ -74,17 +73,17 @@ def freed_memory_given_back() -> None:
 
 
 def growing_cache() -> None:
-    import grpocli.rollout.kv_cache as cache
+    import grpocli.rollout.sampler as sampler
 
-    cache.preallocate = lambda cache, tokens, dtype: None
+    sampler.preallocate = lambda cache, tokens, dtype: None
 
 
 def sampled_in_bfloat16() -> None:
     from contextlib import nullcontext
 
-    import grpocli.rollout.attention as attention
+    import grpocli.rollout.sampler as sampler
 
-    attention.float32_attention = lambda model: nullcontext()
+    sampler.float32_attention = lambda model: nullcontext()
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.aggregate import Totals
-from grpocli.algorithm.contract import loss_and_flags, try_part
-from grpocli.algorithm.inputs import check_accuracy, check_rows, checked_rewards
+from grpocli.algorithm.contract import check_accuracy, check_rows, checked_rewards, loss_and_flags, try_part
 from grpocli.algorithm.keep import SCORE
 from grpocli.algorithm.kl import KL
 from grpocli.algorithm.statistics import centred_PG, constant_P1, rounding, std_P1

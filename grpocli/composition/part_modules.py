@@ -29,7 +29,6 @@ import grpocli.rewards.python
 import grpocli.rewards.reward
 import grpocli.rewards.reward_model
 import grpocli.rewards.text_match
-import grpocli.rollout.auto
 import grpocli.rollout.fake_engine
 import grpocli.rollout.sync_config
 import grpocli.rollout.transformers_engine

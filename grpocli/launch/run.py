@@ -43,9 +43,9 @@ from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
 from grpocli.processes.threads import run_in_thread
 from grpocli.publish.push import push_finished, refuse_other_run
 from grpocli.rewards.python import PythonReward
-from grpocli.rollout.auto import AutoEngine
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync_config import locate_servers
+from grpocli.rollout.transformers_engine import AutoEngine
 from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
 from grpocli.runs.metrics import read_metrics
 from grpocli.runs.run_dir import RunDir, resume_word
@@ -290,7 +290,7 @@ def prepare(
 ) -> TrainerJob:
     """Check the run, load the examples of `split` and fetch the model's files. Raises ConfigError."""
     from grpocli.models.loading import check_vocabulary, choose_dtype, choose_head_dtype, load_config
-    from grpocli.models.routers import check_has_routers
+    from grpocli.training.router_balance import check_has_routers
 
     _check_device(run)
     if getattr(run.model, "attn_implementation", None):
@@ -386,7 +386,7 @@ def _check_teachers(run: Run, model_path: str, view: View) -> None:
         return
     from grpocli.models.loading import load_tokenizer
     from grpocli.models.teacher import check_tokenizers, teachers_of
-    from grpocli.training.served_teacher import check_served
+    from grpocli.training.teachers import check_served
 
     view.stage("comparing the teacher's tokenizer with the policy's")
     tokenizer = load_tokenizer(run.model, model_path)

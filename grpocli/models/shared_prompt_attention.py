@@ -317,7 +317,7 @@ def register(in_graphs: bool = True) -> None:
 def enable(model: PreTrainedModel, longest: int) -> bool:
     """Make the model use `attend`, if `supports` its config; returns whether it does. longest: tokens of a row.
 
-    Whether the model passes segments to `attend` is only known after a forward pass (`training/packing_check.py`).
+    Whether the model passes segments to `attend` is only known after a forward pass (`training/trials.py`).
     """
     config = model.config.get_text_config()
     if config._attn_implementation == NAME:  # LoRA: policy and reference are one model

@@ -152,8 +152,7 @@ class FakeEngine(Engine):
         """Log-probs in nats under the policy's sampling distribution; 0 for greedy sampling."""
         import torch
 
-        from grpocli.rollout.distribution import sampling_logits
-        from grpocli.rollout.sampling import first_occurrence
+        from grpocli.rollout.sampling import first_occurrence, sampling_logits
 
         if sampling.temperature == 0:
             return [0.0] * len(ids)

@@ -1,8 +1,9 @@
-"""engine=transformers: each trainer process samples with the policy itself, so nothing is started or synced."""
+"""engine=transformers: each trainer process samples with the policy itself. engine=auto: that, or vLLM on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,14 @@ from grpocli.rollout.engine import Engine, EnginePart, Listener, ignore_group
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
+    from grpocli.config.schema import Run
     from grpocli.rollout.engine import EngineContext, OnGroup, PolicyView
+
+
+VLLM_START = 50.0
+"""Seconds until vLLM is ready, at least: on an H100 49 (eager, its libraries in memory) to 97 (compiled)."""
+FORWARD = 0.025
+"""Seconds of transformers for one more token of all rows: on an H100 about 1 ms a layer, and most models have 24."""
 
 
 @part("engine", "transformers")
@@ -44,8 +52,7 @@ class TransformersEngine(Engine):
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order. Raises ConfigError for a regex or JSON schema."""
-        from grpocli.rollout.attention import float32_attention
-        from grpocli.rollout.sampler import sample
+        from grpocli.rollout.sampler import float32_attention, sample
         from grpocli.rollout.sampling import single_thread_if_small
 
         check_no_structure(sampling)
@@ -119,3 +126,50 @@ def check_no_structure(sampling: Sampling, engine: str = "transformers") -> None
     if sampling.structure:
         problem = f"engine={engine} cannot constrain completions: choose engine=vllm, or set it to null"
         raise ConfigError(problem, key=f"rollout.{sampling.structure}", value=getattr(sampling, sampling.structure))
+
+
+@part("engine", "auto")
+class AutoEngine(EnginePart):
+    """vLLM if it is installed and there is a GPU, except for short runs on a single GPU, else transformers.
+
+    A run is short if transformers samples all of it before vLLM would be ready. Choose an engine by name to set its
+    keys.
+    """
+
+    overlaps = True  # checked again for the resolved engine
+
+    def resolved(self) -> EnginePart:
+        """The choice for this machine. Imports torch, which is slow."""
+        from importlib.util import find_spec
+
+        import torch
+
+        if torch.cuda.is_available() and find_spec("vllm") is not None:
+            from grpocli.rollout.vllm.engine_parts import Vllm
+
+            return Vllm()
+        return Transformers()
+
+    def for_run(self, run: Run, note: Callable[[str], None]) -> EnginePart:
+        """The choice for a run on this machine. note: told why a run does not wait for vLLM."""
+        from grpocli.hardware import visible_gpus
+
+        engine, seconds = self.resolved(), seconds_by_transformers(run)
+        if isinstance(engine, Transformers) or len(visible_gpus()) > 1 or seconds >= VLLM_START:
+            return engine
+        note(f"engine=auto chose transformers: it samples this run in about {seconds:.0f} s, vLLM starts in 50 to 100")
+        return Transformers()
+
+
+def seconds_by_transformers(run: Run) -> float:
+    """About how long transformers, in one process, samples all of a run on a GPU; infinite if only vLLM can."""
+    hardware, rollout, evaluation, at_once = run.hardware, run.rollout, run.eval, Transformers().max_rows
+    alone = hardware.nodes == 1 and (hardware.processes or 1) == 1 and hardware.rollout_devices == "auto"
+    if not alone or rollout.max_staleness or rollout.sampling.structure:
+        return math.inf
+    sampled = 0 if run.algorithm.supervised else rollout.prompts_per_step * rollout.group_size
+    evaluated = evaluation.n_problems(cpu=False) * (evaluation.samples + 1)
+    evaluations = 2 + (run.train.steps // evaluation.every if evaluation.every else 0)
+    sampled *= min(2, run.algorithm.keep.max_rounds)  # few steps refill more often
+    batches = run.train.steps * math.ceil(sampled / at_once) + evaluations * math.ceil(evaluated / at_once)
+    return float(FORWARD * batches * rollout.max_completion_tokens)

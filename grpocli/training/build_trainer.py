@@ -15,8 +15,6 @@ from grpocli.algorithm.kl import KL, has_teacher
 from grpocli.algorithm.objective import Clip
 from grpocli.errors import ConfigError
 from grpocli.models.loading import (
-    FLEX,
-    PACKING,
     UNFIT_FOR_FLOAT16,
     checkpoint_activations,
     configured_end_ids,
@@ -26,8 +24,6 @@ from grpocli.models.loading import (
     load_tokenizer,
     takes_flex,
 )
-from grpocli.models.lora import trained_share
-from grpocli.models.routers import routers
 from grpocli.progress import Progress, Watch
 from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob, connected
@@ -39,20 +35,19 @@ from grpocli.tasks.mixture import error_limits_of, errors_below, tasks_of
 from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rewards_of, doubtful_choices
 from grpocli.training import checkpoint, saved_rollouts
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
-from grpocli.training.checkpointer import BackgroundWriter, Checkpointer
+from grpocli.training.checkpointer import Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, Sampler, TargetSampler
-from grpocli.training.compiled import compile_layers, takes_compiled
 from grpocli.training.optim import make_optimizer
-from grpocli.training.packing import FlexPacked, Packed, Padded
-from grpocli.training.packing_check import find_head, pack
+from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.prefetch import Prefetcher
 from grpocli.training.resume_point import restoring
-from grpocli.training.teachers import Teachers, load_teachers, loaded_teachers
+from grpocli.training.teachers import Teachers, load_teachers
 from grpocli.training.trainer import Trainer
+from grpocli.training.trials import choose_layout, update_sampling
 from grpocli.training.update import Updater
 from grpocli.training.update_checks import UpdateChecks
-from grpocli.types import PREFIX, Row, Sampling
+from grpocli.types import PREFIX, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -244,39 +239,6 @@ def load_updater(
     return _updater(run, world, policy, reference, optimizer, state.updates, progress)
 
 
-def choose_layout(run: Run, world: World, policy: Policy, reference: Reference | Teachers | None) -> Iterator[str]:
-    """Turn on packing and log-probs at the output head if the model supports them, otherwise yield a note; compile."""
-    for teacher in loaded_teachers(reference):
-        find_head(teacher, world)
-    if not find_head(policy, world):
-        yield "all logits of a micro-batch are kept: this model changes what its output head returns"
-    if run.train.packed:
-        wanted, packs = policy.packed, pack(policy, reference, world, run.rollout.longest_row)
-        if run.model.attention == FLEX and not (packs and policy.packed is FlexPacked):
-            problem = "needs full attention in every layer, and a kernel whose two passes run with the right log-probs"
-            raise ConfigError(problem, key="model.attention", value=FLEX, hint="set it to null")
-        if not packs and world.context_parallel:
-            key, size = "hardware.context_parallel", world.context_parallel.size
-            raise ConfigError(_why_padded(run), key=key, value=size, hint="set it to 1")
-        if not packs:
-            yield f"micro-batches are padded: {_why_padded(run)}"
-        elif policy.packed is not wanted:
-            yield f"attention is sdpa's: torch's {FLEX} failed its trial on this GPU, see run.log"
-    if run.model.attention == FLEX and policy.layout(_update_sampling(run)) is Padded:
-        why = "a repetition penalty" if run.train.packed else "train.packed=false"
-        yield f"model.attention={FLEX} is not used: rows are padded ({why})"
-    flex = world.device.type == "cuda" and policy.layout(_update_sampling(run)) is FlexPacked
-    parameters = sum(one.numel() for one in policy.model.parameters())
-    if takes_compiled(run, world.size, flex, parameters, bool(routers(policy.model))):
-        problem = compile_layers(policy, reference, world)
-        if problem and run.model.compile:
-            raise ConfigError(problem, key="model.compile", value="true", hint="set it to false")
-        if problem:
-            yield f"decoder layers are not compiled, see run.log: {problem}"
-    if run.model.lora.rank:
-        yield f"LoRA trains {trained_share(policy.model)}"
-
-
 def _checkpointer(run: Run, world: World, loaded: _Loaded, data: PromptSource, recorder: Recorder) -> Checkpointer:
     kept = loaded.reference if run.algorithm.kl.sync_every or run.model.lora.path else None
     return Checkpointer(
@@ -288,7 +250,6 @@ def _checkpointer(run: Run, world: World, loaded: _Loaded, data: PromptSource, r
         reference=kept if isinstance(kept, Reference) else None,
         world=world,
         progress=recorder.progress_of("checkpoint"),
-        writer=BackgroundWriter(world),
     )
 
 
@@ -298,12 +259,6 @@ def _sampler(run: Run, world: World, engine: Engine, data: PromptSource) -> Samp
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
     sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.environment])
     return sampler
-
-
-def _why_padded(run: Run) -> str:
-    if (chosen := run.model.attention) not in PACKING:
-        return f"rows end to end are for model.attention=null, sdpa or flex_attention, not for {chosen}"
-    return "this model's attention does not take rows end to end"
 
 
 def _policy(run: Run, job: EngineJob, world: World, model: PreTrainedModel) -> tuple[Policy, Any]:
@@ -409,16 +364,11 @@ def _updater(
         optim_config=run.optim,
         optimizer=optimizer,
         train=run.train,
-        sampling=_update_sampling(run),
+        sampling=update_sampling(run),
         total_updates=run.train.steps * run.train.updates_per_step,
         updates=updates,
         progress=progress,
     )
-
-
-def _update_sampling(run: Run) -> Sampling:
-    """The sampling under which updates compute log-probs; answers of the data are not sampled."""
-    return Sampling(run.rollout.max_completion_tokens) if run.algorithm.supervised else run.rollout.sampling
 
 
 def _evaluator(

@@ -8,17 +8,20 @@ folder and renamed, so it is whole or absent.
 from __future__ import annotations
 
 import json
-import math
 import re
 import tempfile
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import xxhash
 
 from grpocli.config.user_parts import choice_of, is_spec
 from grpocli.distributed import sharded_safetensors as shards
@@ -27,7 +30,7 @@ from grpocli.files import atomic_folder, full_disk_as_oserror
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
 from grpocli.tasks import problem_scores
-from grpocli.training import checksums, saved_rollouts
+from grpocli.training import saved_rollouts
 from grpocli.training.optim import Optimizer, matrices_in_layers
 
 if TYPE_CHECKING:
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.tasks.problem_scores import TaskProblems
     from grpocli.training.collector import RolloutBatch
-    from grpocli.training.optim import StateTensor
     from grpocli.training.policy import Policy, Reference
     from grpocli.types import Group
 
@@ -48,8 +50,11 @@ REFERENCE = "reference"
 WEIGHTS = "model"
 OPTIMIZER = "optimizer"
 OPTIMIZER_INDEX = f"{OPTIMIZER}.safetensors.index.json"
-CHECKSUMS = "checksums"
-"""The key of STATE that names the file of checksums."""
+CHECKSUMS = "checksums.json"
+"""The file {file: [bytes, XXH3 of 128 bits]}, by which a resume detects damage."""
+READERS = 4
+BLOCK = 1 << 20
+GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,6 @@ class State:
     before training. num_tokens: of prompts and completions, in the steps done. unevaluated: whether the evaluation
     after `step` was due and has not ended. evaluation: its results; None without one. run: `sessions.run_id`. scaler:
     the state of `Parallel.scaler`.
-    Raises ValueError if a value is out of range.
     """
 
     step: int = 0
@@ -73,14 +77,6 @@ class State:
     evaluation: dict[str, float] | None = None
     run: str = ""
     scaler: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        counts = (self.step, self.draws, self.updates, self.num_tokens)
-        fits = all(type(count) is int and count >= 0 for count in counts)
-        fits = fits and isinstance(self.seconds, float | int) and 0 <= self.seconds < math.inf
-        fits = fits and all(isinstance(results, dict | None) for results in (self.before, self.evaluation))
-        if not (fits and isinstance(self.unevaluated, bool)):
-            raise ValueError(f"{STATE} holds a value that is out of range")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +113,9 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
             saved_rollouts.save_leftover(contents.leftover, folder)
             saved_rollouts.save_prefetched(contents.prefetched, folder)
             problem_scores.save(contents.problems, folder)
-            (folder / STATE).write_text(json.dumps(asdict(state) | {CHECKSUMS: checksums.INDEX}, indent=2))
+            (folder / STATE).write_text(json.dumps(asdict(state) | {"checksums": CHECKSUMS}, indent=2))
         progress(0, 0, "checksums")
-        checksums.write(folder, world)
+        write_checksums(folder, world)
 
 
 def _save_trained(
@@ -234,7 +230,7 @@ def check_savable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fo
 
 def load_state(path: Path) -> State:
     """The counters of a checkpoint. Raises ValueError or TypeError if the file is damaged."""
-    state = State(**{key: value for key, value in read_state(path).items() if key != CHECKSUMS})
+    state = State(**{key: value for key, value in read_state(path).items() if key != "checksums"})
     if (numbered := NAME.fullmatch(path.name)) and int(numbered[1]) != state.step:
         raise ValueError(f"{STATE} is of step {state.step}")
     return state
@@ -296,15 +292,72 @@ def load_optimizer(path: Path, policy: Policy, optimizer: Any, optim: Any = None
         raise ValueError(f"optimizer: {error}") from error
 
 
-def _check_state(
-    name: str, state: Mapping[str, shards.StoredTensor], expected: Mapping[str, StateTensor], optim: Optimizer
-) -> None:
+def _check_state(name: str, state: Mapping[str, Any], expected: Mapping[str, Any], optim: Optimizer) -> None:
     """Raise unless a parameter has no state so far, or the tensors that its optimizer keeps."""
     if state and state.keys() < expected.keys():
         raise ValueError(f"{name} lacks {', '.join(sorted(expected.keys() - state.keys()))}")
     if state and state.keys() != expected.keys():
         problem = f"the checkpoint has another optimizer's state ({', '.join(sorted(state))}): keep that of the run"
         raise ConfigError(problem, key="optim", value=choice_of("optim", optim))
-    for kind, tensor in state.items():
-        if tensor.shape != expected[kind].shape:
-            raise ValueError(f"{name}.{kind} has the shape {tensor.shape}, and should have {expected[kind].shape}")
+
+
+def write_checksums(folder: Path, world: World) -> None:
+    """Write the checksums of all files below `folder`. Collective.
+
+    Each process reads the files that it wrote, which are still in its machine's page cache.
+    """
+    world.barrier()
+    names = world.broadcast_object(_files_of(folder))
+    mine = [name for name in names if shards.writer(name, world.size) == world.rank]
+    checksums = dict(world.gather_objects([(name, _checksum(folder / name)) for name in mine]))
+    if world.is_main:
+        (folder / CHECKSUMS).write_text(json.dumps({name: checksums[name] for name in names}, indent=2))
+
+
+def check_files(folder: Path, progress: Progress = unreported) -> None:
+    """Raise ValueError, with the name of a file, unless `folder` holds exactly the files that were written.
+
+    progress: called with the gigabytes read.
+    """
+    expected = json.loads((folder / CHECKSUMS).read_text())
+    if not isinstance(expected, dict):
+        raise ValueError(f"{CHECKSUMS} is damaged")
+    names = _files_of(folder)
+    if differing := sorted(expected.keys() ^ names):
+        name = differing[0]
+        raise ValueError(f"{name} is missing" if name in expected else f"{name} does not belong to the checkpoint")
+    total = sum((folder / name).stat().st_size for name in names)
+    done, counting = 0, threading.Lock()
+
+    def count(read: int) -> None:
+        nonlocal done
+        with counting:
+            done += read
+            progress(done / GB, total / GB, "GB")
+
+    with ThreadPoolExecutor(READERS) as pool:
+        checksums = pool.map(lambda name: _checksum(folder / name, count), names)
+        for name, checksum in zip(names, checksums, strict=True):
+            if checksum != expected[name]:
+                pool.shutdown(wait=False, cancel_futures=True)  # the others need not be read
+                raise ValueError(f"{name} differs from what was written")
+
+
+def _files_of(folder: Path) -> list[str]:
+    """Paths of the files below `folder`, without hidden ones, which file systems create."""
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(".") and path != folder / CHECKSUMS
+    )
+
+
+def _checksum(path: Path, count: Callable[[int], None] = lambda _: None) -> list[int | str]:
+    """Size and digest of a file. count: called with the length of each block read."""
+    size, digest = 0, xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            size += len(block)
+            count(len(block))
+    return [size, digest.hexdigest()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,75 +24,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class BackgroundWriter:
-    """Runs one write at a time in a thread. Every method is collective.
+@dataclass(slots=True)
+class Checkpointer:
+    """Saves the checkpoints of a run in a thread, one at a time, and deletes the oldest. Every method is collective.
 
     Where processes share weights or optimizer state (FSDP2, ZeRO), these are gathered in collective calls that cannot
-    run beside others, so the write runs at once, in the caller's thread.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._channel = world.channel() if world.parallel.replicated else None
-        self._pending: Future[None] | None = None
-
-    @property
-    def writing(self) -> bool:
-        """Whether a write is pending. Not collective."""
-        return self._pending is not None
-
-    def start(self, write: Callable[[], None]) -> None:
-        """Start `write` after the pending one, and raise the pending one's error."""
-        self.wait()
-        if self._channel is None:
-            write()
-            return
-        # a daemon: after a second Ctrl-C the process must be able to exit
-        self._pending = run_in_thread(partial(self._work, write), "checkpoint")
-
-    def wait(self) -> None:
-        """Wait for the write, and raise its error."""
-        if self._pending:
-            wait([self._pending])
-            pending, self._pending = self._pending, None
-            pending.result()
-
-    def close(self, timeout: float | None = None) -> None:
-        """Like `wait`, but log an error instead of raising it, because the run ends for another reason.
-
-        timeout: seconds after which the thread is abandoned (None: never).
-        """
-        if self._pending and not wait([self._pending], timeout).done:
-            logger.warning("the last checkpoint was not written: it took longer than %s s", timeout)
-            return
-        try:
-            self.wait()
-        except Exception:
-            logger.exception("the last checkpoint was not written")
-
-    def _work(self, write: Callable[[], None]) -> None:
-        assert self._channel is not None
-        with self._channel():
-            write()
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpointer:
-    """Saves the checkpoints of a run and deletes the oldest. Every method is collective.
-
-    keep: how many checkpoints stay (0: all). reference: None unless training changes it. unreported: the steps of
-    checkpoints that `take_saved` has not returned yet.
+    run beside others, so a checkpoint is saved at once, in the caller's thread.
     """
 
     run_dir: RunDir
     keep: int
+    """How many checkpoints stay; 0: all."""
     policy: Policy
     optimizer: Any
     tokenizer: Any
     reference: Reference | None
+    """None unless training changes it."""
     world: World
     progress: Progress
-    writer: BackgroundWriter
     unreported: list[int] = field(default_factory=list)
+    """The steps of checkpoints that `take_saved` has not returned yet."""
+    _channel: Callable[[], AbstractContextManager[None]] | None = field(init=False)
+    _pending: Future[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._channel = self.world.channel() if self.world.parallel.replicated else None
 
     def save(self, state: checkpoint.State, prefetched: PrefetchState) -> None:
         """Start to save. The policy, optimizer and reference must not change until `wait` returns.
@@ -107,26 +64,40 @@ class Checkpointer:
             prefetched=prefetched.ready,
             problems=prefetched.problems,
         )
-        path = self.run_dir.checkpoint(state.step)
         self.unreported.append(state.step)
-        self.writer.start(
-            partial(self._write, partial(checkpoint.save, path, state, contents, self.world, self.progress))
-        )
+        self.start(partial(self._save, state, contents))
 
-    def _write(self, save: Callable[[], None]) -> None:
-        save()
+    def _save(self, state: checkpoint.State, contents: checkpoint.Contents) -> None:
+        checkpoint.save(self.run_dir.checkpoint(state.step), state, contents, self.world, self.progress)
         if self.world.is_main:
             prune(self.run_dir.checkpoints, self.keep)
         self.world.barrier()
 
+    def start(self, write: Callable[[], None]) -> None:
+        """Start `write` after the pending one, and raise the pending one's error."""
+        self.wait()
+        if self._channel is None:
+            write()
+            return
+        # a daemon: after a second Ctrl-C the process must be able to exit
+        self._pending = run_in_thread(partial(self._in_channel, write), "checkpoint")
+
+    def _in_channel(self, write: Callable[[], None]) -> None:
+        assert self._channel is not None
+        with self._channel():
+            write()
+
     @property
     def writing(self) -> bool:
         """Whether a checkpoint is pending. Not collective."""
-        return self.writer.writing
+        return self._pending is not None
 
     def wait(self) -> None:
-        """Wait until the checkpoint is saved. Raises the error of saving it."""
-        self.writer.wait()
+        """Wait until the checkpoint is saved, and raise the error of saving it."""
+        if self._pending:
+            wait([self._pending])
+            pending, self._pending = self._pending, None
+            pending.result()
 
     def take_saved(self) -> list[int]:
         """The steps of checkpoints that are whole by now, each once. Call `wait` before."""
@@ -135,5 +106,14 @@ class Checkpointer:
         return steps
 
     def close(self, timeout: float | None = None) -> None:
-        """See `BackgroundWriter.close`."""
-        self.writer.close(timeout)
+        """Like `wait`, but log an error instead of raising it, because the run ends for another reason.
+
+        timeout: seconds after which the thread is abandoned (None: never).
+        """
+        if self._pending and not wait([self._pending], timeout).done:
+            logger.warning("the last checkpoint was not written: it took longer than %s s", timeout)
+            return
+        try:
+            self.wait()
+        except Exception:
+            logger.exception("the last checkpoint was not written")

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpocli.models.frozen_linear import compute_dtype
 from grpocli.models.head import Float32Head, parts_, product
-from grpocli.rollout.distribution import sampling_logits
-from grpocli.rollout.sampling import first_occurrence
+from grpocli.rollout.sampling import first_occurrence, sampling_logits
 from grpocli.training.packing import Padded
 
 if TYPE_CHECKING:

@@ -1,21 +1,61 @@
-"""The config group `optim`: optimizers of torch and bitsandbytes, and the schedule of their learning rate."""
+"""The config group `optim`: optimizers of torch and bitsandbytes, and the schedule of their learning rate.
+
+A schedule is a pure function of an update's number, so that a resume restores none.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from grpocli.config.parts import one_of, part, require, section
+from grpocli.config.parts import nearest, one_of, part, require, section
+from grpocli.errors import ConfigError
 from grpocli.models.quantization import check_bitsandbytes, import_bitsandbytes
-from grpocli.training.schedule import ARGUMENTS, check_arguments, check_total, refuse_stateful, scheduled
 
 if TYPE_CHECKING:
     import torch
 
 QUANTIZED_FROM, BLOCK = 4096, 256
 """bitsandbytes: numbers from which a state has 8 bits, and numbers that share a scale."""
+
+
+OWN: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+}
+"""Schedules without arguments, as functions of the share of the updates after the warm-up."""
+
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "constant_with_warmup": (),
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": (
+        "num_decay_steps",
+        "num_stable_steps",
+        "warmup_type",
+        "decay_type",
+        "min_lr_ratio",
+        "num_cycles",
+    ),
+}
+"""The schedules of transformers that are functions of an update's number, with their arguments."""
+
+NEEDED = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+"""Arguments of which a schedule needs one."""
 
 
 class StateTensor(NamedTuple):
@@ -52,8 +92,7 @@ class Optimizer:
         require(self, "lr", 0 <= self.lr < math.inf, "must be a finite number of 0 or more")
         require(self, "weight_decay", 0 <= self.weight_decay < math.inf, "must be a finite number of 0 or more")
         require(self, "warmup_steps", self.warmup_steps >= 0, "must be 0 or more")
-        refuse_stateful(self.schedule)
-        one_of(self, "schedule", ARGUMENTS)
+        one_of(self, "schedule", SCHEDULES)
         check_arguments(self.schedule, self.schedule_arguments)
         require(self, "max_grad_norm", self.max_grad_norm >= 0, "must be 0 (no clipping) or more")
 
@@ -123,7 +162,6 @@ class AdamW(Adam):
     state_note: ClassVar[str] = "AdamW's two moments, float32"
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over the parameters with gradients. Norms and biases have no weight decay."""
         import torch
 
         return torch.optim.AdamW(self.groups(parameters), lr=self.lr, betas=self.pair, eps=self.eps, fused=True)
@@ -147,14 +185,12 @@ class AdamW8bit(Adam):
         check_bitsandbytes("optim", "adamw_8bit")
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over the parameters with gradients. Norms and biases have no weight decay."""
         import_bitsandbytes("optim", "adamw_8bit")
-        from grpocli.training.adamw_8bit import AdamW8bitOptimizer
+        from grpocli.training.optimizers import adamw_8bit
 
-        made: torch.optim.Optimizer = AdamW8bitOptimizer(
+        return adamw_8bit(
             self.groups(parameters), lr=self.lr, betas=self.pair, eps=self.eps, min_8bit_size=QUANTIZED_FROM
         )
-        return made
 
     def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
         step, count = {"step": StateTensor((), 8)}, math.prod(shape)
@@ -201,7 +237,7 @@ class Muon(Adam):
     def _make(self, matrices: list[torch.nn.Parameter], others: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         import torch
 
-        from grpocli.training.combined_optimizer import CombinedOptimizer
+        from grpocli.training.optimizers import CombinedOptimizer
 
         parts: list[torch.optim.Optimizer] = []
         if matrices:
@@ -246,7 +282,6 @@ class Adafactor(Optimizer):
         require(self, "clip", 0 < self.clip < math.inf, "must be a finite number above 0")
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over the parameters with gradients. Norms and biases have no weight decay."""
         import torch
 
         return torch.optim.Adafactor(self.groups(parameters), lr=self.lr, beta2_decay=self.beta2_decay, d=self.clip)
@@ -277,7 +312,6 @@ class Sgd(Optimizer):
         require(self, "momentum", 0 <= self.momentum < 1, "must be at least 0 and below 1")
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over the parameters with gradients. Norms and biases have no weight decay."""
         import torch
 
         return torch.optim.SGD(self.groups(parameters), lr=self.lr, momentum=self.momentum)
@@ -304,3 +338,65 @@ def matrices_in_layers(model: torch.nn.Module) -> set[str]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     ends |= {f"{name}.weight" for name, module in model.named_modules() if module is head}
     return {name for name, p in model.named_parameters() if p.ndim == 2 and name not in ends}
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless transformers' schedule has these arguments. Loads no slow library."""
+    known = SCHEDULES[name]
+    for argument, value in arguments.items():
+        key = f"optim.schedule_arguments.{argument}"
+        if argument not in known:
+            choices = f"choose of {', '.join(known)}{nearest(argument, known)}" if known else "it has none"
+            raise ConfigError(f"schedule={name} has no such argument: {choices}", key=key, value=value)
+        if argument.endswith("_type"):
+            if value not in ("linear", "cosine", "1-sqrt"):
+                raise ConfigError("choose one of linear, cosine, 1-sqrt", key=key, value=value)
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError("must be a finite number of 0 or more", key=key, value=value)
+    needed = NEEDED.get(name, ())
+    if len(needed) > 0 and sum(argument in arguments for argument in needed) != 1:
+        problem = f"schedule={name} needs {'one of ' * (len(needed) > 1)}{' and '.join(needed)}"
+        raise ConfigError(problem, key="optim.schedule_arguments", value=dict(arguments))
+
+
+def check_total(name: str, arguments: Mapping[str, Any], warmup: int, total: int) -> None:
+    """Raise ConfigError for a warm-up and a decay that overlap in `total` updates: the rate would jump between them."""
+    decay = arguments.get("num_decay_steps", 0)
+    if name == "warmup_stable_decay" and "num_stable_steps" not in arguments and warmup + decay > total:
+        problem = f"with optim.warmup_steps={warmup} these are more than the {total:,} updates of the run"
+        key = "optim.schedule_arguments.num_decay_steps"
+        raise ConfigError(problem, key=key, value=decay, hint="lower one of them, or raise train.steps")
+
+
+def scheduled(lr: float, name: str, arguments: Mapping[str, Any], warmup: int, update: int, total: int) -> float:
+    """The learning rate of update number `update` (from 0) of `total`.
+
+    In the warm-up it rises linearly to `lr`, and is never 0. After it the schedule is transformers'; a schedule whose
+    arguments describe a warm-up has that one instead. Raises ConfigError for a value that transformers refuses.
+    """
+    own_warmup = not any(argument.startswith("warmup_") for argument in arguments)
+    if update < warmup and own_warmup:
+        return lr * (update + 1) / (warmup + 1)
+    if name in OWN and not arguments:
+        return lr * OWN[name]((update - warmup) / max(total - warmup, 1))
+    factor = _factors(lr, name, tuple(sorted(arguments.items())), warmup, total)
+    return lr * float(factor(update))
+
+
+@lru_cache(maxsize=8)
+def _factors(
+    lr: float, name: str, arguments: tuple[tuple[str, Any], ...], warmup: int, total: int
+) -> Callable[[int], float]:
+    """The function that transformers' schedule multiplies `lr` by."""
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    try:
+        made: Any = get_scheduler(name, optimizer, warmup, total, dict(arguments))
+        found: Callable[[int], float] = made.lr_lambdas[0]
+        found(total - 1)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        problem = f"transformers refuses these arguments of schedule={name}: {error}"
+        raise ConfigError(problem, key="optim.schedule_arguments", value=dict(arguments)) from error
+    return found

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from grpocli.distributed.parallel import Parallel, SingleProcess
 from grpocli.models.head import weights_kept
 from grpocli.models.lora import is_adapted, merged, switched_off
 from grpocli.progress import Progress, unreported
-from grpocli.training.activation_offload import offloading
 from grpocli.training.logprobs import TokenScores, completion_logp, completion_scores
 from grpocli.training.micro_batch import MicroBatch, RowBatch
 from grpocli.training.packing import Layout, Packed, Padded
 from grpocli.training.sequence_shard import shards_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from grpocli.distributed.context_parallel import ContextParallel
@@ -27,12 +26,16 @@ if TYPE_CHECKING:
     from grpocli.types import Sampling
 
 
+LEAST_OFFLOADED = 2**20
+"""Bytes of the smallest tensor that an `ActivationOffload` moves."""
+
+
 class Policy:
     """A causal language model with float32 weights that computes in `dtype`.
 
     model: the model of transformers. wrapped: what training calls, the same object or a wrapper (DDP, DeepSpeed).
     parallel: how the processes share it; None for a single process. packs: whether it takes packed rows; packed: their
-    layout. at_head: whether its logits are exactly the output of its output head. `grpocli.training.packing_check` sets
+    layout. at_head: whether its logits are exactly the output of its output head. `grpocli.training.trials` sets
     `packs` and `at_head`. recomputes: whether the backward pass computes activations again. offloads: whether they wait
     for it in the CPU's memory. compiles: whether decoder layers are compiled. shared_with: the processes that share
     each micro-batch; None: this one alone.
@@ -110,7 +113,7 @@ class Policy:
 
         In nats; entropies have a gradient only if asked for. Calls `wrapped`: every process must call it equally often.
         """
-        with offloading(self.offloads, self.model):
+        with ActivationOffload(self.model.parameters()) if self.offloads else nullcontext():
             return completion_scores(self.wrapped, batch, sampling, self.autocast(), entropy_gradient, self.at_head)
 
     @torch.no_grad()
@@ -192,3 +195,46 @@ class BaseReference(Reference):
 
     def mix(self, alpha: float) -> None:
         raise TypeError("the base model under LoRA does not move; a moving reference is a `Reference`")
+
+
+class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
+    """train.activation_offload: a block in which the large tensors that autograd keeps wait in the CPU's memory.
+
+    They are moved back for the backward pass. torch's `save_on_cpu` would move weights, too. Copies go through pinned
+    memory, in the order of the GPU's other work, so the CPU does not wait for them. weights: tensors that stay.
+    devices: the kinds of devices that are relieved; on a CPU, nothing is moved.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], devices: tuple[str, ...] = ("cuda",)) -> None:
+        self.devices, self.moved = devices, 0
+        self.stays = {_storage(weight) for weight in weights}
+        super().__init__(self.pack, self.unpack)
+
+    def pack(self, tensor: Tensor) -> tuple[torch.device, Any] | Tensor:
+        """What is kept of a tensor."""
+        large = tensor.numel() * tensor.element_size() >= LEAST_OFFLOADED
+        if not large or tensor.device.type not in self.devices or _storage(tensor) in self.stays:
+            return tensor
+        self.moved += 1
+        return tensor.device, self.store(tensor)
+
+    def unpack(self, kept: tuple[torch.device, Any] | Tensor) -> Tensor:
+        """The tensor, on its device."""
+        return kept if isinstance(kept, Tensor) else self.fetch(*kept)
+
+    def store(self, tensor: Tensor) -> Any:
+        """A copy in the CPU's memory."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copy.copy_(tensor, non_blocking=True)
+        return copy
+
+    def fetch(self, device: torch.device, stored: Any) -> Tensor:
+        """The stored tensor on its device."""
+        tensor: Tensor = stored.to(device, non_blocking=True)
+        return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    """A number of the tensor's memory, which views share."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.untyped_storage()._cdata)

@@ -17,8 +17,7 @@ from grpocli.progress import Progress, unreported
 from grpocli.runs.metrics import finished_steps, read_metrics, read_summary
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.sessions import read_sessions, run_id
-from grpocli.training import checksums
-from grpocli.training.checkpoint import NAME, STATE, load_state
+from grpocli.training.checkpoint import NAME, STATE, check_files, load_state
 
 UNREADABLE = (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 """The errors of reading a file with unexpected content."""
@@ -149,7 +148,7 @@ def _check(path: Path, run: str, progress: Progress) -> None:
     state = load_state(path)
     if run and state.run and state.run != run:
         raise ValueError("it is of another run")
-    checksums.check(path, progress)
+    check_files(path, progress)
 
 
 def _aside(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture of experts, and the load of its experts.
+"""The routers of a mixture of experts, their load-balancing loss, and the load of the experts.
 
     B(θ) = 1/N Σ_i 1/L Σ_l E Σ_e f_ile P_ile
     f_ile = 1/T_i Σ_t [e is among the K experts of token t in layer l]      no gradient
@@ -12,23 +12,93 @@ it, in the sequence-wise form of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 
 over layers). The form over a batch is a product of two sums over tokens, so that its value depends on which tokens
 share a micro-batch, and gradient accumulation does not add up to it. A completion is never split, so this one does not
 depend on micro-batches, packing or processes. Over a batch f would need a forward pass of all rows before the update.
+
+transformers lists the modules whose outputs are `router_logits` for each architecture. They are read with hooks, since
+`output_router_logits=True` makes its own loss from a mask that packed rows do not have.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.models.routers import Router, Routing, recorded, routers
+from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.distributed.world import World
     from grpocli.training.micro_batch import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The router of one layer. index: of the logits in its output."""
+
+    module: torch.nn.Module
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What a router says about N tokens. logits [N, E], with gradient; chosen [N, K]: the experts of each token."""
+
+    logits: Tensor
+    chosen: Tensor
+
+
+def routers(model: Any) -> list[Router]:
+    """The routers for which transformers defines a load-balancing loss, in the order of the layers; none if dense."""
+    from transformers import PreTrainedModel
+
+    if not hasattr(model.config.get_text_config(), "router_aux_loss_coef"):
+        return []
+    found = {}
+    for part in model.modules():
+        recorder: Any = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
+        if not isinstance(part, PreTrainedModel) or not hasattr(recorder, "target_class"):
+            continue
+        for name, module in part.named_modules():
+            if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
+                found[module] = Router(module, recorder.index)
+    return list(found.values())
+
+
+def check_has_routers(part: Any, path: str, coefficient: float) -> None:
+    """Raise ConfigError if the model at `path` has no routers to balance. Reads its config alone."""
+    from grpocli.models.loading import model_without_weights
+
+    model = model_without_weights(part, path)
+    if not routers(model):
+        kind = model.config.get_text_config().model_type
+        problem = f"transformers has no load-balancing loss for this model ({kind}), which has no softmax routers"
+        raise ConfigError(problem, key="algorithm.router_aux_loss_coef", value=coefficient, hint="leave it at 0")
+
+
+@contextmanager
+def recorded(found: list[Router]) -> Iterator[list[Routing]]:
+    """A block whose list has the routings of the forward pass in it.
+
+    The hooks only keep tensors: under gradient checkpointing, an operation in a hook would be missing when the layer is
+    computed again.
+    """
+    outputs: list[Routing] = []
+
+    def hook_of(router: Router) -> Any:
+        def keep(module: torch.nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+            chosen = next(tensor for tensor in output if not tensor.is_floating_point())
+            outputs.append(Routing(output[router.index], chosen))
+
+        return keep
+
+    with ExitStack() as stack:
+        for router in found:
+            stack.callback(router.module.register_forward_hook(hook_of(router)).remove)
+        yield outputs
 
 
 def balance(routings: list[Routing], batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ def load_leftover(
     """The groups of `save_leftover`, equal to the bit; at most `max_groups`, so that the next step uses all of them.
 
     Groups that do not fit a config changed by a resume (seed, task, group size, rewards) are left out, with a warning
-    in the log. Raises ValueError if a completion is damaged, and the errors of torch.load.
+    in the log.
     """
     if not (folder / LEFTOVER_FILE).is_file():
         return []
@@ -99,7 +99,7 @@ def _restored_batch(saved: dict[str, Any], collector: Collector, redraw: Redraw)
     groups = [group for saved_group in saved["groups"] if (group := restored(saved_group))]
     if len(groups) < len(saved["groups"]):
         return None
-    saved_untrained = saved.get("rest", []) if collector.keeps_untrained else []
+    saved_untrained = saved["rest"] if collector.keeps_untrained else []
     untrained = [(Status(status), group) for status, saved_group in saved_untrained if (group := restored(saved_group))]
     if missing := len(saved_untrained) - len(untrained):
         logger.warning("%d of %d groups of a rollout file do not fit the changed config", missing, len(saved_untrained))
@@ -107,12 +107,12 @@ def _restored_batch(saved: dict[str, Any], collector: Collector, redraw: Redraw)
         groups,
         saved["metrics"],
         untrained=untrained,
-        leftover_uids=frozenset(saved.get("carried", ())),
+        leftover_uids=frozenset(saved["carried"]),
     )
 
 
 def _restored(saved: dict[str, Any], redraw: Redraw, size: int, names: set[str]) -> Group | None:
-    prompt = redraw(int(saved["draw"]), saved.get("row"))  # earlier versions saved no row
+    prompt = redraw(int(saved["draw"]), saved.get("row"))
     if prompt is None:
         return None
     rollouts = [_rollout(prompt, r) for r in saved["rollouts"]]
@@ -136,8 +136,6 @@ def _group(group: Group) -> dict[str, Any]:
 
 def _rollout(prompt: Prompt, saved: dict[str, Any]) -> Rollout:
     ids, logp = saved.pop("token_ids"), saved.pop("logprobs")
-    if ids.shape != logp.shape or not logp.isfinite().all():
-        raise ValueError("a leftover completion does not have one finite log-prob for each token")
-    text, rewards, episode = saved.pop("text"), saved.pop("rewards"), saved.pop("episode", None)
+    text, rewards, episode = saved.pop("text"), saved.pop("rewards"), saved.pop("episode")
     done = Completion(ids.tolist(), logp.tolist(), **saved, episode=Episode(**episode) if episode else None)
     return Rollout(prompt, done, text, rewards)

@@ -1,25 +1,40 @@
-"""The reference of a run with teachers (`algorithm.kl.model`, `algorithm.kl.base_url`): each scores its tasks' rows."""
+"""The reference of a run with teachers: each scores its tasks' rows.
+
+Those of `algorithm.kl.model` are loaded. Those of `algorithm.kl.base_url` are vLLM servers, which score tokens with
+`prompt_logprobs`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+import httpx
 import torch
 
-from grpocli.algorithm.kl import EVERY_TASK
-from grpocli.errors import ServiceGone
+from grpocli.algorithm.kl import EVERY_TASK, key_of_teacher
+from grpocli.errors import ConfigError, RunError, ServiceGone
 from grpocli.hardware import to_device
+from grpocli.http import BUSY, is_loopback, retry_delay
 from grpocli.models.teacher import teachers_of
+from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
+from grpocli.text import mask
 from grpocli.training.micro_batch import MicroBatch, RowBatch
 from grpocli.training.packing import padded
 from grpocli.training.policy import Reference
-from grpocli.training.served_teacher import Scoring, ServedTeacher, served_teachers
 from grpocli.types import Row
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpocli.algorithm.kl import KL
     from grpocli.config.schema import Run
     from grpocli.distributed.context_parallel import ContextParallel
     from grpocli.distributed.world import World
@@ -27,10 +42,28 @@ if TYPE_CHECKING:
     from grpocli.types import Sampling
 
 
+CONCURRENCY = 64
+"""Requests of a process at a time."""
+CONNECT_TIMEOUT = 10.0
+FIRST_DELAY = 0.5
+"""Seconds at most before the first retry at a busy server."""
+LOST = 3
+"""Retries of a request whose connection failed."""
+POLL = 0.5
+"""Seconds between two progress reports."""
+PROBE = (
+    "The quick brown fox: 12 + 345 = 357.\n\tdef f(x): return x**2  # 6.02e23\n"
+    "Größe, naïve, ελληνικά, русский, 日本語, 한국어, \U0001f600 <|x|> [INST] </s>"
+)
+"""Text whose tokens are compared: words, digits, code, spaces, and characters outside of ASCII."""
+SAMPLED = 256
+"""Tokens of the vocabulary whose text is compared, beside the last and the end token."""
+
+
 class LoadedTeacher(Reference):
     """A teacher in this process, of any architecture. tasks: the names of those that it scores.
 
-    `grpocli.training.packing_check` sets `at_head`, as the policy's.
+    `grpocli.training.trials` sets `at_head`, as the policy's.
     """
 
     at_head = True
@@ -133,3 +166,197 @@ def loaded_teachers(reference: Reference | Teachers | None) -> list[LoadedTeache
 def scores(tasks: Sequence[str], row: Row) -> bool:
     """Whether a teacher of these tasks scores a row."""
     return EVERY_TASK in tasks or row.task in tasks
+
+
+class _Refused(Exception):
+    """The server answered that the request cannot be served."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTeacher:
+    """One server. tasks: the names of those that it scores. timeout: seconds for a step."""
+
+    url: str
+    tasks: tuple[str, ...]
+    key: str
+    api_key: str | None = field(repr=False)
+    timeout: float
+
+    def begin(self, rows: Sequence[Row]) -> Scoring:
+        """Send all rows that lack `ref_logp`; the answers come in a thread."""
+        return Scoring(self, [row for row in rows if row.ref_logp is None and any(row.mask)])
+
+    def http(self) -> httpx.AsyncClient:
+        """A client of the server: a proxy only for other machines."""
+        if self.api_key:
+            mask(self.api_key, "(the teacher's key)")
+        return httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
+            timeout=httpx.Timeout(self.timeout, connect=min(CONNECT_TIMEOUT, self.timeout), pool=None),
+            limits=httpx.Limits(max_connections=CONCURRENCY),
+            verify=self.url.startswith("https"),  # reading certificates is slow
+            trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
+        )
+
+    async def model(self, http: httpx.AsyncClient) -> dict[str, Any]:
+        """The card of the served model in `/v1/models`, that of the base model where it also serves adapters."""
+        cards = (await self._json(http, "GET", "/v1/models"))["data"]
+        return next((card for card in cards if not card.get("parent")), cards[0])
+
+    async def _json(self, http: httpx.AsyncClient, method: str, path: str, body: Any = None) -> Any:
+        """The answer's JSON, retried while the server is busy, and LOST times without a connection.
+
+        The caller sets the deadline.
+
+        Raises _Refused for an HTTP error that a retry does not mend, httpx.HTTPError without a connection.
+        """
+        tries = 0
+        while True:
+            tries, response = tries + 1, None
+            try:
+                response = await http.request(method, path, json=body)
+            except httpx.HTTPError:
+                if tries > LOST:
+                    raise
+            if response is not None and response.is_success:
+                return response.json()
+            if response is not None and response.status_code not in BUSY:
+                raise _Refused(f"{path}: HTTP {response.status_code} {' '.join(response.text.split())[:200]}".rstrip())
+            await asyncio.sleep(retry_delay(tries, FIRST_DELAY, response))
+
+    async def score(self, http: httpx.AsyncClient, model: str, row: Row) -> list[float]:
+        """The log-probs of the completion's tokens, in nats, at temperature 1."""
+        body = {
+            "model": model,
+            "prompt": [*row.prompt_ids, *row.completion_ids],
+            "prompt_logprobs": 0,
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        answer = await self._json(http, "POST", "/v1/completions", body)
+        entries = answer["choices"][0]["prompt_logprobs"][len(row.prompt_ids) :]
+        return [float(one[str(token)]["logprob"]) for one, token in zip(entries, row.completion_ids, strict=True)]
+
+
+class Scoring:
+    """The requests of one step to one teacher, in a thread."""
+
+    def __init__(self, teacher: ServedTeacher, rows: Sequence[Row]) -> None:
+        self.teacher, self.rows, self.done = teacher, rows, 0
+        self._cancelled = threading.Event()
+        self._future = run_in_thread(lambda: asyncio.run(self._within_deadline()), "teacher")
+
+    async def _within_deadline(self) -> list[list[float]]:
+        if not self.rows:
+            return []
+        async with asyncio.timeout(self.teacher.timeout), self.teacher.http() as http, asyncio.TaskGroup() as group:
+            model = str((await self.teacher.model(http))["id"])
+            slots = asyncio.Semaphore(CONCURRENCY)
+            tasks = [group.create_task(self._one(http, model, row, slots)) for row in self.rows]
+        return [task.result() for task in tasks]
+
+    async def _one(self, http: httpx.AsyncClient, model: str, row: Row, slots: asyncio.Semaphore) -> list[float]:
+        async with slots:
+            if self._cancelled.is_set():
+                raise asyncio.CancelledError
+            found = await self.teacher.score(http, model, row)
+        self.done += 1
+        return found
+
+    def wait(self, progress: Progress = unreported) -> RunError | None:
+        """Wait for the answers and set the rows' `ref_logp`; returns the error, if any."""
+        while True:
+            progress(self.done, len(self.rows), "completions", "scored by the teacher's server")
+            try:
+                found = self._future.result(POLL)
+                break
+            except NotDone:  # the poll's; or, if the future has one, the deadline's
+                if self._future.done() and (missed := self._future.exception()):
+                    return self._error(missed)
+            except Exception as error:  # noqa: BLE001 - it becomes a sentence
+                return self._error(error)
+        for row, values in zip(self.rows, found, strict=True):
+            row.ref_logp = values
+        return None
+
+    def cancel(self) -> None:
+        """Send no further request."""
+        self._cancelled.set()
+
+    def _error(self, error: BaseException) -> RunError:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        subject = f"{self.teacher.key}={self.teacher.url}"
+        if isinstance(error, TimeoutError):
+            late = f"scored {self.done} of {len(self.rows)} completions within algorithm.kl.timeout"
+            return ServiceGone(f"{subject}: the teacher's server {late}={self.teacher.timeout:g} s")
+        if isinstance(error, httpx.HTTPError):
+            reason = str(error) or type(error).__name__
+            return ServiceGone(f"{subject}: the teacher's server cannot be reached ({reason})")
+        if isinstance(error, _Refused):
+            return RunError(f"{subject}: the teacher's server refused to score a completion ({error})")
+        return RunError(f"{subject}: not the answer of a vLLM server: {type(error).__name__}: {error}")
+
+
+def served_teachers(kl: KL) -> list[ServedTeacher]:
+    """The teachers behind `algorithm.kl.base_url`, each server once."""
+    tasks: dict[str, list[str]] = {}
+    for task, url in kl.urls.items() if kl.beta else ():
+        tasks.setdefault(url, []).append(task)
+    key = os.environ.get(kl.api_key)  # never in a config, a log or a message
+    return [
+        ServedTeacher(url, tuple(own), key_of_teacher("base_url", own[0]), key, kl.timeout)
+        for url, own in tasks.items()
+    ]
+
+
+def check_served(kl: KL, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+    """Raise ConfigError unless every server is a vLLM server with the policy's tokenizer and room for a row.
+
+    The server tokenizes a fixed text, and turns tokens from all over our vocabulary into text, the last one and the end
+    token among them; both must agree with ours.
+    longest: the most tokens of a row.
+    """
+    for teacher in served_teachers(kl):
+        problem = asyncio.run(_problem(teacher, tokenizer, longest))
+        if problem:
+            raise ConfigError(problem, key=teacher.key, value=teacher.url)
+
+
+async def _problem(teacher: ServedTeacher, tokenizer: Any, longest: int) -> str:
+    ours: list[int] = tokenizer(PROBE, add_special_tokens=False).input_ids
+    known = sorted(tokenizer.get_vocab().values())
+    sampled = [*known[:: -(-len(known) // SAMPLED)], known[-1], tokenizer.eos_token_id]
+    try:
+        async with asyncio.timeout(min(teacher.timeout, 60.0)), teacher.http() as http:
+            card = await teacher.model(http)
+            room = card.get("max_model_len")
+            body = {"model": card["id"], "prompt": PROBE, "add_special_tokens": False}
+            theirs: list[int] = (await teacher._json(http, "POST", "/tokenize", body))["tokens"]
+            body = {"model": card["id"], "tokens": sampled}
+            text = str((await teacher._json(http, "POST", "/detokenize", body))["prompt"])
+            row = Row(ours[:1], ours[1:2], [1], 0.0, 0, [])
+            await teacher.score(http, str(card["id"]), row)
+    except _Refused as refused:
+        if "HTTP 401" in str(refused) or "HTTP 403" in str(refused):
+            return (
+                f"that server refuses the key: put it into the environment variable of algorithm.kl.api_key ({refused})"
+            )
+        return f"is not a vLLM server that scores tokens ({refused})"
+    except (httpx.HTTPError, TimeoutError) as error:
+        return f"no vLLM server answers there ({str(error) or type(error).__name__})"
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        return f"is not a vLLM server that scores tokens ({type(error).__name__}: {error})"
+    if ours != theirs:
+        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
+        first = f"token {ours[place]} is {theirs[place]} there" if place >= 0 else "it has more or fewer tokens there"
+        return f"its tokenizer is not the policy's: a fixed text is split differently, {first}"
+    if text != tokenizer.decode(sampled):
+        return "its tokenizer is not the policy's: tokens from all over the vocabulary have another text there"
+    if room is not None and room <= longest:
+        return (
+            f"its max_model_len={room} has no room for a completion of {longest} tokens and one more: start the server "
+            "with a larger one, or lower rollout.max_completion_tokens"
+        )
+    return ""

@@ -74,7 +74,7 @@ def make_plan(
     """
     import torch
 
-    from grpocli.training.compiled import takes_compiled
+    from grpocli.training.trials import takes_compiled
     from grpocli_tools.plan.trace import TracedMemory, trace
 
     engine = _engine(run, options)
@@ -112,8 +112,7 @@ def _teachers(run: Run) -> tuple[ModelSize, ...]:
 def _engine(run: Run, options: DeviceOptions) -> Any:
     """The run's engine, with engine=auto resolved for the planned devices, which this machine may lack."""
     from grpocli.hardware import visible_gpus
-    from grpocli.rollout.auto import VLLM_START, AutoEngine, seconds_by_transformers
-    from grpocli.rollout.transformers_engine import Transformers
+    from grpocli.rollout.transformers_engine import VLLM_START, AutoEngine, Transformers, seconds_by_transformers
     from grpocli.rollout.vllm.engine_parts import Vllm
     from grpocli_tools.plan.resources import device_kind
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from grpocli.training.schedule import ARGUMENTS
+from grpocli.training.optim import SCHEDULES
 from grpocli.types import DTYPES
 from grpocli_tools.porting.accelerate import HALVES
 from grpocli_tools.porting.equivalent import UNSTATED
@@ -406,10 +406,10 @@ class Translation(Numbers):
 
     def _schedule(self) -> None:
         port, schedule = self.port, str(self.get("lr_scheduler_type"))
-        if schedule not in ARGUMENTS:
+        if schedule not in SCHEDULES:
             port.lack("lr_scheduler_type", schedule, "cosine is used instead, since it needs no metric")
-        port.set("optim.schedule", schedule if schedule in ARGUMENTS else "cosine", "lr_scheduler_type")
-        if schedule in ARGUMENTS:
+        port.set("optim.schedule", schedule if schedule in SCHEDULES else "cosine", "lr_scheduler_type")
+        if schedule in SCHEDULES:
             self._mapping("lr_scheduler_kwargs", self._schedule_argument)
         ratio = self.optional("warmup_ratio") or (self.number("warmup_steps") if self.number("warmup_steps") < 1 else 0)
         steps = port.value("train.steps")

@@ -14,11 +14,11 @@ from grpocli.algorithm.kl import has_teacher, teachers_in
 from grpocli.errors import GrpoError
 from grpocli.models.loading import load_policy
 from grpocli.training import checkpoint
-from grpocli.training.build_trainer import choose_layout, load_reference, load_updater
+from grpocli.training.build_trainer import load_reference, load_updater
 from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing_check import find_head, pack
 from grpocli.training.resume_point import UNREADABLE, checkpoints, step_of
 from grpocli.training.teachers import loaded_teachers
+from grpocli.training.trials import choose_layout, find_head, pack
 
 if TYPE_CHECKING:
     from torch import Tensor

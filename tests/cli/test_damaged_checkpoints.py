@@ -14,8 +14,8 @@ from cli.running import EVEN, SMALL, assert_same_run, metrics, run_here
 from cli.test_failures import failed
 
 from grpocli.errors import ConfigError
-from grpocli.training import checksums
-from grpocli.training.checkpoint import State
+from grpocli.training import resume_point as resuming
+from grpocli.training.checkpoint import CHECKSUMS, _checksum, check_files
 from grpocli.training.resume_point import resume_point
 
 pytestmark = pytest.mark.processes
@@ -225,36 +225,18 @@ def _pointing_elsewhere(text: bytes) -> bytes:
 )
 def test_damage_that_the_checksums_have_too_is_found(name: str, damage, grpocli, run: Path) -> None:
     """What was damaged before it was written."""
-    file, index = newest(run) / name, newest(run) / checksums.INDEX
+    file, index = newest(run) / name, newest(run) / CHECKSUMS
     file.write_bytes(damage(file.read_bytes()))
-    index.write_text(json.dumps(json.loads(index.read_text()) | {name: checksums._checksum(file)}))
+    index.write_text(json.dumps(json.loads(index.read_text()) | {name: _checksum(file)}))
     code, said = failed(grpocli, "train", f"resume={run}")
     assert code == 2
     assert f"resume: the checkpoint {newest(run)} cannot be read" in said
     assert "remove that folder" in said
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"step": -1},
-        {"draws": 1.5},
-        {"updates": True},
-        {"seconds": float("nan")},
-        {"seconds": -1.0},
-        {"before": []},
-        {"unevaluated": 2},
-        {"num_tokens": "7"},
-    ],
-)
-def test_an_impossible_state_is_damage(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.json holds a value that is out of range"):
-        State(**values)
-
-
 def test_the_progress_of_the_check_counts_bytes(undisturbed: Path) -> None:
     told: list[tuple[float, float, str]] = []
-    checksums.check(newest(undisturbed), lambda done, total, unit, detail="": told.append((done, total, unit)))
+    check_files(newest(undisturbed), lambda done, total, unit, detail="": told.append((done, total, unit)))
     size = sum(path.stat().st_size for path in newest(undisturbed).rglob("*") if path.name != "checksums.json") / 1e9
     assert told[-1] == pytest.approx((size, size, "GB"))
 
@@ -266,6 +248,6 @@ def test_a_checkpoint_that_may_be_intact_is_kept(run: Path, monkeypatch: pytest.
     def check(folder: Path, progress: object) -> None:
         raise OSError(number, "not now", str(folder / "model.safetensors"))
 
-    monkeypatch.setattr(checksums, "check", check)
+    monkeypatch.setattr(resuming, "check_files", check)
     with pytest.raises(OSError, match="not now"):
         resume_point(run, fallback=True)

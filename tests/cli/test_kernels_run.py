@@ -10,7 +10,7 @@ import torch
 from cli.running import EVEN, SMALL, killed_after, metrics, run_here, without_times
 
 from grpocli.models.flex_attention import TiledMask
-from grpocli.training import compiled
+from grpocli.training import trials
 
 
 @pytest.mark.survival
@@ -29,7 +29,7 @@ def test_a_compiled_run_with_flex_attention_resumes_to_the_bit(tmp_path: Path, m
 
     plain = TiledMask.attend
     monkeypatch.setattr(TiledMask, "attend", attend)
-    monkeypatch.setattr(compiled, "HOW", compiled.HOW | {"backend": backend})
+    monkeypatch.setattr(trials, "COMPILE_OPTIONS", trials.COMPILE_OPTIONS | {"backend": backend})
     keys = ["model.compile=true", "model.attention=flex_attention", "checkpoint.every=1", "eval.problems=0"]
     run = tmp_path / "run"
     try:

@@ -35,8 +35,8 @@ from grpocli.rollout.vllm.server import caches_prefixes
 from grpocli.rollout.vllm.weight_sync import PolicyWeights
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import FlexPacked, Padded
-from grpocli.training.packing_check import find_head, pack
 from grpocli.training.policy import Policy
+from grpocli.training.trials import find_head, pack
 from grpocli.types import Row, Sampling
 
 __all__ = ["world"]

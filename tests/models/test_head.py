@@ -22,8 +22,8 @@ from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.training import logprobs
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Packed, Padded
-from grpocli.training.packing_check import find_head, pack
 from grpocli.training.policy import BaseReference, Policy, Reference
+from grpocli.training.trials import find_head, pack
 from grpocli.types import Request, Row, Sampling
 
 __all__ = ["world"]

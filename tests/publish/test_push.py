@@ -23,7 +23,7 @@ from grpocli.publish.published import Publisher
 from grpocli.publish.push import CheckpointPushes, Pusher
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.sessions import Session, add_session
-from grpocli.training import checksums
+from grpocli.training.checkpoint import check_files, write_checksums
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"
@@ -297,7 +297,7 @@ def test_a_checkpoint_without_local_folders_keeps_valid_checksums(hub: StandInHu
     run.config.write_text(yaml.safe_dump({"model": {"path": "/data/models/base"}}))
     folder = add_checkpoint(run, 1)
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/data/models/base"}))
-    checksums.write(folder, OneProcess())  # type: ignore[arg-type]
+    write_checksums(folder, OneProcess())  # type: ignore[arg-type]
     Pusher(run, Hub(push="me/new", checkpoints=True)).push()
     files = hub.repos["me/new"].files("main") or {}
     copy = tmp_path / "copy"
@@ -306,10 +306,10 @@ def test_a_checkpoint_without_local_folders_keeps_valid_checksums(hub: StandInHu
             copy.mkdir(exist_ok=True)
             (copy / Path(path).name).write_bytes(content)
     assert "/data" not in (copy / "adapter_config.json").read_text()
-    checksums.check(copy)
+    check_files(copy)
     (copy / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"adapter_config\.json differs"):
-        checksums.check(copy)
+        check_files(copy)
 
 
 class OneProcess:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpocli.rollout import attention
+from grpocli.rollout import sampler
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.training.policy import Policy
@@ -31,8 +31,8 @@ def sampled(model, requests: list[Request] = REQUESTS) -> list[Completion]:
 @pytest.mark.parametrize("requests", [REQUESTS, REQUESTS[:1]], ids=["padded", "no padding"])
 def test_tokens_equal_those_of_sdpa(grouped, requests) -> None:
     plain = sampled(grouped, requests)
-    with attention.float32_attention(grouped):
-        assert grouped.config._attn_implementation == attention.SAMPLING_ATTENTION
+    with sampler.float32_attention(grouped):
+        assert grouped.config._attn_implementation == sampler.SAMPLING_ATTENTION
         ours = sampled(grouped, requests)
     for one, other in zip(plain, ours, strict=True):
         assert one.token_ids == other.token_ids
@@ -41,7 +41,7 @@ def test_tokens_equal_those_of_sdpa(grouped, requests) -> None:
 
 def test_a_model_with_bfloat16_weights_can_sample(grouped) -> None:
     """FSDP2 gathers such weights, without autocast."""
-    with attention.float32_attention(grouped.bfloat16()):
+    with sampler.float32_attention(grouped.bfloat16()):
         assert all(one.token_ids for one in sampled(grouped))
 
 
@@ -64,7 +64,7 @@ def test_under_autocast_keys_queries_and_values_are_float32(grouped, monkeypatch
 
 
 def test_log_probs_under_autocast_are_near_those_in_float32(grouped) -> None:
-    with attention.float32_attention(grouped), torch.autocast("cpu", torch.bfloat16):
+    with sampler.float32_attention(grouped), torch.autocast("cpu", torch.bfloat16):
         low = sampled(grouped)
     for prompt, one in zip([REQUESTS[0]] * 2 + [REQUESTS[1]] * 3, low, strict=True):
         ids = torch.tensor([[*prompt.token_ids, *one.token_ids]])
@@ -76,24 +76,24 @@ def test_log_probs_under_autocast_are_near_those_in_float32(grouped) -> None:
 
 def test_float32_attention_ends_with_the_block(grouped) -> None:
     def broken() -> None:
-        with attention.float32_attention(grouped):
+        with sampler.float32_attention(grouped):
             raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
         broken()
     assert grouped.config._attn_implementation == "sdpa"
     with torch.autocast("cpu", torch.bfloat16):
-        assert attention.cache_dtype(grouped) == torch.bfloat16
-    assert attention.cache_dtype(grouped) is None
+        assert sampler.cache_dtype(grouped) == torch.bfloat16
+    assert sampler.cache_dtype(grouped) is None
 
 
 def test_other_attention_implementations_are_not_changed(grouped) -> None:
     grouped.set_attn_implementation("eager")
-    with attention.float32_attention(grouped):
+    with sampler.float32_attention(grouped):
         assert grouped.config._attn_implementation == "eager"
 
 
 def test_attention_on_other_devices_is_not_changed() -> None:
     elsewhere = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(_attn_implementation="sdpa"))
-    with attention.float32_attention(elsewhere):
+    with sampler.float32_attention(elsewhere):
         assert elsewhere.config._attn_implementation == "sdpa"

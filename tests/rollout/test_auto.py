@@ -9,8 +9,7 @@ import torch
 
 from grpocli import hardware
 from grpocli.composition.compose import build_run, compose
-from grpocli.rollout.auto import AutoEngine
-from grpocli.rollout.transformers_engine import Transformers
+from grpocli.rollout.transformers_engine import AutoEngine, Transformers
 from grpocli.rollout.vllm.engine_parts import Vllm
 
 LONG = ["rollout.max_completion_tokens=256", "train.steps=500"]

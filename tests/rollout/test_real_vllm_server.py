@@ -34,7 +34,7 @@ from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server import free_port
 from grpocli.rollout.vllm.server_files import LOCK, Endpoint, run_file, serve_file
-from grpocli.training.served_teacher import check_served, served_teachers
+from grpocli.training.teachers import check_served, served_teachers
 from grpocli.types import Completion, Request, Row, Sampling
 
 pytestmark = pytest.mark.vllm

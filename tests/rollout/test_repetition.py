@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.sampler import sample
+from grpocli.rollout.sampling import sampling_logits
 from grpocli.training import logprobs
 from grpocli.training.logprobs import completion_logp
 from grpocli.training.micro_batch import MicroBatch

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from grpocli.progress import Watch
-from grpocli.rollout.distribution import draw, sampling_logits
 from grpocli.rollout.sampler import sample
+from grpocli.rollout.sampling import draw, sampling_logits
 from grpocli.types import Completion, Request, Sampling
 
 PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [2, 12]]

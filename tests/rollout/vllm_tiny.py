@@ -19,8 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grpocli.rollout.distribution import sampling_logits
-from grpocli.rollout.sampling import first_occurrence
+from grpocli.rollout.sampling import first_occurrence, sampling_logits
 from grpocli.types import Sampling
 
 VOCABULARY = 96

@@ -20,7 +20,7 @@ from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.hardware import Single
 from grpocli.processes.threads import end_process
-from grpocli.training import compiled
+from grpocli.training import trials
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import Packed
@@ -109,7 +109,7 @@ def main(folder: Path, parallel: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    compiled.HOW |= {"backend": "eager"}  # graphs, without a compiler for their kernels
+    trials.COMPILE_OPTIONS |= {"backend": "eager"}  # graphs, without a compiler for their kernels
     for chosen in ("ddp", "fsdp2"):
         main(Path(sys.argv[1]), chosen, [name for name in sys.argv[2:] if name != MIXTURE or chosen == "ddp"])
     end_process(0)  # as a trainer does

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,15 +11,15 @@ from little import SHAPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpocli.models.loading import checkpoint_activations
-from grpocli.training import activation_offload
-from grpocli.training.activation_offload import ActivationOffload, offloading
+from grpocli.training import policy
+from grpocli.training.policy import ActivationOffload
 
 IDS = torch.arange(2 * 24).view(2, 24) % 40
 
 
 @pytest.fixture(autouse=True)
 def moves_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_offload, "LEAST", 1024)
+    monkeypatch.setattr(policy, "LEAST_OFFLOADED", 1024)
 
 
 def gradients(model: LlamaForCausalLM, context: object, bfloat16: bool) -> list[torch.Tensor]:
@@ -38,8 +39,8 @@ def test_gradients_are_the_same_to_the_bit(little_model, bfloat16: bool, checkpo
     model = copy.deepcopy(little_model)
     if checkpointing:
         checkpoint_activations(model)
-    plain = gradients(model, lambda one: offloading(False, one), bfloat16)
-    here = gradients(model, lambda one: offloading(True, one), bfloat16)
+    plain = gradients(model, lambda one: nullcontext(), bfloat16)
+    here = gradients(model, lambda one: ActivationOffload(one.parameters()), bfloat16)
     moved = gradients(model, lambda one: ActivationOffload(one.parameters(), devices=("cpu",)), bfloat16)
     assert len(plain) == len(list(model.parameters()))
     for one, two, three in zip(plain, here, moved, strict=True):

@@ -17,16 +17,17 @@ from cli.running import SMALL, metrics
 
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.training import checkpoint
-from grpocli.training.checkpointer import BackgroundWriter
+from grpocli.training.checkpointer import Checkpointer
 
 WAIT = 60.0
 """Seconds, far more than any test here takes."""
 RUN = ["train", *SMALL, "train.steps=3", "checkpoint.every=1", "eval.problems=0"]
 
 
-def saver(whole: bool = True) -> BackgroundWriter:
+def saver(whole: bool = True) -> Checkpointer:
     world: Any = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=whole))
-    return BackgroundWriter(world)
+    none: Any = None
+    return Checkpointer(none, 0, none, none, none, none, world, none)
 
 
 def test_a_checkpoint_is_written_in_the_background() -> None:
@@ -131,8 +132,9 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 import torch
 from grpocli.processes.threads import end_process
-from grpocli.training.checkpointer import BackgroundWriter
-one = BackgroundWriter(SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=True)))
+from grpocli.training.checkpointer import Checkpointer
+world = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=True))
+one = Checkpointer(None, 0, None, None, None, None, world, None)
 begun = threading.Event()
 def work():
     begun.set()

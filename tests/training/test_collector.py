@@ -182,20 +182,6 @@ def test_leftover_groups_that_do_not_fit_a_changed_config_are_left_out(
     assert saved_rollouts.load_leftover(tmp_path, other_prompt, 2, ["r"], max_groups=3) == []
 
 
-@pytest.mark.parametrize(
-    "damage", [{"logprobs": torch.tensor([-1.0])}, {"logprobs": torch.tensor([-1.0, float("nan")])}]
-)
-def test_a_damaged_leftover_completion_is_refused(damage: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
-    made.collect()
-    saved_rollouts.save_leftover(made.leftover, tmp_path)
-    saved = torch.load(tmp_path / saved_rollouts.LEFTOVER_FILE, weights_only=True)
-    saved[0]["rollouts"][0] |= damage
-    torch.save(saved, tmp_path / saved_rollouts.LEFTOVER_FILE)
-    with pytest.raises(ValueError, match="finite log-prob"):
-        saved_rollouts.load_leftover(tmp_path, redraw, 2, ["r"], max_groups=3)
-
-
 @pytest.mark.slow
 def test_a_group_can_be_kept_by_one_reward_alone() -> None:
     """DAPO keeps groups by accuracy, the first reward: a difference in length says nothing about the answer."""

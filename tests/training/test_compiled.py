@@ -21,12 +21,11 @@ from grpocli.distributed.world import World
 from grpocli.models import flex_attention
 from grpocli.models.loading import checkpoint_activations
 from grpocli.models.lora import Lora, attach
-from grpocli.training import compiled
-from grpocli.training.compiled import LARGE, compile_layers, takes_compiled
+from grpocli.training import trials
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import FlexPacked, Packed
-from grpocli.training.packing_check import pack
 from grpocli.training.policy import BaseReference, Policy, Reference
+from grpocli.training.trials import LARGE, compile_layers, pack, takes_compiled
 from grpocli.types import Row, Sampling
 
 __all__ = ["world"]
@@ -84,7 +83,7 @@ def results(policy: Policy, reference: Reference, rows: list[Row]) -> list[torch
 def test_compiled_layers_give_the_same_and_are_compiled_once(
     kind: str, backend: str, expected_graphs: int | None, world: World, graphs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "HOW", compiled.HOW | {"backend": backend})
+    monkeypatch.setattr(trials, "COMPILE_OPTIONS", trials.COMPILE_OPTIONS | {"backend": backend})
     if "flex" in kind:  # in its unfused form, which has a backward pass on a CPU
         monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
         monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -115,7 +114,7 @@ def test_a_model_that_torch_cannot_compile_stays_eager(world: World, monkeypatch
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(compiled, "HOW", compiled.HOW | {"backend": broken})
+    monkeypatch.setattr(trials, "COMPILE_OPTIONS", trials.COMPILE_OPTIONS | {"backend": broken})
     policy, reference = a_policy("packed")
     rows = rows_of(GROUPS["ragged"])
     expected = results(policy, reference, rows)

@@ -25,8 +25,8 @@ from grpocli.runs.run_dir import RunDir
 from grpocli.training import build_trainer
 from grpocli.training.optim import AdamW, make_optimizer
 from grpocli.training.packing import Packed
-from grpocli.training.packing_check import pack
 from grpocli.training.policy import Policy
+from grpocli.training.trials import pack
 from grpocli.training.update import SCALE, SKIPPED, Updater
 from grpocli.training.update_checks import UpdateChecks, overflow_warning
 from grpocli.types import Row

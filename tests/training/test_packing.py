@@ -46,13 +46,12 @@ from grpocli.models import flex_attention, sdpa
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.frozen_linear import compute_dtype
 from grpocli.tasks.prompt_set import PromptSet
-from grpocli.training import build_trainer, logprobs, packing
-from grpocli.training.build_trainer import choose_layout
+from grpocli.training import logprobs, packing, trials
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import FlexPacked, Packed
-from grpocli.training.packing_check import find_head, pack
 from grpocli.training.policy import Policy, Reference
+from grpocli.training.trials import choose_layout, find_head, pack
 from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling
 
@@ -685,7 +684,7 @@ def test_layers_are_compiled_for_the_rows_of_updates(
     asked, policy, gpu = [], policy_with_flex(model, world), torch.device("cuda")
     policy.packs = given.get("packed", True)
     for name in ("pack", "find_head"):  # their trials need the device
-        monkeypatch.setattr(build_trainer, name, lambda *_: True)
-    monkeypatch.setattr(build_trainer, "takes_compiled", lambda run, processes, flex, *_: asked.append(flex))
+        monkeypatch.setattr(trials, name, lambda *_: True)
+    monkeypatch.setattr(trials, "takes_compiled", lambda run, processes, flex, *_: asked.append(flex))
     list(choose_layout(run_with_flex(**given), SimpleNamespace(device=gpu, size=1), policy, None))  # type: ignore[arg-type]
     assert asked == [flex]

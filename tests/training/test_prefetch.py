@@ -520,17 +520,6 @@ def test_discarded_groups_that_do_not_fit_do_not_drop_a_step(tmp_path: Path, cap
     assert caplog.text.count("1 of 1 groups of a rollout file do not fit") == 1
 
 
-def test_steps_of_an_older_weight_version_are_read(tmp_path: Path) -> None:
-    made = collector(Sampler(), "algorithm=grpo")
-    group = Group(made.draw(4), [Rollout(made.draw(4), Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
-    saved_rollouts.save_prefetched([RolloutBatch([group], {"reward": 1.0})], tmp_path)
-    saved = torch.load(tmp_path / saved_rollouts.PREFETCHED_FILE, weights_only=True)
-    older = [{name: step[name] for name in ("groups", "metrics")} for step in saved]
-    torch.save(older, tmp_path / saved_rollouts.PREFETCHED_FILE)
-    (step,) = saved_rollouts.load_prefetched(tmp_path, made, redraw, wanted=True)
-    assert (step.groups, step.untrained) == ([group], [])
-
-
 @pytest.mark.parametrize(
     ("correction", "version", "is_samplers"),
     [("none", 5, True), ("token_truncate", 5, False), ("none", 4, False), ("sampler", 4, True), ("sampler", 5, True)],

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from grpocli.algorithm.metrics import EXTREMES
 from grpocli.launch.trainer_launcher import command
 from grpocli.rollout.sampler import sample
-from grpocli.training import checksums
+from grpocli.training.checkpoint import check_files
 from grpocli.training.micro_batch import group_spans
 from grpocli.training.packing import Packed
 from grpocli.training.update import SCALE, SKIPPED
@@ -297,7 +297,7 @@ def test_a_checkpoint_is_loaded_to_the_bit(processes: Processes, saved: str, res
 @pytest.mark.parametrize("resumed", RESUMED)
 def test_any_number_of_processes_writes_the_same_checksums(processes: Processes, resumed: str) -> None:
     processes.results(int(resumed[0]))
-    checksums.check(processes.folder / f"saved_2_ddp_to_{resumed}.again")
+    check_files(processes.folder / f"saved_2_ddp_to_{resumed}.again")
 
 
 SAVED = ["saved_1_ddp", "saved_2_ddp", "saved_2_fsdp2"]

@@ -21,10 +21,10 @@ from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import checkpoint_activations
-from grpocli.models.routers import check_has_routers, recorded, routers
 from grpocli.training.optim import AdamW
-from grpocli.training.packing_check import pack
 from grpocli.training.policy import Policy
+from grpocli.training.router_balance import check_has_routers, recorded, routers
+from grpocli.training.trials import pack
 from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling
 

@@ -12,8 +12,8 @@ from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.hardware import Single
 from grpocli.training.optim import AdamW
-from grpocli.training.packing_check import pack
 from grpocli.training.policy import Policy
+from grpocli.training.trials import pack
 from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling
 

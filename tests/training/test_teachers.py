@@ -24,8 +24,7 @@ from grpocli.models.tiny import make_tokenizer
 from grpocli.training.micro_batch import MicroBatch, RowBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
-from grpocli.training.served_teacher import PROBE, Scoring, ServedTeacher, check_served
-from grpocli.training.teachers import LoadedTeacher, Teachers
+from grpocli.training.teachers import PROBE, LoadedTeacher, Scoring, ServedTeacher, Teachers, check_served
 from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling
 

@@ -32,11 +32,10 @@ from grpocli.rollout.sampler import sample
 from grpocli.rollout.vllm import canary
 from grpocli.training import checkpoint
 from grpocli.training.checkpoint import State
-from grpocli.training.compiled import compile_layers
 from grpocli.training.optim import AdamW, Muon, Optimizer, Sgd
 from grpocli.training.packing import FlexPacked, Packed
-from grpocli.training.packing_check import pack
 from grpocli.training.policy import BaseReference, Policy, Reference
+from grpocli.training.trials import compile_layers, pack
 from grpocli.training.update import SKIPPED, Updater
 from grpocli.types import Request, Row, Sampling
 
