@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from grpocli.config.user_code import load
+from grpocli.environments.calculator import value_of
 from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, TOOLS_KEY, WORKER, EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
@@ -23,7 +24,7 @@ from grpocli.rewards.worker_pool import WorkerPool, withheld
 from grpocli.types import Message
 from grpocli.user_frames import raised
 
-READY = {name: f"grpocli.environments.ready_tools:{name}" for name in ("calculator", "python")}
+READY = {name: f"grpocli.environments.tools:{name}" for name in ("calculator", "python")}
 """The tools that come with grpocli."""
 LONGEST = 200_000
 """Most characters of a result."""
@@ -36,6 +37,25 @@ UNKNOWN = "unknown"
 """The name in answers to malformed calls. What the model wrote is never part of a rendered message."""
 NO_CALLS_LEFT = "error: no more calls are allowed; answer now"
 
+RUNNER = """
+import ast
+import random
+
+random.seed({seed})
+
+def execute(code):
+    tree = ast.parse(code, "<program>")
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    space = {{"__name__": "__main__"}}
+    exec(compile(tree, "<program>", "exec"), space)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), "<program>", "eval"), space)
+        if value is not None:
+            print(repr(value))
+
+execute({code!r})
+"""
+"""The program that runs the model's: as in a notebook, the value of a last expression is printed."""
 KINDS = {dict: "object", list: "array", str: "string", int: "integer", float: "number", bool: "boolean"}
 """JSON Schema's names."""
 Schema = dict[str, Any]
@@ -127,7 +147,6 @@ def schemas(specs: Sequence[str]) -> list[Schema]:
     """The schemas of tools. Raises ValueError if a function cannot be a tool. Runs in a worker process."""
     found = [_schema(spec) for spec in specs]
     if READY["python"] in map(_spec, specs):
-        from grpocli.environments.ready_tools import sandbox
         from grpocli.sandbox.sandbox import SandboxError
 
         try:
@@ -191,3 +210,41 @@ def _schema(tool: str) -> Schema:
     except Exception as error:
         raise ValueError(f"no schema can be made of {tool}: {raised(error)}") from error
     return schema
+
+
+def calculator(expression: str) -> str:
+    """Compute the value of an arithmetic expression.
+
+    Args:
+        expression: Numbers with + - * / // % and parentheses, such as 12*(3+4).
+    """
+    value = value_of(expression)
+    if value.startswith("error: "):
+        raise ValueError(value.removeprefix("error: "))
+    return value
+
+
+def python(code: str) -> str:
+    """Run a Python program in a sandbox without network, and return what it prints.
+
+    Args:
+        code: The program. The value of its last line is printed, too. Each call starts anew.
+    """
+    from grpocli.sandbox.backends import backend_named
+    from grpocli.sandbox.sandbox import Limits, Submission, run
+
+    backend = backend_named(sandbox(), None)
+    program = RUNNER.format(code=code, seed=random.getrandbits(32))  # the call's seed
+    result = run(Submission(program, ["pass"]), Limits(), backend)
+    if not all(result.passed):
+        raise RuntimeError(f"{result.printed}{result.error}")
+    return result.printed.rstrip("\n") or "the program printed nothing"
+
+
+@lru_cache(maxsize=1)
+def sandbox() -> str:
+    """The name of a sandbox that holds on this machine. Raises SandboxError without one: nothing runs unprotected."""
+    from grpocli.sandbox.backends import select_backend
+    from grpocli.sandbox.sandbox import Limits
+
+    return select_backend(None, Limits())

@@ -57,17 +57,6 @@ class Order:
         return self._permutation
 
 
-class FileOrder:
-    """Draws n examples in the order of the data, epoch after epoch."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def index(self, draw: int) -> int:
-        """The index of the example for a draw, counted from 0."""
-        return draw % self.n
-
-
 class TaskScheduler:
     """Assigns draws to tasks in proportion to their weights.
 

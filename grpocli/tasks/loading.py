@@ -33,13 +33,12 @@ READERS = {
 """The kind of a file, as the datasets library names it."""
 COMPRESSED = (".gz", ".bz2", ".xz")
 """Further suffixes of text files, which fsspec unpacks."""
-SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+SAVED = ("state.json", "dataset_dict.json")
 """Files in the folders that `save_to_disk` of the datasets library writes: of a dataset, and of several splits."""
 OF_ARCHIVE = ("__key__", "__url__")
 """Columns that the datasets library adds to the samples of a webdataset."""
 OTHER_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 EMPTY = "it is empty; give data with at least one example"
-MAX_COLUMNS = 1000
 QUOTED = 200
 """Characters of a value that an error quotes."""
 
@@ -72,7 +71,7 @@ def load_table(
         table = Table(list(source.dataset.column_names), source.dataset)
     else:
         rows = list(source.read(0))
-        columns = columns_of(rows, path, key)
+        columns = columns_of(rows)
         table = Table(columns, [with_columns(row, columns) for row in rows])
     if not len(table.rows):
         raise ConfigError(EMPTY, key=key, value=path)
@@ -324,18 +323,18 @@ def _of_split(found: Sequence[str], folder: str, split: str, key: str) -> list[s
 
 def _saved_dataset(path: Path, split: str, key: str) -> Any:
     """The dataset in a folder that the datasets library's `save_to_disk` wrote; None for another folder."""
-    if (path / SAVED_SPLITS).is_file():
-        splits = [part.name for part in sorted(path.iterdir()) if (part / SAVED).is_file()]
-        if split not in splits:
-            found = f"has the splits {', '.join(splits)}{nearest(split, splits)}"
-            raise ConfigError(found, key=f"{key.rpartition('.')[0]}.split", value=split)
-        path = path / split
-    if not (path / SAVED).is_file():
+    if not any((path / name).is_file() for name in SAVED):
         return None
-    from datasets import load_from_disk
+    from datasets import DatasetDict, load_from_disk
 
     with readable(str(path), key):
-        return load_from_disk(str(path))
+        saved = load_from_disk(str(path))
+    if not isinstance(saved, DatasetDict):
+        return saved
+    if split not in saved:
+        problem = f"has the splits {', '.join(sorted(saved))}{nearest(split, saved)}"
+        raise ConfigError(problem, key=f"{key.rpartition('.')[0]}.split", value=split)
+    return saved[split]
 
 
 def _from_hub(path: str, name: str | None, split: str, key: str, streaming: bool) -> Any:
@@ -368,15 +367,9 @@ def with_columns(row: Row, columns: Sequence[str]) -> Row:
     return {**dict.fromkeys(columns), **row}
 
 
-def columns_of(rows: Sequence[Row], path: str, key: str) -> list[str]:
-    """The columns of all rows. Raises ConfigError for too many, since every row gets all of them."""
-    columns: dict[str, None] = {}
-    for row in rows:
-        columns |= dict.fromkeys(row)
-        if len(columns) > MAX_COLUMNS:
-            problem = f"has more than {MAX_COLUMNS:,} columns; give rows that have the same ones"
-            raise ConfigError(problem, key=key, value=path)
-    return list(columns)
+def columns_of(rows: Sequence[Row]) -> list[str]:
+    """The columns of all rows."""
+    return list(dict.fromkeys(column for row in rows for column in row))
 
 
 def short(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +86,9 @@ class ProblemScores:
 
     @classmethod
     def of(cls, table: Mapping[str, NDArray[Any]]) -> ProblemScores:
-        """The scores of a `table`. Raises ValueError if no run can have them."""
+        """The scores of a `table`."""
         columns = {name: np.array(table[name], kind) for name, kind in KINDS.items()}
-        rows, completions, right, last, step = columns.values()
-        place = {row: i for i, row in enumerate(rows.tolist())}
-        whole = all(values.shape == (len(place),) for values in columns.values())
-        if not whole or (rows < 0).any() or (step < 0).any() or (completions < 1).any():
-            raise ValueError(f"{FILE} holds a problem twice, or one that was never sampled")
-        if ((right < 0) | (right > completions)).any() or not ((last >= 0) & (last <= 1)).all():
-            raise ValueError(f"{FILE} holds a pass rate outside of 0 to 1")
-        return cls(place, columns)
+        return cls({row: place for place, row in enumerate(columns["row"].tolist())}, columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,26 +127,19 @@ def save(problems: Mapping[str, TaskProblems], folder: Path) -> None:
 
 
 def load(folder: Path) -> dict[str, TaskProblems]:
-    """The scores of a checkpoint by task; empty for one of an earlier version. Raises ValueError if it is damaged."""
-    from safetensors import SafetensorError, safe_open
+    """The scores of a checkpoint by task; empty for one without scores."""
+    from safetensors import safe_open
 
     if not (folder / FILE).exists():
         return {}
-    try:
-        with safe_open(folder / FILE, "numpy") as file:
-            names = json.loads((file.metadata() or {})["tasks"])
-            tensors: dict[str, NDArray[Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return {str(name): _loaded(tensors, f"{i}.") for i, name in enumerate(names)}
-    except (SafetensorError, KeyError, TypeError) as error:
-        raise ValueError(f"{FILE} cannot be read ({' '.join(str(error).split())})") from error
-
-
-def _loaded(tensors: Mapping[str, NDArray[Any]], prefix: str) -> TaskProblems:
-    found = TaskProblems(ProblemScores.of({name: tensors[prefix + name] for name in KINDS}).table)
-    if f"{prefix}position" not in tensors:
-        return found
-    numbers, taken = tensors[f"{prefix}position"], tensors[f"{prefix}taken"]
-    if numbers.shape != (3,) or numbers.min() < 0 or taken.ndim != 1 or taken.dtype != np.int64:
-        raise ValueError(f"{FILE} holds a position that no order has")
-    epoch, start, woke = numbers.tolist()
-    return replace(found, position=Position(epoch, start, taken, woke))
+    with safe_open(folder / FILE, "numpy") as file:
+        names = json.loads(file.metadata()["tasks"])
+        tensors: dict[str, NDArray[Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    found = {}
+    for i, name in enumerate(names):
+        position = None
+        if f"{i}.position" in tensors:
+            epoch, start, woke = tensors[f"{i}.position"].tolist()
+            position = Position(epoch, start, tensors[f"{i}.taken"], woke)
+        found[name] = TaskProblems({kind: tensors[f"{i}.{kind}"] for kind in KINDS}, position)
+    return found

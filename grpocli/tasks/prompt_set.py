@@ -1,22 +1,204 @@
-"""The prompts of a split, tokenised once at the start, none longer than the limit; and their targets, if wanted."""
+"""The prompts of a split, tokenised once at the start, none longer than the limit, and supervised training's targets.
+
+A target is the answer of the data, as the tokens that the model would write.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from grpocli.environments.environment import loaded_environment_of
+from grpocli.environments.tools import Schema, tools_of
 from grpocli.errors import ConfigError
-from grpocli.tasks.prompts import prompt_of, text_hash, tokenize
-from grpocli.tasks.targets import settle_example
-from grpocli.types import Prompt, Text
+from grpocli.rewards.reward import with_one_answer
+from grpocli.tasks.loading import short
+from grpocli.tasks.prompts import (
+    QUIET,
+    encodable,
+    fill,
+    prompt_of,
+    rendered,
+    settle_last_turn,
+    text_hash,
+    text_of,
+    tokenize,
+)
+from grpocli.tasks.task import Example
+from grpocli.types import Message, Prompt, Text, begun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grpocli.environments.tools import Schema
-    from grpocli.tasks.targets import Target, Targets
-    from grpocli.tasks.task import Example
+KEY = "task.target_template"
+PARTS = ("content", "reasoning_content", "thinking", "tool_calls")
+"""Parts of an answer, which the chat template must write if a message has them."""
+Target: TypeAlias = str | Message
+"""The text of an answer, or the model's turn with its calls and thoughts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Makes the targets of a task's examples.
+
+    template: text with {column} fields; None: the last turn of a conversation that ends with the assistant's, otherwise
+    `otherwise`, a template, too. end_ids: tokens that end a completion. required: whether an example whose target has
+    more than `max_tokens` is left out. tools: schemas that the chat template shows. last_turn: `task.last_turn`; the
+    target of a prompt that the model continues is the template's text.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    end_ids: frozenset[int]
+    template: str | None = None
+    otherwise: str = "{answer}"
+    required: bool = True
+    tools: Sequence[Schema] = ()
+    last_turn: str | None = None
+
+    @classmethod
+    def of(cls, task: object, tokenizer: PreTrainedTokenizerBase, max_tokens: int, end_ids: frozenset[int]) -> Targets:
+        """The targets of a task, by its keys `target_template` and `shot_template`."""
+        template, otherwise = getattr(task, "target_template", None), getattr(task, "shot_template", None)
+        tools = tools_of(loaded_environment_of(task))
+        last_turn = getattr(task, "last_turn", None)
+        return cls(tokenizer, max_tokens, end_ids, template, otherwise or "{answer}", tools=tools, last_turn=last_turn)
+
+    def split(self, example: Example, where: str) -> tuple[Example, Target]:
+        """The example without the assistant's last turn, and its target: that turn, or the template's text.
+
+        Raises ConfigError, naming `where`, for a missing column, an empty target and a call that is none.
+        """
+        prompt = example["prompt"]
+        last = prompt[-1] if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict) else {}
+        if last.get("role") != "assistant" or self.last_turn == "continue":
+            return example, self._filled(example, self.template or self.otherwise, where)
+        if len(prompt) == 1:
+            raise ConfigError(f"{where} has only an answer", key="task", hint="give it a prompt before the answer")
+        full = {name: value for name, value in last.items() if value != []}  # some templates print an empty part
+        turn: Any = text_of({**example, "prompt": [full]}, where)[0]
+        for call in turn.get("tool_calls", ()):
+            _check_call(call, where)
+        bare = {**example, "prompt": prompt[:-1]}
+        if self.template is not None:
+            return bare, self._filled(example, self.template, where)
+        parts = [turn[part] for part in PARTS if turn.get(part)]
+        self._checked(
+            "".join(one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in parts), where
+        )
+        return bare, turn
+
+    def _filled(self, example: Example, template: str, where: str) -> str:
+        return self._checked(fill(template, with_one_answer(example), where, KEY), where)
+
+    def _checked(self, target: str, where: str) -> str:
+        if not target.strip() or not encodable(target):
+            problem = "is empty" if not target.strip() else "has a lone surrogate, half of a character"
+            raise ConfigError(f"the target of {where} {problem}", key=KEY, hint="repair or remove the row")
+        return target
+
+    def token_ids(
+        self, prompts: Sequence[Text], targets: Sequence[Target], where: Callable[[int], str] = "example {}".format
+    ) -> list[list[int]]:
+        """The tokens that follow each tokenised prompt: the target and the token that ends it.
+
+        In a conversation they are what the chat template writes after the generation prompt. Raises ConfigError if the
+        template writes something else before it.
+        """
+        prompt_ids = tokenize(prompts, self.tokenizer, where, self.tools)
+        pairs = enumerate(zip(prompts, targets, strict=True))
+        texts = [self._texts(prompt, one, where(i)) for i, (prompt, one) in pairs]
+        whole_ids = self._whole(prompts, [whole for whole, _ in texts])
+        after_ids = self.tokenizer([after for _, after in texts], add_special_tokens=False, **QUIET).input_ids
+        found = zip(prompt_ids, whole_ids, after_ids, strict=True)
+        return [self._ended(_after(before, whole, after)) for before, whole, after in found]
+
+    def _texts(self, prompt: Text, target: Target, where: str) -> tuple[str, str]:
+        """The text of prompt and target together, and the part of it after the prompt."""
+        if isinstance(prompt, str):
+            return f"{prompt}{target}", str(target)
+        turn = target if isinstance(target, dict) else {"role": "assistant", "content": target}
+        before = rendered(prompt, self.tokenizer, where, tools=self.tools)
+        whole = self._answered(prompt, turn, where)
+        self._check_written(prompt, turn, whole, where)
+        if not whole.startswith(before):
+            raise ConfigError(
+                f"its chat template writes the prompt of {where} in another way when an answer follows",
+                key="model",
+                hint="give model.chat_template=FILE whose generation prompt is the beginning of an answer",
+            )
+        return whole, whole.removeprefix(before)
+
+    def _answered(self, prompt: Sequence[Message], turn: Message, where: str) -> str:
+        before, beginning = begun(list(prompt))
+        if beginning:
+            turn = {**turn, "content": beginning + turn["content"]}
+        return rendered([*before, turn], self.tokenizer, where, answered=True, tools=self.tools)
+
+    def _check_written(self, prompt: Sequence[Message], turn: Message, whole: str, where: str) -> None:
+        """Raise ConfigError if the template leaves out a part of the answer. Every template writes a content alone."""
+        parts = [part for part in PARTS if turn.get(part)]
+        for part in parts if parts != ["content"] else []:
+            without = {name: value for name, value in turn.items() if name != part}
+            try:
+                written = self._answered(prompt, {"content": "", **without}, where) != whole
+            except ConfigError:  # the template needs the part
+                written = True
+            if not written:
+                problem = f"its chat template does not write the {part} of the answer of {where}"
+                hint = "remove it from the data, or give model.chat_template=FILE"
+                raise ConfigError(problem, key="model", hint=hint)
+
+    def _whole(self, prompts: Sequence[Text], texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of texts, with the special tokens that `tokenize` gives their prompts."""
+        plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+        chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
+        ids: dict[int, list[int]] = {}
+        if plain:
+            ids |= zip(plain, tokenize([texts[i] for i in plain], self.tokenizer), strict=True)
+        if chats:
+            written = self.tokenizer([texts[i] for i in chats], add_special_tokens=False, **QUIET).input_ids
+            ids |= zip(chats, written, strict=True)
+        return [ids[i] for i in range(len(prompts))]
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """The tokens up to the last one that ends a completion; with one, if there is none."""
+        ends = self.end_ids | {int(self.tokenizer.eos_token_id)}
+        last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in ends), None)
+        return [*ids, int(self.tokenizer.eos_token_id)] if last is None else ids[: last + 1]
+
+
+def settle_example(
+    example: Example, where: str, last_turn: str | None, targets: Targets | None
+) -> tuple[Example, Target]:
+    """The example with the prompt that the model gets, and its target; without `targets` an empty one.
+
+    last_turn: `task.last_turn`. Raises ConfigError, naming `where`, for an unusable prompt or target.
+    """
+    target: Target = ""
+    if targets:
+        example, target = targets.split(example, where)
+    text = text_of(example, where)
+    if not isinstance(text, str) and (not targets or last_turn == "continue"):
+        text = settle_last_turn(text, last_turn, where)
+    return {**example, "prompt": text}, target
+
+
+def _check_call(call: Any, where: str) -> None:
+    function = call.get("function") if isinstance(call, dict) else None
+    parts = [function.get("name"), function.get("arguments")] if isinstance(function, dict) else []
+    if list(map(type, parts)) != [str, dict]:
+        hint = 'it must be {"type": "function", "function": {"name": NAME, "arguments": OBJECT}}'
+        raise ConfigError(f"{where} has the call {short(call)}", key="task", hint=hint)
+
+
+def _after(prompt_ids: list[int], whole_ids: list[int], after_ids: list[int]) -> list[int]:
+    """The tokens of the whole after the prompt; those of the text alone, if a token spans the border."""
+    n = len(prompt_ids)
+    return list(whole_ids[n:]) if whole_ids[:n] == prompt_ids and len(whole_ids) > n else list(after_ids)
 
 
 class PromptSet:

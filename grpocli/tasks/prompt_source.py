@@ -15,13 +15,12 @@ from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Correctness
 from grpocli.rewards.score_stats import excerpt
-from grpocli.tasks.curriculum import Curriculum, FileOrder, Order, OrderKeys, ProblemOrder, TaskScheduler
+from grpocli.tasks.curriculum import Curriculum, Order, OrderKeys, ProblemOrder, TaskScheduler
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 from grpocli.tasks.problem_scores import Position, ProblemScores, Rows
-from grpocli.tasks.prompt_set import PromptSet
+from grpocli.tasks.prompt_set import PromptSet, Targets
 from grpocli.tasks.streaming import StreamedPrompts
-from grpocli.tasks.targets import Targets
 from grpocli.tasks.task import columns_of
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class EpochPrompts:
 
     def __init__(self, prompts: PromptSet, seed: Sequence[int], order: str = "shuffled") -> None:
         self.prompts, self._shuffled = prompts, Order(len(prompts), *seed)
-        self._order = FileOrder(len(prompts)) if order == "file" else self._shuffled
+        self._in_file_order = order == "file"
         self._rows = np.array(prompts.rows, np.int64)
         self._values = cache(prompts.values)
 
@@ -48,7 +47,8 @@ class EpochPrompts:
 
     def draw(self, nth: int, uid: str) -> Prompt:
         """The prompt of the nth draw of this task."""
-        return self.prompts.prompt(self._order.index(nth), uid)
+        index = nth % len(self.prompts) if self._in_file_order else self._shuffled.index(nth)
+        return self.prompts.prompt(index, uid)
 
     @property
     def block(self) -> int:

@@ -16,8 +16,8 @@ from grpocli.tasks.curriculum import TRIES, Order, permutation
 from grpocli.tasks.dataset import RowConverter, choose, with_shots
 from grpocli.tasks.loading import EMPTY, Row, RowSource, columns_of, open_rows, with_columns
 from grpocli.tasks.problem_scores import Position
+from grpocli.tasks.prompt_set import settle_example
 from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
-from grpocli.tasks.targets import settle_example
 from grpocli.types import Prompt
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grpocli.environments.tools import Schema
+    from grpocli.tasks.prompt_set import Targets
     from grpocli.tasks.table_task import TableTask
-    from grpocli.tasks.targets import Targets
     from grpocli.tasks.task import Example
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class ExampleStream:
         """The stream of a task. Raises ConfigError if there is nothing to read or to train on."""
         rows = open_rows(task.path, task.name, task.split or "", "task.path", task.storage_options)
         head = list(islice(rows.read(0), HEAD))
-        columns = columns_of(head, task.path, "task.path")
+        columns = columns_of(head)
         if not columns:
             raise ConfigError(EMPTY, key="task.path", value=task.path)
         made = cls(RowConverter.of(task, columns, head, task.path), rows, columns)

@@ -15,8 +15,8 @@ from grpocli.tasks.dataset import Examples
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.loading import with_columns
 from grpocli.tasks.mixture import errors_below, key_of, tasks_of
+from grpocli.tasks.prompt_set import Targets, settle_example
 from grpocli.tasks.prompts import prompt_of, text_hash, tokenize
-from grpocli.tasks.targets import Targets, settle_example
 from grpocli.types import Message, Prompt, Text
 
 if TYPE_CHECKING:

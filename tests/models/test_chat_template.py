@@ -21,8 +21,8 @@ from grpocli.models.tiny import make_model
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import keep_stop_token_ids, stop_token_ids
 from grpocli.rollout.turn_encoder import TurnEncoder
+from grpocli.tasks.prompt_set import Targets
 from grpocli.tasks.prompts import rendered, tokenize
-from grpocli.tasks.targets import Targets
 from grpocli.types import Request, Sampling
 
 ASK = [{"role": "user", "content": "47+85="}]

@@ -127,7 +127,7 @@ def test_a_resume_takes_no_saved_key_of_hydra(config: Callable[..., Path], overr
         ("reward.mine.unsafe", True, True),
         ("reward.mine.unsafe", False, False),
         ("task.storage_options.simple_templates", False, True),
-        ("task.maths.tools", "grpocli.environments.ready_tools:python", False),
+        ("task.maths.tools", "grpocli.environments.tools:python", False),
         ("task.maths.tools", "grpocli.files:remove", True),
         ("task.maths.environment.name", "grpocli.environments.worker_functions:call", True),
         ("task.maths.environment.name", "grpocli.library_environments.openenv:OpenEnv", False),

@@ -281,33 +281,6 @@ def test_unscored_completions_do_not_count() -> None:
     assert len(scores) == 0
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"row": np.array([1, 1])},
-        {"right": np.array([5, 0])},
-        {"completions": np.array([0, 4])},
-        {"last": np.array([float("nan"), 0.5])},
-        {"step": np.array([1])},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_damaged_scores_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
-    scores = ProblemScores()
-    scores.add(1, 4, 2, 1)
-    scores.add(2, 4, 4, 1)
-    problem_scores.save({"a": problem_scores.TaskProblems(scores.table | change)}, tmp_path)
-    with pytest.raises(ValueError, match=r"problems\.safetensors holds"):
-        problem_scores.load(tmp_path)
-
-
-def test_a_broken_file_is_refused(tmp_path: Path) -> None:
-    assert problem_scores.load(tmp_path) == {}, "a checkpoint of an earlier version"
-    (tmp_path / problem_scores.FILE).write_bytes(b"half a file")
-    with pytest.raises(ValueError, match=r"problems\.safetensors cannot be read"):
-        problem_scores.load(tmp_path)
-
-
 def ranks(column: str, *values: Any) -> list[float]:
     found = difficulty_ranks({i: (value, f"row {i}") for i, value in enumerate(values)}, column)
     return [found[i] for i in range(len(values))]

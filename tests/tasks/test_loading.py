@@ -165,14 +165,6 @@ def test_a_parquet_with_text_that_is_not_utf8_is_refused(load: Any, tmp_path: Pa
         load(str(tmp_path / "a.parquet"), None, "train", "task.path")
 
 
-def test_too_many_columns_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(f'{{"{number}": 1}}\n' for number in range(20_000)))
-    for load in (load_table, load_streamed):
-        with pytest.raises(ConfigError, match=f"^task.path={file}: has more than 1,000 columns"):
-            load(str(file), None, "train", "task.path")
-
-
 def test_the_error_quotes_the_beginning_of_a_wrong_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f'"{"x" * 10_000}"')
     with pytest.raises(ConfigError, match=r"example 1 is not an object with columns: 'xxx.*\.\.\.$") as caught:

@@ -13,10 +13,9 @@ from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
 from grpocli.tasks.jsonl import Jsonl
-from grpocli.tasks.prompt_set import PromptSet
+from grpocli.tasks.prompt_set import PromptSet, Targets
 from grpocli.tasks.prompt_source import PromptSource
 from grpocli.tasks.prompts import tokenize
-from grpocli.tasks.targets import Targets
 
 TINY = make_tokenizer()
 NONE: frozenset[int] = frozenset()
