@@ -30,7 +30,7 @@ def requests(prompts: int, group: int, prompt_tokens: int) -> list[Any]:
 
 
 def bodies(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from grpocli.rollout.vllm.request import body
+    from grpocli.rollout.vllm.client import body
     from grpocli.types import Sampling
 
     wanted = requests(args.prompts, args.group, args.prompt_tokens)

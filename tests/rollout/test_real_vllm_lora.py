@@ -21,10 +21,9 @@ from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.sync_config import SyncConfig
 from grpocli.rollout.vllm import lora
-from grpocli.rollout.vllm.client import MODEL, ServerClient
+from grpocli.rollout.vllm.client import MODEL, ServerClient, body, completions
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.lora import AdapterSync
-from grpocli.rollout.vllm.request import body, completions
 from grpocli.rollout.vllm.server_files import Endpoint, run_file
 from grpocli.rollout.vllm.server_pool import ServerPool
 from grpocli.types import Completion, Request, Sampling

@@ -376,8 +376,8 @@ def test_nothing_is_sampled_with_a_canarys_weights(monkeypatch: pytest.MonkeyPat
 
 def test_the_refusal_says_how_far_the_server_went() -> None:
     start, trainer = [-1.0, -1.0], [-4.0, -5.0]
-    require_followed([-4.0, -5.1], trainer, start, 0.1, "x", "y")
+    require_followed([-4.0, -5.1], trainer, start, 0.1, "x", "y", mean_gap)
     with pytest.raises(EngineError, match=r"by 3\.500 nats on average; the server went 0% of the way and differs by 3"):
-        require_followed(start, trainer, start, 0.1, "x", "y")
+        require_followed(start, trainer, start, 0.1, "x", "y", mean_gap)
     with pytest.raises(EngineError, match="the server went nowhere, its log-probs are not finite"):
-        require_followed([float("nan"), -1.0], trainer, start, 0.1, "x", "y")
+        require_followed([float("nan"), -1.0], trainer, start, 0.1, "x", "y", mean_gap)

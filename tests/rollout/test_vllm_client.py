@@ -20,10 +20,9 @@ from rollout.vllm_tiny import Alone
 
 from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.rollout.vllm import connection as vllm_connection
-from grpocli.rollout.vllm.client import ServerClient
+from grpocli.rollout.vllm.client import ServerClient, spread_seed
 from grpocli.rollout.vllm.connection import GENERATE, PAUSED_BY, KeepsRefusing, Refused, ServerGone
 from grpocli.rollout.vllm.engine import VllmEngine
-from grpocli.rollout.vllm.request import spread_seed
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.server_pool import REQUESTS, SEQUENCES, ServerPool, requests_at_once
 from grpocli.types import Request, Sampling

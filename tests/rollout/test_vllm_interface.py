@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from rollout.vllm_files import VllmFiles, arguments
 
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import colocate, connection, lora, request, server, transport_gpu
+from grpocli.rollout.vllm import client, colocate, connection, lora, server, transport_gpu
 from grpocli.rollout.vllm.config import RESERVED
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.rollout.vllm.server_files import ADVICE, PHASES, RENAMED
@@ -259,7 +259,7 @@ def test_every_argument_of_llm_exists(vllm: VllmFiles) -> None:
 
 def test_every_sampling_parameter_exists(vllm: VllmFiles) -> None:
     sampling = Sampling(4, regex="a")
-    ours = {*request.sampling_params(Request([0], 1, seed=0), sampling, []), "prompt_logprobs", "ignore_eos"}
+    ours = {*client.sampling_params(Request([0], 1, seed=0), sampling, []), "prompt_logprobs", "ignore_eos"}
     assert ours - set(vllm.arguments("vllm.SamplingParams")) == set()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
+from grpocli.rollout.vllm.client import check_temperature, completions, sampling_params
 from grpocli.types import Request, Sampling
 
 REQUEST = Request([5], 2, seed=0)
@@ -51,29 +51,20 @@ def test_versions_that_the_run_has_not_sent_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"token_ids": [1, 2, 3, 9]}, "9 is not a token of the model, which has 9"),
-        ({"token_ids": [1, 2, 3, -1]}, "-1 is not a token"),
-        ({"token_ids": [1, 2, 3, "4"]}, "'4' is not a token"),
-        ({"token_ids": [1] * 5, "logprobs": {"content": [{"logprob": -1.0}] * 5}}, "5 tokens instead of at most 4"),
         ({"logprobs": {"content": [{"logprob": math.nan}] * 4}}, "nan is not a log-prob"),
         ({"logprobs": {"content": [{"logprob": -math.inf}] * 4}}, "-inf is not a log-prob"),
         ({"logprobs": {"content": [{"logprob": 0.5}] * 4}}, "0.5 is not a log-prob"),
         ({"logprobs": {"content": [{"logprob": None}] * 4}}, "TypeError"),
         ({"logprobs": None}, "TypeError"),
-        (
-            {"weight_versions": [label(3, 0, 2), label(4, 3, 4)]},
-            r"cover the tokens \[\(0, 2\), \(3, 4\)\], and it has 4",
-        ),
-        ({"weight_versions": [label(3, 0, 2)]}, r"cover the tokens \[\(0, 2\)\], and it has 4"),
     ],
 )
 def test_impossible_completions_are_refused(wrong: dict[str, Any], said: str) -> None:
     """The server may be another program or have a bug."""
     logprobs = {"content": [{"logprob": -9999.0}] * 3 + [{"logprob": 1e-4}]}  # vLLM's lowest log-prob, and rounding
     right = {"token_ids": [0, 8, 8, 8], "logprobs": logprobs, "finish_reason": "length", "server": "the server S"}
-    assert len(completions([right, right], REQUEST, Sampling(4), version=7, vocabulary=9)) == 2
+    assert len(completions([right, right], REQUEST, Sampling(4), version=7)) == 2
     with pytest.raises(EngineError, match=rf"^the server S returned a broken completion: .*{said}"):
-        completions([right, right | wrong], REQUEST, Sampling(4), version=7, vocabulary=9)
+        completions([right, right | wrong], REQUEST, Sampling(4), version=7)
 
 
 def test_text_is_decoded_for_stop_strings_only() -> None:

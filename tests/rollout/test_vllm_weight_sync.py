@@ -220,6 +220,7 @@ class Server:
 
     def init_transfer(self, info: dict[str, Any]) -> None:
         self._call("init_transfer")
+        self.prepared = True
         self.infos.append(info)
         self._files.forget()
 

@@ -24,8 +24,8 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.files import QuietFileHandler
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
+from grpocli.rollout.vllm.client import check_sampling, check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.plugin import leave_out_ranks
-from grpocli.rollout.vllm.request import check_sampling, check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.server import (
     HF_OVERRIDES,
     caches_prefixes,
@@ -230,7 +230,7 @@ class InProcessLLM:
     def complete(
         self, prompts: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]
     ) -> list[list[dict[str, Any]]]:
-        """The completions of each prompt, in order, in the form of the server's JSON (`request.py`)."""
+        """The completions of each prompt, in order, in the form of the server's JSON (`client.py`)."""
         with self._vllm_call("generate"):
             outputs = self._generate(prompts, parameters)
             return [[_choice(one) for one in sorted(output.outputs, key=lambda o: o.index)] for output in outputs]

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,10 +15,9 @@ from grpocli.errors import EngineError, EngineGone
 from grpocli.http import retry_delay
 from grpocli.rollout.engine import Engine, Listener, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
-from grpocli.rollout.vllm.client import ServerClient
+from grpocli.rollout.vllm.client import ServerClient, body, check_sampling, check_temperature, completions
 from grpocli.rollout.vllm.connection import KeepsRefusing
 from grpocli.rollout.vllm.lora import AdapterSync
-from grpocli.rollout.vllm.request import body, check_sampling, check_temperature, completions
 from grpocli.rollout.vllm.server_files import Endpoint, run_files
 from grpocli.rollout.vllm.server_pool import Choices, CompletionCounter, ServerPool
 from grpocli.rollout.vllm.supervisor import ExternalServers, OwnServers, Reconnector
@@ -72,16 +72,15 @@ class VllmEngine(Engine):
         reconnector: Reconnector,
         recover: Callable[[], None] | None = None,
         check_sampling: Callable[[], None] | None = None,
-        vocabulary: int | None = None,
     ) -> None:
         """version: of the servers' weights; None before the first sync to servers that may have any.
 
-        check_sampling: called once, in every process, after the first sync. vocabulary: the model's number of tokens.
+        check_sampling: called once, in every process, after the first sync.
         """
         self.pool, self._synchronizer, self._stop, self.version = pool, synchronizer, list(stop), version
         self.world, self._reconnector = world, reconnector
         self.recover: Callable[[], None] = recover or self._sync_again
-        self._check_sampling, self._vocabulary = check_sampling, vocabulary
+        self._check_sampling = check_sampling
         self.restarts = 0  # servers that came back
         self._synced = False
         self._gone: str | None = None  # the reason why no server will come back
@@ -106,9 +105,7 @@ class VllmEngine(Engine):
         def answered(k: int, choices: Choices) -> None:
             if self._failure:  # after a failed sync they may come from any weights
                 return
-            results[k] = completions(
-                choices, requests[k], sampling, version, synced=synced, vocabulary=self._vocabulary
-            )
+            results[k] = completions(choices, requests[k], sampling, version, synced=synced)
             counter.add(len(results[k]))
             listener(k, results[k])
 
@@ -125,7 +122,7 @@ class VllmEngine(Engine):
         """Send the requests without `results`, in rounds, until every process has all its results."""
         for _ in range(ATTEMPTS):
             left = [k for k in range(len(bodies)) if k not in results]
-            self._round(bodies, left, answered, counter)
+            self.pool.complete([bodies[k] for k in left], partial(_answered, answered, left), counter)
             if self._failure:
                 raise _copy(self._failure)
             unanswered = any(k not in results for k in left) and not counter.watch.cancelled()
@@ -135,15 +132,6 @@ class VllmEngine(Engine):
                 return
             self.recover()
         raise EngineGone(f"{problems[0]}; gave up after {ATTEMPTS} attempts at one batch of completions")
-
-    def _round(
-        self,
-        bodies: Sequence[dict[str, object]],
-        left: Sequence[int],
-        answered: Callable[[int, Choices], None],
-        counter: CompletionCounter,
-    ) -> None:
-        self.pool.complete([bodies[k] for k in left], lambda i, choices: answered(left[i], choices), counter)
 
     def _sync_again(self) -> None:
         assert self.version is not None
@@ -220,6 +208,11 @@ class VllmEngine(Engine):
         self._synchronizer.close()
 
 
+def _answered(answered: Callable[[int, Choices], None], numbers: Sequence[int], i: int, choices: Choices) -> None:
+    """Call `answered` for the i-th of the requests `numbers`."""
+    answered(numbers[i], choices)
+
+
 def _copy(error: EngineError) -> EngineError:
     """A copy to raise in another thread."""
     return EngineGone(str(error)) if isinstance(error, EngineGone) else EngineError(str(error))
@@ -256,7 +249,6 @@ def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
         reconnector=reconnector(options, job, context.stopping),
         recover=context.recover,
         check_sampling=try_sampling,
-        vocabulary=int(context.policy.model.config.get_text_config().vocab_size),
     )
 
 

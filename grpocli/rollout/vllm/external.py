@@ -129,10 +129,8 @@ def _check(client: ServerClient, job: EngineJob) -> None:
             problem = version_misfit(str(client.get("/version")["version"])[:40], job.transport)
     except Refused as error:
         raise ConfigError(_advice(client, error), key="engine.base_url", value=url) from error
-    except EngineError as error:
+    except (EngineError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{NO_SERVER} ({error})", key="engine.base_url", value=url) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{NO_SERVER} ({error!r})", key="engine.base_url", value=url) from error
     if problem:
         raise ConfigError(problem, key="engine.base_url", value=url)
 

@@ -278,12 +278,13 @@ def serving(
     log_from = log.stat().st_size if log and log.exists() else 0
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(private_folder())
+        devices = {} if spec.gpus is None else {"CUDA_VISIBLE_DEVICES": spec.gpus}
         env = environment(key, shm_dir or own.path, own.path, options, spec.job.transport)
         process = stack.enter_context(
             guarded(
                 words,
                 name="vllm",
-                env=env | lora_environment(spec.job.lora_rank) | _devices(spec),
+                env=env | lora_environment(spec.job.lora_rank) | devices,
                 log=log,
                 remove=[*remove, own.path],
                 hold=[own.lock],
@@ -295,10 +296,6 @@ def serving(
         wait_healthy(process, endpoint, options.start_timeout, stop_event, progress)
         run_in_thread(lambda: ServerClient(endpoint, options.request_timeout).score(FIRST_REQUEST), "first request")
         yield endpoint, process
-
-
-def _devices(spec: ServerSpec) -> dict[str, str]:
-    return {} if spec.gpus is None else {"CUDA_VISIBLE_DEVICES": spec.gpus}
 
 
 def _sync_folder(name: str) -> Path:

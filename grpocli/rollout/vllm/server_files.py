@@ -365,14 +365,10 @@ def fresh_log(log: Path) -> Iterator[None]:
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     log.unlink(missing_ok=True)  # a killed or failed server may have left one
     log.touch(mode=0o600)
-    failed = False
     try:
         yield
-    except Exception:
-        failed = True
-        raise
     finally:
-        if not failed:
+        if not isinstance(sys.exception(), Exception):  # Ctrl-C is none
             log.unlink(missing_ok=True)
 
 

@@ -17,12 +17,13 @@ import shutil
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError, EngineError, EngineGone, GrpoError
 from grpocli.files import read_shared, write_atomic
@@ -298,30 +299,31 @@ class SupervisedServer:
         return False
 
 
-class Reconnector(Protocol):
+class Reconnector(ABC):
     """Finds lost servers again. Made in every trainer process, called in the main one."""
 
-    def check(self, clients: Sequence[ServerClient]) -> None:
-        """Before a sync, mark clients as lost whose server was replaced unnoticed."""
-        ...
+    def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
+        self.options, self.job, self.stopping = options, job, stopping
 
+    def check(self, clients: Sequence[ServerClient]) -> None:  # noqa: B027 (own servers are never replaced unnoticed)
+        """Before a sync, mark clients as lost whose server was replaced unnoticed."""
+
+    @abstractmethod
     def wait(self, lost: Lost) -> list[Endpoint]:
         """The new endpoints of the lost servers, in the given order.
 
         All of them share one deadline, because the other processes wait in a collective call. Raises EngineGone at the
         deadline, if no server will come, or if the run is asked to stop.
         """
-        ...
+
+    def raise_if_stopping(self, reason: str) -> None:
+        """Raise EngineGone if the run is asked to stop."""
+        if self.stopping():
+            raise EngineGone(f"{reason}; the run was asked to stop, so it does not wait for another server")
 
 
-class OwnServers:
-    """Waits for the run's own servers, which `SupervisedServer` starts again in the launching process."""
-
-    def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
-        self.options, self.job, self.stopping = options, job, stopping
-
-    def check(self, clients: Sequence[ServerClient]) -> None:
-        """Do nothing: a new server has a new address, so the next call to a dead one fails."""
+class OwnServers(Reconnector):
+    """Waits for the run's own servers, which `SupervisedServer` starts again at a new address."""
 
     def wait(self, lost: Lost) -> list[Endpoint]:
         timeout = max(self.options.waits.values())
@@ -340,7 +342,7 @@ class OwnServers:
                 raise EngineGone(endpoint.gone)
             if endpoint.generation > former.generation:
                 return endpoint
-            _raise_if_stopping(reason, self.stopping)
+            self.raise_if_stopping(reason)
             time.sleep(POLL)
         raise EngineGone(
             f"{reason}; no other server came in its place within {timeout:g} s "
@@ -348,11 +350,8 @@ class OwnServers:
         )
 
 
-class ExternalServers:
+class ExternalServers(Reconnector):
     """Waits for servers at `engine.base_url`, which may come back with another key and other weights."""
-
-    def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
-        self.options, self.job, self.stopping = options, job, stopping
 
     def check(self, clients: Sequence[ServerClient]) -> None:
         for client in clients:
@@ -367,7 +366,7 @@ class ExternalServers:
     def _wait(self, index: int, reason: str, deadline: float) -> Endpoint:
         url, timeout = self.options.urls[index], self.options.reconnect_timeout
         while True:
-            _raise_if_stopping(reason, self.stopping)  # also if the server answers here, and hangs in each sync
+            self.raise_if_stopping(reason)  # also if the server answers here, and hangs in each sync
             left = max(1, math.ceil(deadline - time.monotonic()))
             only_this = replace(
                 self.options,
@@ -385,9 +384,3 @@ class ExternalServers:
                     f"{reason}; it did not come back within {timeout} s (engine.reconnect_timeout): {problem}"
                 ) from problem
             time.sleep(POLL)
-
-
-def _raise_if_stopping(reason: str, stopping: Callable[[], bool]) -> None:
-    """Raise EngineGone if the run is asked to stop."""
-    if stopping():
-        raise EngineGone(f"{reason}; the run was asked to stop, so it does not wait for another server")

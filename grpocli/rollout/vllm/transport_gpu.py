@@ -17,7 +17,7 @@ import torch
 
 from grpocli.errors import EngineError
 from grpocli.processes.threads import run_in_thread
-from grpocli.rollout.vllm.client import call_all, init_transfers
+from grpocli.rollout.vllm.client import call_all
 
 if TYPE_CHECKING:
     from grpocli.rollout.vllm.client import ServerClient
@@ -94,7 +94,12 @@ class TransferClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Make one group of the workers of all servers, with ranks in the order of the servers."""
-        self._try(lambda: init_transfers(self.servers, init_infos(self.servers, init_info)))
+
+        def init() -> None:
+            infos = dict(zip(map(id, self.servers), init_infos(self.servers, init_info), strict=True))
+            call_all(self.servers, lambda server: server.init_transfer(infos[id(server)]))
+
+        self._try(init)
 
     def start_weight_update(self) -> None:
         self._each(lambda server: server.start_update())

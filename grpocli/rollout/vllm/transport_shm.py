@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpocli.errors import EngineError
-from grpocli.rollout.vllm.client import call_all, init_transfers
+from grpocli.rollout.vllm.client import call_all
 from grpocli.rollout.vllm.server_files import SHM
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ class ShmTransport:
         self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int | str
     ) -> None:
         plan = self._plan()
-        servers_by_folder = by_folder(servers)
+        folders = list(dict.fromkeys(map(weights_folder_of, servers)))
         if plan != self._mapped_plan or not all(server.prepared for server in servers):
             self.close()
-            init_transfers(servers, [{} for _ in servers])
+            call_all(servers, lambda server: server.init_transfer({}))
         self._mapped_plan = []
-        self._make_slots(servers_by_folder, plan)
+        self._make_slots(folders, plan)
         call_all(servers, lambda server: server.start_update())
-        self._send_buckets(plan, servers_by_folder, stream)
+        self._send_buckets(plan, folders, servers, stream)
         call_all(servers, lambda server: server.finish_update(version))
         self._mapped_plan = plan
 
@@ -82,7 +82,8 @@ class ShmTransport:
     def _send_buckets(
         self,
         plan: list[list[ParameterShape]],
-        servers_by_folder: dict[Path, list[ServerClient]],
+        folders: list[Path],
+        servers: Sequence[ServerClient],
         stream: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
         loads: list[Future[None]] = []
@@ -90,28 +91,25 @@ class ShmTransport:
             for index, shapes in enumerate(plan):
                 if index >= SLOTS:
                     loads[index - SLOTS].result()
-                files = (
-                    self._slots[index % SLOTS]
-                    if self._slots
-                    else make_files(servers_by_folder, [shapes], self.weights.dtype)
-                )
+                kept = self._slots[index % SLOTS] if self._slots else None
+                files = kept or make_files(folders, [shapes], self.weights.dtype)
                 first, *others = files.values()
                 first.write(shapes, (tensor for _, tensor in islice(stream, len(shapes))), self.weights.dtype)
                 for other in others:
                     other.copy(first)
-                for file in [] if self._slots else files.values():
+                for file in [] if kept else files.values():
                     file.flush()
-                loads.append(loading.submit(_load, files, servers_by_folder, bool(self._slots)))
+                loads.append(loading.submit(_load, files, servers, kept is not None))
         for load in loads:
             load.result()
 
-    def _make_slots(self, servers_by_folder: dict[Path, list[ServerClient]], plan: list[list[ParameterShape]]) -> None:
+    def _make_slots(self, folders: list[Path], plan: list[list[ParameterShape]]) -> None:
         """Make the files in shared memory before any server begins an update, because there may be no space."""
-        if self._slots or not all(in_memory(folder) for folder in servers_by_folder):
+        if self._slots or not all(in_memory(folder) for folder in folders):
             return
         try:
             for slot in range(min(SLOTS, len(plan))):
-                self._slots.append(make_files(servers_by_folder, plan[slot::SLOTS], self.weights.dtype))
+                self._slots.append(make_files(folders, plan[slot::SLOTS], self.weights.dtype))
         except EngineError:
             self.close()
             raise
@@ -152,12 +150,9 @@ def make_files(folders: Iterable[Path], buckets: Iterable[list[ParameterShape]],
     return files
 
 
-def by_folder(servers: Sequence[ServerClient]) -> dict[Path, list[ServerClient]]:
-    """The servers grouped by the folder that they read weights from."""
-    servers_by_folder: dict[Path, list[ServerClient]] = {}
-    for server in servers:
-        servers_by_folder.setdefault(Path(server.endpoint.shm_dir), []).append(server)
-    return servers_by_folder
+def weights_folder_of(server: ServerClient) -> Path:
+    """The folder that a server reads weights from."""
+    return Path(server.endpoint.shm_dir)
 
 
 def in_memory(folder: Path) -> bool:
@@ -165,11 +160,12 @@ def in_memory(folder: Path) -> bool:
     return folder.resolve().is_relative_to(SHM)
 
 
-def _load(files: Files, servers_by_folder: dict[Path, list[ServerClient]], keep: bool) -> None:
-    folders = {id(server): folder for folder, servers in servers_by_folder.items() for server in servers}
-    servers = [server for group in servers_by_folder.values() for server in group]
+def _load(files: Files, servers: Sequence[ServerClient], keep: bool) -> None:
+    """Have every server load the file in its folder, whose name then goes."""
     try:
-        call_all(servers, lambda server: server.update({"file": files[folders[id(server)]].path.name, "keep": keep}))
+        call_all(
+            servers, lambda server: server.update({"file": files[weights_folder_of(server)].path.name, "keep": keep})
+        )
     finally:
         for file in files.values():
             file.unlink()

@@ -33,6 +33,7 @@ QUANTIZED = 0.5
 WORST = 10
 FOLLOWED = 1 / 4
 """The largest share of a canary's movement by which a server may miss it, if that is less than the tolerance."""
+CANARY = "other signs and sizes of the rows of all weights"
 CAUSES = (
     "a parameter that vLLM's loader skips or renames, a packed copy of old weights, fused weights in another order, "
     "a cache that is kept"
@@ -117,7 +118,7 @@ class WeightVerifier:
         start: the log-probs of the trainer's own weights.
         """
         limit = min(self.tolerance, FOLLOWED * mean_gap(start, expected))
-        require_followed(scored, expected, start, limit, "other signs and sizes of the rows of all weights", CAUSES)
+        require_followed(scored, expected, start, limit, CANARY, CAUSES, mean_gap)
 
     def verify_adapter_followed(
         self, scored: Sequence[float], expected: Sequence[float], start: Sequence[float], kind: str, layers: int
@@ -183,14 +184,13 @@ def require_followed(
     limit: float,
     changed: str,
     causes: str,
-    gap: Callable[[Sequence[float], Sequence[float]], float] | None = None,
+    gap: Callable[[Sequence[float], Sequence[float]], float],
 ) -> None:
     """Raise EngineError unless the server's log-probs are within `limit` nats of the trainer's under a canary.
 
     start: the trainer's with its own weights. changed: the canary's weights in words. causes: of a difference. gap: the
-    difference of two sequences, by default `mean_gap`.
+    difference of two sequences.
     """
-    gap = gap or mean_gap
     difference = gap(server, trainer)
     if difference <= limit:
         return
@@ -209,14 +209,18 @@ def require_followed(
 
 def mean_gap(a: Sequence[float], b: Sequence[float]) -> float:
     """The mean absolute difference of log-probs in nats; infinite if any is not finite."""
-    gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
-    return _mean(gaps) if all(map(math.isfinite, gaps)) else math.inf
+    return _mean(_gaps(a, b))
 
 
 def median_gap(a: Sequence[float], b: Sequence[float]) -> float:
     """The median absolute difference of log-probs in nats; infinite if any is not finite."""
+    return median(_gaps(a, b))
+
+
+def _gaps(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """The absolute differences; all infinite if any is not finite."""
     gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
-    return median(gaps) if all(map(math.isfinite, gaps)) else math.inf
+    return gaps if all(map(math.isfinite, gaps)) else [math.inf] * len(gaps)
 
 
 def _mean(values: Sequence[float]) -> float:
