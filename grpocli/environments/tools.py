@@ -81,15 +81,34 @@ def tools_of(environment: EnvironmentConfig | None) -> list[Schema]:
 
 @lru_cache(maxsize=64)
 def _schemas(specs: tuple[str, ...], variables: tuple[str, ...]) -> str:
-    pool = WorkerPool(WORKER, 1, SCHEMA_TIMEOUT, variables)
+    given, value = ["schemas", list(specs)], f"[{','.join(specs)}]"
+    return json.dumps(call_in_worker(WORKER, given, SCHEMA_TIMEOUT, variables, TOOLS_KEY, value))
+
+
+def call_in_worker(
+    function: str,
+    arguments: Sequence[Any],
+    seconds: float,
+    variables: Sequence[str],
+    key: str,
+    value: str,
+    doing: str = "",
+) -> list[Any]:
+    """The list that `module:function` returns. Raises ConfigError if it fails; `doing`, if given, says at what.
+
+    seconds: deadline. variables: names of the environment variables that the function needs.
+    """
+    pool = WorkerPool(function, 1, seconds, variables)
     try:
-        (answer,) = pool.map([["schemas", list(specs)]])
+        (found,) = pool.map([list(arguments)])
     finally:
         pool.close()
-    if isinstance(answer, Failure):
-        hint = withheld(answer.reason, variables)
-        raise ConfigError(answer.reason, key=TOOLS_KEY, value=f"[{','.join(specs)}]", hint=hint)
-    return json.dumps(answer)
+    if isinstance(found, Failure):
+        reason = " ".join(found.reason.split())
+        problem = f"cannot {doing}: {reason}" if doing else reason
+        raise ConfigError(problem, key=key, value=value, hint=withheld(found.reason, variables))
+    result: list[Any] = found
+    return result
 
 
 def name_of(schema: Schema) -> str:

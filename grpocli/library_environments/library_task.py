@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from grpocli.config.parts import one_of, require
 from grpocli.errors import ConfigError
-from grpocli.rewards.reward import Failure
-from grpocli.rewards.worker_pool import FULL_TIMEOUTS, REDUCED, WorkerPool, withheld
+from grpocli.rewards.worker_pool import FULL_TIMEOUTS, REDUCED
 from grpocli.tasks.task import BaseTask
 
 T = TypeVar("T")
@@ -55,25 +54,6 @@ class LibraryTask(BaseTask):
         if not rows:
             raise ConfigError(f"has {n} examples, too few for {split}", key=key, value=value, hint=hint)
         return rows
-
-
-def call_in_worker(
-    function: str, arguments: Sequence[Any], seconds: float, variables: Sequence[str], key: str, value: str, doing: str
-) -> list[Any]:
-    """The list that `module:function` returns. Raises ConfigError if it fails; `doing` says at what.
-
-    seconds: deadline. variables: names of the environment variables that the function needs.
-    """
-    pool = WorkerPool(function, 1, seconds, variables)
-    try:
-        (found,) = pool.map([list(arguments)])
-    finally:
-        pool.close()
-    if isinstance(found, Failure):
-        reason, hint = " ".join(found.reason.split()), withheld(found.reason, variables)
-        raise ConfigError(f"cannot {doing}: {reason}", key=key, value=value, hint=hint)
-    result: list[Any] = found
-    return result
 
 
 class BackgroundLoop:

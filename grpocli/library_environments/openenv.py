@@ -14,10 +14,10 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import Escaped, part, require
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig, Step
-from grpocli.environments.tools import Schema, answer_to, calls_in, name_of, refusal
+from grpocli.environments.tools import Schema, answer_to, call_in_worker, calls_in, name_of, refusal
 from grpocli.errors import ConfigError
 from grpocli.http import fetch
-from grpocli.library_environments.library_task import BackgroundLoop, LibraryTask, call_in_worker
+from grpocli.library_environments.library_task import BackgroundLoop, LibraryTask
 from grpocli.tasks.task import Example
 from grpocli.types import Message
 

@@ -27,9 +27,9 @@ from omegaconf import MISSING
 from grpocli.config.parts import UserCode, part, require
 from grpocli.config.user_code import no_such_file
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig, Step
-from grpocli.environments.tools import UNKNOWN, Schema
+from grpocli.environments.tools import UNKNOWN, Schema, call_in_worker
 from grpocli.errors import ConfigError
-from grpocli.library_environments.library_task import BackgroundLoop, LibraryTask, call_in_worker
+from grpocli.library_environments.library_task import BackgroundLoop, LibraryTask
 from grpocli.library_environments.verifiers_episode import (
     RUNNING,
     Endpoint,
