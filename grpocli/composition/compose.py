@@ -127,7 +127,7 @@ def build_run(config: DictConfig) -> Run:
 def without_no_reward(run: Run) -> Run:
     """The run itself, or for `reward=none` a run without rewards, whose tasks need no column of answers."""
     from grpocli.rewards.reward import NoReward
-    from grpocli.tasks.mixture import without_answers
+    from grpocli.tasks.task import without_answers
 
     if not any(isinstance(reward, NoReward) for reward in run.reward.values()):
         return run

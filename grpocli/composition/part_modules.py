@@ -35,6 +35,6 @@ import grpocli.rollout.transformers_engine
 import grpocli.rollout.vllm.engine_parts
 import grpocli.tasks.generated
 import grpocli.tasks.jsonl
-import grpocli.tasks.mixture
+import grpocli.tasks.task
 import grpocli.tracking.trackers
 import grpocli.training.optim

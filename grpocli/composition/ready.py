@@ -74,7 +74,7 @@ def _check_signal(run: Run) -> None:
 
 def check_data(run: Run) -> None:
     """`check_ready` for tasks and rewards only."""
-    from grpocli.tasks.mixture import errors_below, key_of, tasks_of
+    from grpocli.tasks.task import errors_below, key_of, tasks_of
 
     for name, task in tasks_of(run.task).items():
         with errors_below(key_of(run.task, name)):

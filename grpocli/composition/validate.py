@@ -41,7 +41,7 @@ def _check_supervised(run: Run) -> None:
     from grpocli.algorithm.keep import Dynamic
     from grpocli.environments.environment import TOOLS, environment_of
     from grpocli.tasks.curriculum import OrderKeys
-    from grpocli.tasks.mixture import key_of, tasks_of
+    from grpocli.tasks.task import key_of, tasks_of
 
     algorithm, rollout = run.algorithm, run.rollout
     if not algorithm.supervised:
@@ -77,7 +77,7 @@ def check_schedule(run: Run) -> None:
 def _check_rewards(run: Run) -> None:
     """Check that rewards are chosen, that keys name rewards of this run, and that its tasks have what rewards need."""
     from grpocli.algorithm.keep import SCORE
-    from grpocli.tasks.mixture import key_of, tasks_of
+    from grpocli.tasks.task import key_of, tasks_of
 
     if not run.reward:
         raise ConfigError("choose at least one reward, or reward=none", key="reward", value="[]")
@@ -98,7 +98,7 @@ def _check_rewards(run: Run) -> None:
 def _check_environment_rewards(run: Run) -> None:
     """Refuse the rewards of an environment or of tools if no task has any."""
     from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, EnvironmentReward, Tools, environment_of
-    from grpocli.tasks.mixture import tasks_of
+    from grpocli.tasks.task import tasks_of
 
     tasks = tasks_of(run.task).values()
     environments = {found.name for task in tasks if (found := environment_of(task))}
@@ -115,8 +115,8 @@ def _check_environment_rewards(run: Run) -> None:
 def _check_group_rewards(run: Run) -> None:
     """Refuse a reward that sees the group where accuracy is measured."""
     from grpocli.rewards.length import GroupLength
-    from grpocli.tasks.mixture import key_of, tasks_of
     from grpocli.tasks.prompt_source import accuracy_reward_of, rewards_for
+    from grpocli.tasks.task import key_of, tasks_of
 
     others = [name for name, reward in run.reward.items() if not reward.sees_group]
     for task_name, task in tasks_of(run.task).items():
@@ -137,7 +137,7 @@ def _check_group_rewards(run: Run) -> None:
 def _check_stop_at(run: Run) -> None:
     """Require that the accuracy which ends the run is measured within it."""
     from grpocli.rewards.reward import NoReward
-    from grpocli.tasks.mixture import tasks_of
+    from grpocli.tasks.task import tasks_of
 
     stop_at = run.eval.stop_at
     if stop_at.metric is None:
@@ -183,7 +183,7 @@ def _check_no_reward(run: Run) -> None:
 def _check_teachers(run: Run) -> None:
     """Require a teacher for each task, and for a served one the distribution that a server scores."""
     from grpocli.algorithm.kl import EVERY_TASK, KL, key_of_teacher
-    from grpocli.tasks.mixture import tasks_of
+    from grpocli.tasks.task import tasks_of
 
     kl = run.algorithm.kl
     if not isinstance(kl, KL) or not kl.has_teacher:
@@ -246,8 +246,8 @@ def _check_curriculum(run: Run) -> None:
     """Require an accuracy reward where pass rates decide what is drawn."""
     from grpocli.rewards.reward import NoReward
     from grpocli.tasks.curriculum import OrderKeys
-    from grpocli.tasks.mixture import key_of, tasks_of
     from grpocli.tasks.prompt_source import rewards_for
+    from grpocli.tasks.task import key_of, tasks_of
 
     for name, task in tasks_of(run.task).items():
         keys = OrderKeys.of(task)

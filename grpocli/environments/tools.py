@@ -94,9 +94,9 @@ def call_in_worker(
     value: str,
     doing: str = "",
 ) -> list[Any]:
-    """The list that `module:function` returns. Raises ConfigError if it fails; `doing`, if given, says at what.
+    """The list that `module:function` returns. Raises ConfigError if it fails.
 
-    seconds: deadline. variables: names of the environment variables that the function needs.
+    seconds: deadline. variables: names of the environment variables that the function needs. doing: at what it fails.
     """
     pool = WorkerPool(function, 1, seconds, variables)
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.config.user_parts import choice_of
 from grpocli.rollout.vllm.config import VllmOptions
-from grpocli.tasks.mixture import tasks_of
+from grpocli.tasks.task import tasks_of
 from grpocli.text import counted
 
 if TYPE_CHECKING:

@@ -51,8 +51,7 @@ from grpocli.runs.metrics import read_metrics
 from grpocli.runs.run_dir import RunDir, resume_word
 from grpocli.runs.runs import saved_choices
 from grpocli.runs.sessions import Changes, Session, add_session, format_value, last_inputs, run_id
-from grpocli.tasks.mixture import errors_below, key_of, tasks_of
-from grpocli.tasks.task import columns_of
+from grpocli.tasks.task import columns_of, errors_below, key_of, tasks_of
 from grpocli.tracking.callbacks import check_callback
 
 if TYPE_CHECKING:

@@ -17,11 +17,10 @@ from grpocli.rewards.reward import Correctness
 from grpocli.rewards.score_stats import excerpt
 from grpocli.tasks.curriculum import Curriculum, Order, OrderKeys, ProblemOrder, TaskScheduler
 from grpocli.tasks.jsonl import Jsonl
-from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 from grpocli.tasks.problem_scores import Position, ProblemScores, Rows
 from grpocli.tasks.prompt_set import PromptSet, Targets
 from grpocli.tasks.streaming import StreamedPrompts
-from grpocli.tasks.task import columns_of
+from grpocli.tasks.task import columns_of, errors_below, key_of, tasks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -31,8 +31,8 @@ from grpocli.rollout.sampling import keep_stop_token_ids
 from grpocli.runs.sessions import run_id
 from grpocli.tasks import problem_scores
 from grpocli.tasks.curriculum import Curriculum
-from grpocli.tasks.mixture import error_limits_of, errors_below, tasks_of
 from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rewards_of, doubtful_choices
+from grpocli.tasks.task import error_limits_of, errors_below, tasks_of
 from grpocli.training import checkpoint, saved_rollouts
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
 from grpocli.training.checkpointer import Checkpointer

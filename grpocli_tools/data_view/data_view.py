@@ -14,9 +14,9 @@ from grpocli.errors import ConfigError
 from grpocli.tasks.dataset import Examples
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.loading import with_columns
-from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 from grpocli.tasks.prompt_set import Targets, settle_example
 from grpocli.tasks.prompts import prompt_of, text_hash, tokenize
+from grpocli.tasks.task import errors_below, key_of, tasks_of
 from grpocli.types import Message, Prompt, Text
 
 if TYPE_CHECKING:

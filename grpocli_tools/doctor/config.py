@@ -19,7 +19,7 @@ from grpocli.rewards.code import CodeReward
 from grpocli.rollout.sync_config import ServerLocation
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.tasks.loading import is_remote, looks_local
-from grpocli.tasks.mixture import key_of, tasks_of
+from grpocli.tasks.task import key_of, tasks_of
 from grpocli.training.optim import AdamW8bit
 from grpocli_tools.doctor.checkup import Finding, MachineCheck, ok, problem, warning
 from grpocli_tools.doctor.devices import TORCH_SECONDS, torch_report

@@ -13,10 +13,9 @@ from grpocli.environments.tools import tools_of
 from grpocli.progress import Watch
 from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob, connected
-from grpocli.tasks.mixture import error_limits_of, errors_below, key_of, tasks_of
 from grpocli.tasks.prompt_set import PromptSet
 from grpocli.tasks.prompt_source import accuracy_reward_of, doubtful_choices
-from grpocli.tasks.task import columns_of
+from grpocli.tasks.task import columns_of, error_limits_of, errors_below, key_of, tasks_of
 from grpocli.training.accuracy import AccuracyRewards, TaskResult, task_result
 from grpocli.types import Group, Prompt, Sampling
 

@@ -247,7 +247,7 @@ def _generation(inputs: PlanInputs) -> list[Item]:
 
 def sampled_rows(inputs: PlanInputs) -> int:
     """Completions that engine=transformers samples at a time in one process."""
-    from grpocli.tasks.mixture import tasks_of
+    from grpocli.tasks.task import tasks_of
     from grpocli.training.collector import MAX_REFILL
 
     run, group = inputs.run, inputs.run.rollout.group_size
@@ -283,7 +283,7 @@ def _sampling(inputs: PlanInputs) -> list[Item]:
 def _has_turns(run: Run) -> bool:
     """Whether a task has episodes of several turns."""
     from grpocli.environments.environment import environment_of
-    from grpocli.tasks.mixture import tasks_of
+    from grpocli.tasks.task import tasks_of
 
     environments = map(environment_of, tasks_of(run.task).values())
     return any(environment.turns > 1 for environment in environments if environment)

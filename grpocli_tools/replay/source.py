@@ -11,8 +11,8 @@ from grpocli.environments.environment import loaded_environment_of
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.models.loading import configured_end_ids, end_token_ids, load_tokenizer
 from grpocli.rewards.scorer import Scorer
-from grpocli.tasks.mixture import tasks_of
 from grpocli.tasks.prompt_source import PromptSource, rewards_for
+from grpocli.tasks.task import tasks_of
 from grpocli.training.resume_point import checkpoints
 from grpocli_tools.replay.collection import RolloutSource
 

@@ -14,8 +14,8 @@ import torch
 
 from grpocli.errors import GrpoError, RewardError
 from grpocli.rewards.scorer import Scorer
-from grpocli.tasks.mixture import tasks_of
 from grpocli.tasks.prompt_source import accuracy_rewards_of, rewards_for
+from grpocli.tasks.task import tasks_of
 from grpocli.training.collector import advantages_of, lengths_of, rewards_of
 from grpocli.training.micro_batch import rows_of
 from grpocli.types import Group

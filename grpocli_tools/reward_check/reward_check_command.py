@@ -93,9 +93,8 @@ def _agreements(
     """The agreement of each reward on each split, with the examples, which know their rows."""
     from grpocli.rewards.python import PythonReward
     from grpocli.rewards.reward import Correctness
-    from grpocli.tasks.mixture import errors_below, key_of, tasks_of
     from grpocli.tasks.prompt_source import rewards_for
-    from grpocli.tasks.task import columns_of
+    from grpocli.tasks.task import columns_of, errors_below, key_of, tasks_of
     from grpocli_tools.reward_check.reward_validation import agreement
 
     checked = 0

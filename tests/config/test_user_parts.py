@@ -20,7 +20,7 @@ from grpocli.config.build import build
 from grpocli.config.parts import CLASSES, stored
 from grpocli.config.user_parts import REQUIRED_MEMBERS, _check, choice_of
 from grpocli.errors import ConfigError
-from grpocli.tasks.mixture import tasks_of
+from grpocli.tasks.task import tasks_of
 
 SOURCE = '''
 from __future__ import annotations
