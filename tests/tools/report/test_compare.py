@@ -248,7 +248,7 @@ def test_a_folder_given_twice_is_shown_once(sweep: Path, capsys: pytest.CaptureF
 @pytest.mark.processes
 def test_help_imports_nothing_heavy() -> None:
     heavy = "[m for m in ('torch', 'rich', 'hydra') if m in sys.modules]"
-    code = f"import sys; from grpocli.tracking import compare; print({heavy})"
+    code = f"import sys; from grpocli_tools.report import comparison; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
