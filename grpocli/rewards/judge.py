@@ -123,12 +123,9 @@ class Judge(BaseReward):
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         questions = [self._question(sample) for sample in samples]
-        asked = [i for i, question in enumerate(questions) if not isinstance(question, Failure)]
-        scores: list[Score] = [q if isinstance(q, Failure) else None for q in questions]
-        answers = self._client.answers([q for q in questions if not isinstance(q, Failure)])
-        for i, answer in zip(asked, answers, strict=True):
-            scores[i] = answer if isinstance(answer, Failure) else self.parse_score(answer)
-        return scores
+        answers = iter(self._client.answers([one for one in questions if not isinstance(one, Failure)]))
+        found = [one if isinstance(one, Failure) else next(answers) for one in questions]
+        return [one if isinstance(one, Failure) else self.parse_score(one) for one in found]
 
     def close(self) -> None:
         self._client.close()

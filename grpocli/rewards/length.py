@@ -52,13 +52,8 @@ class Overlong(BaseReward):
         super().__post_init__()
         require(self, "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")
         require(self, "buffer_tokens", self.buffer_tokens is None or self.buffer_tokens >= 1, "must be at least 1")
-        if self.max_tokens is not None and self.buffer_tokens is not None:
-            require(
-                self,
-                "buffer_tokens",
-                self.buffer_tokens <= self.max_tokens,
-                f"must be at most reward.overlong.max_tokens={self.max_tokens}",
-            )
+        fits = not self.max_tokens or (self.buffer_tokens or 0) <= self.max_tokens
+        require(self, "buffer_tokens", fits, f"must be at most reward.overlong.max_tokens={self.max_tokens}")
 
     def formula(self) -> Formula:
         return Formula(

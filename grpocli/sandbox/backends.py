@@ -116,7 +116,7 @@ def bubblewrap(python: Interpreter, program: str) -> Backend:
 
 
 def namespaces(python: Interpreter) -> Backend:
-    """Isolation by the kernel's namespaces, which the process enters itself: see `inside.namespaces`."""
+    """Isolation by the kernel's namespaces, which the process enters itself: see `inside.isolation`."""
     readable = [(path, path) for path in SYSTEM]
     readable += [(os.path.realpath(path), path) for path in python.folders if not path.startswith("/usr/")]
     return Backend("namespaces", python, lambda _: [], {"namespaces": True, "isolated": True, "readable": readable})

@@ -149,10 +149,13 @@ def _run_once(submission: Submission, limits: Limits, backend: Backend) -> tuple
     with ours, theirs, contextlib.ExitStack() as stack:
         enter = stack.enter_context(group(limits.memory_mb + limits.disk_mb + TESTS_MB))
         task = {"text": submission.text, "before": submission.before, "whole": submission.whole}
+        known = {"reference": submission.before + submission.reference, "entry_point": submission.entry_point}
+        known = known if submission.reference else dict.fromkeys(known, "")
+        check = {"tests": list(submission.tests), "setup": submission.setup, **known}
         timeouts = _timeouts(submission)
         most = replace(limits, processes=limits.processes + (timeouts > 1))  # a script runs in a process of its own
         program = stack.enter_context(_process(backend, most, theirs, task, enter))
-        tests = stack.enter_context(_process(backend, limits, ours, _tests_of(submission), enter))
+        tests = stack.enter_context(_process(backend, limits, ours, check, enter))
         ours.close()
         theirs.close()
         program.wait_isolated()
@@ -186,13 +189,6 @@ def _result(submission: Submission, lines: list[str], printed: str, in_time: boo
         first = "the tests ended early" if in_time else f"it {late}"
     gone = next((i for i, error in enumerate(errors) if error.startswith(GONE)), len(errors))
     return SubmissionResult(passed, first, printed, completed=min(gone + 1, len(submission.tests)))
-
-
-def _tests_of(submission: Submission) -> dict[str, Any]:
-    """The task of the tests' process."""
-    known = {"reference": submission.before + submission.reference, "entry_point": submission.entry_point}
-    known = known if submission.reference else dict.fromkeys(known, "")
-    return {"tests": list(submission.tests), "setup": submission.setup, **known}
 
 
 class _IsolatedProcess:

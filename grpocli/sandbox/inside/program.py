@@ -50,7 +50,7 @@ def serve(connection: Connection, text: str, before: str, whole: bool) -> None:
             message = connection.receive()
         except Closed:
             return
-        connection.send(_answer(table, _perform, message, table, operations))
+        connection.send(_answer(message, table, operations))
 
 
 def source(text: str, before: str, whole: bool) -> str:
@@ -90,15 +90,11 @@ def _execute(code: str, space: dict[str, Any]) -> dict[str, Any]:
     return {"modules": modules, "values": {name: value for name, value in found.items() if name not in modules}}
 
 
-def _perform(message: bytes, table: ObjectTable, operations: dict[str, Callable[..., Any]]) -> Any:
-    operation, arguments, named = decode(message, lambda number, _: table.objects[number])
-    return operations[operation](*arguments, **named)
-
-
-def _answer(table: ObjectTable, action: Callable[..., Any], *given: Any) -> bytes:
-    """The action's value or exception, as a message."""
+def _answer(message: bytes, table: ObjectTable, operations: dict[str, Callable[..., Any]]) -> bytes:
+    """The value or the exception of the operation that a message asks for, as a message."""
     try:
-        return encode(("value", action(*given)), table.number)
+        operation, arguments, named = decode(message, lambda number, _: table.objects[number])
+        return encode(("value", operations[operation](*arguments, **named)), table.number)
     except BaseException as error:  # noqa: BLE001 - sent to the tests' process
         return encode(("raised", *_raised(error)), table.number)
 

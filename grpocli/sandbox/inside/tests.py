@@ -89,9 +89,6 @@ class Program:
     def ask(self, operation: str, /, *arguments: Any, **named: Any) -> Any:
         """The result of one of `program.OPERATIONS`. Raises the program's exception."""
         self._connection.send(encode((operation, arguments, named), _number))
-        return self._received()
-
-    def _received(self) -> Any:
         try:
             kind, *rest = decode(self._connection.receive(), lambda number, name: Remote(self.ask, number, name))
         except Closed as closed:
@@ -162,7 +159,7 @@ def _error(name: str, text: str) -> Exception:
         try:
             return kind(text)
         except TypeError:  # the class takes other arguments
-            return RuntimeError(f"{name}: {text}")
+            pass
     return RuntimeError(f"{name}: {text}")
 
 
