@@ -464,6 +464,7 @@ def test_the_cause_of_a_failure_is_its_first_error(tmp_path: Path) -> None:
         ("ValueError: No available memory for the cache blocks. Try", "raise engine.gpu_memory_utilization"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "lower engine.gpu_memory_utilization"),
         ("RuntimeError: Unsupported head_dim=8", "take engine=transformers"),
+        ("RuntimeError: Unsupported CPU attention configuration: head_dim=8 isa=1", "take engine=transformers"),
         ("ValueError: Head size 8 is not supported by CPU_ATTN", "take engine=transformers"),
         (
             "ValueError: Selected backend AttentionBackendEnum.X is not valid. Reason: ['head_size not supported']",

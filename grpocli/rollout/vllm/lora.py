@@ -7,9 +7,10 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,36 +208,37 @@ class AdapterSync:
         call_all(self.servers, lambda server: server.weight_version())  # raises if another run has changed them
         loaded = call_all(self.servers, lambda server: server.adapters())
         name = _new_name(version, {name for adapters in loaded for name in adapters})
-        try:
-            self._pause()
-            call_all(self.servers, lambda server: self._load(server, name, version, tensors))
-        except GrpoError:
-            with suppress(EngineError):  # the error under way is the cause
-                self._resume()
-            raise
-        self._resume()
+
+        def load(server: ServerClient) -> None:
+            self._load_adapter(server, name, tensors)
+            server.set_version(version)
+
+        with self._requests_held():
+            call_all(self.servers, load)
         for server, adapters in zip(self.servers, loaded, strict=True):
             self._unload(server, adapters, keep={server.model, *used})
             server.model = name
         return name, sum(tensor.nbytes for tensor in tensors.values())
 
-    def _pause(self) -> None:
-        """Let running requests finish first; with `in_flight` they continue with their adapter."""
-        if not self.in_flight:
+    @contextmanager
+    def _requests_held(self) -> Iterator[None]:
+        """A block before which running requests finish; with `in_flight` they continue with their adapter."""
+        if self.in_flight:
+            yield
+            return
+        try:
             call_all(self.servers, lambda server: server.pause("wait"))
-
-    def _resume(self) -> None:
-        if not self.in_flight:
-            call_all(self.servers, lambda server: server.resume())
+            yield
+        except GrpoError:
+            with suppress(EngineError):  # the error under way is the cause
+                call_all(self.servers, lambda server: server.resume())
+            raise
+        call_all(self.servers, lambda server: server.resume())
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The adapter in the server's dtype, to which vLLM would cast it anyway; bfloat16 halves the bytes."""
         named = adapter_tensors(self.policy.model)
         return {name: tensor.detach().to("cpu", self.dtype).contiguous() for name, tensor in named}
-
-    def _load(self, server: ServerClient, name: str, version: int, tensors: dict[str, torch.Tensor]) -> None:
-        self._load_adapter(server, name, tensors)
-        server.set_version(version)
 
     def _load_adapter(self, server: ServerClient, name: str, tensors: dict[str, torch.Tensor]) -> None:
         folder = self._write(server, tensors)
@@ -308,11 +310,8 @@ class AdapterSync:
 
 def _new_name(version: int, taken: set[str]) -> str:
     """policy-v7, or policy-v7.1 if that name is taken, because vLLM identifies adapters by name."""
-    name, again = f"{ADAPTER}{version}", 0
-    while name in taken:
-        again += 1
-        name = f"{ADAPTER}{version}.{again}"
-    return name
+    names = chain([f"{ADAPTER}{version}"], (f"{ADAPTER}{version}.{again}" for again in count(1)))
+    return next(name for name in names if name not in taken)
 
 
 def _explain(error: Refused, folder: Path) -> GrpoError:

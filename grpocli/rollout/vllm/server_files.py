@@ -234,7 +234,7 @@ ADVICE = (
         "no memory is left for the KV cache: raise engine.gpu_memory_utilization (CPU: engine.cpu_kv_cache_gb)",
     ),
     (
-        r"(?i)unsupported head.?(dim|size)|head.?(dim|size).{0,20}not supported",
+        r"(?i)unsupported (cpu attention configuration: )?head.?(dim|size)|head.?(dim|size).{0,20}not supported",
         "vLLM's attention has no kernel for this model's head size: take engine=transformers, which supports any",
     ),
     (
