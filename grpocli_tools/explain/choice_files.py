@@ -24,6 +24,9 @@ HYDRA = {
 """The keys of Hydra that belong to a run; conf/train.yaml has their defaults."""
 
 
+GENERATED = "# Written by `make conf`"
+
+
 class ChoiceFiles:
     """What the YAML files of conf/ choose and set, read as data.
 
@@ -58,18 +61,14 @@ class ChoiceFiles:
 
     def _choice(self, group: str, file: Path) -> None:
         text = file.read_text(encoding="utf-8")
-        generated = "# Written by `make conf`" in text
-        config = self._read(file)
         label = f"{group.removesuffix('_defaults')}={file.stem}"
         if not group.endswith("_defaults") and file.stem != "parts":
             self.groups.setdefault(group, {})[file.stem] = _comment(text)
-        if generated or not isinstance(config, dict):
+        if GENERATED in text:
             return
-        package = re.match(r"# @package (\S+)", text)
-        prefix = group.replace("/", ".") if package is None else "" if package[1] == "_global_" else package[1]
-        self._chooses(label, config, group)
-        for key, value in _flat(config, prefix):
-            self._add(key, label, spelled(value))
+        self._chooses(label, self._read(file), group)
+        for key, value in self._set_by(group, file.stem):
+            self._add(key, label, value)
 
     def _chooses(self, label: str, config: Mapping[str, Any], group: str) -> None:
         """Record the choices of a defaults list, and what the chosen files set."""
@@ -86,10 +85,10 @@ class ChoiceFiles:
                 self._add(key, label, value)
 
     def _set_by(self, group: str, choice: str) -> Iterator[tuple[str, str]]:
+        """(key, value) of what a file sets, unless it only repeats a class's defaults."""
         file = self.folder / group / f"{choice}.yaml"
-        if not file.is_file() or "# Written by" in file.read_text(encoding="utf-8"):
+        if not file.is_file() or GENERATED in (text := file.read_text(encoding="utf-8")):
             return
-        text = file.read_text(encoding="utf-8")
         package = re.match(r"# @package (\S+)", text)
         prefix = package[1] if package else group.replace("/", ".")
         for key, value in _flat(self._read(file), "" if prefix == "_global_" else prefix):

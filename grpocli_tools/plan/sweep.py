@@ -280,11 +280,8 @@ class _MeasuredStep:
     processes: int
 
     def seconds(self, part: str) -> float:
-        """Of a part of the step, or of all of it. Raises ConfigError for a value that is not a number of seconds."""
-        value = self.row.get(f"time/{part}", 0.0)
-        if type(value) not in (int, float) or not 0 <= value <= MAX_OPTION:  # a bool is an int
-            raise ConfigError(f"{self.run}/metrics.jsonl: step {self.row['step']}: time/{part}={value!r}: not seconds")
-        return float(value)
+        """Of a part of the step, or of all of it."""
+        return float(self.row.get(f"time/{part}", 0.0))
 
 
 def _measured_steps(run: Path) -> list[_MeasuredStep]:
@@ -297,22 +294,15 @@ def _measured_steps(run: Path) -> list[_MeasuredStep]:
     if len(rows) < 3 or any(row.get("sampling/rounds", 1) != 1 or row.get("staleness/max", 0) for row in rows):
         raise ConfigError(f"{run}: speeds need at least four steps with max_staleness=0 and one round of sampling each")
     config = _config_of(run)
-    try:
-        processes = int(config["hardware"].get("processes") or 1)
-        servers = _servers_of(config["engine"], processes)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{run}: config.yaml is not the config of a run: {error!r}") from error
+    processes = int(config["hardware"].get("processes") or 1)
+    servers = _servers_of(config["engine"], processes)
     return [_MeasuredStep(run, row, completion_lengths(run, row["step"]), servers, processes) for row in rows]
 
 
 def _config_of(run: Path) -> dict[str, Any]:
     from grpocli.runs.runs import load_yaml
 
-    try:
-        config = load_yaml(run / "config.yaml")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run}: its config.yaml cannot be read: {error}") from error
-    return config if isinstance(config, dict) else {}
+    return dict(load_yaml(run / "config.yaml"))
 
 
 def _other_keys(run: Path, planned: Mapping[str, Any]) -> list[str]:

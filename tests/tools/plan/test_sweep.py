@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -116,29 +115,6 @@ def test_rollout_nodes_come_on_top_of_training_nodes() -> None:
 def test_bad_options_name_the_option(options: Options, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_options(build_run(compose([])), options)
-
-
-@pytest.mark.parametrize("value", [math.nan, -1, "\x1b[31mfast", None, True])
-def test_a_time_that_is_not_a_number_of_seconds_is_refused(value: object, tmp_path: Path) -> None:
-    write_run(tmp_path, [[1, 2, 3]] * 5, first=0.02, each=0.001)
-    metrics = tmp_path / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    rows[2]["time/train"] = value
-    metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    with pytest.raises(ConfigError, match=r"metrics.jsonl: step 3: time/train=.*: not seconds") as raised:
-        check_options(build_run(compose([])), Options(speeds=(str(tmp_path),)))
-    assert "\x1b" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "config",
-    ["[]", "engine: 3", "engine: {replicas: many}\nhardware: {}", "{", "hardware: {processes: [1]}\nengine: {}"],
-)
-def test_speeds_of_a_folder_with_a_damaged_config_are_refused(config: str, tmp_path: Path) -> None:
-    write_run(tmp_path, [[1, 2, 3]] * 5, first=0.02, each=0.001)
-    (tmp_path / "config.yaml").write_text(config)
-    with pytest.raises(ConfigError, match=r"config.yaml"):
-        check_options(build_run(compose([])), Options(speeds=(str(tmp_path),)))
 
 
 @pytest.mark.slow
