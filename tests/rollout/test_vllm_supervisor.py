@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -266,7 +267,9 @@ def test_a_restarted_server_has_another_port(tmp_path: Path, monkeypatch: pytest
         yield SimpleNamespace(), None
 
     monkeypatch.setattr(supervisor, "serving", serve)
-    start = supervisor._ServerStart(Vllm(port=9000), job_in(tmp_path), 2, None, threading.Event(), supervisor.LOOPBACK)
+    start = partial(
+        supervisor._started, Vllm(port=9000), job_in(tmp_path), 2, None, threading.Event(), supervisor.LOOPBACK
+    )
     for restarts in (0, 1):
         with start(restarts):
             pass

@@ -115,9 +115,9 @@ def _part(name: str, parameter: Any, target: float) -> tuple[torch.Tensor, torch
     if hasattr(parameter, "ds_shape"):
         return _flat_part(name, parameter, target)
     if not hasattr(parameter, "to_local"):
-        return parameter.data, _factors(parameter.data, _signs(name, parameter.shape), target)
+        return parameter.data, _factors(parameter.data, _random_signs(name, _rows(parameter.shape)), target)
     local = parameter.to_local()  # FSDP2: the same number of rows in each process, the last get fewer
-    signs = _signs(name, parameter.shape)
+    signs = _random_signs(name, _rows(parameter.shape))
     if local.shape != parameter.shape:
         each = -(-parameter.shape[0] // parameter.device_mesh.size())
         start = min(parameter.device_mesh.get_local_rank() * each, parameter.shape[0])
@@ -131,7 +131,7 @@ def _flat_part(name: str, parameter: Any, target: float) -> tuple[torch.Tensor, 
 
     flat = parameter.ds_tensor
     with deepspeed.zero.GatheredParameters([parameter]):
-        factors = _factors(parameter.data, _signs(name, parameter.ds_shape), target)
+        factors = _factors(parameter.data, _random_signs(name, _rows(parameter.ds_shape)), target)
         row = parameter.shape[-1] if parameter.dim() > 1 else 1
     start, elements = flat.numel() * torch.distributed.get_rank(), factors.numel() * row
     at = torch.arange(start, start + flat.numel(), device=flat.device).clamp_(max=elements - 1) // row
@@ -141,12 +141,6 @@ def _flat_part(name: str, parameter: Any, target: float) -> tuple[torch.Tensor, 
 def _rows(shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of a factor for each row of a weight, and for each element of a vector."""
     return tuple(shape[:-1]) if len(shape) > 1 else tuple(shape)
-
-
-def _signs(name: str, shape: Sequence[int]) -> torch.Tensor:
-    """+1 or -1 for each row of the whole weight."""
-    seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randint(0, 2, _rows(shape), generator=seed, dtype=torch.float32).mul_(2).sub_(1)
 
 
 def _factors(weight: torch.Tensor, signs: torch.Tensor, target: float) -> torch.Tensor:
@@ -215,7 +209,12 @@ def adapter(
 def _unit(seed_text: str, layer: Any) -> torch.Tensor:
     """A random B with which the update is about as large as the layer's weight."""
     a, b = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight
-    seed = torch.Generator().manual_seed(zlib.crc32(seed_text.encode()))
-    signs = torch.randint(0, 2, b.shape, generator=seed, dtype=torch.float32).mul_(2).sub_(1).to(b.device, b.dtype)
+    signs = _random_signs(seed_text, b.shape).to(b.device, b.dtype)
     size = whole_weight(layer.base_layer).float().norm() / (a.norm() * math.sqrt(b.shape[0]) * layer.scaling[ADAPTER])
     return signs * (size if torch.isfinite(size) and size > 0 else 1.0)
+
+
+def _random_signs(seed_text: str, shape: Sequence[int]) -> torch.Tensor:
+    """+1 or -1 for each element, the same for the same text."""
+    seed = torch.Generator().manual_seed(zlib.crc32(seed_text.encode()))
+    return torch.randint(0, 2, tuple(shape), generator=seed, dtype=torch.float32).mul_(2).sub_(1)

@@ -21,7 +21,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,7 +100,7 @@ def own_servers(
         job = replace(job, sync_folder=folder)
         servers = []
         for i, gpus in enumerate(gpu_slices(options, job.gpus)):
-            start = _ServerStart(options, job, i, gpus, stop_event, host)
+            start = partial(_started, options, job, i, gpus, stop_event, host)
             servers.append(SupervisedServer(first + i, job.run_dir, start, stop_event, options.max_restarts))
         stack.callback(_stop, servers, stop_event)
         with ThreadPoolExecutor(len(servers)) as pool:
@@ -134,38 +135,35 @@ def _weights_folder() -> Iterator[Path]:
             keeper.stop(0)
 
 
-@dataclass(frozen=True, slots=True)
-class _ServerStart:
-    """Starts server number `index` of this machine, for `SupervisedServer`."""
+@contextlib.contextmanager
+def _started(
+    options: VllmOptions,
+    job: EngineJob,
+    index: int,
+    gpus: str | None,
+    stop_event: threading.Event,
+    host: str,
+    restarts: int,
+) -> Iterator[tuple[Endpoint, Guarded]]:
+    """Server number `index` of this machine, while the block runs.
 
-    options: VllmOptions
-    job: EngineJob
-    index: int
-    gpus: str | None
-    stop_event: threading.Event
-    host: str
-
-    @contextlib.contextmanager
-    def __call__(self, restarts: int) -> Iterator[tuple[Endpoint, Guarded]]:
-        """A restart takes a new port, so that requests to the dead server cannot reach one with other weights.
-
-        Another process may take a free port before the server listens on it; then another port is tried.
-        """
-        fixed = self.options.port + self.index if self.options.port and not restarts else 0
-        with contextlib.ExitStack() as stack:
-            yield self._enter(stack, fixed, tries=1 if fixed else PORT_TRIES)
-
-    def _enter(self, stack: contextlib.ExitStack, fixed: int, tries: int) -> tuple[Endpoint, Guarded]:
-        spec = own_spec(self.options, self.job, fixed or free_port(), self.gpus, self.host)
-        machine = "" if self.host == LOOPBACK else f"{self.host}_"
-        log = self.job.run_dir.absolute() / "logs" / f"vllm_{machine}{self.index}.log"
-        try:
-            progress = unreported if self.index else self.job.progress  # the first server's progress is shown
-            return stack.enter_context(serving(spec, self.options, log, self.stop_event, progress=progress))
-        except GrpoError as error:
-            if tries == 1 or "Address already in use" not in str(error):
-                raise
-        return self._enter(stack, fixed, tries - 1)
+    A restart takes a new port, so that requests to the dead server cannot reach one with other weights. Another process
+    may take a free port before the server listens on it; then another port is tried.
+    """
+    fixed = options.port + index if options.port and not restarts else 0
+    machine = "" if host == LOOPBACK else f"{host}_"
+    log = job.run_dir.absolute() / "logs" / f"vllm_{machine}{index}.log"
+    progress = unreported if index else job.progress  # the first server's progress is shown
+    with contextlib.ExitStack() as stack:
+        for tries_left in reversed(range(1 if fixed else PORT_TRIES)):
+            spec = own_spec(options, job, fixed or free_port(), gpus, host)
+            try:
+                server = stack.enter_context(serving(spec, options, log, stop_event, progress=progress))
+                break
+            except GrpoError as error:
+                if not tries_left or "Address already in use" not in str(error):
+                    raise
+        yield server
 
 
 def own_spec(options: VllmOptions, job: EngineJob, port: int, gpus: str | None, host: str = LOOPBACK) -> ServerSpec:

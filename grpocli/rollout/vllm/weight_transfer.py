@@ -28,8 +28,8 @@ from grpocli.rollout.vllm.transport_shm import MappedFiles, weights_folder
 
 
 @dataclass
-class ShmInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Empty: the folder comes from the server's environment."""
+class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Empty: the folder of shm comes from the server's environment, and the in-process transfer has no connection."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class LoaderWeightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc
 class ShmWeightTransfer(LoaderWeightTransfer):
     """sync=shm: reads safetensors files in one folder only, one update for each file."""
 
-    init_info_cls = ShmInit
+    init_info_cls = NoInit
     update_info_cls = ShmUpdate
 
     def __init__(
@@ -81,7 +81,7 @@ class ShmWeightTransfer(LoaderWeightTransfer):
         super().__init__(config, vllm_config, device, model)
         self.files = MappedFiles()
 
-    def init_transfer_engine(self, init_info: ShmInit) -> None:
+    def init_transfer_engine(self, init_info: NoInit) -> None:
         """Check the server's folder of weights. Raises RuntimeError if the server was started without one."""
         weights_folder()
         self.files.forget()
@@ -170,11 +170,6 @@ class JsonIpcWeightTransfer(IPCWeightTransferEngine):  # type: ignore[misc]
 
 
 @dataclass
-class InProcessInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Empty: both sides are one process."""
-
-
-@dataclass
 class InProcessUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The whole model: (Hugging Face name, tensor), on any device."""
 
@@ -187,10 +182,10 @@ class InProcessWeightTransfer(LoaderWeightTransfer):
     vLLM's loader copies each tensor; at most one layer's tensors wait together.
     """
 
-    init_info_cls = InProcessInit
+    init_info_cls = NoInit
     update_info_cls = InProcessUpdate
 
-    def init_transfer_engine(self, init_info: InProcessInit) -> None:
+    def init_transfer_engine(self, init_info: NoInit) -> None:
         """Do nothing: there is no connection."""
 
     def receive_weights(self, update_info: InProcessUpdate) -> None:
