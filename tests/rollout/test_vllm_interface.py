@@ -177,7 +177,9 @@ def test_every_call_has_its_arguments(vllm: VllmFiles, name: str) -> None:
 def test_our_transfers_define_what_vllm_calls(vllm: VllmFiles) -> None:
     """Every abstract method of the base class, with its arguments."""
     ours = {
-        node.name: node for node in ast.parse((OURS / "worker.py").read_text()).body if isinstance(node, ast.ClassDef)
+        node.name: node
+        for node in ast.parse((OURS / "weight_transfer.py").read_text()).body
+        if isinstance(node, ast.ClassDef)
     }
     found = vllm.find(ENGINE)
     assert found

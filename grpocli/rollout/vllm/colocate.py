@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IN_PROCESS_BACKEND = "direct"  # the name under which vLLM finds `worker.InProcessWeightTransfer`
+IN_PROCESS_BACKEND = "direct"  # the name under which vLLM finds `weight_transfer.InProcessWeightTransfer`
 DISCARD_LEVEL = 2  # vLLM keeps neither weights nor cache; `InProcessLLM.load` sends the weights again
 Variables = dict[str, str | None]  # None: not set
 

@@ -2,7 +2,8 @@
 
 sync=ipc has run on one H100, sync=nccl on no GPU yet; the tests cover the calls to the servers.
 They import vLLM, which is slow: `import_engines` does so early.
-CUDA IPC handles travel as JSON instead of a pickle: `encode_handles` in the trainer, `decode_handles` in `worker.py`.
+CUDA IPC handles travel as JSON instead of a pickle: `encode_handles` in the trainer, `decode_handles` in
+`weight_transfer.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """sync=shm: weights in safetensors files that trainer and servers map, in shared memory or in a shared folder.
 
-`ShmTransport` and `BucketFile` are the trainer's side, `MappedFiles` is the server's, which `worker.py` uses.
+`ShmTransport` and `BucketFile` are the trainer's side, `MappedFiles` is the server's, which `weight_transfer.py` uses.
 """
 
 from __future__ import annotations
