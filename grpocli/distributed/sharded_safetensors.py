@@ -25,10 +25,15 @@ Convert = Callable[[dict[str, "Tensor"]], dict[str, "Tensor"]]
 
 
 class Processes(Protocol):
-    """The part of `World` that `write` needs."""
+    """The part of `World` that writing needs."""
 
     rank: int
     size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what there is once."""
+        ...
 
     def gather_objects(self, items: Sequence[T]) -> list[T]:
         """Every process's items, in rank order. Collective."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, OnGroup
 
 COLUMN = re.compile(r"\{([\w.]+)\}")
-LONGEST = 1_000_000
-"""Maximum characters of a text: tokenizing a longer one takes minutes."""
 
 
 @part("engine", "fake")
@@ -47,13 +45,13 @@ class Fake(EnginePart):
         return FakeEngine(self, context.policy, context.tokenizer)
 
     def texts(self, prompt: Prompt, n: int, seed: int) -> list[str]:
-        """The completions of a prompt. Raises RunError unless the user's function returns n tokenizable texts."""
+        """The completions of a prompt. Raises RunError unless the user's function returns n texts."""
         from grpocli.rollout.sampling import derive_seed
 
         if self.function:
             return self._written(prompt, n, seed)
         chosen = [self.completions[derive_seed(seed, i) % len(self.completions)] for i in range(n)]
-        return [checked(filled(text, prompt.columns), "engine.completions") for text in chosen]
+        return [filled(text, prompt.columns) for text in chosen]
 
     def _written(self, prompt: Prompt, n: int, seed: int) -> list[str]:
         from grpocli.config.user_code import load
@@ -66,7 +64,7 @@ class Fake(EnginePart):
             raise RunError(f"engine.function={self.function} raised {raised(error)}") from error
         if not isinstance(texts, list) or len(texts) != n or not all(isinstance(text, str) for text in texts):
             raise RunError(f"engine.function={self.function} returned {texts!r:.200}, which is not a list of {n} texts")
-        return [checked(text, f"engine.function={self.function}") for text in texts]
+        return texts
 
 
 def filled(text: str, columns: Mapping[str, Any]) -> str:
@@ -76,17 +74,6 @@ def filled(text: str, columns: Mapping[str, Any]) -> str:
     """
     columns = with_one_answer({**columns, "answer": accepted(columns.get("answer")) or "{answer}"})
     return COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), text)
-
-
-def checked(text: str, source: str) -> str:
-    """The text. Raises RunError if it is too long, or no valid Unicode. source: the key that it comes from."""
-    if len(text) > LONGEST:
-        raise RunError(f"{source}: a text has {len(text):,} characters, more than {LONGEST:,}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RunError(f"{source}: a text is not valid Unicode ({error.reason} at character {error.start})") from error
-    return text
 
 
 class FakeEngine(Engine):

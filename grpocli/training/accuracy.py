@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems: the evaluation during training; pass@k, maj@k and their confidence intervals."""
+"""Accuracy on held-out problems: the evaluation during training, pass@k and maj@k."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from statistics import NormalDist
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,6 @@ from grpocli.rewards.reward import BaseReward, Correctness, Sample
 from grpocli.rollout.sampling import derive_seed
 from grpocli.training.collector import Sampler
 from grpocli.types import Group, Prompt, Rollout, Sampling
-
-AGREEING = 2
-"""Pseudo-questions of `interval`: two keep its coverage above 90 % for ten questions and sixteen samples."""
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
@@ -45,67 +41,6 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
     return float(np.mean([np.mean(same_vote) for same_vote in right_by_vote.values() if len(same_vote) == longest]))
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean over questions, given one value between 0 and 1 for each question.
-
-    Wilson's score interval (1927). A value of 0 or 1 counts as one draw; a mean over several samples counts as more, by
-    the design effect: the variance of 0/1 outcomes divided by that of the values (Kish, Survey Sampling, 1965). The
-    latter is estimated with `AGREEING` additional questions whose samples all agree, because few questions give a poor
-    estimate. Raises ValueError without values.
-    """
-    n = len(values)
-    if not n:
-        raise ValueError("a confidence interval needs a value")
-    mean = min(max(float(np.mean(values)), 0.0), 1.0)
-    of_outcomes = mean * (1 - mean)
-    apart = float(np.square(np.asarray(values) - mean).sum()) + AGREEING * of_outcomes
-    draws = n * max(1.0, of_outcomes * (n - 1 + AGREEING) / apart) if apart > 0 else n
-    z = NormalDist().inv_cdf(0.975)
-    center, reach = mean + z**2 / (2 * draws), z * math.sqrt(of_outcomes / draws + (z / (2 * draws)) ** 2)
-    low, high = ((center + side * reach) / (1 + z**2 / draws) for side in (-1, 1))
-    return max(0.0, min(low, mean)), min(1.0, max(high, mean))
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over questions; low, high: its 95 % confidence interval (`interval`)."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
-        """The estimate from one value for each question; NaN without questions."""
-        if not values:
-            return cls(math.nan, math.nan, math.nan)
-        return cls(float(np.mean(values)), *interval(values))
-
-
-@dataclass(frozen=True, slots=True)
-class TaskResult:
-    """The accuracy of one task, or of several together.
-
-    questions: those with a scored sample. failed: samples that the reward could not score, which are left out. scores:
-    `greedy`, `mean@N`, `pass@K`, `maj@N`. mean_length: tokens that the model wrote. truncated: the share of samples
-    that were cut off. by_problem: the share of right samples of each question (`problem_id`), greedy ones only if there
-    are no others.
-    """
-
-    task: str
-    questions: int
-    failed: int
-    mean_length: float
-    truncated: float
-    scores: dict[str, Estimate] = field(default_factory=dict)
-    by_problem: dict[str, float] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The result in JSON types; unknown numbers are null."""
-        values: dict[str, Any] = _without_nan(asdict(self))
-        return values
-
-
 @dataclass(frozen=True, slots=True)
 class AccuracyRewards:
     """The rewards that decide whether an answer is right. names: by task. rewards: by name."""
@@ -120,6 +55,11 @@ class AccuracyRewards:
         """1 or 0 for each rollout; NaN if it was not scored."""
         scores = (rollout.rewards[self.name(group)] for rollout in group.rollouts)
         return [math.nan if math.isnan(score) else float(score >= 1) for score in scores]
+
+    def by_problem(self, groups: Sequence[Group]) -> dict[str, float]:
+        """The share of right samples of each question that has a scored one, by its `problem_id`."""
+        scored = ((group, share) for group in groups if not math.isnan(share := _mean(self.right(group))))
+        return {problem_id(group.prompt): share for group, share in scored}
 
     def doubts(self, groups: Sequence[Group]) -> dict[str, str]:
         """Why scores cannot measure accuracy: they are all equal, or of another scale; by reward."""
@@ -147,32 +87,31 @@ class AccuracyRewards:
         return majority(votes, [rollout.rewards[name] >= 1 for rollout in known])
 
 
-def task_result(
-    task: str, accuracy_rewards: AccuracyRewards, greedy: Sequence[Group], sampled: Sequence[Group], max_tokens: int
-) -> TaskResult:
-    """The result of one task's groups, or of several tasks' together. greedy: groups of one completion each."""
-    rollouts = [rollout for group in [*greedy, *sampled] for rollout in group.rollouts]
-    done = [rollout.completion for rollout in rollouts]
-    scores: dict[str, Estimate] = {}
+def question_scores(
+    accuracy_rewards: AccuracyRewards, greedy: Sequence[Group], sampled: Sequence[Group], max_tokens: int
+) -> dict[str, list[float]]:
+    """A value for each question with a scored sample: `greedy`, `mean@N`, `pass@K` and `maj@N`.
+
+    greedy: groups of one completion each. sampled: groups of N completions each; K is 2, 4, 8 ... and N.
+    """
+    scores: dict[str, list[float]] = {}
     if greedy:
-        scores["greedy"] = Estimate.of(
-            [mean for group in greedy if not math.isnan(mean := _mean(accuracy_rewards.right(group)))]
-        )
-    if sampled:
-        scores |= _of_samples(sampled, accuracy_rewards, max_tokens)
-    return TaskResult(
-        task=task,
-        questions=len({g.uid for g in [*greedy, *sampled] if _scored(accuracy_rewards.right(g))}),
-        failed=sum(math.isnan(right) for group in [*greedy, *sampled] for right in accuracy_rewards.right(group)),
-        mean_length=float(np.mean([completion.written for completion in done])),
-        truncated=float(np.mean([completion.truncated for completion in done])),
-        scores=scores,
-        by_problem={
-            problem_id(group.prompt): _mean(right)
-            for group in sampled or greedy
-            if _scored(right := accuracy_rewards.right(group))
-        },
-    )
+        means = [_mean(accuracy_rewards.right(group)) for group in greedy]
+        scores["greedy"] = [mean for mean in means if not math.isnan(mean)]
+    if not sampled:
+        return scores
+    samples = len(sampled[0].rollouts)
+    scored = [(group, right) for group in sampled if _scored(right := accuracy_rewards.right(group))]
+    scores[f"mean@{samples}"] = [_mean(right) for _, right in scored]
+    k = 1
+    while (k := min(2 * k, samples)) > 1:
+        counts = [(int(np.nansum(right)), len(_scored(right))) for _, right in scored]
+        scores[f"pass@{k}"] = [pass_at_k(c, n, k) for c, n in counts if n >= k]
+        if k == samples:
+            break
+    if samples > 1:
+        scores[f"maj@{samples}"] = [accuracy_rewards.majority(group, max_tokens) for group, _ in scored]
+    return scores
 
 
 def problem_id(prompt: Prompt) -> str:
@@ -181,35 +120,17 @@ def problem_id(prompt: Prompt) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _of_samples(groups: Sequence[Group], accuracy_rewards: AccuracyRewards, max_tokens: int) -> Mapping[str, Estimate]:
-    samples = len(groups[0].rollouts)
-    scored = [(group, accuracy_rewards.right(group)) for group in groups]
-    scored = [(group, right) for group, right in scored if _scored(right)]
-    scores = {f"mean@{samples}": Estimate.of([_mean(right) for _, right in scored])}
-    k = 1
-    while (k := min(2 * k, samples)) > 1:
-        counts = [(int(np.nansum(right)), len(_scored(right))) for _, right in scored]
-        scores[f"pass@{k}"] = Estimate.of([pass_at_k(c, n, k) for c, n in counts if n >= k])
-        if k == samples:
-            break
-    if samples > 1:
-        scores[f"maj@{samples}"] = Estimate.of([accuracy_rewards.majority(group, max_tokens) for group, _ in scored])
-    return scores
-
-
 def _scored(right: Sequence[float]) -> list[float]:
     return [value for value in right if not math.isnan(value)]
 
 
 def _mean(right: Sequence[float]) -> float:
-    scored = _scored(right)
-    return float(np.mean(scored)) if scored else math.nan
+    return mean_or_nan(_scored(right))
 
 
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
+def mean_or_nan(values: Sequence[float]) -> float:
+    """The mean; NaN without values."""
+    return float(np.mean(values)) if values else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +183,16 @@ class Evaluator:
         return metrics | loss
 
     def _results(self, name: str, sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, Any]:
-        result = task_result(name, self.accuracy_rewards, greedy, sampled, self.sampling.max_tokens)
+        done = [rollout.completion for group in (*greedy, *sampled) for rollout in group.rollouts]
         known = {"greedy": "accuracy_greedy", f"mean@{self.samples}": "accuracy"}
-        scores = {f"{name}/{known.get(score, score)}": estimate.value for score, estimate in result.scores.items()}
-        lengths = {f"{name}/mean_length": result.mean_length, f"{name}/truncated": result.truncated}
-        by_problem = {f"{name}/accuracy_by_problem": result.by_problem} if name == "eval" else {}
+        values = question_scores(self.accuracy_rewards, greedy, sampled, self.sampling.max_tokens)
+        scores = {f"{name}/{known.get(score, score)}": mean_or_nan(own) for score, own in values.items()}
+        lengths = {
+            f"{name}/mean_length": float(np.mean([one.written for one in done])),
+            f"{name}/truncated": float(np.mean([one.truncated for one in done])),
+        }
+        problems = self.accuracy_rewards.by_problem(sampled or greedy)
+        by_problem = {f"{name}/accuracy_by_problem": problems} if name == "eval" else {}
         return {**scores, **lengths, **by_problem, f"{name}/problems": len(sampled)}
 
     def _groups(self, sampling: Sampling, n: int, before: int) -> list[Group]:

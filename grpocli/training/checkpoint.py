@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -165,20 +165,11 @@ def _gathered(
         yield name, policy.parallel.gather(tensor.detach())
 
 
-class Writers(shards.Processes, Protocol):
-    """The part of `World` that `save_weights` needs."""
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes what there is once."""
-        ...
-
-
 def save_weights(
     model: PreTrainedModel,
     folder: Path,
     weights: Iterable[tuple[str, Tensor]],
-    world: Writers,
+    world: shards.Processes,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write a folder that `from_pretrained` loads, with the file and tensor names of transformers. Collective.

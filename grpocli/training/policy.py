@@ -193,9 +193,6 @@ class BaseReference(Reference):
         with switched_off(self.model):
             return super().logp(batch, sampling)
 
-    def mix(self, alpha: float) -> None:
-        raise TypeError("the base model under LoRA does not move; a moving reference is a `Reference`")
-
 
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
     """train.activation_offload: a block in which the large tensors that autograd keeps wait in the CPU's memory.

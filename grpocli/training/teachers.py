@@ -72,9 +72,6 @@ class LoadedTeacher(Reference):
         super().__init__(model, policy)
         self.tasks, self.parallel = tasks, policy.parallel
 
-    def mix(self, alpha: float) -> None:
-        raise TypeError("a teacher does not follow the policy")
-
 
 @dataclass
 class Teachers:
@@ -141,9 +138,6 @@ class Teachers:
                 padded([row.ref_logp or [0.0] * len(row.completion_ids) for row in micro_batch.rows]), world.device
             )
             micro_batch.known["ref_logp"] = ref_BT.where(served_B1, micro_batch.known.get("ref_logp", ref_BT))
-
-    def mix(self, alpha: float) -> None:
-        raise TypeError("a teacher does not follow the policy")
 
     def close(self) -> None:
         """Cancel the requests that are running."""

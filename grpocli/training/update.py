@@ -19,6 +19,7 @@ from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED, OF_THE_GAP,
 from grpocli.progress import Progress, unreported
 from grpocli.training.micro_batch import MicroBatch, RowBatch, group_spans
 from grpocli.training.packing import padded
+from grpocli.training.policy import Reference
 from grpocli.training.router_balance import RouterBalance
 from grpocli.types import Row
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Train
     from grpocli.distributed.world import World
     from grpocli.training.optim import Optimizer
-    from grpocli.training.policy import Policy, Reference
+    from grpocli.training.policy import Policy
     from grpocli.training.teachers import Teachers
     from grpocli.types import Sampling
 
@@ -117,7 +118,7 @@ class Updater:
     def move_reference(self, step: int) -> None:
         """Mix the policy into the reference after step number `step`, if `algorithm.kl.sync_every` says so."""
         kl = self.algorithm.kl
-        if self.reference and kl.sync_every and step % kl.sync_every == 0:
+        if kl.sync_every and step % kl.sync_every == 0 and isinstance(self.reference, Reference):
             self.reference.mix(kl.sync_alpha)
 
     def update(self, window: Window, epoch: int) -> None:

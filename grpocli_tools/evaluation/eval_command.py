@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from grpocli.config.schema import Run
     from grpocli.rollout.engine import EngineJob
-    from grpocli.training.accuracy import Estimate
     from grpocli.views.view import View
     from grpocli_tools.evaluation.evaluate import ModelResult
+    from grpocli_tools.evaluation.results import Estimate
 
 EXAMPLES = """\
 It accepts the overrides of `grpocli train`: model, task (or several), reward, engine, rollout.max_completion_tokens ...

@@ -16,8 +16,9 @@ from grpocli.rollout.engine import EngineContext, EngineJob, connected
 from grpocli.tasks.prompt_set import PromptSet
 from grpocli.tasks.prompt_source import accuracy_reward_of, doubtful_choices
 from grpocli.tasks.task import columns_of, error_limits_of, errors_below, key_of, tasks_of
-from grpocli.training.accuracy import AccuracyRewards, TaskResult, task_result
+from grpocli.training.accuracy import AccuracyRewards
 from grpocli.types import Group, Prompt, Sampling
+from grpocli_tools.evaluation.results import TaskResult, task_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,9 +7,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from grpocli.training.accuracy import Estimate, TaskResult, interval, majority, pass_at_k
+from grpocli.training.accuracy import majority, pass_at_k
 from grpocli_tools.evaluation.eval_command import _show
 from grpocli_tools.evaluation.evaluate import ModelResult
+from grpocli_tools.evaluation.results import Estimate, TaskResult, interval
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 7])

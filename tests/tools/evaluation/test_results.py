@@ -12,8 +12,9 @@ from grpocli.rewards.math import Math
 from grpocli.rewards.reward import BaseReward, Sample
 from grpocli.rewards.text_match import Format, Number
 from grpocli.tasks.prompt_source import doubtful_choices
-from grpocli.training.accuracy import AccuracyRewards, task_result
+from grpocli.training.accuracy import AccuracyRewards
 from grpocli.types import Completion, Group, Prompt, Rollout
+from grpocli_tools.evaluation.results import task_result
 
 NAN = math.nan
 ACCURACY = AccuracyRewards({"": "right"}, {"right": Number()})
