@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpocli.processes.cpu_tuning import shorten_spinning
 from run import WARM, check, measured, write
 from workloads import ALL, make_model
+
+from grpocli.processes.libraries import shorten_spinning
 
 MARK = "savings"
 
