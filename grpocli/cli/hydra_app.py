@@ -7,24 +7,23 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from grpocli.composition.compose import compose, register_parts
+from grpocli.composition.compose import register_parts
 from grpocli.composition.hydra_errors import hydra_errors
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.composition.overrides import from_command_line, option_advice, rewritten
-from grpocli.composition.resume import Resume
 from grpocli.config.overrides import in_quotes, literal_escapes
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.text import clean
 
 if TYPE_CHECKING:
-    from grpocli.rewards.reward import BaseReward
+    pass
 
 
 def arguments(argv: list[str]) -> Any:
@@ -34,14 +33,6 @@ def arguments(argv: list[str]) -> Any:
     parser = get_args_parser()
     refuse_options(argv, parser)
     return parser.parse_intermixed_args(argv)
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose error for an unknown option names the override to write instead."""
-
-    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        refuse_options(sys.argv[1:] if args is None else args, self)
-        return super().parse_intermixed_args(args, namespace)
 
 
 def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
@@ -58,29 +49,6 @@ def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None
         raise ConfigError("; ".join(unknown))
 
 
-def parser_of(command: str, usage: str, doc: str | None, examples: str) -> argparse.ArgumentParser:
-    """A parser with `.overrides` and `.config_dir`. doc: the module's docstring, "`grpocli NAME`: TEXT"."""
-    parser = Parser(
-        prog=f"grpocli {command}",
-        usage=f"grpocli {command} [GROUP=CHOICE ...] [KEY=VALUE ...] {usage}",
-        description=_sentence(doc),
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `grpocli train`")
-    parser.add_argument(
-        "--config-dir", "-cd", metavar="DIR", help="a folder with config groups and recipes of your own"
-    )
-    return parser
-
-
-def _sentence(doc: str | None) -> str:
-    """The docstring of a command's module without the command's name."""
-    text = (doc or "").partition(": ")[2]
-    return text[:1].upper() + text[1:]
-
-
 def warn_of_escapes(config: DictConfig) -> None:
     """Warn once about each text in the config with a literal backslash-n."""
     for sentence in literal_escapes(config):
@@ -90,13 +58,6 @@ def warn_of_escapes(config: DictConfig) -> None:
 @cache
 def _warn_once(sentence: str) -> None:
     print(f"warning: {clean(sentence)}", file=sys.stderr)
-
-
-def warn_of_rewards(rewards: Iterable[BaseReward]) -> None:
-    """Print the warnings of rewards about their settings."""
-    for reward in rewards:
-        if reward.warning:
-            print(f"warning: {clean(reward.warning)}", file=sys.stderr)
 
 
 def options_first(argv: list[str], config_name: str) -> list[str]:
@@ -129,17 +90,6 @@ def search_path(config_dir: str | None) -> list[str]:
         if same.is_file() and not same.samefile(file):
             raise ConfigError("Hydra would use the file of this name in conf/", key=str(same), hint="rename yours")
     return [f"hydra.searchpath=[{in_quotes(f'file://{folder.resolve()}')}]"]
-
-
-def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
-    """The config that `grpocli train` would run with these overrides, which may include `resume=`."""
-    register_parts()
-    overrides = from_command_line(overrides)
-    resume = Resume.requested(overrides)
-    config = compose([*search_path(config_dir), *(resume.overrides(overrides) if resume else overrides)])
-    config = resume.merged(config) if resume else config
-    warn_of_escapes(config)
-    return config
 
 
 class _SweepEnded(BaseException):

@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, Quote, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 
-from grpocli.config.overrides import parse, plain, texts_of, to_text, unescape
+from grpocli.config.overrides import parse, texts_of, to_text, unescape
 from grpocli.config.parts import ESCAPED, USER_CODE, is_marked
 from grpocli.config.schema import Run
 from grpocli.config.user_code import absolute
@@ -78,11 +78,7 @@ def _quote(override: str) -> str:
 
 
 def _unescaped(override: str) -> str:
-    def decoded(value: Any) -> Any:
-        new = unescape(plain(value))
-        return value if new == plain(value) else QuotedString(new, Quote.double)
-
-    return _changed(override, decoded) if "\\" in override and is_marked(_key(override), ESCAPED) else override
+    return _changed(override, unescape) if "\\" in override and is_marked(_key(override), ESCAPED) else override
 
 
 def _key(override: str) -> str:
@@ -90,7 +86,7 @@ def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+").partition("@")[0]
 
 
-def _changed(override: str, change: Callable[[Any], Any]) -> str:
+def _changed(override: str, change: Callable[[str], str]) -> str:
     """The override with `change` applied to each text of its value; the same string if nothing changes."""
     found = parse(override)
     if found is None:
@@ -104,13 +100,15 @@ def _changed(override: str, change: Callable[[Any], Any]) -> str:
     return f"{found.get_key_element()}={value}"
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+def _each(value: Any, change: Callable[[str], str]) -> Any:
     """The value with `change` applied to each text; a shuffled or tagged sweep stays as it is."""
     if isinstance(value, ChoiceSweep):
         return value if value.shuffle or value.tags else replace(value, list=[_each(one, change) for one in value.list])
     if isinstance(value, list):
         return [_each(one, change) for one in value]
-    return change(value) if isinstance(value, str | QuotedString) else value
+    if isinstance(value, QuotedString):
+        return replace(value, text=change(value.text))
+    return change(value) if isinstance(value, str) else value
 
 
 def _absolute(override: str) -> str:
@@ -118,43 +116,35 @@ def _absolute(override: str) -> str:
     key = _key(override)
     if PATH.fullmatch(key):
         return _changed(override, _absolute_path)
-    if not GROUP.fullmatch(key) and not is_marked(key, USER_CODE):
-        return override
-    return _changed(override, _absolute_model if key == "model" else _absolute_code)
+    if key == "model":
+        return _changed(override, _absolute_model)
+    return _changed(override, _absolute_code) if GROUP.fullmatch(key) or is_marked(key, USER_CODE) else override
 
 
-def _absolute_code(value: Any) -> Any:
-    text = plain(value)
-    return _with_text(value, absolute(text)) if is_spec(text) else value
+def _absolute_code(text: str) -> str:
+    return absolute(text) if is_spec(text) else text
+
+
+def _absolute_model(text: str) -> str:
+    if is_spec(text):
+        return absolute(text)
+    folder = Path(text).expanduser()
+    return str(folder.resolve()) if text.startswith((".", "~")) or ("/" in text and folder.is_dir()) else text
+
+
+def _absolute_path(text: str) -> str:
+    path = Path(text).expanduser()
+    return str(path.resolve()) if path.exists() else text
 
 
 def in_files(override: str, files: Mapping[str, str]) -> str:
     """The override with user code in other files, {old: new}."""
 
-    def moved(value: Any) -> Any:
-        place, _, name = plain(value).rpartition(":")
-        return _with_text(value, f"{files[place]}:{name}") if place in files else value
+    def moved(text: str) -> str:
+        place, _, name = text.rpartition(":")
+        return f"{files[place]}:{name}" if place in files else text
 
     return _changed(override, moved) if any(place in override for place in files) else override
-
-
-def _absolute_model(value: Any) -> Any:
-    text = plain(value)
-    if is_spec(text):
-        return _absolute_code(value)
-    folder = Path(text).expanduser()
-    is_path = text.startswith((".", "~")) or ("/" in text and folder.is_dir())
-    return _with_text(value, str(folder.resolve())) if is_path else value
-
-
-def _absolute_path(value: Any) -> Any:
-    path = Path(plain(value)).expanduser()
-    return _with_text(value, str(path.resolve())) if path.exists() else value
-
-
-def _with_text(value: Any, new: str) -> Any:
-    """`new` with the quotes of the value."""
-    return replace(value, text=new) if isinstance(value, QuotedString) else new
 
 
 def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:

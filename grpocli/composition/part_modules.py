@@ -32,6 +32,7 @@ import grpocli.rewards.text_match
 import grpocli.rollout.fake_engine
 import grpocli.rollout.sync_config
 import grpocli.rollout.transformers_engine
+import grpocli.rollout.vllm.config
 import grpocli.rollout.vllm.engine_parts
 import grpocli.tasks.generated
 import grpocli.tasks.jsonl

@@ -23,10 +23,8 @@ def check_ready(run: Run) -> None:
     """Raise ConfigError for the first missing thing. Imports no user code and loads no data."""
     _check_packages(run)
     _check_engine(run)
-    _check_part(run.engine)
-    _check_part(run.model)
-    _check_part(run.optim)
-    _check_part(run.algorithm)
+    for part in (run.engine, run.model, run.optim, run.algorithm):
+        _check_part(part)
     check_teachers(run)
     check_data(run)
 

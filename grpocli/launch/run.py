@@ -144,31 +144,17 @@ def _run_locked(
         check_ready(run)  # before heavy imports
         check_training(run)
         refuse_other_run(PUSH_KEY, run.hub, run_dir)
-        run = _with_steps(config, run, run_dir if resuming else None)
-        if isinstance(run.engine, AutoEngine):
-            run = replace(run, engine=run.engine.for_run(run, view.note))
-        devices = devices_of(run.hardware, run.engine.resolved())
-        run = _with_eval_problems(config, run, devices)
-        for spec in run.callbacks:
-            check_callback(spec)
-        if run.model.lora.path:  # the folder may be gone when the run is resumed or evaluated
-            OmegaConf.update(config, "model.lora", asdict(run.model.lora))
-        check_schedule(run)
+        run, devices = _with_choices(config, run, run_dir if resuming else None, view)
         job = prepare(run, run_dir, view, devices, node)
         point = _resume_point(run, run_dir, view, resuming)
         job = replace(job, checkpoint=point.path)
-        changed, other = _record_session(config, run, run_dir, job, point, resuming)
+        changed, warnings = _record_session(config, run, run_dir, job, point, resuming)
         opening = opening_lines(run, job.engine, devices, saved_choices(run_dir.path, without_environment(config)))
         view.start(run.name or run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         if resuming:
-            _report_checkpoint(point, view)
-            _report_steps(run, point, view, changed)
-        for sentence in other:
+            _report_resume(run, point, view, changed)
+        for sentence in warnings:
             view.warn(sentence)
-        for key, (old, new) in changed.items():
-            view.note(f"changed {key}: {format_value(old)} -> {format_value(new)}")
-        if any(key.startswith(("reward", "algorithm")) for key in changed):
-            view.note(f"rewards from now on: {', '.join(run.reward)}")
         accuracy = _train(run, job, run_dir, view, devices, node)
         push_finished(run.hub, run_dir, view)  # the GPUs are free by now
         return accuracy
@@ -188,19 +174,15 @@ def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Resu
     return resume_point(run_dir.path, run.resume_fallback, view.progress)
 
 
-def _report_checkpoint(point: ResumePoint, view: View) -> None:
-    """Report damaged checkpoints, or a missing one."""
+def _report_resume(run: Run, point: ResumePoint, view: View, changed: Changes) -> None:
+    """Report damaged checkpoints or a missing one, the changed keys, and what other steps make of the schedule."""
+    from grpocli.training.checkpoint import State, load_state
+
     for sentence in point.fallback:
         logger.warning("%s; continuing from %s", sentence, point.path)
         view.warn(f"{sentence}; continuing from {point.path}")
     if point.path is None:
         view.note("the run ended before its first checkpoint and starts again")
-
-
-def _report_steps(run: Run, point: ResumePoint, view: View, changed: Changes) -> None:
-    """Warn about a resume that has no step to train, and say what other steps make of the schedule."""
-    from grpocli.training.checkpoint import State, load_state
-
     state = load_state(point.path) if point.path else State()
     done, optim = state.step, run.optim
     steps = [steps for steps in changed.get("train.steps", ()) if isinstance(steps, int) and state.updates]
@@ -213,6 +195,10 @@ def _report_steps(run: Run, point: ResumePoint, view: View, changed: Changes) ->
         )
     if done >= run.train.steps:
         view.warn(f"train.steps={run.train.steps}: {done} steps are done, so none is left; raise it to train on")
+    for key, (old, new) in changed.items():
+        view.note(f"changed {key}: {format_value(old)} -> {format_value(new)}")
+    if any(key.startswith(("reward", "algorithm")) for key in changed):
+        view.note(f"rewards from now on: {', '.join(run.reward)}")
 
 
 def _record_session(
@@ -248,10 +234,19 @@ def _record_session(
     return changed, other
 
 
-def _with_eval_problems(config: DictConfig, run: Run, devices: Devices) -> Run:
-    """Set `eval.problems` for this device in run and config, so that a resume on another device keeps it."""
-    config.eval.problems = run.eval.n_problems(cpu=not devices.train)
-    return replace(run, eval=replace(run.eval, problems=config.eval.problems))
+def _with_choices(config: DictConfig, run: Run, resumed: RunDir | None, view: View) -> tuple[Run, Devices]:
+    """The run with what its keys leave open, and its devices. The config keeps what a resume elsewhere needs."""
+    run = _with_steps(config, run, resumed)
+    check_schedule(run)
+    if isinstance(run.engine, AutoEngine):
+        run = replace(run, engine=run.engine.for_run(run, view.note))
+    devices = devices_of(run.hardware, run.engine.resolved())
+    config.eval.problems = run.eval.n_problems(cpu=not devices.train)  # also on a resume on another device
+    for spec in run.callbacks:
+        check_callback(spec)
+    if run.model.lora.path:  # the folder may be gone when the run is resumed or evaluated
+        OmegaConf.update(config, "model.lora", asdict(run.model.lora))
+    return replace(run, eval=replace(run.eval, problems=config.eval.problems)), devices
 
 
 def _with_steps(config: DictConfig, run: Run, resumed: RunDir | None) -> Run:

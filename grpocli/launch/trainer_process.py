@@ -115,12 +115,15 @@ class TrainerProcess:
         return build_trainer(run, job.engine, world, recorder, self.stop, job.checkpoint, data, model)
 
     def _summarise_failure(self, trainer: Trainer | None, recorder: Recorder, error: BaseException) -> None:
+        from grpocli.runs.metrics import write_summary
+
         if (trainer is None or self.run_dir.unbegun) and self.run_dir.summary.exists():
             return  # a resume that did no step keeps the summary of the run so far
         cause = masked(str(error) if isinstance(error, GrpoError) else raised(error))
         kind = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
         try:
-            summarise(trainer, recorder, cause, kind)
+            if recorder.metrics is not None:  # in the main process
+                write_summary(self.run_dir.summary, summary_content(trainer, recorder, cause, kind, {}))
         except OSError:
             logger.exception("the summary was not written")
         if not isinstance(error, KeyboardInterrupt):  # a second Ctrl-C waits for nothing
@@ -225,14 +228,6 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
         write_summary(recorder.run_dir.summary, summary)  # written last: it marks the run as finished
         recorder.view.note(f"the final model is in {recorder.run_dir.model}")
     trainer.world.barrier()
-
-
-def summarise(trainer: Trainer | None, recorder: Recorder, cause: str, kind: str) -> None:
-    """Write summary.json of a run that ended early, in the main process only. kind: `stopped` or `failed`."""
-    from grpocli.runs.metrics import write_summary
-
-    if recorder.metrics is not None:
-        write_summary(recorder.run_dir.summary, summary_content(trainer, recorder, cause, kind, {}))
 
 
 def _early(trainer: Trainer) -> dict[str, object] | None:

@@ -60,7 +60,9 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
     trained = steps_by_session(read_sessions(run_dir), summary["steps"])
     why = str(summary.get("eval/incomparable", ""))
     return CARD.format(
-        front=front_matter(base, _datasets(config.get("task")), _results(run_dir.name, choices, summary)),
+        front=_front_matter(
+            run_dir.name, base, _datasets(config.get("task")), choices.get("task") or "unknown", summary
+        ),
         name=run_dir.name,
         version=__version__,
         base=_base(base, choices),
@@ -101,21 +103,33 @@ def _in_turn(last: Any, trained: Sequence[SessionSteps]) -> str:
     return ", then ".join(map(_code, names))
 
 
-def front_matter(base: str, datasets: Sequence[str] = (), results: Sequence[Mapping[str, Any]] = ()) -> str:
+def _front_matter(name: str, base: str, datasets: Sequence[str], task: str, summary: Mapping[str, Any]) -> str:
     """The YAML that the hub reads. `base_model` is left out for a local folder."""
-    facts: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["grpocli", "grpo", "reinforcement-learning"],
-    }
-    if REPO.fullmatch(base):
-        facts["base_model"] = base
-    if datasets:
-        facts["datasets"] = list(datasets)
-    if results:
-        facts["model-index"] = list(results)
-    text: str = yaml.safe_dump(facts, sort_keys=False)
-    return text
+    from huggingface_hub import EvalResult, ModelCardData
+
+    measured = {"temperature 1": summary.get("eval/accuracy"), "greedy": summary.get("eval/accuracy_greedy")}
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=task,
+            dataset_name=task,
+            metric_type="accuracy",
+            metric_name=f"held-out accuracy, {how}",
+            metric_value=round(float(value), 4),
+        )
+        for how, value in measured.items()
+        if value is not None
+    ]
+    data = ModelCardData(
+        base_model=base if REPO.fullmatch(base) else None,
+        datasets=list(datasets) or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["grpocli", "grpo", "reinforcement-learning"],
+        model_name=name,
+        eval_results=results or None,
+    )
+    return f"{data.to_yaml()}\n"
 
 
 def _hub_name(name: str) -> str:
@@ -133,21 +147,6 @@ def _datasets(task: Any) -> list[str]:
     own = [str(task["path"])] if REPO.fullmatch(str(task.get("path"))) else []
     own = [name for name in own if not Path(name).exists()]
     return list(dict.fromkeys([*own, *(name for part in task.values() for name in _datasets(part))]))
-
-
-def _results(name: str, choices: Mapping[str, str], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The accuracies as the hub's model index."""
-    measured = {"temperature 1": summary.get("eval/accuracy"), "greedy": summary.get("eval/accuracy_greedy")}
-    metrics = [
-        {"type": "accuracy", "name": f"held-out accuracy, {how}", "value": round(float(value), 4)}
-        for how, value in measured.items()
-        if value is not None
-    ]
-    if not metrics:
-        return []
-    task = choices.get("task") or "unknown"
-    data = {"name": task, "type": task}
-    return [{"name": name, "results": [{"task": {"type": "text-generation"}, "dataset": data, "metrics": metrics}]}]
 
 
 def _base(base: str, choices: Mapping[str, str]) -> str:

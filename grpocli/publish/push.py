@@ -101,8 +101,11 @@ class Pusher:
             name = self.run_dir.checkpoint(step).name
             self._commit(f"grpocli: {name}", [*self._texts(), *self._checkpoint(folder, name)], prune=True)
 
+    def _publisher(self) -> Publisher:
+        return Publisher.of_file(self.run_dir.config, self.run_dir.path)
+
     def _texts(self) -> list[Content]:
-        publish = Publisher.of_file(self.run_dir.config, self.run_dir.path)
+        publish = self._publisher()
         paths = [self.run_dir.path / name for name in TEXTS if (self.run_dir.path / name).is_file()]
         return [Content(path.name, publish(path.read_text(errors="replace")).encode()) for path in paths]
 
@@ -132,7 +135,7 @@ class Pusher:
 
     def _published(self, contents: Sequence[Content]) -> list[Content]:
         """The same files, of which configs have no local folders: peft writes that of an adapter's base model."""
-        publish = Publisher.of_file(self.run_dir.config, self.run_dir.path)
+        publish = self._publisher()
         found = []
         for one in contents:
             if isinstance(one.source, Path) and one.path.endswith("config.json"):
@@ -146,7 +149,7 @@ class Pusher:
         model = self.run_dir.model
         if not model.is_dir():
             return []
-        publish = Publisher.of_file(self.run_dir.config, self.run_dir.path)
+        publish = self._publisher()
         card = (model / CARD).read_text() if (model / CARD).is_file() else ""
         card = publish(card).replace(HERE, self.repo)
         files = [content for content in self._published(_files(model, "")) if content.path != CARD]

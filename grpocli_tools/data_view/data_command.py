@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpocli.cli.hydra_app import composed, parser_of
 from grpocli.errors import ConfigError
+from grpocli_tools.command_line import composed, parser_of
 
 if TYPE_CHECKING:
     import argparse

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.cli.hydra_app import composed, parser_of, warn_of_rewards
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
 from grpocli.hub import PREFIX
 from grpocli.text import clean
+from grpocli_tools.command_line import composed, parser_of, warn_of_rewards
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

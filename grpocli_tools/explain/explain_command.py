@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.cli.hydra_app import composed, parser_of
 from grpocli.errors import ConfigError
+from grpocli_tools.command_line import composed, parser_of
 
 if TYPE_CHECKING:
     from grpocli_tools.explain.explanation import Explanation

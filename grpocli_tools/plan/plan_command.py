@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from grpocli.cli.hydra_app import composed, parser_of
 from grpocli.errors import ConfigError
+from grpocli_tools.command_line import composed, parser_of
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.cli.hydra_app import composed, parser_of
 from grpocli.errors import ConfigError, GrpoError
+from grpocli_tools.command_line import composed, parser_of
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run

@@ -10,9 +10,9 @@ from itertools import chain, islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from grpocli.cli.hydra_app import composed, parser_of, warn_of_rewards
 from grpocli.config.overrides import unescape
 from grpocli.errors import ConfigError
+from grpocli_tools.command_line import composed, parser_of, warn_of_rewards
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,7 +12,6 @@ import yaml
 from publish.test_push import add_checkpoint, hub, run  # noqa: F401 - the fixtures
 from stand_in_hub import StandInHub
 
-from grpocli.cli.hydra_app import composed
 from grpocli.composition.compose import compose, register_parts, save
 from grpocli.composition.resume import Resume
 from grpocli.config.schema import Hub
@@ -23,6 +22,7 @@ from grpocli.publish.published import HIDDEN
 from grpocli.publish.pull import check_config, newest_checkpoint, runs_code
 from grpocli.publish.push import Pusher
 from grpocli.runs.run_dir import RunDir
+from grpocli_tools.command_line import composed
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"

@@ -16,9 +16,9 @@ from cli.running import finish, run_here, start
 from omegaconf import OmegaConf
 
 from grpocli.cli import COMMANDS, HELP
-from grpocli.cli.hydra_app import composed
 from grpocli.composition.compose import build_run
 from grpocli.plugins import plugins
+from grpocli_tools.command_line import composed
 from grpocli_tools.plan.model_size import PUBLIC
 from grpocli_tools.plan.plan import make_plan
 from grpocli_tools.plan.resources import DeviceOptions

@@ -11,10 +11,10 @@ import pytest
 from cli.running import run_here
 from doctor.machines import TORCH, by_name, machine, said
 
-from grpocli.cli.hydra_app import composed
 from grpocli.composition.compose import build_run
 from grpocli.errors import ConfigError
 from grpocli.progress import unreported
+from grpocli_tools.command_line import composed
 from grpocli_tools.doctor import engines, surroundings
 from grpocli_tools.doctor.checkup import Finding, examine
 from grpocli_tools.doctor.config import CheckedConfig, runs_in

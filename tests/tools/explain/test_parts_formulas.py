@@ -14,9 +14,10 @@ from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.kl import K3
 from grpocli.algorithm.objective import Clip
 from grpocli.composition.compose import register_parts
-from grpocli.config.formula import Formula, formula_of
+from grpocli.config.formula import Formula
 from grpocli.config.parts import registered
 from grpocli.config.user_parts import choice_of
+from grpocli_tools.explain.documentation import formula_of
 from grpocli_tools.explain.explanation import part_section
 from grpocli_tools.explain.render import LABEL, WIDTH
 
