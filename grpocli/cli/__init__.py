@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from grpocli.errors import GrpoError
+from grpocli.errors import ConfigError, GrpoError
 from grpocli.plugins import plugins
 from grpocli.processes.libraries import quiet_libraries, shorten_spinning, use_large_pages
 from grpocli.processes.node import leave_group
@@ -134,15 +134,8 @@ def _module_of(command: str) -> str:
         from grpocli.config.parts import nearest
 
         advice = f"; write {ELSEWHERE[command]}" if command in ELSEWHERE else nearest(command, [*COMMANDS, *tools])
-        raise_usage(f"there is no command {command}{advice}; see grpocli --help")
+        raise ConfigError(f"there is no command {command}{advice}; see grpocli --help")
     return tools[command].module
-
-
-def raise_usage(problem: str) -> None:
-    """Raise ConfigError, with exit code 2, for wrong usage."""
-    from grpocli.errors import ConfigError
-
-    raise ConfigError(problem)
 
 
 def help_text() -> str:

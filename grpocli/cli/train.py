@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     if only_prints(args):
         if args.multirun and not args.help:
             raise ConfigError("a sweep has several configs", key="-m", hint="leave it out to print one")
-        hydra_app(_nothing, "train", argv)
+        hydra_app(lambda config: None, "train", argv)
         return 0
     if sys.stdout.isatty():  # the next output overwrites it
         print("reading the config ...", end="\r", flush=True)
@@ -137,7 +137,3 @@ def _next_commands(folder: Path) -> str:
     return (
         f"show its completions:       grpocli rollouts {run}\ncompare it with other runs: grpocli compare {run} RUN ..."
     )
-
-
-def _nothing(config: DictConfig) -> None:
-    """The task of a command with which Hydra only prints."""

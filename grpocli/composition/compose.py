@@ -26,6 +26,7 @@ from grpocli.plugins import plugins
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Run
+    from grpocli.runs.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,12 @@ def build_run(config: DictConfig) -> Run:
         object.__setattr__(reward, "config_key", f"reward.{name}")
     check_run(run)
     return without_no_reward(run)
+
+
+def saved_run(run_dir: RunDir) -> Run:
+    """The run with the config in its folder. Raises ConfigError."""
+    register_parts()
+    return build_run(OmegaConf.load(run_dir.config))  # type: ignore[arg-type]
 
 
 def without_no_reward(run: Run) -> Run:

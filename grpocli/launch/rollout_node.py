@@ -13,19 +13,18 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from grpocli.composition.compose import saved_run
 from grpocli.errors import ConfigError, GrpoError
+from grpocli.hardware import devices_of
 from grpocli.http import is_loopback
 from grpocli.launch.run import READY_WITHIN
 from grpocli.launch.trainer_launcher import wait_for_job
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.processes.node import Node
 from grpocli.processes.signals import handle_stops
+from grpocli.runs.run_dir import RunDir
 from grpocli.text import clean
-
-if TYPE_CHECKING:
-    from grpocli.config.schema import Run
 
 
 def main() -> None:
@@ -46,14 +45,14 @@ def serve(run_dir: Path, stop_event: threading.Event) -> None:
     node = Node.here()
     if node is None:
         raise ConfigError("grpocli.launch.rollout_node runs in a SLURM job only", hint="the batch script starts it")
-    run = _run(run_dir)
+    run = saved_run(RunDir(run_dir))
     quiet_libraries()
     logging.basicConfig(filename=run_dir / "run.log", level=logging.INFO, format="%(asctime)s [serving] %(message)s")
     job = wait_for_job(run_dir, node.session, READY_WITHIN, ready=False, give_up=stop_event)
     if job is None:
         return
     try:
-        engine = replace(job.engine, gpus=_gpus(run))
+        engine = replace(job.engine, gpus=devices_of(run.hardware, run.engine).train)  # all of this machine
         first = node.rank * run.engine.replicas
         with own_servers(run.engine, engine, stop_event, _reachable_name(), first) as servers:
             serve_until_over(servers, run_dir, stop_event)
@@ -79,22 +78,6 @@ def _reachable_name() -> str:
             hint="remove that line from its /etc/hosts",
         )
     return name
-
-
-def _run(run_dir: Path) -> Run:
-    from omegaconf import OmegaConf
-
-    from grpocli.composition.compose import build_run, register_parts
-
-    register_parts()
-    return build_run(OmegaConf.load(run_dir / "config.yaml"))  # type: ignore[arg-type]
-
-
-def _gpus(run: Run) -> tuple[str, ...]:
-    """All GPUs that the job has on this machine."""
-    from grpocli.hardware import devices_of
-
-    return devices_of(run.hardware, run.engine).train
 
 
 if __name__ == "__main__":

@@ -298,14 +298,11 @@ def main() -> None:
 
 
 def _train_rank(run_dir: RunDir, rank: int, stop: StopSignal, heartbeat: HeartbeatWriter) -> None:
-    from omegaconf import OmegaConf
-
-    from grpocli.composition.compose import build_run, register_parts
+    from grpocli.composition.compose import saved_run
     from grpocli.views.live_view import make_view
     from grpocli.views.view import View
 
-    register_parts()
-    run = build_run(OmegaConf.load(run_dir.config))  # type: ignore[arg-type]
+    run = saved_run(run_dir)
     view = make_view() if rank == 0 else View()
     view.start(run.name or run_dir.name, [], run.train.steps)
     report = partial(_report, run_dir, rank)
