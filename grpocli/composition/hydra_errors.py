@@ -27,7 +27,6 @@ from grpocli.composition.hydra_sources import cleared_hydra, conf_dir
 from grpocli.config.build import flat_keys
 from grpocli.config.overrides import in_quotes, parse
 from grpocli.config.parts import nearest, stored
-from grpocli.config.user_code import names_in
 from grpocli.errors import ConfigError
 from grpocli.plugins import hook
 
@@ -220,15 +219,12 @@ def _unknown_choice(text: str) -> ConfigError:
         return ConfigError(_first_paragraph(text))
     group, choice = found.groups()
     if choice.endswith(".py"):
-        names = names_in(Path(choice).expanduser())
-        hint = f"it has {', '.join(names)}" if names else ""
-        return ConfigError(f"name a function or class of the file: {choice}:NAME", key=group, value=choice, hint=hint)
-    if group == "task" and choice.endswith((".jsonl", ".json", ".csv", ".parquet")):
-        return ConfigError(f"write task=jsonl task.path={choice}", key=group, value=choice)
+        return ConfigError(f"name a function or class of the file: {choice}:NAME", key=group, value=choice)
     if (foreign := hook("foreign_names")) and (advice := foreign.choice_advice(group, choice)):
         return ConfigError(advice, key=group, value=choice)
     listed = re.findall(r"^\t(\S+)$", text.partition("Config search path")[0], re.MULTILINE)  # with a user's YAMLs
-    names = sorted({*_choices(group), *listed} - {"parts", "base"})
+    files = {path.stem for path in (Path(conf_dir()) / group).glob("*.yaml")}
+    names = sorted(files.union(stored(group), listed) - {"parts", "base"})
     more = {
         "model": f", or model=hf model.path={choice} for a folder or a name on the hub",
         "task": f", or task=jsonl task.path={choice} for a file, task=hub task.path={choice} for data on the hub",
@@ -259,11 +255,6 @@ def quoted_list(key: str, value: str) -> str:
 def _in_quotes(text: str) -> str:
     escaped = text.replace("\n", r"\n").replace("\t", r"\t")  # as users type them
     return in_quotes(escaped, Quote.double)
-
-
-def _choices(group: str) -> list[str]:
-    files = {path.stem for path in (Path(conf_dir()) / group).glob("*.yaml")}
-    return sorted(files | set(stored(group)))
 
 
 def _same_last_word(key: str, keys: list[str]) -> str:

@@ -120,16 +120,6 @@ def _check_name(path: Path, function: str, place: str, name: str, key: str) -> N
         raise _no_name(function, place, name, names, key)
 
 
-def names_in(path: Path) -> list[str]:
-    """The public functions and classes of a file; none if it cannot be read."""
-    try:
-        with tokenize.open(path) as file:
-            blocks = symtable.symtable(file.read(), str(path), "exec").get_children()
-    except (OSError, SyntaxError, ValueError):
-        return []
-    return [block.get_name() for block in blocks if not block.get_name().startswith("_")]
-
-
 def _existing(place: str, key: str) -> Path:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
