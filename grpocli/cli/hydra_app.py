@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from grpocli.composition.compose import register_parts
 from grpocli.composition.hydra_errors import hydra_errors
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.composition.overrides import from_command_line, option_advice, rewritten
+from grpocli.composition.overrides import from_command_line, option_advice, rewrite
 from grpocli.config.overrides import in_quotes, literal_escapes
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.text import clean
@@ -183,4 +183,4 @@ def _words(line: str) -> list[str]:
 
 def _overrides(words: list[str]) -> list[str]:
     """The rewritten overrides before the word that is being typed, and that word."""
-    return [*rewritten([word for word in words[:-1] if "=" in word and not word.startswith("-")]), words[-1]]
+    return [*rewrite([word for word in words[:-1] if "=" in word and not word.startswith("-")]), words[-1]]

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.composition.hydra_errors import choices_in, hydra_errors, two_of_one_name
 from grpocli.composition.hydra_sources import cleared_hydra, conf_dir, extend_hydra
-from grpocli.composition.overrides import rewritten
+from grpocli.composition.overrides import rewrite
 from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
 from grpocli.config.overrides import texts_of
@@ -55,7 +55,7 @@ def compose(overrides: list[str], config_name: str = "train", *, with_hydra: boo
     from hydra import initialize_config_dir
 
     register_parts()
-    overrides = rewritten(overrides, config_name)
+    overrides = rewrite(overrides, config_name)
     with (
         hydra_errors(overrides, config_name),
         cleared_hydra(),

@@ -26,11 +26,11 @@ from grpocli.errors import ConfigError
 from grpocli.plugins import hook
 
 
-def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]:
+def rewrite(overrides: Sequence[str], config_name: str = "train") -> list[str]:
     """The overrides as Hydra accepts them.
 
-    Raises ConfigError for a choice or folder without a name, a key of another trainer, and a list of tasks or rewards
-    with a name twice.
+    Raises ConfigError for a choice or folder without a name, a key of another trainer, and a list that names a task
+    twice.
     """
     _refuse_empty(overrides)
     _refuse_foreign(overrides, config_name)
@@ -50,8 +50,8 @@ INFINITE = re.compile(r"^(\+*algorithm\.[\w.]+=-?)\.inf$")
 
 
 def from_command_line(overrides: Sequence[str], config_name: str = "train") -> list[str]:
-    """`rewritten` for a command line, in which escapes stand for line breaks and tabs."""
-    return rewritten([_unescaped(_quote(override)) for override in overrides], config_name)
+    """`rewrite` for a command line, in which escapes stand for line breaks and tabs."""
+    return rewrite([_unescaped(_quote(override)) for override in overrides], config_name)
 
 
 ODD = re.compile(r"[^\w\s/\\+.$%*@?|:,\[\]{}()'\"-]", re.ASCII)

@@ -15,7 +15,7 @@ from tables import table
 from grpocli.composition import part_modules
 from grpocli.composition.compose import build_run, compose, sweep_folder
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.composition.overrides import rewritten
+from grpocli.composition.overrides import rewrite
 from grpocli.config.parts import CLASSES
 from grpocli.hardware import Devices
 from grpocli.launch.overview import opening_lines, plan_lines
@@ -188,6 +188,6 @@ def test_interpolations_of_hydra_have_values_outside_of_its_jobs(
     run = build_run(compose(given))
     assert run.task.path == f"{tmp_path}/d.jsonl"
     assert run.rollout.stop == ["train0"]
-    sweep = rewritten(["hydra.sweep.dir=${hydra:runtime.cwd}/sw", "hydra.sweep.subdir=${hydra:job.name}"])
+    sweep = rewrite(["hydra.sweep.dir=${hydra:runtime.cwd}/sw", "hydra.sweep.subdir=${hydra:job.name}"])
     assert sweep_folder(sweep) == tmp_path / "sw" / "train"
     assert not HydraConfig.initialized()

@@ -12,7 +12,7 @@ from tables import table
 
 from grpocli.cli.hydra_app import search_path
 from grpocli.composition.compose import build_run, compose, register_parts, save
-from grpocli.composition.overrides import from_command_line, rewritten
+from grpocli.composition.overrides import from_command_line, rewrite
 from grpocli.composition.resume import Resume
 from grpocli.config.overrides import literal_escapes, unescape
 from grpocli.config.parts import ESCAPED, is_marked
@@ -80,7 +80,7 @@ def test_rewriting_twice_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         "reward=[mine.py:a,math]",
         "algorithm/kl=mine.py:B",
     ]
-    once = rewritten(given)
+    once = rewrite(given)
     assert once[:3] == ["task=mixture", "+task@task.gsm8k=gsm8k", "+task@task.arithmetic=arithmetic"]
     assert once[3:] == [
         f"model={tmp_path}/x",
@@ -88,7 +88,7 @@ def test_rewriting_twice_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         f"reward=[{tmp_path}/mine.py:a,math]",
         f"algorithm/kl={tmp_path}/mine.py:B",
     ]
-    assert rewritten(once) == once
+    assert rewrite(once) == once
 
 
 def test_text_keys_are_marked_and_regular_expressions_are_not() -> None:
@@ -185,8 +185,8 @@ def test_a_model_may_be_a_path(given: list[str], path: str, tmp_path: Path, monk
 
 def test_a_model_path_keeps_the_model_of_a_recipe() -> None:
     given = ["recipe=gsm8k-qwen2.5-1.5b", "model.path=mine"]
-    assert rewritten(given) == given
-    assert rewritten(["model.path=mine"], "vllm_serve") == ["model=hf", "model.path=mine"]
+    assert rewrite(given) == given
+    assert rewrite(["model.path=mine"], "vllm_serve") == ["model=hf", "model.path=mine"]
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_sweep_may_mix_models_by_name_and_by_path(grpocli: Run, tmp_path: Path
 )
 def test_an_empty_choice_or_folder_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{override.partition('=')[0]}=: has no value; give one, or leave"):
-        rewritten(["train.steps=2", override])
+        rewrite(["train.steps=2", override])
 
 
 FOLDERS = ["josé", "中文", "a=b", "a,b", "it's", "a[1]", "a{b}", "a&b", "a#b", "a b", "a~b", "lr=0.1,seed=1"]
@@ -230,7 +230,7 @@ def test_paths_below_a_folder_with_any_name(name: str, tmp_path: Path, monkeypat
     ]
     given += ["model.lora.path=mod", "recipe=own", f"hydra.run.dir={here}/run", "+reward@reward.other=mine.py:f"]
     once = from_command_line(given)
-    assert rewritten(once) == once
+    assert rewrite(once) == once
     config = compose([*search_path(str(here)), *once], with_hydra=True)
     assert config.model.path == config.model.lora.path == f"{here}/mod"
     assert (config.reward.f.function, config.reward.other.function, list(config.callbacks)) == (code, code, [code])

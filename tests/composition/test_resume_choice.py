@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from grpocli.composition.compose import compose, save
-from grpocli.composition.overrides import rewritten
+from grpocli.composition.overrides import rewrite
 from grpocli.composition.resume import Resume, changes
 from grpocli.config.environment import without_environment
 
@@ -103,7 +103,7 @@ def test_moved_code_is_named_again_and_keeps_its_keys(case: int, place: str, tmp
     old.parent.mkdir()
     old.write_text(OLD_CODE)
     began, given, kept = MOVED[case]
-    began = rewritten([word.replace("OLD", str(old)) for word in began])
+    began = rewrite([word.replace("OLD", str(old)) for word in began])
     config = compose(began)
     config.overrides = began
     (tmp_path / "config.yaml").write_text(save(config))

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from tables import table
 
 from grpocli.composition.compose import build_algorithm, build_run, compose, register_parts, save
-from grpocli.composition.overrides import rewritten
+from grpocli.composition.overrides import rewrite
 from grpocli.composition.resume import Resume
 from grpocli.config.build import build
 from grpocli.config.parts import CLASSES, stored
@@ -216,7 +216,7 @@ def test_a_mixture_and_a_users_recipe_may_use_them() -> None:
 def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = ["algorithm/advantage=mine.py:Rank", "algorithm.advantage.scale=7", "reward=[mine.py:accuracy]"]
     config = compose(given)
-    config.overrides = rewritten(given)
+    config.overrides = rewrite(given)
     Path("run").mkdir()
     Path("run/config.yaml").write_text(save(config))
     monkeypatch.chdir("/")
