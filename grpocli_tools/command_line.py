@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from grpocli.cli.hydra_app import refuse_options, search_path, warn_of_escapes
+from grpocli.cli.hydra_app import refuse_options, search_path
 from grpocli.composition.compose import compose, register_parts
 from grpocli.composition.overrides import from_command_line
 from grpocli.composition.resume import Resume
@@ -56,9 +56,7 @@ def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
     overrides = from_command_line(overrides)
     resume = Resume.requested(overrides)
     config = compose([*search_path(config_dir), *(resume.overrides(overrides) if resume else overrides)])
-    config = resume.merged(config) if resume else config
-    warn_of_escapes(config)
-    return config
+    return resume.merged(config) if resume else config
 
 
 def warn_of_rewards(rewards: Iterable[BaseReward]) -> None:

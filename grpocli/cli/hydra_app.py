@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from grpocli.composition.compose import register_parts
 from grpocli.composition.hydra_errors import hydra_errors
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.composition.overrides import from_command_line, option_advice, rewrite
-from grpocli.config.overrides import in_quotes, literal_escapes
+from grpocli.config.overrides import in_quotes
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.text import clean
 
@@ -47,17 +46,6 @@ def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None
         unknown.append(f"there is no option {option}: {option_advice(option[2:], value or follows or 'VALUE', known)}")
     if unknown:
         raise ConfigError("; ".join(unknown))
-
-
-def warn_of_escapes(config: DictConfig) -> None:
-    """Warn once about each text in the config with a literal backslash-n."""
-    for sentence in literal_escapes(config):
-        _warn_once(sentence)
-
-
-@cache
-def _warn_once(sentence: str) -> None:
-    print(f"warning: {clean(sentence)}", file=sys.stderr)
 
 
 def options_first(argv: list[str], config_name: str) -> list[str]:

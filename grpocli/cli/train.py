@@ -17,7 +17,6 @@ from grpocli.cli.hydra_app import (
     only_prints,
     options_first,
     search_path,
-    warn_of_escapes,
 )
 from grpocli.composition.ready import check_ready, check_training
 from grpocli.composition.resume import Resume
@@ -119,7 +118,6 @@ def _task(config: DictConfig, resume: Resume | None) -> float | None:
     from grpocli.processes.libraries import quiet_libraries
 
     quiet_libraries()  # a launcher of Hydra's may have started this process
-    warn_of_escapes(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
     if resume:
         accuracy = launch(resume.merged(config), folder, resuming=True)

@@ -9,10 +9,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from grpocli.config.build import Leaf, leaves
-from grpocli.config.parts import ESCAPED, is_marked
 
 PLAIN = re.compile(r"[\w/.:+-]+|\?\?\?", re.ASCII)
 """Texts that Hydra reads without quotes, unless it reads something else than a text."""
@@ -90,25 +88,3 @@ def unescape(text: str) -> str:
 
 def _character(word: str) -> str:
     return "" if LATEX.fullmatch(word) else CHARACTERS[word[0]] + word[1:]
-
-
-def literal_escapes(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Warnings for texts with a literal backslash-n or backslash-t, as from a YAML without double quotes."""
-    for name in map(str, config):
-        key = f"{prefix}{name}"
-        if OmegaConf.is_missing(config, name) or OmegaConf.is_interpolation(config, name):
-            continue
-        value = config[name]
-        if isinstance(value, DictConfig):
-            yield from literal_escapes(value, f"{key}.")
-        elif is_marked(key, ESCAPED):
-            texts = value if isinstance(value, ListConfig) else [value]
-            if found := [word for text in texts if isinstance(text, str) for word in _literal(text)]:
-                yield (
-                    f"{key} has a backslash and the letter {found[0][1]} in {found[0]}, not a line break or a tab; "
-                    "in a YAML these need double quotes"
-                )
-
-
-def _literal(text: str) -> list[str]:
-    return [found[0] for found in ESCAPE.finditer(text) if found[2] and not LATEX.fullmatch(found[2])]

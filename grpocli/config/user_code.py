@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import os
 import random
 import re
@@ -22,10 +21,6 @@ from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.user_frames import raised
 
-logger = logging.getLogger(__name__)
-
-SLOW = 10.0
-"""Seconds after which a warning names an import that is still running."""
 HIDDEN = re.compile(r"import \*|__getattr__|global|exec\(|setattr\(")
 """Matches source that may define names which cannot be found without running it."""
 
@@ -140,7 +135,7 @@ def _no_name(function: str, place: str, name: str, names: Iterable[str], key: st
 
 def _module(name: str) -> Any:
     _reachable(Path.cwd())
-    with nullcontext() if name in sys.modules else _importing(name):
+    with nullcontext() if name in sys.modules else staying(f"importing {name}"):
         return importlib.import_module(name)  # also waits for an import in another thread
 
 
@@ -164,24 +159,12 @@ def _file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up modules by name
     try:
-        with _importing(str(path)):
+        with staying(f"importing {path}"):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # the next import raises the error again instead of finding half a module
         raise
     return module
-
-
-@contextmanager
-def _importing(place: str) -> Iterator[None]:
-    slow = threading.Timer(SLOW, logger.warning, (f"importing {place} takes more than {SLOW:g} s",))
-    slow.daemon = True
-    slow.start()
-    try:
-        with staying(f"importing {place}"):
-            yield
-    finally:
-        slow.cancel()
 
 
 EXITS = {name: getattr(os, name) for name in ("_exit", "execv", "execve")}

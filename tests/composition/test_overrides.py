@@ -14,7 +14,7 @@ from grpocli.cli.hydra_app import search_path
 from grpocli.composition.compose import build_run, compose, register_parts, save
 from grpocli.composition.overrides import from_command_line, rewrite
 from grpocli.composition.resume import Resume
-from grpocli.config.overrides import literal_escapes, unescape
+from grpocli.config.overrides import unescape
 from grpocli.config.parts import ESCAPED, is_marked
 from grpocli.errors import ConfigError
 
@@ -120,16 +120,6 @@ def test_a_resume_keeps_the_text(tmp_path: Path) -> None:
     again = [o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))]
     assert resume.merged(compose(again)).task.prefix == "one\ntwo \\n"
     assert compose(again).task.prefix == "one\ntwo \\n"
-
-
-def test_a_literal_backslash_n_gets_a_warning() -> None:
-    config = compose(JSONL)
-    config.task.system_prompt = r"end\nwith \boxed{} \neq"  # as in a YAML without double quotes
-    (warning,) = literal_escapes(config)
-    assert warning.startswith(
-        r"task.system_prompt has a backslash and the letter n in \nwith, not a line break or a tab"
-    )
-    assert list(literal_escapes(compose(from_command_line([*JSONL, r'task.system_prompt="a\nb \text{c}"'])))) == []
 
 
 QUOTED = [

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from grpocli.config import user_code
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 
@@ -28,13 +26,3 @@ def test_a_fork_at_import_returns_once(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "here\n"
     assert "mine.py forked a process that returned from it; grpocli ended that process" in done.stderr
-
-
-def test_a_slow_import_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(user_code, "SLOW", 0.05)
-    (tmp_path / "mine.py").write_text("import time\ntime.sleep(0.5)\ndef score(): ...\n")
-    with caplog.at_level(logging.WARNING):
-        load(f"{tmp_path}/mine.py:score", "key")
-    assert f"importing {tmp_path}/mine.py takes more than 0.05 s" in caplog.text
