@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -20,9 +20,6 @@ from grpocli.composition.overrides import from_command_line, option_advice, rewr
 from grpocli.config.overrides import in_quotes
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.text import clean
-
-if TYPE_CHECKING:
-    pass
 
 
 def arguments(argv: list[str]) -> Any:

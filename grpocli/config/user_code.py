@@ -32,7 +32,7 @@ def load(function: str, key: str) -> Callable[..., Any]:
     """
     place, name = _split(function)
     try:
-        module = _module_of(place, key)
+        module = _file(_existing(place, key)) if place.endswith(".py") else _module(place)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
@@ -73,10 +73,6 @@ def short(spec: str) -> str:
     """FILE.py:NAME without folders."""
     place, _, name = spec.rpartition(":")
     return f"{Path(place).name}:{name}"
-
-
-def _module_of(place: str, key: str) -> Any:
-    return _file(_existing(place, key)) if place.endswith(".py") else _module(place)
 
 
 def check_exists(function: str, key: str) -> None:
