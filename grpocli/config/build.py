@@ -7,6 +7,7 @@ class. Choices are independent of the source tree, so saved configs still build 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -109,21 +110,17 @@ def _refuse_unknown(cls: type[Any], values: dict[str, Any], key: str) -> None:
 
 
 def _imported(target: str, key: str) -> Any:
-    """The class of an import path. Hydra refuses functions that run commands, such as `os.system`."""
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
-
+    """The class of an import path."""
     subject = f"{key}.{TARGET}".lstrip(".")
     if "/" in target:
         hint = "install the package that registers it"
         raise ConfigError("no choice has this name", key=subject, value=target, hint=hint)
+    module, _, name = target.rpartition(".")
     try:
-        found = instantiate({TARGET: target, "_partial_": True}).func
-    except InstantiationException as error:
-        raise ConfigError(
-            f"cannot be imported: {raised(error.__cause__ or error)}", key=subject, value=target
-        ) from error
-    if not isinstance(found, type) or target.partition(".")[0] in sys.stdlib_module_names:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise ConfigError(f"cannot be imported: {raised(error)}", key=subject, value=target) from error
+    if not isinstance(found, type) or module.partition(".")[0] in sys.stdlib_module_names:
         hint = "name a choice, FILE.py:CLASS, or the import path of a part's class"
         raise ConfigError("is not a part of a run", key=subject, value=target, hint=hint)
     return found

@@ -12,7 +12,6 @@ from grpocli.composition.resume import Resume
 from grpocli.config.build import build
 from grpocli.config.parts import CLASSES
 from grpocli.errors import ConfigError
-from grpocli.rewards.python import PythonReward
 from grpocli.types import Sampling
 
 
@@ -52,13 +51,7 @@ def test_a_class_without_a_choice_is_imported() -> None:
     assert made == Sampling(3)
 
 
-def test_a_yaml_with_a_module_path_still_works() -> None:
-    made = build(OmegaConf.create({"_target_": "grpocli.rewards.python.PythonReward", "function": "x:y"}))
-    assert made == PythonReward(function="x:y")
-
-
 def test_functions_that_run_commands_are_refused() -> None:
-    """By Hydra, or by grpocli where Hydra is 1.3.2."""
     with pytest.raises(ConfigError, match=r"cannot be imported|is not a part of a run"):
         build(OmegaConf.create({"_target_": "os.system", "command": "true"}))
 
