@@ -131,15 +131,11 @@ def score(source: dict[str, Any], answer: str) -> float:
     source: name, config, seed and size of the dataset, and the question's index. From these the library makes the
     question again, with the data that its scorer needs.
     """
-    dataset = _dataset(source["name"], source["config"], source["seed"], source["size"])
+    dataset = make(source["name"], source["config"], source["seed"], source["size"])
     return float(dataset.score_answer(answer, dataset[source["index"]]))
 
 
 @lru_cache(maxsize=32)
-def _dataset(name: str, config: str, seed: int, size: int) -> Any:
-    return make(name, config, seed, size)
-
-
 def make(name: str, config: str, seed: int, size: int) -> Any:
     """A dataset of the library, which makes its entries on access. Raises ConfigError."""
     try:

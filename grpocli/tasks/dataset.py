@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.parts import nearest, template_fields
+from grpocli.config.parts import template_fields
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
@@ -69,15 +69,9 @@ class PromptBuilder:
 
     def check(self, columns: Sequence[str], path: str) -> None:
         """Raise ConfigError if the table lacks a column that the prompt uses."""
-        if self.task.prompt_template is None:
-            need_columns(columns, {"task.prompt_column": self.task.prompt_column}, path)
+        key = "task.prompt_column" if self.task.prompt_template is None else TEMPLATE
         for column in self.columns:
-            if column not in columns:
-                raise ConfigError(
-                    f"there is no column {column!r}; {path} has {', '.join(columns)}{nearest(column, columns)}",
-                    key=TEMPLATE,
-                    value=repr(self.task.prompt_template),
-                )
+            need_columns(columns, {key: column}, path)
 
     def prompt(self, row: Row, where: str) -> Text:
         """The prompt of a row. Raises ConfigError, naming `where`, for a missing or unusable value."""

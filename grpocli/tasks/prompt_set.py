@@ -12,13 +12,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from grpocli.environments.environment import loaded_environment_of
-from grpocli.environments.tools import Schema, tools_of
+from grpocli.environments.tools import Schema, encodable, tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import with_one_answer
 from grpocli.tasks.loading import short
 from grpocli.tasks.prompts import (
     QUIET,
-    encodable,
     fill,
     prompt_of,
     rendered,
@@ -95,7 +94,7 @@ class Targets:
         return self._checked(fill(template, with_one_answer(example), where, KEY), where)
 
     def _checked(self, target: str, where: str) -> str:
-        if not target.strip() or not encodable(target):
+        if not target.strip() or encodable(target) != target:
             problem = "is empty" if not target.strip() else "has a lone surrogate, half of a character"
             raise ConfigError(f"the target of {where} {problem}", key=KEY, hint="repair or remove the row")
         return target

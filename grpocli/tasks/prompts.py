@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import ByColumn, nearest, template_fields
 from grpocli.environments.environment import TOOLS_KEY
-from grpocli.environments.tools import name_of, read_arguments
+from grpocli.environments.tools import encodable, name_of, read_arguments
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import read_written
 from grpocli.tasks.loading import short
@@ -42,15 +42,6 @@ TURN = re.compile(
 QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked below
 
 
-def encodable(text: str) -> bool:
-    """Whether a text is free of lone surrogates, which can be neither written to a file nor tokenised."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def text_of(example: Example, where: str) -> Text:
     """An example's prompt. Raises ConfigError, naming `where`, for an unusable prompt or loss_multiplier."""
     multiplier = example.get("loss_multiplier", 1.0)
@@ -61,7 +52,8 @@ def text_of(example: Example, where: str) -> Text:
         problem = f"{where} has the loss_multiplier {multiplier!r}"
         raise ConfigError(problem, key="task", hint="it must be a number of 0 or more")
     prompt = in_messages(example["prompt"], where)
-    if not encodable(json.dumps(prompt, ensure_ascii=False, default=str)):
+    written = json.dumps(prompt, ensure_ascii=False, default=str)
+    if encodable(written) != written:
         raise ConfigError(f"{where} has a lone surrogate, half of a character, in its prompt", key="task")
     if isinstance(prompt, str) and prompt:
         return prompt

@@ -66,8 +66,8 @@ def test_an_unusable_prompt_names_its_row(options: dict[str, Any], prompt: Any, 
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        ("{quest}", "no column 'quest'"),
-        ("{}", "no column ''"),
+        ("{quest}", "task.prompt_template=quest: choose one"),
+        ("{}", "task.prompt_template=: choose one"),
         ("{question", "double the braces"),
         ("}", "double the braces"),
     ],

@@ -87,7 +87,10 @@ def test_other_formats_are_read(name: str, text: str, tmp_path: Path) -> None:
             {**NAMED, "answer_column": "gold"},
             "task.answer_column=gold: choose one of the columns of .*: question, reply, level",
         ),
-        ({"prompt_template": "{quest}", "answer_column": None}, 'no column .quest.; .* did you mean "question"'),
+        (
+            {"prompt_template": "{quest}", "answer_column": None},
+            'prompt_template=quest: .* did you mean "question"',
+        ),
         ({**NAMED, "prompt_column": "level"}, "task.prompt_column=level: row 1 .* a prompt is text"),
     ],
 )
