@@ -224,23 +224,11 @@ class MultiTurnEngine:
             for i, kv in enumerate(first[k].reusable_kv or [ReusableKV()] * request.n)
         ]
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Check that an episode of each prompt can begin. Raises ConfigError."""
-        running = [
-            _RunningEpisode(0, 0, prompt, Request([], 1, 0), self.environments[prompt.task], ReusableKV())
-            for prompt in prompts
-        ]
-        self._reset(running)
-        for episode in running:
-            if episode.has_tools:
-                _ = self._parser(episode.environment).template
-            if episode.problem:
-                raise ConfigError(
-                    f"{episode.prompt.task}: {episode.problem}",
-                    key="task.environment.name",
-                    value=episode.environment.name,
-                )
-        self._finish(running)
+    def check(self) -> None:
+        """Raise ConfigError unless calls can be found in the turns of a model that has tools."""
+        for environment in self.environments.values():
+            if tools_of(environment):
+                _ = self._parser(environment).template
 
     def _reset(self, running: Sequence[_RunningEpisode]) -> None:
         answers = self._call_environments([episode for episode in running if not episode.runs_tools], "reset")

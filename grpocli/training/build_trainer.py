@@ -254,10 +254,9 @@ def _checkpointer(run: Run, world: World, loaded: _Loaded, data: PromptSource, r
 
 
 def _sampler(run: Run, world: World, engine: Engine, data: PromptSource) -> Sampler:
-    """The sampler, after a check of the environments on the first prompt of each task that has one."""
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, error_limits_of(run.task))
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
-    sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.environment])
+    sampler.episodes.check()
     return sampler
 
 
