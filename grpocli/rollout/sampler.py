@@ -65,9 +65,11 @@ def sample(
     has them. tokenizer: needed for stop strings only. watch: called for every token; once it is cancelled, completions
     end with the current token.
     """
-    rows = _reported_prefill(model, requests, sampling, version, watch)
-    stop_strings = _stop_strings(requests, sampling, tokenizer)
     limits = [r.under(sampling).max_tokens for r in requests for _ in range(r.n)]
+    watch.progress(0, len(limits), "completions", "reading the prompts")
+    rows = _prefill(model, requests, sampling, version)
+    watch.progress(0, len(limits), "completions", "prompts read")
+    stop_strings = _stop_strings(requests, sampling, tokenizer)
     limit_B = torch.tensor(limits, device=rows.row.device)
     uniform_BT = _uniforms(requests, sampling.max_tokens).to(rows.row.device)
     stops = torch.tensor(list(stop_token_ids), device=rows.row.device)
@@ -93,16 +95,6 @@ def sample(
             token, going = token[going], going[going]
         _advance(model, rows, token)
     return _gather(requests, drawn, limits, version)
-
-
-def _reported_prefill(
-    model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, version: int, watch: Watch
-) -> _Rows:
-    total = sum(request.n for request in requests)
-    watch.progress(0, total, "completions", "reading the prompts")
-    rows = _prefill(model, requests, sampling, version)
-    watch.progress(0, total, "completions", "prompts read")
-    return rows
 
 
 def _report(watch: Watch, total: int, left: int, tokens: int, longest: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,8 +79,8 @@ def build_trainer(
     checkpoint_path: the checkpoint to continue from. model: the policy's, on the CPU, if it is loaded already.
     """
     _check_rewards(run, data, recorder)
-    loaded = _load(run, job, world, data, recorder, checkpoint_path, model)
-    policy, reference, state = loaded.policy, loaded.reference, loaded.state
+    state, leftover, updater = _load(run, job, world, data, recorder, checkpoint_path, model)
+    policy, reference = updater.policy, updater.reference
     keep_stop_token_ids(policy.model, data.tokenizer)
     for hint in (*_hints(run, data, policy.model.config.get_text_config()), *_overflows(policy)):
         recorder.view.note(hint)
@@ -106,12 +105,11 @@ def build_trainer(
     )
     engine = connected(run.engine.resolved(), context)
     sampler = _sampler(run, world, engine, data)
-    updater = loaded.updater
     watch = Watch(recorder.progress_of("rollout"))
     source = sampler
     if run.algorithm.supervised:
         source = TargetSampler(world, engine, data.tokenizer, sampler.scorer, sampler.environments)
-    collector = make_collector(run, source, data.draw, state.draws, loaded.leftover, watch, data.curriculum)
+    collector = make_collector(run, source, data.draw, state.draws, leftover, watch, data.curriculum)
     collector.epoch_draws = data.epoch if run.algorithm.supervised else None
     trainer = Trainer(
         run=run,
@@ -126,7 +124,7 @@ def build_trainer(
         update_checks=UpdateChecks(run, recorder.run_dir, policy, world),
         evaluator=_evaluator(run, sampler, data, recorder, stop, updater),
         recorder=recorder,
-        checkpointer=_checkpointer(run, world, loaded, data, recorder),
+        checkpointer=_checkpointer(run, world, updater, data, recorder),
         stop=stop,
         state=state,
     )
@@ -181,17 +179,6 @@ def _overflows(policy: Policy) -> Iterator[str]:
         yield f"model.dtype=float16: activations of {model.config.model_type} may overflow{why}; bfloat16 is safer"
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """The state, models and optimizer of a checkpoint, or of a new run. leftover: groups for the first step."""
-
-    state: checkpoint.State
-    leftover: list[Group]
-    policy: Policy
-    reference: Reference | Teachers | None
-    updater: Updater
-
-
 def _load(
     run: Run,
     job: EngineJob,
@@ -200,18 +187,21 @@ def _load(
     recorder: Recorder,
     path: Path | None,
     model: PreTrainedModel | None,
-) -> _Loaded:
+) -> tuple[checkpoint.State, list[Group], Updater]:
+    """The state, leftover groups, models and optimizer of a checkpoint, or of a new run."""
+    leftover: list[Group] = []
     with restoring(path):
         state = checkpoint.load_state(path) if path else checkpoint.State(run=run_id(recorder.run_dir))
-        leftover = _leftover(run, data, path)
+        if path:
+            limits = run.rollout.group_size, run.reward, run.rollout.prompts_per_step
+            leftover = saved_rollouts.load_leftover(path, data.redraw, *limits)
         problems = problem_scores.load(path) if path else {}
         data.curriculum.restore(problems, data.drawn(state.draws))
         updater = load_updater(run, job, world, path, state, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds
-    policy, reference = updater.policy, updater.reference
-    for note in choose_layout(run, world, policy, reference):
+    for note in choose_layout(run, world, updater.policy, updater.reference):
         recorder.view.note(note)
-    return _Loaded(state, leftover, policy, reference, updater)
+    return state, leftover, updater
 
 
 def load_updater(
@@ -236,16 +226,28 @@ def load_updater(
         checkpoint.load_optimizer(checkpoint_path, policy, optimizer, run.optim)
     if state.scaler:
         world.parallel.scaler.load_state_dict(state.scaler)
-    return _updater(run, world, policy, reference, optimizer, state.updates, progress)
+    return Updater(
+        world=world,
+        policy=policy,
+        reference=reference,
+        algorithm=run.algorithm,
+        optim_config=run.optim,
+        optimizer=optimizer,
+        train=run.train,
+        sampling=update_sampling(run),
+        total_updates=run.train.steps * run.train.updates_per_step,
+        updates=state.updates,
+        progress=progress,
+    )
 
 
-def _checkpointer(run: Run, world: World, loaded: _Loaded, data: PromptSource, recorder: Recorder) -> Checkpointer:
-    kept = loaded.reference if run.algorithm.kl.sync_every or run.model.lora.path else None
+def _checkpointer(run: Run, world: World, updater: Updater, data: PromptSource, recorder: Recorder) -> Checkpointer:
+    kept = updater.reference if run.algorithm.kl.sync_every or run.model.lora.path else None
     return Checkpointer(
         run_dir=recorder.run_dir,
         keep=run.checkpoint.keep,
-        policy=loaded.policy,
-        optimizer=loaded.updater.optimizer,
+        policy=updater.policy,
+        optimizer=updater.optimizer,
         tokenizer=data.tokenizer,
         reference=kept if isinstance(kept, Reference) else None,
         world=world,
@@ -324,15 +326,6 @@ def make_collector(
     )
 
 
-def _leftover(run: Run, data: PromptSource, checkpoint_path: Path | None) -> list[Group]:
-    if checkpoint_path is None:
-        return []
-    rollout = run.rollout
-    return saved_rollouts.load_leftover(
-        checkpoint_path, data.redraw, rollout.group_size, run.reward, rollout.prompts_per_step
-    )
-
-
 def _prefetcher(
     run: Run, collector: Collector, data: PromptSource, world: World, step: int, checkpoint_path: Path | None
 ) -> Prefetcher:
@@ -344,30 +337,6 @@ def _prefetcher(
             ready = saved_rollouts.load_prefetched(checkpoint_path, collector, data.redraw, wanted)
     served = bool(isinstance(run.algorithm.kl, KL) and run.algorithm.kl.urls)
     return Prefetcher(collector, world, run.rollout, run.train.steps, step, ready, returnable=served)
-
-
-def _updater(
-    run: Run,
-    world: World,
-    policy: Policy,
-    reference: Reference | Teachers | None,
-    optimizer: Any,
-    updates: int,
-    progress: Progress,
-) -> Updater:
-    return Updater(
-        world=world,
-        policy=policy,
-        reference=reference,
-        algorithm=run.algorithm,
-        optim_config=run.optim,
-        optimizer=optimizer,
-        train=run.train,
-        sampling=update_sampling(run),
-        total_updates=run.train.steps * run.train.updates_per_step,
-        updates=updates,
-        progress=progress,
-    )
 
 
 def _evaluator(
