@@ -231,9 +231,18 @@ class Script:
         values = {name: value for name, one in given.items() if (value := self.value(one)) is not None}
         if not isinstance(values.get("path"), str) or isinstance(values.get("data_files"), Unread):
             return None
-        name, split = (values.pop(one) if isinstance(values.get(one), str) else None for one in ("name", "split"))
-        streaming = values.get("streaming") is True and values.pop("streaming")
-        return Data(values.pop("path"), name, split, values.pop("data_files", None), streaming, values)
+        texts = {key: value for key in ("name", "split") if isinstance(value := values.get(key), str)}
+        used = {"path", "data_files", *texts}
+        if isinstance(values.get("streaming"), bool):
+            used.add("streaming")
+        return Data(
+            values["path"],
+            texts.get("name"),
+            texts.get("split"),
+            values.get("data_files"),
+            values.get("streaming") is True,
+            others={key: value for key, value in values.items() if key not in used},
+        )
 
     def value(self, node: ast.expr) -> Any:
         """The value of a literal or of a constant; Unread for anything else."""

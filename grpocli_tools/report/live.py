@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
@@ -147,23 +147,17 @@ def live_app(data: LiveData, sessions: BrowserSessions, title: str) -> ASGIApp:
             return _text(f"{error}.", 500)
 
     async def show_rollouts(request: Request) -> Response:
-        run_id, step = request.query_params.get("run", ""), step_number(request.query_params)
-        if step is None:
+        run_id, step = request.query_params.get("run", ""), request.query_params.get("step", "")
+        if not step.isdecimal():
             return _text("The step must be a number.", 400)
         try:
-            answer = await run(lambda: _json(data.rollouts(run_id, step)))
+            answer = await run(lambda: _json(data.rollouts(run_id, int(step))))
         except (GrpoError, OSError) as error:
             return _text(f"{error}.", 422)
         return answer if answer.status_code == 200 else _text("This run has no rollouts of this step.", 404)
 
     routes = [Route("/", show_page), Route("/data", show_data), Route("/rollouts", show_rollouts)]
     return AccessGuard(Starlette(routes=routes), sessions)
-
-
-def step_number(query: Mapping[str, str]) -> int | None:
-    """The step of a request; None if it is not a number."""
-    text = query.get("step", "")
-    return int(text) if re.fullmatch(r"[0-9]{1,15}", text) else None
 
 
 def _json(answer: object) -> str | None:

@@ -152,7 +152,7 @@ class LiveData:
         with self.lock:
             self._update()
             epoch, _, number = cursor.partition("-")
-            known = int(number) if number.isascii() and number.isdigit() and len(number) < 16 else -1
+            known = int(number) if number.isdecimal() else -1
             if epoch != self.epoch or not 0 <= known <= len(self.changes):
                 return {"reload": True}
             changes = self.changes[known:]
