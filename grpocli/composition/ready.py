@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from grpocli.config.parts import require
 from grpocli.config.user_code import check_exists
 from grpocli.errors import ConfigError
 
@@ -90,14 +91,13 @@ def _check_part(part: object) -> None:
 
 def _check_packages(run: Run) -> None:
     run.tracker.check()
-    if run.hardware.parallel in ("zero2", "zero3") and find_spec("deepspeed") is None:
+    if run.hardware.parallel in ("zero2", "zero3"):
         hint = "pip install '.[deepspeed]' in a clone of grpocli, or choose fsdp2"
-        problem = "needs DeepSpeed, which is not installed"
-        raise ConfigError(problem, key="hardware.parallel", value=run.hardware.parallel, hint=hint)
-    if run.model.lora.rank and find_spec("peft") is None:
-        raise ConfigError(
-            "needs peft, which is not installed: pip install peft", key="model.lora.rank", value=run.model.lora.rank
-        )
+        there = find_spec("deepspeed") is not None
+        require(run.hardware, "parallel", there, "needs DeepSpeed, which is not installed", hint)
+    if run.model.lora.rank:
+        there = find_spec("peft") is not None
+        require(run.model.lora, "rank", there, "needs peft, which is not installed: pip install peft")
 
 
 def _check_engine(run: Run) -> None:
