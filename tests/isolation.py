@@ -14,6 +14,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 
+from grpocli import text
 from grpocli.composition.compose import register_parts
 from grpocli.config.parts import CLASSES, MARKED
 
@@ -25,19 +26,21 @@ registered = functools.cache(register_parts)  # registered parts stay
 @contextmanager
 def isolated(made_here: Path) -> Iterator[None]:
     """A block after which parts, imported modules of the folder `made_here`, `sys.path`, `sys.argv`, the working
-    directory, the environment, Hydra's config and the root logger's level are as before."""
+    directory, the environment, Hydra's config, masked secrets and the root logger's level are as before."""
     registered()
     store = ConfigStore.instance()
     repo, marked = _copied(store.repo), {kind: set(keys) for kind, keys in MARKED.items()}
     classes = dict(CLASSES)
     path, argv, known, folder, environ = list(sys.path), sys.argv, set(sys.modules), Path.cwd(), dict(os.environ)
-    hydra, level = HydraConfig.instance().cfg, logging.root.level
+    hydra, level, secrets = HydraConfig.instance().cfg, logging.root.level, dict(text._shown)
     try:
         yield
     finally:
         store.repo, sys.path[:], sys.argv = repo, path, argv
         HydraConfig.instance().cfg = hydra
         logging.root.setLevel(level)
+        text._shown.clear()
+        text._shown.update(secrets)
         MARKED.update(marked)
         CLASSES.clear()
         CLASSES.update(classes)

@@ -472,7 +472,7 @@ def bare(proof: ModuleType, tmp_path: Path) -> tuple[Path, Path]:
     import carry
 
     clone, site, python = tmp_path / "clone", Path(sysconfig.get_path("purelib")), tmp_path / "venv" / "bin" / "python"
-    for name in ("bench", "grpocli", "hydra_plugins", "conf", "recipes"):
+    for name in ("bench", "grpocli", "grpocli_tools", "hydra_plugins", "conf", "recipes"):
         shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
     (clone / ".carry").mkdir()
     found = [one for one in distributions() if one.name and one.name.replace("_", "-") in carry.BASE]
