@@ -7,6 +7,7 @@ import ipaddress
 import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     import httpx
@@ -54,6 +55,15 @@ def _retry_after(answer: httpx.Response) -> float:
     """Seconds of the Retry-After header; 0 without one, or if it is a date."""
     wanted = answer.headers.get("retry-after", "")
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
+
+
+def is_server_url(text: str) -> bool:
+    """Whether a text is the URL of a server: http or https, with a host, and a port that exists if it names one."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not match, or a port that is not a number
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -11,11 +11,10 @@ from typing import Any
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.config.formula import summary
 from grpocli.config.parts import registered
 from grpocli.files import write_atomic
 from grpocli.runs.sessions import as_typed
-from grpocli_tools.explain.documentation import field_docs
+from grpocli_tools.explain.documentation import field_docs, summary
 from grpocli_tools.explain.explanation import Explanation, compared, explanation, part_section
 from grpocli_tools.explain.render import code, comparison_markdown, explanation_markdown, right_lines, table
 

@@ -22,9 +22,8 @@ from grpocli.composition.compose import register_parts
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config import yaml_text
 from grpocli.config.build import TARGET, flat_keys
-from grpocli.config.formula import class_doc, summary
 from grpocli.config.parts import CLASSES, SCHEMAS, choices_of, typed_choice
-from grpocli_tools.explain.documentation import field_docs
+from grpocli_tools.explain.documentation import class_doc, field_docs, summary
 
 WIDTH = 120
 ALGORITHM_PARTS = "algorithm/parts"

@@ -10,14 +10,12 @@ import math
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.statistics import centred_PG, count_P1, mean_P1, rounding, std_P1
-from grpocli.config.formula import Formula
 from grpocli.config.parts import one_of, part, require, section
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ZERO = "A_i = 0 for a completion without a score, and if all scores of the group are equal."
 
 OTHERS_EPS = 1e-6
 """Added to the std of the other completions."""
@@ -41,14 +39,6 @@ class Std(Quotient):
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return _divide(centred_PG(scores_PG), std_P1(scores_PG), self.eps)
 
-    def formula(self) -> Formula:
-        return Formula(
-            ("A_i = (s_i − mean_G s) / (std_G s + ε)", "std_G s = √( Σ_G (s − mean_G s)² / (n − 1) ),  n scores"),
-            {"ε": "eps"},
-            ("GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2",),
-            ZERO,
-        )
-
 
 @part("algorithm/advantage", "center")
 class Center:
@@ -60,9 +50,6 @@ class Center:
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return centred_PG(scores_PG)
 
-    def formula(self) -> Formula:
-        return Formula(("A_i = s_i − mean_G s",), source=("Dr. GRPO (arXiv 2503.20783), section 3.2",), note=ZERO)
-
 
 @part("algorithm/advantage", "mad")
 class Mad(Quotient):
@@ -73,14 +60,6 @@ class Mad(Quotient):
         mad_P1 = centred.abs().sum(1, keepdim=True) / count_P1(scores_PG).clamp(min=1)
         return _divide(centred, mad_P1, self.eps)
 
-    def formula(self) -> Formula:
-        return Formula(
-            ("A_i = (s_i − mean_G s) / (MAD_G s + ε)", "MAD_G s = mean_G |s − mean_G s|"),
-            {"ε": "eps"},
-            ("DGPO's DGAE, MathForge (arXiv 2601.20614)",),
-            ZERO,
-        )
-
 
 @part("algorithm/advantage", "batch_std")
 class BatchStd(Quotient):
@@ -88,14 +67,6 @@ class BatchStd(Quotient):
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return _divide(centred_PG(scores_PG), std_P1(scores_PG.reshape(1, -1)), self.eps)
-
-    def formula(self) -> Formula:
-        return Formula(
-            ("A_i = (s_i − mean_G s) / (std s + ε)", "std s = √( Σ (s − mean s)² / (n − 1) ),  the step's n scores"),
-            {"ε": "eps"},
-            ('"Tricks or Traps?" (arXiv 2508.08221)',),
-            ZERO,
-        )
 
 
 @part("algorithm/advantage", "leave_one_out")
@@ -117,14 +88,6 @@ class LeaveOneOut:
             return advantages_PG
         std_PG = _std_of_others(scores_PG)
         return advantages_PG / (std_PG + OTHERS_EPS).where(std_PG > 0, 1.0)
-
-    def formula(self) -> Formula:
-        lines = ["A_i = s_i − Σ_G,j≠i s_j / (n − 1),  n scores", "    = (s_i − mean_G s) n / (n − 1)"]
-        sources = ["RLOO (arXiv 2402.14740), equation 9"]
-        if self.scale == "others":
-            lines.append("A_i ← A_i / (std_G,j≠i s + 10⁻⁶) where that std is not 0")
-            sources.append("scaled: NeMo RL (normalize_rewards, use_leave_one_out_baseline)")
-        return Formula(tuple(lines), source=tuple(sources), note=ZERO)
 
 
 @part("algorithm/advantage", "reinforce_pp")
@@ -167,20 +130,6 @@ class ReinforcePlusPlus:
         std = (share_PG * centred.square()).sum().sqrt()
         return _divide(centred, std, self.eps).masked_fill(unscored_PG | (std == 0), 0.0)
 
-    def formula(self) -> Formula:
-        sources = ("REINFORCE++-baseline (arXiv 2501.03262)",)
-        if self.over == "samples":
-            scaled = ("A_i = c_i / (std c + ε)", "std c = √( Σ c² / (n − 1) ),  the step's n scores")
-            return Formula(("c_i = s_i − mean_G s", *scaled), {"ε": "eps"}, sources, ZERO)
-        lines = (
-            "c_i = s_i − mean_G s",
-            "A_i = (c_i − b) / (√v + ε)",
-            "b = Σ_j |o_j| c_j / Σ_j |o_j|,  j: the step's completions",
-            "v = Σ_j |o_j| (c_j − b)² / Σ_j |o_j|",
-        )
-        note = "A_i = 0 for a completion without a score. Where all scores of a group are equal, c_i = 0, but not A_i."
-        return Formula(lines, {"ε": "eps"}, sources, note)
-
 
 @part("algorithm/advantage", "max_rl")
 class MaxRL:
@@ -201,9 +150,6 @@ class MaxRL:
         centred, mean = centred_PG(scores_PG), mean_P1(scores_PG)
         return centred / mean.where(mean > 0, 1.0)
 
-    def formula(self) -> Formula:
-        return Formula(("A_i = (s_i − mean_G s) / mean_G s",), source=("MaxRL (arXiv 2602.02710)",), note=ZERO)
-
 
 @part("algorithm/advantage", "none")
 class NoAdvantage:
@@ -211,10 +157,6 @@ class NoAdvantage:
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return scores_PG.new_zeros(scores_PG.shape)
-
-    def formula(self) -> Formula:
-        source = ("distillation without a reward: GKD (arXiv 2306.13649)",)
-        return Formula(("A_i = 0",), source=source, note="Scores are reported and have no gradient.")
 
 
 @part("algorithm/advantage", "supervised")
@@ -229,10 +171,6 @@ class Supervised:
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return scores_PG.new_ones(scores_PG.shape)
-
-    def formula(self) -> Formula:
-        note = "o_i is the answer of the data, not a sample of π_old."
-        return Formula(("A_i = 1",), source=("maximum likelihood",), note=note)
 
 
 def _std_of_others(scores_PG: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from grpocli.config.formula import Formula
 from grpocli.config.parts import interpolate, one_of, part, require
 
 if TYPE_CHECKING:
@@ -85,9 +84,6 @@ class SequenceMean:
     def __call__(self, mask_BT: Tensor, group_ids_B: Tensor, totals: Totals) -> Tensor:
         return 1.0 / (max(totals.rows, 1) * mask_BT.sum(1).clamp(min=1).double())
 
-    def formula(self) -> Formula:
-        return Formula(("w_i = 1 / (N |o_i|)",), source=("GRPO, DeepSeekMath (arXiv 2402.03300), equation 3",))
-
 
 @part("algorithm/aggregate", "token_mean")
 class TokenMean:
@@ -126,24 +122,6 @@ class TokenMean:
             denominator_B = (here * totals.micro_batches).expand(len(index_B))
         return counted_B / denominator_B.double()
 
-    def formula(self) -> Formula:
-        weights = {
-            "batch": ("w_i = 1 / Σ_j∈U |o_j|", "U: the completions of the update"),
-            "group": ("w_i = 1 / (K Σ_G |o_j|)", "K: the number of questions in the update"),
-            "micro_batch": ("w_i = 1 / (B Σ_j∈U |o_j|)", "U: those of o_i's micro-batch, one of the update's B"),
-        }
-        scopes = {
-            "batch": "token mean: DAPO (arXiv 2503.14476), section 3.3, over the whole update",
-            "group": "DAPO (arXiv 2503.14476), equation 8",
-            "micro_batch": "trainers that average over micro-batches; it depends on the split",
-        }
-        lines, sources = [*weights[self.scope]], [scopes[self.scope]]
-        if self.informative_only:
-            what = "K: only" if self.scope == "group" else "U: only of"
-            lines.append(f"{what} questions where some A_j ≠ 0;  else w_i = 0")
-            sources.append("informative only: DGPO, MathForge (arXiv 2601.20614)")
-        return Formula(tuple(lines), source=tuple(sources))
-
 
 @part("algorithm/aggregate", "constant")
 class Constant:
@@ -161,6 +139,3 @@ class Constant:
         if self.length is None:
             raise ValueError("the part algorithm/aggregate=constant needs algorithm.aggregate.length=...")
         return mask_BT.new_ones(len(mask_BT)).double() / (max(totals.rows, 1) * self.length)
-
-    def formula(self) -> Formula:
-        return Formula(("w_i = 1 / (N L)",), {"L": "length"}, ("Dr. GRPO (arXiv 2503.20783), section 3.1",))

@@ -9,22 +9,16 @@ from 1: its weight rho [B, T] multiplies the policy-gradient term and has no gra
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.objective import log_ratio
-from grpocli.config.formula import Formula
 from grpocli.config.parts import interpolate, one_of, part, require, section
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SOURCES = (
-    "NeMo RL's GRPO guide",
-    '"Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (fengyao.notion.site, 2025)',
-)
 LEVELS = ("none", "token", "sequence")
-GEOMETRIC = "x_i is a geometric mean: TRL's and verl's sequence ratio is the product over the tokens."
 
 
 @part("algorithm/correction", "none")
@@ -36,9 +30,6 @@ class NoCorrection:
     def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         return old_logp_BT.new_ones(())
 
-    def formula(self) -> Formula:
-        return Formula(note="every token weighs 1")
-
 
 @part("algorithm/correction", "sampler")
 class SamplerAsOld(NoCorrection):
@@ -49,14 +40,6 @@ class SamplerAsOld(NoCorrection):
     """
 
     takes_sampler_as_old = True
-
-    def formula(self) -> Formula:
-        return Formula(
-            ("π_old(o_it) = μ(o_it)",),
-            {},
-            ("default of prime-rl; verl: rollout_correction.bypass_mode",),
-            "μ: as the sampler computes it. Every token weighs 1.",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +53,6 @@ class Range:
     def ratio(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """x [B, T], or [B, 1] of sequences."""
         return log_ratio(old_logp_BT, rollout_logp_BT, mask_BT, self.level).exp()
-
-    @property
-    def symbol(self) -> str:
-        return "x_i" if self.level == "sequence" else "x_it"
 
 
 class Correction:
@@ -100,36 +79,6 @@ class Correction:
             ratio = drop.ratio(old_logp_BT, rollout_logp_BT, mask_BT)
             weight = weight.where((ratio >= drop.low) & (ratio <= drop.high), 0.0)
         return weight.detach()
-
-    def formula(self) -> Formula:
-        weigh, drop = self.weighing, self.dropping
-        levels = {weigh.level, drop.level}
-        lines: list[str] = []
-        symbols: dict[str, str] = {}
-        weight = "1"
-        if "token" in levels:
-            lines.append("x_it = π_old(o_it) / μ(o_it)")
-        if "sequence" in levels:
-            lines.append("x_i = ( Π_t π_old(o_it) / μ(o_it) )^(1 / |o_i|)")
-        if weigh.level != "none":
-            weight = weigh.symbol
-            if (weigh.low, weigh.high) != (0, math.inf):
-                weight, symbols = f"clip({weigh.symbol}, ρ_min, ρ_max)", {"ρ_min": "min", "ρ_max": "max"}
-        if drop.level != "none":
-            if "clip" in weight:  # both do not fit in one line
-                lines.append(f"c_it = {weight}")
-                weight = "c_it"
-            low, high = self._drop_symbols()
-            weight = f"{weight} where {low} ≤ {drop.symbol} ≤ {high}, else 0"
-            symbols |= self._drop_symbols()
-        note = "μ: as the sampler computes it; π_old: as the trainer does. ρ has no gradient."
-        if "sequence" in levels:
-            note = f"{note} {GEOMETRIC}"
-        return Formula((*lines, f"ρ_it = {weight}"), symbols, SOURCES, note)
-
-    def _drop_symbols(self) -> dict[str, str]:
-        """The symbols of the range that `dropping` keeps, the lower bound first, with their keys."""
-        return {"x_low": "low", "x_high": "high"}
 
 
 def _check_weights(correction: Correction, low: float, high: float) -> None:
@@ -229,15 +178,6 @@ class AutoCorrection:
     def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         return self.chosen(old_logp_BT, rollout_logp_BT, mask_BT)
 
-    def formula(self) -> Formula:
-        chosen, formula = self.chosen, self.chosen.formula()
-        if isinstance(chosen, NoCorrection):
-            return replace(formula, note=f"{formula.note}: rollout.max_staleness is 0")
-        ratio, bounded = formula.lines
-        bounded = bounded.replace("ρ_min", f"{chosen.min:g}").replace("ρ_max", f"{chosen.max:g}")
-        note = f"token_truncate, for staleness. {formula.note}"
-        return replace(formula, lines=(ratio, bounded), symbols={}, note=note)
-
 
 @part("algorithm/correction", "token_mask")
 class TokenMask(Bounded):
@@ -257,9 +197,6 @@ class TokenMask(Bounded):
     @property
     def dropping(self) -> Range:
         return Range(self.level, self.min, self.max)
-
-    def _drop_symbols(self) -> dict[str, str]:
-        return {"ρ_min": "min", "ρ_max": "max"}
 
 
 @part("algorithm/correction", "sequence_truncate")

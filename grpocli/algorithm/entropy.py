@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from grpocli.config.formula import Formula
 from grpocli.config.parts import part, require
 
 if TYPE_CHECKING:
@@ -21,9 +20,6 @@ class NoEntropy:
     def __call__(self, entropy_BT: Tensor) -> Tensor:
         return entropy_BT.new_zeros(())
 
-    def formula(self) -> Formula:
-        return Formula(note="no bonus")
-
 
 @part("algorithm/entropy", "bonus")
 class EntropyBonus:
@@ -37,13 +33,3 @@ class EntropyBonus:
 
     def __call__(self, entropy_BT: Tensor) -> Tensor:
         return self.coefficient * entropy_BT
-
-    def formula(self) -> Formula:
-        if not self.coefficient:
-            return Formula(symbols={"λ": "coefficient"}, note="λ = 0, so there is no bonus")
-        return Formula(
-            ("H_it = −Σ_v π_θ(v | q, o_i,<t) log π_θ(v | q, o_i,<t)",),
-            {"λ": "coefficient"},
-            ("A3C (arXiv 1602.01783)",),
-            "In nats, with gradient, of the distribution that is sampled from.",
-        )

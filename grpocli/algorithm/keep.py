@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.statistics import constant_P1
-from grpocli.config.formula import Formula
 from grpocli.config.parts import one_of, part, require
 
 if TYPE_CHECKING:
@@ -13,9 +12,6 @@ if TYPE_CHECKING:
 
 SCORE = "score"
 """Value of `keep.reward` for the weighted sum of all rewards, unless a reward has this name."""
-
-FILTERING = "overlong filtering: DAPO (arXiv 2503.14476), section 3.4"
-TRUNCATED = "|o_i| = 0 for completions cut at the length limit: no loss"
 
 
 @part("algorithm/keep", "all")
@@ -31,10 +27,6 @@ class All:
 
     def __call__(self, rewards_PG: Tensor) -> Tensor:
         return rewards_PG.new_ones(rewards_PG.shape[0]).bool()
-
-    def formula(self) -> Formula:
-        note = "every question is trained on"
-        return Formula((TRUNCATED,), source=(FILTERING,), note=note) if self.mask_truncated else Formula(note=note)
 
 
 @part("algorithm/keep", "dynamic")
@@ -66,19 +58,3 @@ class Dynamic:
 
     def __call__(self, rewards_PG: Tensor) -> Tensor:
         return ~constant_P1(rewards_PG).squeeze(1)
-
-    def formula(self) -> Formula:
-        score = "s" if self.reward == SCORE else "R_d"
-        then = {"train_partial": "train on fewer", "error": "stop the run"}[self.on_exhausted]
-        surplus = {"discard": "discarded", "carry": "carried into the next step, π_old = μ"}[self.surplus]
-        lines = [
-            f"keep a question where min_G {score} < max_G {score}",
-            f"sample until P are kept; after n_max rounds {then}",
-            f"questions beyond P: {surplus}",
-        ]
-        sources = ["DAPO (arXiv 2503.14476), section 3.2, equation 11"]
-        if self.mask_truncated:
-            lines.append(TRUNCATED)
-            sources.append(FILTERING)
-        symbols = {"n_max": "max_rounds"} | ({} if self.reward == SCORE else {"R_d": "reward"})
-        return Formula(tuple(lines), symbols, tuple(sources))

@@ -6,13 +6,11 @@ k1, k2 and k3 are the estimators of http://joschu.net/blog/kl-approx.html, with 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.objective import FARTHEST
-from grpocli.config.formula import Formula
 from grpocli.config.parts import part, require, section
+from grpocli.http import is_server_url
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
 MAX_K3 = 10.0
 """Upper bound of a token's k3, in nats."""
-BOUND = f"at most {MAX_K3:g}: NeMo RL (kl_output_clamp_value), verl (low_var_kl)"
 
 
 @part("algorithm/kl", "none")
@@ -34,16 +31,10 @@ class NoKL:
     def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
         return logp_BT.new_zeros(())
 
-    def formula(self) -> Formula:
-        return Formula(note="no reference model is loaded")
-
 
 @section("algorithm.kl")
 class KL:
     """Base of the KL terms: the coefficient, and the reference, which is the start policy or a teacher."""
-
-    lines: ClassVar[tuple[str, ...]] = ()  # the formulas; the last is D_it
-    sources: ClassVar[tuple[str, ...]] = ()
 
     beta: float = 0.04
     """KL coefficient in the loss; with 0, no reference model is loaded."""
@@ -101,29 +92,10 @@ class KL:
         """The tokens [B, T] whose estimate is at its bound; None if the estimator has no bound."""
         return None
 
-    def formula(self) -> Formula:
-        if not self.beta:
-            return Formula(symbols={"β": "beta"}, note="β = 0, so no reference model is loaded")
-        lines, symbols, sources = list(self._lines()), {"β": "beta"}, list(self.sources)
-        if self.sync_every:
-            lines.append("after every m steps:  θ_ref ← α θ + (1 − α) θ_ref")
-            symbols |= {"m": "sync_every", "α": "sync_alpha"}
-            sources.append("reference sync: TR-DPO (arXiv 2404.09656)")
-        return Formula(tuple(lines), symbols, tuple(sources), " ".join(filter(None, (self._teachers(), self.warning))))
-
     @property
     def warning(self) -> str:
         """A sentence about settings that rarely make sense; empty if there is nothing to say."""
         return ""
-
-    def _teachers(self) -> str:
-        """`π_ref: FOLDER.`, or `π_ref: FOLDER for a, URL for b.`; empty without a teacher."""
-        named = {**self.models, **self.urls}
-        shown = [f"{name} for {task}" if task else name for task, name in named.items()]
-        return f"π_ref: {', '.join(shown)}." if shown else ""
-
-    def _lines(self) -> tuple[str, ...]:
-        return self.lines
 
 
 EVERY_TASK = ""
@@ -159,21 +131,12 @@ def _names(value: Any) -> bool:
 
 
 def _urls(value: Any) -> bool:
-    def known(url: str) -> bool:
-        try:
-            parts = urlsplit(url)
-            return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:  # brackets that do not match, or a port that is not a number
-            return False
-
-    return _names(value) and all(known(url) for url in _by_task(value).values())
+    return _names(value) and all(map(is_server_url, _by_task(value).values()))
 
 
 @section("algorithm.kl")
 class Estimator(KL):
     """Base of the three estimators of the KL divergence."""
-
-    sources: ClassVar[tuple[str, ...]] = ("joschu.net/blog/kl-approx.html",)
 
     on_policy: bool = False
     """Multiply by the importance ratio pi_theta / pi_old, so that the estimate is an expectation under the current
@@ -185,16 +148,6 @@ class Estimator(KL):
 
     def estimate(self, z_BT: Tensor) -> Tensor:
         raise NotImplementedError
-
-    def formula(self) -> Formula:
-        found = super().formula()
-        weighted = self.beta and self.on_policy
-        return replace(found, source=(*found.source, "importance weight: NeMo RL's GRPO guide")) if weighted else found
-
-    def _lines(self) -> tuple[str, ...]:
-        *before, estimate = self.lines
-        weighted = f"( π_θ(o_it) / π_old(o_it) ) ({estimate})" if self.on_policy else estimate
-        return ("z_it = log π_ref(o_it) − log π_θ(o_it)", *before, f"D_it = {weighted}")
 
 
 def _ratio(logp_BT: Tensor, old_logp_BT: Tensor) -> Tensor:
@@ -210,12 +163,6 @@ class Reverse(KL):
     is that of k2. GKD (arXiv 2306.13649) and MiniLLM (arXiv 2306.08543) minimise the same divergence.
     """
 
-    lines = ("r_it = π_θ(o_it) / π_old(o_it)", "D_it = r_it sg[ log π_θ(o_it) − log π_ref(o_it) ]")
-    sources = (
-        "On-Policy Distillation (thinkingmachines.ai, 2025)",
-        "MiniLLM (arXiv 2306.08543), GKD (arXiv 2306.13649): the reverse KL divergence on the student's samples",
-    )
-
     beta: float = 1.0
     """KL coefficient in the loss; with 0, no reference model is loaded."""
 
@@ -229,8 +176,6 @@ class K1(Estimator):
 
     Its gradient is that of log pi_theta, whose expectation on-policy is 0; `on_policy` gives it that of the divergence.
     """
-
-    lines = ("−z_it",)
 
     @property
     def warning(self) -> str:
@@ -252,8 +197,6 @@ class K2(Estimator):
     On-policy, its expected gradient is that of the KL divergence.
     """
 
-    lines = ("z_it² / 2",)
-
     def estimate(self, z_BT: Tensor) -> Tensor:
         return z_BT.square() / 2
 
@@ -266,9 +209,6 @@ class K3(Estimator):
     it, where z is above 2.6 or below -11, the KL term of a token has no gradient; `kl_clamped_ratio` is the share of
     such tokens. k1 and k2 cannot overflow.
     """
-
-    lines = ("d_it = exp(z_it) − z_it − 1", f"min(d_it, {MAX_K3:g})")
-    sources = ("GRPO, DeepSeekMath (arXiv 2402.03300), equation 4", BOUND)
 
     def estimate(self, z_BT: Tensor) -> Tensor:
         return _k3(z_BT).clamp(max=MAX_K3)

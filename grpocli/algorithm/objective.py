@@ -7,10 +7,8 @@ flags by side: clipped tokens ([B, T], or [B] for a sequence ratio), and `droppe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from grpocli.config.formula import Formula
 from grpocli.config.parts import one_of, part, require
 
 if TYPE_CHECKING:
@@ -23,8 +21,6 @@ infinite in float32, times an advantage of 0 is NaN."""
 ALMOST_SURE = 1e-8
 
 SHARPNESS = "must be above 0 (at least 1e-6) and finite"
-
-RATIO = "r_it = π_θ(o_it) / π_old(o_it)"
 
 
 @part("algorithm/objective", "clip")
@@ -100,39 +96,6 @@ class Clip:
             sides = {side: flags.squeeze(1) if side in of_rows else flags for side, flags in sides.items()}
         return -surrogate.expand_as(logp_BT), sides
 
-    def formula(self) -> Formula:
-        sequence = self.level == "sequence"
-        r = "r_i" if sequence else "r_it"
-        ratio = "r_i = ( Π_t π_θ(o_it) / π_old(o_it) )^(1 / |o_i|)" if sequence else RATIO
-        bounded = r if self.delta is None else r.replace("r", "b")
-        gain = f"min({bounded} A_i, clip({r}, 1 − ε_low, 1 + ε_high) A_i)"
-        lines, symbols = [ratio], {"ε_low": "low", "ε_high": "high"}
-        if self.delta is not None:
-            lines.append(f"{bounded} = min({r}, δ)")
-            symbols["δ"] = "delta"
-        if self.dual is None:
-            lines.append(f"ℓ_it = −{gain}")
-        else:
-            lines += [f"g_it = {gain}", "ℓ_it = −g_it where A_i ≥ 0,  −max(g_it, c A_i) where A_i < 0"]
-            symbols["c"] = "dual"
-        if self.drop_above is not None:
-            lines.append("ℓ_it ← 0 where A_i < 0 and mean_t log(π_old / π_θ) > δ_off")
-            symbols["δ_off"] = "drop_above"
-        return Formula(tuple(lines), symbols, tuple(self._sources()))
-
-    def _sources(self) -> Iterator[str]:
-        yield "GRPO, DeepSeekMath (arXiv 2402.03300), equation 3"
-        if self.high > self.low:
-            yield "clip-higher: DAPO (arXiv 2503.14476), section 3.1"
-        if self.level == "sequence":
-            yield "sequence ratio: GSPO (arXiv 2507.18071), equation 7"
-        if self.dual is not None:
-            yield "dual clip: arXiv 1912.09729, section 4"
-        if self.delta is not None:
-            yield "two-sided clip: INTELLECT-2 (arXiv 2505.07291), section 3.4"
-        if self.drop_above is not None:
-            yield "off-policy sequence mask: DeepSeek-V3.2 (arXiv 2512.02556), equation 9"
-
 
 @part("algorithm/objective", "cispo")
 class Cispo:
@@ -161,18 +124,6 @@ class Cispo:
             sides["low"] = (ratio_BT < 1 - self.low) & (advantages < 0)
         return -weight_BT * advantages * logp_BT, sides
 
-    def formula(self) -> Formula:
-        lines, symbols = ["ℓ_it = −sg[ min(r_it, 1 + ε_high) ] A_i log π_θ(o_it)"], {"ε_high": "high"}
-        if self.low is not None:
-            lines = ["b_it = clip(r_it, 1 − ε_low, 1 + ε_high)", "ℓ_it = −sg[ b_it ] A_i log π_θ(o_it)"]
-            symbols = {"ε_low": "low"} | symbols
-        return Formula(
-            (RATIO, *lines),
-            symbols,
-            ("CISPO, MiniMax-M1 (arXiv 2506.13585), equation 4",),
-            "sg[ ]: a constant, without gradient.",
-        )
-
 
 @part("algorithm/objective", "sapo")
 class Sapo:
@@ -199,18 +150,6 @@ class Sapo:
         )
         gate_BT = (tau * (ratio_BT - 1)).sigmoid() * 4 / tau
         return -gate_BT * advantages, {}
-
-    def formula(self) -> Formula:
-        return Formula(
-            (
-                RATIO,
-                "ℓ_it = −(4 / τ) σ(τ (r_it − 1)) A_i",
-                "τ = τ_pos where A_i > 0, else τ_neg",
-            ),
-            {"τ_pos": "tau_positive", "τ_neg": "tau_negative"},
-            ("SAPO (arXiv 2511.20347)",),
-            "σ(x) = 1 / (1 + exp(−x))",
-        )
 
 
 @part("algorithm/objective", "dppo")
@@ -264,30 +203,6 @@ class Dppo:
         kl_BT = binary_kl(old_logp_BT, logp_BT)
         return (change_BT < 0) & (kl_BT > self.low), (change_BT > 0) & (kl_BT > self.high)
 
-    def formula(self) -> Formula:
-        change = ["v_it = p_it − q_it"]
-        if self.divergence == "kl":
-            change = [
-                "v_it = b_it where p_it > q_it, else −b_it",
-                "b_it = q_it log(q_it / p_it) + u_it",
-                "u_it = (1 − q_it) log((1 − q_it) / (1 − p_it))",
-            ]
-        lines = [
-            RATIO,
-            "p_it = π_θ(o_it);  q_it = π_old(o_it)",
-            *change,
-            "y_it = sign(A_i) v_it",
-            "k_it = 0 where y_it > δ_i, else 1",
-            "δ_i = δ_high where A_i > 0, else δ_low",
-            f"ℓ_it = −k_it r_it A_i{' + η (log r_it)²' if self.drift else ''}",
-        ]
-        symbols = {"δ_low": "low", "δ_high": "high"} | ({"η": "drift"} if self.drift else {})
-        source = [f"DPPO (arXiv 2602.04879), equation {13 if self.divergence == 'tv' else 14}"]
-        if self.drift:
-            source.append("drift: prime-rl's default loss; Kimi K2.5 (arXiv 2602.02276)")
-        note = "k has no gradient. DPPO's π_old is the sampler: algorithm/correction=sampler."
-        return Formula(tuple(lines), symbols, tuple(source), note)
-
 
 @part("algorithm/objective", "mirror")
 class Mirror:
@@ -316,17 +231,6 @@ class Mirror:
         if self.tau:
             loss_BT = loss_BT + self.tau / 2 * ((logp_BT - old_logp_BT) * mask_BT).square()
         return loss_BT, {}
-
-    def formula(self) -> Formula:
-        if not self.tau:
-            return Formula(
-                ("ℓ_it = −A_i log π_θ(o_it)",), {"τ": "tau"}, ("REINFORCE",), "τ = 0: the plain policy gradient."
-            )
-        return Formula(
-            (RATIO, "ℓ_it = −A_i log π_θ(o_it) + (τ / 2) (log r_it)²"),
-            {"τ": "tau"},
-            ("mirror descent: Kimi k1.5 (arXiv 2501.12599), equation 3", "DRO (arXiv 2405.19107)"),
-        )
 
 
 @part("algorithm/objective", "geometric")
@@ -362,18 +266,6 @@ class Geometric:
         clipped_BT = log_ratio_BT.clamp(max=self.high).where(advantages_B1 > 0, log_ratio_BT.clamp(min=-self.low))
         mean_B1 = (clipped_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
         return -(advantages_B1 * mean_B1.exp()).expand_as(logp_BT), sides
-
-    def formula(self) -> Formula:
-        return Formula(
-            (
-                RATIO,
-                "y_it = sign(A_i) min( sign(A_i) log r_it, ε_i )",
-                "ε_i = ε_high where A_i > 0, else ε_low",
-                "ℓ_it = −A_i exp( Σ_t y_it / |o_i| )",
-            ),
-            {"ε_low": "low", "ε_high": "high"},
-            ("GMPO (arXiv 2507.20673), equation 4",),
-        )
 
 
 def per_token(advantages: Tensor) -> Tensor:

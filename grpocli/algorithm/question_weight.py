@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.statistics import constant_P1, count_P1, mean_P1
-from grpocli.config.formula import Formula
 from grpocli.config.parts import part, require
 
 if TYPE_CHECKING:
@@ -22,9 +21,6 @@ class Uniform:
 
     def __call__(self, scores_PG: Tensor, accuracy_PG: Tensor) -> Tensor:
         return scores_PG.new_ones(scores_PG.shape[0])
-
-    def formula(self) -> Formula:
-        return Formula(note="every question weighs 1")
 
 
 @part("algorithm/question_weight", "difficulty")
@@ -51,16 +47,3 @@ class Difficulty:
         logits_P = (-mean_P.masked_fill(unsolved_P, 1.0) / self.temperature).masked_fill(~informative_P, float("-inf"))
         weights_P = logits_P.softmax(0) * informative_P.sum()
         return weights_P.where(informative_P, weights_P.new_ones(()))
-
-    def formula(self) -> Formula:
-        return Formula(
-            (
-                "A_i ← u_q A_i",
-                "u_q = |Q| exp(−a_q / T) / Σ_p∈Q exp(−a_p / T),  q ∈ Q",
-                "Q: the step's questions whose scores s are not all equal",
-                "a_q = mean_G R_a;  1 where that is 0 or no R_a applies",
-            ),
-            {"T": "temperature", "R_a": "reward"},
-            ("DGPO's DQW, MathForge (arXiv 2601.20614)",),
-            "u_q = 1 for the questions outside Q.",
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grpocli.config.formula import Formula
 from grpocli.config.parts import part, require
 
 if TYPE_CHECKING:
@@ -16,9 +15,6 @@ class AllTokens:
     """Select every token in the loss."""
 
     needs_entropy = False
-
-    def formula(self) -> Formula:
-        return Formula(note="every token of the loss has its policy-gradient term")
 
 
 @part("algorithm/tokens", "top_entropy")
@@ -52,14 +48,3 @@ class TopEntropy:
     def __call__(self, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """The selected tokens [B, T] (bool) of the rows of a whole window."""
         return (entropy_BT >= self.threshold(entropy_BT[mask_BT.bool()])) & mask_BT.bool()
-
-    def formula(self) -> Formula:
-        return Formula(
-            (
-                "S_it = 1 where H_it ≥ h, else 0",
-                "h: the (1 − κ) quantile of H over the tokens of the update",
-                "H_it: entropy of π(· | q, o_i,<t) before the step, in nats",
-            ),
-            {"κ": "quantile"},
-            ('"Beyond the 80/20 Rule" (arXiv 2506.01939), equation 6',),
-        )

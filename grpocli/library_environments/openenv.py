@@ -16,7 +16,7 @@ from grpocli.config.parts import Escaped, part, require
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig, Step
 from grpocli.environments.tools import Schema, answer_to, call_in_worker, calls_in, name_of, refusal
 from grpocli.errors import ConfigError
-from grpocli.http import fetch
+from grpocli.http import fetch, is_server_url
 from grpocli.library_environments.library_task import BackgroundLoop, LibraryTask
 from grpocli.tasks.task import Example
 from grpocli.types import Message
@@ -29,7 +29,7 @@ MISSING_LIBRARY = "needs the library openenv: pip install 'openenv<0.5'"
 HERE = "grpocli.library_environments.openenv"
 FENCE = "```"
 SCHEMA_SECONDS = 10.0
-"""Bytes of a schema, and seconds for it."""
+"""Seconds for a schema."""
 FULL = "at capacity"
 """Part of a server's answer when it has no session left."""
 INVALID = "VALIDATION_ERROR"
@@ -63,10 +63,7 @@ class OpenEnvTask(LibraryTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        url = self.base_url
-        require(
-            self, "base_url", url.startswith(("http://", "https://")), "must be an address with http:// or https://"
-        )
+        require(self, "base_url", is_server_url(self.base_url), "must be an address with http:// or https://")
         require(self, "system_prompt", not (self.system_prompt and self.format == "plain"), "needs task.format=chat")
         given = {"base_url": self.base_url, "observation": self.observation, "action": self.action}
         arguments = {**given, "seconds": STEP_SHARE * self.environment.timeout}

@@ -12,13 +12,12 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
 from grpocli.config.parts import ByColumn, Escaped, check_regex, nearest, part, require, template_fields
 from grpocli.errors import ConfigError
-from grpocli.http import BUSY, fetch, request, retry_delay
+from grpocli.http import BUSY, fetch, is_server_url, request, retry_delay
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, Unreachable
 from grpocli.text import mask
 
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, str]]
 
 CONNECT_TIMEOUT = 10.0
-"""Bytes of an answer; a judgement has a few thousand."""
+"""Seconds to connect to the endpoint."""
 
 PROMPT = """\
 You judge answers. Compare the answer with the reference, and end with "Score: 1" where it is right, "Score: 0" where it
@@ -88,12 +87,7 @@ class Judge(BaseReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            parts = urlsplit(self.base_url)
-            known = parts.scheme in ("http", "https") and bool(parts.hostname)
-        except ValueError:  # brackets that do not match
-            known = False
-        require(self, "base_url", known, "must be a URL such as http://127.0.0.1:8000/v1")
+        require(self, "base_url", is_server_url(self.base_url), "must be a URL such as http://127.0.0.1:8000/v1")
         check_regex(self, "pattern", group="the score")
         require(self, "high", -math.inf < self.low < self.high < math.inf, f"must be above reward.judge.low={self.low}")
         require(self, "max_tokens", self.max_tokens >= 1, "must be at least 1")

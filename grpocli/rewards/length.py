@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from omegaconf import MISSING
 
-from grpocli.config.formula import Formula
 from grpocli.config.parts import interpolate, part, require, section
 from grpocli.rewards.reward import BaseReward, Sample, Score
 
@@ -24,12 +23,6 @@ class Length(BaseReward):
         super().__post_init__()
         require(self, "target", self.target >= 1, "must be at least 1")
         require(self, "width", self.width >= 1, "must be at least 1")
-
-    def formula(self) -> Formula:
-        return Formula(
-            ("a wanted length", "R_length = max(0, 1 − |l_i − l| / w)", "l_i: o_i's tokens"),
-            {"l": "target", "w": "width"},
-        )
 
     def score_sample(self, sample: Sample) -> Score:
         return max(0.0, 1 - abs(sample.n_tokens - self.target) / self.width)
@@ -54,17 +47,6 @@ class Overlong(BaseReward):
         require(self, "buffer_tokens", self.buffer_tokens is None or self.buffer_tokens >= 1, "must be at least 1")
         fits = not self.max_tokens or (self.buffer_tokens or 0) <= self.max_tokens
         require(self, "buffer_tokens", fits, f"must be at most reward.overlong.max_tokens={self.max_tokens}")
-
-    def formula(self) -> Formula:
-        return Formula(
-            (
-                "soft punishment of long completions",
-                "R_overlong = min(0, max(−1, (l_max − l_buf − l_i) / l_buf))",
-                "l_i: o_i's tokens;  l_buf null: max(1, ⌊l_max / 5⌋)",
-            ),
-            {"l_max": "max_tokens", "l_buf": "buffer_tokens"},
-            ("DAPO (arXiv 2503.14476), equation 13",),
-        )
 
     def score_sample(self, sample: Sample) -> float:
         limit = self.max_tokens or sample.max_tokens
@@ -114,18 +96,6 @@ class LengthPenalty(GroupLength):
     only_right: bool = False
     """Penalise only right answers."""
 
-    def formula(self) -> Formula:
-        whom = "; 0 for a wrong answer" if self.only_right else ""
-        return Formula(
-            (
-                "a length penalty tied to the pass rate",
-                f"R_length_penalty = −p l_i / max_G l{whom}",
-                "l_i: o_i's tokens;  p: the share of the group's answers that are right",
-            ),
-            {},
-            ("prime-rl, LinearLengthPenaltyConfig: its term of output tokens, whose p is the mean reward",),
-        )
-
     def scores(self, lengths: Sequence[int], right: Sequence[bool]) -> list[float]:
         rate, longest = sum(right) / len(right), max(1, *lengths)
         penalised = [one or not self.only_right for one in right]
@@ -138,18 +108,6 @@ class KimiLength(GroupLength):
 
     λ = 0.5 - (l - min l) / (max l - min l) for a right answer, min(0, λ) for a wrong one; 0 if all are equally long.
     """
-
-    def formula(self) -> Formula:
-        return Formula(
-            (
-                "Kimi's length reward",
-                "λ_i = 0.5 − (l_i − min_G l) / (max_G l − min_G l)",
-                "R_kimi_length = λ_i for a right answer, min(0, λ_i) for a wrong one;  0 if max_G l = min_G l",
-                "l_i: o_i's tokens",
-            ),
-            {},
-            ("Kimi k1.5 (arXiv 2501.12599), section 2.3.3",),
-        )
 
     def scores(self, lengths: Sequence[int], right: Sequence[bool]) -> list[float]:
         shortest, longest = min(lengths), max(lengths)

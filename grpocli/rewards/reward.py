@@ -14,7 +14,6 @@ from decimal import Decimal
 from typing import Any, ClassVar, Self
 
 from grpocli.answers.final_answer import final_answer
-from grpocli.config.formula import Formula, summary
 from grpocli.config.parts import base, nearest, part, require, section
 from grpocli.errors import ConfigError
 from grpocli.types import Episode, Rollout, Text, begun
@@ -231,9 +230,6 @@ class Correctness(BaseReward):
         """The score by one accepted answer, in a reward that overrides neither `score_sample` nor `__call__`."""
         raise NotImplementedError
 
-    def formula(self) -> Formula:
-        return Formula((summary(type(self)),), {"right": "right", "wrong": "wrong"})
-
     def value(self, correct: bool) -> float:
         """The score of a right or a wrong completion."""
         return self.right if correct else self.wrong
@@ -248,9 +244,6 @@ class NoReward(BaseReward):
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         return [None] * len(samples)
-
-    def formula(self) -> Formula:
-        return Formula(note="no score")
 
 
 def answer_columns(rewards: Iterable[BaseReward]) -> tuple[str, ...]:

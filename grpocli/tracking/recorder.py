@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from grpocli.progress import Progress
     from grpocli.runs.metrics import MetricsLog
     from grpocli.runs.run_dir import RunDir
-    from grpocli.tracking.trackers import LiveTracker
+    from grpocli.tracking.trackers import AccelerateTracker
     from grpocli.types import Group
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Recorder:
     run_dir: RunDir
     view: View
     metrics: MetricsLog | None
-    tracker: LiveTracker | None
+    tracker: AccelerateTracker | None
     seconds_before: float = 0.0
     last: dict[str, Any] = field(default_factory=dict)
     step_started: float = field(default_factory=time.perf_counter)

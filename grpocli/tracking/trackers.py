@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from grpocli.config.parts import one_of, part
 from grpocli.config.yaml_text import flat_values
@@ -44,22 +44,14 @@ TRACKERS = {
 }
 
 
-class LiveTracker(Protocol):
-    """A dashboard that is being written."""
-
-    def log(self, metrics: Mapping[str, Any], step: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 @part("tracker", "none")
 class NoTracker:
     """metrics.jsonl alone."""
 
     def check(self) -> None:
-        """Do nothing: there is nothing to check."""
+        pass
 
-    def start(self, name: str, folder: Path, config: Any, done: int = 0) -> LiveTracker | None:
+    def start(self, name: str, folder: Path, config: Any, done: int = 0) -> AccelerateTracker | None:
         return None
 
 
@@ -83,7 +75,7 @@ class Accelerate:
         if find_spec(arguments.module) is None:
             raise ConfigError(f"it is not installed: pip install {arguments.pip}", key="tracker", value=self.kind)
 
-    def start(self, name: str, folder: Path, config: Any, done: int = 0) -> LiveTracker | None:
+    def start(self, name: str, folder: Path, config: Any, done: int = 0) -> AccelerateTracker | None:
         """Start the tracker. Raises ConfigError if it fails (not installed, no account, wrong options ...).
 
         done: steps of the run so far; a resume replaces the later ones.

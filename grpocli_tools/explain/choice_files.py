@@ -12,9 +12,9 @@ import yaml
 
 from grpocli.config import yaml_text
 from grpocli.config.build import TARGET
-from grpocli.config.formula import summary
 from grpocli.config.parts import CLASSES
 from grpocli.config.yaml_text import flat_values
+from grpocli_tools.explain.documentation import summary
 
 HYDRA = {
     "hydra.run.dir": "Folder of the run.",

@@ -1,4 +1,4 @@
-"""What parts say of themselves: their formulas and values, and the docstrings below their fields."""
+"""What parts say of themselves: their values, and the docstrings of their classes and below their fields."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import dataclasses
 import inspect
 import textwrap
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
-
-from grpocli.config.formula import Formula, summary
+from typing import Any
 
 
-@runtime_checkable
-class HasFormula(Protocol):
-    """A part that states its formula; parts of users need not."""
+def class_doc(cls: type[Any]) -> str:
+    """A class's docstring, or its name; the signature that `dataclass` writes does not count."""
+    doc = cls.__dict__.get("__doc__") or ""
+    return cls.__qualname__ if not doc or doc.startswith(f"{cls.__name__}(") else inspect.cleandoc(doc)
 
-    def formula(self) -> Formula: ...
 
-
-def formula_of(part: object) -> Formula:
-    """The formula of a part, or the first line of its docstring if it has none."""
-    return part.formula() if isinstance(part, HasFormula) else Formula((summary(type(part)),))
+def summary(cls: type[Any]) -> str:
+    """The first line of a class's docstring, or its name."""
+    return class_doc(cls).splitlines()[0]
 
 
 def settings(part: object) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.config.build import TARGET
-from grpocli.config.formula import Formula
 from grpocli.config.schema import Rollouts, Run
 from grpocli.config.user_parts import choice_of
 from grpocli.config.yaml_text import flat_values
@@ -20,7 +19,8 @@ from grpocli.rewards.length import Overlong
 from grpocli.rewards.reward import Correctness
 from grpocli.runs.sessions import as_typed
 from grpocli.text import counted
-from grpocli_tools.explain.documentation import field_docs, formula_of, settings
+from grpocli_tools.explain.documentation import field_docs, settings
+from grpocli_tools.explain.formulas import Formula, formula_of
 
 ORDER = (
     "sampling",

@@ -17,11 +17,10 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from grpocli.config.formula import summary
 from grpocli.config.parts import BASES, CLASSES, nearest
 from grpocli.errors import ConfigError
 from grpocli_tools.explain.choice_files import HYDRA, ChoiceFiles, spelled
-from grpocli_tools.explain.documentation import field_docs
+from grpocli_tools.explain.documentation import field_docs, summary
 from grpocli_tools.porting.equivalent import Equivalent
 from grpocli_tools.porting.foreign_names import TRAINERS
 

@@ -13,11 +13,13 @@ from isolation import isolated
 
 from grpocli import cli
 from grpocli.algorithm import advantage, objective
+from grpocli_tools.explain import formulas
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"```python\n# (grpocli|tests)/(\S+)\.py\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```python\n# (grpocli|grpocli_tools|tests)/(\S+)\.py\n(.*?)```", re.DOTALL)
 BLOCKS = BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text())
 EXAMPLES = {path: code for folder, path, code in BLOCKS if folder == "grpocli"}
+(FORMULA,) = (code for folder, _, code in BLOCKS if folder == "grpocli_tools")
 TESTS = {path: code for folder, path, code in BLOCKS if folder == "tests"}
 ADDED_TO = {"algorithm/advantage": advantage, "algorithm/objective": objective}
 COMPOSED = {
@@ -74,6 +76,12 @@ def test_an_example_is_a_choice(path: str, capsys: pytest.CaptureFixture[str]) -
         cli.main(["train", "--cfg", "job", *COMPOSED[path]])
     assert ended.value.code == 0
     assert COMPOSED[path][0].rpartition("=")[2].strip("[]").rpartition(",")[2] in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("examples")
+def test_the_formula_of_an_example_is_shown() -> None:
+    exec(FORMULA, {**vars(formulas), "Rank": advantage.Rank})  # type: ignore[attr-defined]
+    assert formulas.formula_of(advantage.Rank()).symbols == {"κ": "scale"}  # type: ignore[attr-defined]
 
 
 def test_every_kind_of_part_has_an_example() -> None:

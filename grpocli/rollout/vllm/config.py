@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from grpocli.config.parts import interpolate, key_of, nearest, one_of, part, require, section
 from grpocli.errors import ConfigError
+from grpocli.http import is_server_url
 from grpocli.rollout.engine import EngineJob, EnginePart
 from grpocli.rollout.vllm.server_files import RENAMED
 from grpocli.types import DTYPES
@@ -170,7 +170,7 @@ class VllmOptions(CommonOptions):
         urls = self.urls
         require(self, "base_url", bool(urls), "names no server: give an address, or null to start one")
         for url in urls:
-            if not _is_address(url):
+            if not is_server_url(url):
                 problem = "must be an address such as http://127.0.0.1:8000"
                 raise ConfigError(problem, key=key_of(self, "base_url"), value=url)
         twice = sorted({url for url in urls if urls.count(url) > 1})
@@ -201,14 +201,6 @@ class VllmOptions(CommonOptions):
 
     def _fields(self) -> list[str]:
         return [field.name for field in dataclasses.fields(self) if field.name != "vllm_args"]
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an invalid port
-        return False
 
 
 RESERVED_COLOCATED = frozenset(

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from grpocli.composition.compose import register_parts
-from grpocli.config.formula import class_doc, summary
 from grpocli.config.parts import CLASSES
-from grpocli_tools.explain.documentation import field_docs
+from grpocli_tools.explain.documentation import class_doc, field_docs, summary
 
 register_parts()
 OWN = {name: cls for name, cls in CLASSES.items() if cls.__module__.startswith("grpocli.")}

@@ -17,8 +17,8 @@ from grpocli.algorithm.kl import K1, K2, K3
 from grpocli.algorithm.objective import Cispo, Clip, Dppo, Geometric, Mirror, Sapo
 from grpocli.algorithm.question_weight import Difficulty
 from grpocli.composition.compose import build_run, compose
-from grpocli.config.formula import Formula
 from grpocli_tools.explain.explanation import explanation
+from grpocli_tools.explain.formulas import Formula, formula_of
 
 T = 3
 CLIPS = [
@@ -63,7 +63,7 @@ def test_the_objectives_formula_gives_its_loss(part: Any, seed: int) -> None:
     old = -noise(seed, T).abs()
     new, advantage = (old + noise(seed + 100, T)).clamp(max=-1e-3), noise(seed + 200, 1)
     loss_BT, _ = part(new[None], old[None], advantage, torch.ones(1, T))
-    formula = part.formula()
+    formula = formula_of(part)
     for t in range(T):
         values = policies(new, old, t) | held(part, formula) | {"A_i": advantage.item()}
         assert computed(formula.lines, "ℓ_it", values) == pytest.approx(loss_BT[0, t].item(), rel=1e-12)
@@ -74,9 +74,9 @@ def test_the_formula_of_geometric_gives_its_loss(seed: int) -> None:
     part = Geometric(low=0.1, high=0.2)
     old = -noise(seed, T).abs()
     new, advantage = old + noise(seed + 100, T), noise(seed + 200, 1)
-    *lines, last = part.formula().lines
+    *lines, last = formula_of(part).lines
     assert last == "ℓ_it = −A_i exp( Σ_t y_it / |o_i| )"
-    known = held(part, part.formula()) | {"A_i": advantage.item()}
+    known = held(part, formula_of(part)) | {"A_i": advantage.item()}
     y = [computed(tuple(lines), "y_it", policies(new, old, t) | known) for t in range(T)]
     loss_BT, _ = part(new[None], old[None], advantage, torch.ones(1, T))
     assert loss_BT[0].tolist() == pytest.approx([-advantage.item() * math.exp(sum(y) / T)] * T, rel=1e-12)
@@ -89,7 +89,7 @@ def test_the_corrections_formula_gives_its_weights(made: type[Correction], seed:
     sampler = -noise(seed, T).abs()
     old = sampler + noise(seed + 100, T, scale=0.3)
     weight = part(old[None], sampler[None], torch.ones(1, T)).expand(1, T)
-    formula = part.formula()
+    formula = formula_of(part)
     for t in range(T):
         values = policies(old, old, t, μ=sampler) | held(part, formula)
         assert computed(formula.lines, "ρ_it", values) == pytest.approx(weight[0, t].item(), rel=1e-12)
@@ -102,7 +102,7 @@ def test_the_kl_estimators_formula_gives_its_values(made: Any, on_policy: bool) 
     old = -noise(0, T).abs()
     new, ref = old + noise(1, T), old + noise(2, T)
     new[0], ref[0] = old[0], old[0] + 5  # k3 is bounded there
-    formula = part.formula()
+    formula = formula_of(part)
     lines = tuple(line for line in formula.lines if not line.startswith("after every"))
     for t in range(T):
         values = policies(new, old, t, π_ref=ref) | held(part, formula)
@@ -114,7 +114,7 @@ def test_the_kl_estimators_formula_gives_its_values(made: Any, on_policy: bool) 
 )
 def test_the_advantages_formula_gives_its_values(part: Any) -> None:
     scores = noise(0, 5).abs()
-    formula = part.formula()
+    formula = formula_of(part)
     lines = formula.lines
     if isinstance(part, LeaveOneOut):  # the second of two equal forms
         lines = (f"A_i{formula.lines[1].lstrip(' ').replace('=', ' =', 1)}",)
@@ -137,7 +137,7 @@ def test_the_aggregates_formula_gives_its_weights(part: Any) -> None:
     mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
     ids = torch.tensor(groups)
     weights = part(mask, ids, Totals.of(advantages, mask, ids, micro_batches=4))
-    formula = part.formula()
+    formula = formula_of(part)
     only = getattr(part, "informative_only", False)
     counted = [not only or group != 1 for group in groups]
     assert only == any("A_j ≠ 0;  else w_i = 0" in line for line in formula.lines)
@@ -159,7 +159,7 @@ def test_the_question_weights_formula_gives_its_values() -> None:
     accuracy = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]).double()
     scores = accuracy + torch.tensor([[0.0], [0.0], [0.0], [0.0]]).double()
     scores[3, 0] = 0.5  # differs, although nothing was right: its accuracy counts as 1
-    formula = part.formula()
+    formula = formula_of(part)
     line = formula.lines[1].partition(",  ")[0].replace("|Q|", "size_Q")
     line = line.replace("Σ_p∈Q exp(−a_p / T)", "sum_Q")
     a = {0: 1 / 3, 1: 2 / 3, 3: 1.0}
@@ -173,7 +173,7 @@ def test_the_question_weights_formula_gives_its_values() -> None:
 
 def test_the_formula_of_batch_std_gives_its_values() -> None:
     scores = noise(0, 3, 4)
-    first, second = BatchStd(eps=0.3).formula().lines
+    first, second = formula_of(BatchStd(eps=0.3)).lines
     assert (first, second.partition(",")[0]) == (
         "A_i = (s_i − mean_G s) / (std s + ε)",
         "std s = √( Σ (s − mean s)² / (n − 1) )",
@@ -185,13 +185,13 @@ def test_the_formula_of_batch_std_gives_its_values() -> None:
 def test_the_formulas_of_reinforce_pp_give_its_values() -> None:
     scores, lengths = noise(0, 3, 4), torch.randint(1, 9, (3, 4), generator=torch.Generator().manual_seed(1))
     c = scores - scores.mean(1, keepdim=True)
-    assert ReinforcePlusPlus(eps=0.3).formula().lines == (
+    assert formula_of(ReinforcePlusPlus(eps=0.3)).lines == (
         "c_i = s_i − mean_G s",
         "A_i = c_i / (std c + ε)",
         "std c = √( Σ c² / (n − 1) ),  the step's n scores",
     )
     torch.testing.assert_close(ReinforcePlusPlus(eps=0.3)(scores), c / (((c**2).sum() / 11).sqrt() + 0.3))
-    assert ReinforcePlusPlus("tokens", eps=0.3).formula().lines == (
+    assert formula_of(ReinforcePlusPlus("tokens", eps=0.3)).lines == (
         "c_i = s_i − mean_G s",
         "A_i = (c_i − b) / (√v + ε)",
         "b = Σ_j |o_j| c_j / Σ_j |o_j|,  j: the step's completions",

@@ -14,11 +14,10 @@ from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.kl import K3
 from grpocli.algorithm.objective import Clip
 from grpocli.composition.compose import register_parts
-from grpocli.config.formula import Formula
 from grpocli.config.parts import registered
 from grpocli.config.user_parts import choice_of
-from grpocli_tools.explain.documentation import formula_of
 from grpocli_tools.explain.explanation import part_section
+from grpocli_tools.explain.formulas import Formula, formula_of
 from grpocli_tools.explain.render import LABEL, WIDTH
 
 register_parts()
@@ -62,7 +61,7 @@ def test_every_kind_of_part_is_covered() -> None:
 
 @pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
 def test_every_part_has_a_formula_with_its_source_or_a_reason(kind: str, choice: str, made: type[Any]) -> None:
-    assert "formula" in dir(made)
+    assert formula_of.dispatch(made) is not formula_of.dispatch(object)
     for part in instances(made):
         formula = formula_of(part)
         if formula.lines:
@@ -113,18 +112,18 @@ def test_variants_of_the_document_exist() -> None:
 
 
 def test_values_change_lines() -> None:
-    plain, sequence = Clip().formula(), Clip(level="sequence").formula()
+    plain, sequence = formula_of(Clip()), formula_of(Clip(level="sequence"))
     assert plain.lines[0] == "r_it = π_θ(o_it) / π_old(o_it)"
     assert sequence.lines[0] == "r_i = ( Π_t π_θ(o_it) / π_old(o_it) )^(1 / |o_i|)"
     assert any("GSPO" in source for source in sequence.source)
     assert "c" not in plain.symbols
-    assert Clip(dual=3.0).formula().symbols["c"] == "dual"
-    assert Clip(dual=3.0).formula().lines[-1] == "ℓ_it = −g_it where A_i ≥ 0,  −max(g_it, c A_i) where A_i < 0"
-    assert Clip(delta=3.0).formula().lines[1] == "b_it = min(r_it, δ)"
+    assert formula_of(Clip(dual=3.0)).symbols["c"] == "dual"
+    assert formula_of(Clip(dual=3.0)).lines[-1] == "ℓ_it = −g_it where A_i ≥ 0,  −max(g_it, c A_i) where A_i < 0"
+    assert formula_of(Clip(delta=3.0)).lines[1] == "b_it = min(r_it, δ)"
     assert not any("DAPO" in source for source in plain.source)
-    assert any("DAPO" in source for source in Clip(high=0.28).formula().source)
-    assert K3(beta=0.0).formula().lines == ()
-    assert K3(sync_every=2).formula().symbols == {"β": "beta", "m": "sync_every", "α": "sync_alpha"}
+    assert any("DAPO" in source for source in formula_of(Clip(high=0.28)).source)
+    assert formula_of(K3(beta=0.0)).lines == ()
+    assert formula_of(K3(sync_every=2)).symbols == {"β": "beta", "m": "sync_every", "α": "sync_alpha"}
 
 
 def test_a_part_without_a_formula_shows_its_docstring() -> None:
