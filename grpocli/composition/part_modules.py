@@ -21,7 +21,6 @@ import grpocli.hardware
 import grpocli.models.hf
 import grpocli.models.tiny
 import grpocli.rewards.code
-import grpocli.rewards.countdown
 import grpocli.rewards.judge
 import grpocli.rewards.length
 import grpocli.rewards.math

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -128,10 +128,7 @@ class EnvironmentReward(BaseReward):
     """Name of one of the environment's rewards; null: all of them together. For several with different weights, give
     each a YAML with `_target_: reward/environment` and its `key`."""
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> Score:
+    def score_sample(self, sample: Sample) -> Score:
         if sample.episode is None:
             return None
         rewards = sample.episode.rewards

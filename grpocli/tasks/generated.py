@@ -1,19 +1,26 @@
-"""Tasks whose examples are made from a seed: task=arithmetic, countdown, letter_counting, sliding_puzzle."""
+"""Tasks whose examples are made from a seed: task=arithmetic, countdown, letter_counting, sliding_puzzle.
+
+reward=[countdown] stands beside its task.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import operator
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
 
+from grpocli.answers.final_answer import after_thinking
 from grpocli.config.parts import Escaped, one_of, part, require, section
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.environments.sliding_puzzle import MOVES, is_solved, show, slide, solved_board
 from grpocli.errors import ConfigError
+from grpocli.rewards.reward import Correctness, Failure, Sample, Score
 from grpocli.tasks.task import BaseTask, Example
 
 HELD_OUT = 1 / 10
@@ -30,6 +37,9 @@ SYLLABLES = (
     *("ba", "ber", "can", "co", "der", "din", "el", "en", "fer", "gol", "ha", "in", "ka", "lar", "lo", "mem", "mi"),
     *("na", "nes", "or", "per", "pol", "qua", "ra", "rub", "sal", "so", "ster", "ta", "ter", "un", "ver", "wil", "zo"),
 )
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+LONGEST_EXPRESSION = 500
+"""Characters of an expression that are parsed."""
 INSTRUCTIONS = "Slide the tiles until they are in order. Each turn, name one move: up, down, left or right.\n"
 
 
@@ -176,6 +186,52 @@ def _combined(numbers: list[int], random: random.Random) -> tuple[str, Fraction]
         value = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else a}[sign]
         parts = [(f"({left} {sign} {right})", value), *rest]
     return parts[0]
+
+
+@part("reward", "countdown", package="reward.countdown")
+class CountdownReward(Correctness):
+    """`right` (1) if the last <answer> uses each number once and equals the target, else `wrong` (0).
+
+    The example has the columns `numbers` and `target`. Without an <answer> the last line counts.
+    """
+
+    solution_column = "answer"
+    answer_column: str = "target"
+    """Column of the example with the target."""
+
+    def score_sample(self, sample: Sample) -> Score:
+        numbers, target = sample.columns.get("numbers"), sample.columns.get(self.answer_column)
+        if not isinstance(numbers, list) or target is None:
+            return Failure(f"the example needs `numbers` and {self.answer_column!r}")
+        text = after_thinking(sample.text)
+        found = TAGGED.findall(text) or text.strip().splitlines()[-1:]
+        return self.value(bool(found) and reaches(found[-1], numbers, target))
+
+
+def reaches(expression: str, numbers: Sequence[int], target: int) -> bool:
+    """Whether the text is an expression of + - * / and exactly these numbers with that value; "= VALUE" may follow."""
+    try:
+        tree = ast.parse(expression.partition("=")[0].strip()[:LONGEST_EXPRESSION], mode="eval").body
+        used: list[int] = []
+        return _value(tree, used) == target and sorted(used) == sorted(numbers)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return False
+
+
+def _value(node: ast.AST, used: list[int]) -> Fraction:
+    match node:
+        case ast.Constant(value=int() as number) if not isinstance(number, bool):
+            used.append(number)
+            return Fraction(number)
+        case ast.BinOp(left, ast.Add(), right):
+            return _value(left, used) + _value(right, used)
+        case ast.BinOp(left, ast.Sub(), right):
+            return _value(left, used) - _value(right, used)
+        case ast.BinOp(left, ast.Mult(), right):
+            return _value(left, used) * _value(right, used)
+        case ast.BinOp(left, ast.Div(), right):
+            return _value(left, used) / _value(right, used)
+    raise ValueError(ast.dump(node))
 
 
 @part("task", "letter_counting")

@@ -169,7 +169,7 @@ class TextRows:
         """The value of a JSON text that begins on a line."""
         try:
             return json.loads(text.rstrip())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             at, reason = line + getattr(error, "lineno", 1) - 1, getattr(error, "msg", error)
             problem = f"cannot be read: line {at} is not JSON ({reason}); repair or remove it"
             raise self._error(problem, file) from error
@@ -178,7 +178,14 @@ class TextRows:
         """Cells stay text, so that 007 is 007; empty ones are None, and columns without a name are left out."""
         csv.field_size_limit(sys.maxsize)
         reader = csv.reader(lines, strict=True)
-        names = next((row for row in reader if row), [])
+        try:
+            yield from self._csv_rows(reader, file)
+        except csv.Error as error:
+            problem = f"cannot be read: line {reader.line_num} is not CSV ({error}); repair or remove it"
+            raise self._error(problem, file) from error
+
+    def _csv_rows(self, reader: Any, file: str) -> Iterator[Callable[[], Row]]:
+        names: list[str] = next((row for row in reader if row), [])
         if twice := next((name for name in names if name and names.count(name) > 1), ""):
             raise self._error(f"line 1 has two columns called {twice!r}; rename or remove one", file)
         for cells in reader:

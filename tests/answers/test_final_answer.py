@@ -6,9 +6,9 @@ import pytest
 
 from grpocli.answers.final_answer import answer_expression, final_answer
 from grpocli.library_environments.reasoning_gym import ReasoningGymReward
-from grpocli.rewards.countdown import CountdownReward
 from grpocli.rewards.math import Math
 from grpocli.rewards.text_match import ExactMatch, Number
+from grpocli.tasks.generated import CountdownReward
 
 MARKS = [
     ("<think>a 7</think><answer>5</answer>", "5"),

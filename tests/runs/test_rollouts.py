@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from grpocli.rewards.countdown import CountdownReward
 from grpocli.rewards.length import Overlong
 from grpocli.rewards.reward import answer_columns
 from grpocli.rewards.text_match import ExactMatch
 from grpocli.runs.rollouts import Record, evaluation_records, read_rollouts, write_rollouts
+from grpocli.tasks.generated import CountdownReward
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row, Status
 
 TALK = [{"role": "user", "content": "Wie groß?"}]

@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.rewards.countdown import CountdownReward, reaches
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.rewards.text_match import Number
-from grpocli.tasks.generated import HELD_OUT, Countdown, Generated, LetterCounting, SlidingPuzzles, is_held_out
+from grpocli.tasks.generated import (
+    HELD_OUT,
+    Countdown,
+    CountdownReward,
+    Generated,
+    LetterCounting,
+    SlidingPuzzles,
+    is_held_out,
+    reaches,
+)
 from grpocli.types import Completion, Prompt, Rollout
 
 

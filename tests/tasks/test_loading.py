@@ -96,7 +96,7 @@ def test_a_folders_files_are_chosen_by_split(
         ("a.csv", "", "it is empty"),
         ("a.csv", "q,a\n1,2\n1,2,3,4\n", "line 3 has 4 cells"),
         ("a.csv", "q,a,a\n1,2,3\n", "two columns called 'a'"),
-        ("a.csv", 'q,a\n"1,2\n', "unexpected end"),
+        ("a.csv", 'q,a\n"1,2\n', r"line 2 is not CSV \(unexpected end of data\); repair or remove it"),
     ],
 )
 def test_unreadable_data_gives_a_one_sentence_error(name: str, text: str, sentence: str, tmp_path: Path) -> None:
