@@ -30,7 +30,7 @@ from grpocli.errors import EngineError
 from grpocli.models.lora import Lora, attach
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm import canary, lora, weight_transfer, weight_verifier
+from grpocli.rollout.vllm import lora, weight_transfer, weight_verifier
 from grpocli.rollout.vllm.client import ServerClient
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.rollout.vllm.lora import AdapterSync
@@ -231,7 +231,7 @@ def weights_table(model: Path, dtype: str, folder: Path) -> list[Row]:
             """What a server that has read the checkpoint does at its first sync."""
             verifier, probe = engine.verifier, engine.verifier.token_ids
             start = policy.score(probe)
-            with canary.weights(policy):
+            with weight_verifier.canary_weights(policy):
                 engine._load(1, first=False)
                 verifier.verify_followed(engine.llm.score(probe), policy.score(probe), start)
                 verifier.verify_sampled(engine.llm.sample, 1)

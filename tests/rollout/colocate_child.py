@@ -127,7 +127,7 @@ def moved(engine: Any, policy: TinyPolicy) -> dict[str, Any]:
     engine.sync(2)
     scores += [engine.llm.score(probe), policy.score(probe)]
     versions = {one.version for group in engine.generate(requests(), Sampling(4)) for one in group}
-    return {"scores": scores, "versions": sorted(versions), "weight version": engine.llm.weight_version()}
+    return {"scores": scores, "versions": sorted(versions), "weight version": engine.llm.llm.get_weight_version()}
 
 
 def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:

@@ -480,14 +480,13 @@ def test_log_probs_of_structured_outputs_are_over_the_allowed_tokens(fresh: Runn
     assert sum(of_all) < sum(one.logprobs)
 
 
-def test_a_refused_sampling_key_fails_the_first_sync(fresh: Running) -> None:
-    """Not earlier: a killed run may have left the server paused."""
-
+def test_a_refused_sampling_key_is_named(fresh: Running) -> None:
     def connect(**changes: Any) -> None:
-        context = replace(fresh.context, sampling=replace(FREE, **changes))
-        engine = Vllm(base_url=fresh.endpoint.url).connect(context)
-        fresh.engine.pool.clients[0].pause()
+        sampling = replace(FREE, **changes)
+        engine = Vllm(base_url=fresh.endpoint.url).connect(replace(fresh.context, sampling=sampling))
+        fresh.engine.pool.clients[0].pause()  # as a killed run may have left it
         engine.sync(0)
+        engine.generate([Request([1, 2], 1, seed=0)], sampling)
         engine.close()
 
     connect(regex="a+")

@@ -18,14 +18,21 @@ from transformers import LlamaForCausalLM
 from grpocli.errors import EngineError
 from grpocli.models.lora import Lora, attach
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm import canary
 from grpocli.rollout.vllm.client import CANARY, ServerClient
 from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.weight_sync import PolicyWeights, WeightSync
 from grpocli.rollout.vllm.weight_verifier import (
     ADAPTER_ATTEMPTS,
+    HEAD_NORM,
+    LEAST,
+    MOVED,
+    ROW_NORM,
     TOLERANCE,
+    adapter_kinds,
+    canary_adapter,
+    canary_tells,
+    canary_weights,
     mean_gap,
     probe_prompt,
     require_followed,
@@ -58,7 +65,7 @@ def test_every_weight_changes_and_comes_back_bit_for_bit(policy: TinyPolicy) -> 
         weight[3, 0], weight[4], weight[5, :2] = 1e-42, 1e-30, torch.tensor([1.1e-27, 1e18])
         policy.model.model.norm.weight[:3] = torch.tensor([0.0, 5e-45, -1e20])
     before = copies(policy)
-    with suppress(KeyError), canary.weights(policy):  # type: ignore[arg-type]
+    with suppress(KeyError), canary_weights(policy):  # type: ignore[arg-type]
         changed = copies(policy)
         raise KeyError
     for name, tensor in changed.items():
@@ -70,7 +77,7 @@ def test_every_weight_changes_and_comes_back_bit_for_bit(policy: TinyPolicy) -> 
 def test_rows_have_random_signs_and_calm_norms(policy: TinyPolicy) -> None:
     before = copies(policy)
     heads = ("embed_tokens", "lm_head")
-    with canary.weights(policy):  # type: ignore[arg-type]
+    with canary_weights(policy):  # type: ignore[arg-type]
         for name, parameter in policy.model.named_parameters():
             rows = before[name].reshape(len(parameter), -1)
             some = (rows != 0).all(-1)  # the row of a padding token is 0
@@ -78,7 +85,7 @@ def test_rows_have_random_signs_and_calm_norms(policy: TinyPolicy) -> None:
             assert torch.equal(factors.abs().log2().round(), factors.abs().log2()), "powers of two"
             assert 0.25 < (factors[:, 0] > 0).float().mean() < 0.75, name
             if parameter.dim() > 1:
-                target = canary.HEAD_NORM if any(head in name for head in heads) else canary.ROW_NORM
+                target = HEAD_NORM if any(head in name for head in heads) else ROW_NORM
                 norms = parameter[some].norm(dim=-1) / target
                 assert norms.min() > 0.7
                 assert norms.max() < 1.42
@@ -88,9 +95,9 @@ def test_each_weight_alone_moves_the_probe_beyond_the_tolerance(policy: TinyPoli
     """A server that keeps one of them does not follow."""
     probe = probe_prompt(96)
     own, start = copies(policy), policy.score(probe)
-    with canary.weights(policy):  # type: ignore[arg-type]
+    with canary_weights(policy):  # type: ignore[arg-type]
         expected = policy.score(probe)
-        assert mean_gap(start, expected) > canary.MOVED
+        assert mean_gap(start, expected) > MOVED
         for name, parameter in policy.model.named_parameters():
             with torch.no_grad():
                 changed = parameter.clone()
@@ -101,11 +108,11 @@ def test_each_weight_alone_moves_the_probe_beyond_the_tolerance(policy: TinyPoli
 
 def test_a_canary_that_moves_nothing_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert not canary.tells([-1.0, -2.0], [-1.0, -2.001])
-        assert not canary.tells([-1.0, -2.0], [-1.0, float("nan")])
+        assert not canary_tells([-1.0, -2.0], [-1.0, -2.001])
+        assert not canary_tells([-1.0, -2.0], [-1.0, float("nan")])
     assert "proves nothing about this model" in caplog.text
-    assert canary.tells([-1.0, -2.0], [-4.0, -2.0])
-    assert canary.tells([], []), "other processes do not decide"
+    assert canary_tells([-1.0, -2.0], [-4.0, -2.0])
+    assert canary_tells([], []), "other processes do not decide"
 
 
 def test_a_model_that_no_canary_moves_is_synced_without_it(
@@ -128,12 +135,12 @@ def test_an_adapters_canary_moves_the_probe_and_is_undone(policy: TinyPolicy) ->
     attach(policy.model, Lora(rank=3, alpha=7.5), seed=0)
     before, probe = copies(policy), probe_prompt(96)
     start = policy.score(probe)
-    kinds = canary.adapter_kinds(policy)  # type: ignore[arg-type]
+    kinds = adapter_kinds(policy)  # type: ignore[arg-type]
     assert set(kinds) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     for kind, layers in kinds.items():
         assert len(layers) == 2
-        with canary.adapter(policy, layers, lambda: mean_gap(start, policy.score(probe))) as moved:  # type: ignore[arg-type]
-            assert moved == mean_gap(start, policy.score(probe)) > canary.LEAST
+        with canary_adapter(policy, layers, lambda: mean_gap(start, policy.score(probe))) as moved:  # type: ignore[arg-type]
+            assert moved == mean_gap(start, policy.score(probe)) > LEAST
             changed = {name for name, now in copies(policy).items() if not torch.equal(now, before[name])}
             assert changed == {f"{name}.lora_B.default.weight" for name, _ in layers}, kind
     assert all(same_bits(tensor, before[name]) for name, tensor in copies(policy).items())

@@ -56,9 +56,6 @@ class Recorded:
         self.calls.append("reset")
         return True
 
-    def get_weight_version(self) -> str:
-        return self.version
-
 
 class Sampling1(InProcessLLM):
     """An engine with scripted completions and scores."""

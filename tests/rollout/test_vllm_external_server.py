@@ -65,7 +65,6 @@ class StandIn:
             "/health": (200, {}),
             "/weight_info": (200, {"weight_version": "default"}),
             "/server_info": (200, {"vllm_config": served()}),
-            "/inference/v1/generate": (422, {"error": {"message": "token_ids: Field required"}}),
             "/version": (200, {"version": "0.1.2"}),
         }
         return known.get(path, (404, {"detail": "Not Found"}))
@@ -141,10 +140,7 @@ def test_a_dead_server_is_not_reported_as_a_missing_key(stand_in: StandIn, job: 
     [
         ({"/weight_info": (401, {})}, r"refuses the key: set engine\.api_key_file"),
         ({"/weight_info": (403, {})}, r"refuses the key: set engine\.api_key_file"),
-        ({"/weight_info": (404, {})}, r"\(vLLM 0\.1\.2\) has no /weight_info: start it with `grpocli vllm-serve`"),
-        ({"/weight_info": (404, {}), "/version": (404, {})}, r"that server has no /weight_info: start it"),
-        ({"/inference/v1/generate": (404, {})}, r"\(vLLM 0\.1\.2\) has no /inference/v1/generate: start it"),
-        ({"/inference/v1/generate": (403, {})}, r"keeps /inference/v1/generate closed .*--enable-scale-out"),
+        ({"/weight_info": (404, {})}, r"not a vLLM server for training: start one with `grpocli vllm-serve`"),
         ({"/server_info": (200, {"other": 1})}, r"not a vLLM server for training: start one with"),
         ({"/weight_info": (200, ["x"])}, r"not a vLLM server for training: start one with"),
     ],
@@ -258,7 +254,6 @@ def test_a_key_comes_from_a_file_or_the_environment(
         ({"base_url": "http://127.0.0.1:abc"}, r"engine\.base_url=http://127\.0\.0\.1:abc: must be an address"),
         ({"base_url": 8000}, r"engine\.base_url=8000: must be an address or a list"),
         ({"base_url": ["http://a:1", "b:1"]}, r"engine\.base_url=b:1: must be an address such as http://"),
-        ({"base_url": ["http://a:1", "http://b:1", "http://a:1/"]}, r"engine\.base_url=.*names http://a:1 twice"),
         ({"base_url": ["http://a:1"], "api_key_file": ["a", "b"]}, r"engine\.api_key_file=.*another length .*\(1\)"),
         ({"base_url": "http://a:1", "api_key_file": []}, r"engine\.api_key_file=\[\]: has another length"),
         ({"base_url": "http://a:1", "replicas": 2}, r"engine\.replicas=2: does not change a server that runs already"),

@@ -14,13 +14,12 @@ from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm import lora
 from grpocli.rollout.vllm.connection import ServerGone
-from grpocli.rollout.vllm.lora import AdapterSync, lora_environment, lora_flags, lora_misfit
+from grpocli.rollout.vllm.lora import AdapterSync, lora_flags, lora_misfit
 
 
 @pytest.mark.parametrize(("rank", "fits"), [(1, 1), (3, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
 def test_a_server_starts_with_the_next_rank_that_vllm_supports(rank: int, fits: int) -> None:
     assert lora_flags(rank, "float32", cpu=True)["max-lora-rank"] == fits
-    assert lora_environment(rank)
 
 
 def test_the_first_of_several_failures_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +48,7 @@ def test_the_first_of_several_failures_is_raised(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_server_without_lora_takes_no_adapters() -> None:
-    assert (lora_flags(0, "float32", cpu=False), lora_environment(0)) == ({}, {})
+    assert lora_flags(0, "float32", cpu=False) == {}
 
 
 def test_ranks_and_dtypes_that_vllm_cannot_serve_are_refused() -> None:

@@ -113,25 +113,6 @@ def engine_of(servers: Sequence[Vllm], waiting: Comes, world: Any = None) -> tup
     return VllmEngine(ServerPool(clients), sync, [1], version=3, world=world or Alone(), reconnector=waiting), sync
 
 
-def test_servers_are_tried_once_after_the_first_sync(serve: Callable[..., Vllm]) -> None:
-    """Not earlier: a killed run may have left them paused."""
-    tried: list[list[int]] = []
-    clients = clients_of(serve())
-    sync = Syncs(clients)
-    engine = VllmEngine(
-        ServerPool(clients),
-        sync,
-        [1],
-        version=None,
-        world=Alone(),
-        reconnector=Comes(),
-        check_sampling=lambda: tried.append(list(sync.versions)),
-    )
-    engine.sync(4)
-    engine.sync(5)
-    assert tried == [[4]]
-
-
 def requests(count: int, n: int = 1) -> list[Request]:
     return [Request([10 + i], n, seed=i) for i in range(count)]
 

@@ -32,10 +32,9 @@ from grpocli.rollout.vllm.transport_gpu import ARGUMENTS, decode_handles, encode
 from grpocli.rollout.vllm.transport_shm import (
     BucketFile,
     MappedFiles,
-    bucket_counts,
+    buckets,
     checked_path,
     file_size,
-    weights_folder,
 )
 from grpocli.rollout.vllm.weight_sync import LockedIterator, PolicyWeights, WeightSync
 from grpocli.rollout.vllm.weight_verifier import TOLERANCE, WORST, probe_prompt, require_close, tolerance
@@ -124,13 +123,13 @@ def test_truncated_files_are_refused(tmp_path: Path, cut: int) -> None:
     file = BucketFile(tmp_path / "w", file_size(SHAPES, torch.float32))
     file.write(SHAPES, WEIGHTS.values(), torch.float32)
     (tmp_path / "cut").write_bytes((tmp_path / "w").read_bytes()[:cut])
-    with pytest.raises(ValueError, match="cut off"):
+    with pytest.raises(ValueError, match=r"buffer|JSON|Expecting|Unterminated"):
         MappedFiles().tensors("cut", tmp_path, keep=False)
 
 
 @pytest.mark.parametrize("size", [1, 64, 200, 2900, 10**9])
 def test_buckets_are_bounded_and_hold_all_weights(size: int) -> None:
-    counts = bucket_counts(SHAPES, torch.float32, size)
+    counts = [len(bucket) for bucket in buckets(SHAPES, torch.float32, size)]
     assert sum(counts) == len(SHAPES)
     begins = [sum(counts[:i]) for i in range(len(counts))]
     filled = [sum(math.prod(s) * 4 for _, s in SHAPES[b : b + n]) for b, n in zip(begins, counts, strict=True)]
@@ -161,12 +160,6 @@ def test_paths_outside_the_folder_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match="not "):
             MappedFiles().tensors(name, folder, keep=False)  # type: ignore[arg-type]
-
-
-def test_a_transport_without_a_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GRPOCLI_SHM_DIR", raising=False)
-    with pytest.raises(RuntimeError, match="GRPOCLI_SHM_DIR"):
-        weights_folder()
 
 
 @pytest.mark.parametrize("vocabulary", [8, 97, 32_000, 151_936])
@@ -449,7 +442,7 @@ def test_every_sync_updates_every_server_and_leaves_no_file(
     tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three servers, two of which share a folder; four buckets, so that files are rewritten while others load."""
-    monkeypatch.setattr(transport_shm, "bucket_counts", lambda *_: [1, 2, 1, 1])
+    monkeypatch.setattr(transport_shm, "buckets", lambda shapes, *_: [shapes[:1], shapes[1:3], shapes[3:4], shapes[4:]])
     made: list[Path] = []
     monkeypatch.setattr(transport_shm, "BucketFile", lambda path, size: made.append(path) or BucketFile(path, size))
     folders = [tmp_path / "a", tmp_path / "a", tmp_path / "b"]
@@ -656,7 +649,7 @@ def test_ipc_handles_survive_json() -> None:
 
 @pytest.mark.parametrize(
     "part",
-    [{"type": "os.system"}, {"dtype": "int3"}, {"bytes": "%%"}, {"ints": [1, "2"]}, {"ints": [True]}, "text", 1.5, []],
+    [{"name": "os.system"}, {"name": ["int3"]}, {"bytes": "%%"}, {"ints": [1, "2"]}, {"ints": [True]}, "text", 1.5, []],
 )
 def test_other_values_are_refused_as_ipc_handles(part: Any) -> None:
     good = encode_handles({"GPU-1": HANDLE})["GPU-1"]
@@ -664,11 +657,6 @@ def test_other_values_are_refused_as_ipc_handles(part: Any) -> None:
         decode_handles({"GPU-1": [part, *good[1:]]})
     with pytest.raises(ValueError, match=f"has {ARGUMENTS} parts"):
         decode_handles({"GPU-1": good[:-1]})
-
-
-def test_other_types_are_not_encoded() -> None:
-    with pytest.raises(ValueError, match="is not part of an IPC handle"):
-        encode_handles({"GPU-1": (os.system,)})
 
 
 @pytest.mark.vllm
@@ -805,7 +793,8 @@ def test_a_wait_for_the_weights_has_the_deadline_of_the_transfer(
     computed, server = threading.Event(), Server(tmp_path)
     server.prepared = True
     monkeypatch.setattr(transport_gpu, "DEADLINE", 0.2)
-    monkeypatch.setattr(transport_gpu, "wait_for_weights", lambda: computed.wait(60))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: computed.wait(60))
     weights = PolicyWeights(context().policy, torch.bfloat16)
     transport: Any = (
         transport_gpu.NcclTransport(weights, 64) if kind == "nccl" else transport_gpu.IpcTransport(weights, 64, 0)

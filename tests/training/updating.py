@@ -29,7 +29,7 @@ from grpocli.models.lora import Lora, attach, is_adapted
 from grpocli.models.tiny import make_tokenizer
 from grpocli.processes.threads import end_process
 from grpocli.rollout.sampler import sample
-from grpocli.rollout.vllm import canary
+from grpocli.rollout.vllm.weight_verifier import canary_weights
 from grpocli.training import checkpoint
 from grpocli.training.checkpoint import State
 from grpocli.training.optim import AdamW, Muon, Optimizer, Sgd
@@ -264,7 +264,7 @@ def canaried(world: World, folder: Path) -> dict[str, object]:
     policy, _ = loaded(world, folder / "model", descent)
     ids = [2, 5, 6, 7, 8, 9]
     before, scored = whole(policy), policy.score(ids)
-    with canary.weights(policy):
+    with canary_weights(policy):
         changed, followed = whole(policy), policy.score(ids)
         kept = policy.score(ids) == followed  # not a copy that an earlier forward has left
     same = torch.equal(whole(policy), before) and policy.score(ids) == scored

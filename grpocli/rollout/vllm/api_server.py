@@ -2,10 +2,7 @@
 
 vLLM's engine and worker processes do not notice the death of their parent, so a server killed by SIGKILL would leave
 them behind with the model in memory. Spawned processes import this module as `__mp_main__` before any module of vLLM,
-and forked ones run the hook. The plugin would run too late in the first and never in the second, and it also runs in
-servers that users start, which may outlive their shell.
-
-The server loads `RequireKey` as its middleware, which runs before all other code of the server.
+and forked ones run the hook; the plugin would run too late in the first and never in the second.
 """
 
 from __future__ import annotations
@@ -59,7 +56,8 @@ class RequireKey:
         if scope["type"] == "lifespan" or self._is_open(scope) or self._is_authorized(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await _refuse_websocket(scope, receive, send)
+            await receive()  # websocket.connect
+            await send({"type": "websocket.close", "code": 1008})  # before accept: servers answer HTTP 403
         else:
             await send({"type": "http.response.start", "status": 401, "headers": HEADERS})
             await send({"type": "http.response.body", "body": BODY})
@@ -78,15 +76,6 @@ class RequireKey:
 def _digest(key: bytes) -> bytes:
     """A digest, so that comparing takes the same time for keys of any length."""
     return hashlib.sha256(key).digest()
-
-
-async def _refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
-    await receive()  # websocket.connect
-    if "websocket.http.response" in scope.get("extensions", {}):
-        await send({"type": "websocket.http.response.start", "status": 401, "headers": HEADERS})
-        await send({"type": "websocket.http.response.body", "body": BODY})
-    else:
-        await send({"type": "websocket.close", "code": 1008})  # before accept: servers answer HTTP 403
 
 
 def tie() -> None:

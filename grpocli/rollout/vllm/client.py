@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ ADAPTER = f"{MODEL}-v"
 """With LoRA each update is an adapter with this name and its version."""
 FIRST = -1  # priority above all waiting requests
 UNFINISHED = "unfinished"  # the version label of a mixture of weights
-CANARY = "canary"  # in place of a version: weights that are sent as a test only (`canary.py`)
+CANARY = "canary"  # in place of a version: weights that are sent as a test only (`weight_verifier.py`)
 ROUNDING = 1e-3
 """The largest log-prob above 0 that counts as rounding."""
 COLDEST, HOTTEST = 0.01, 2.0
@@ -45,8 +44,7 @@ def _whole(answer: Any) -> Any:
 class ServerClient:
     """One server's routes. A failed call raises EngineError that names the call.
 
-    timeout: seconds without any sign of progress after which a call fails; a call may last longer while the server
-        computes tokens for other requests, or while it is paused.
+    timeout: seconds without any sign of progress after which a call fails, see `connection.py`.
     patience: seconds during which a busy server, or one with an internal error, is retried; 0: no retries.
     run: a prefix of version labels, which distinguishes this run's weights from another run's.
     model: the name that completions are requested from, `MODEL` or an adapter.
@@ -84,10 +82,7 @@ class ServerClient:
         return asyncio.run(self.connection.request("POST", path, body, read))
 
     def _post_once(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Post a part of a sync that cannot be retried alone.
-
-        A busy server may have executed it or not, so the server counts as lost and gets a whole sync later.
-        """
+        """Post a part of a sync. A busy server may have executed it, so it counts as lost and gets a sync later."""
         try:
             self.post(path, body)
         except Refused as refused:
@@ -139,10 +134,6 @@ class ServerClient:
         if numbers != list(range(len(choices))):
             raise ValueError(f"its completions are numbered {numbers}")
         return sorted(choices, key=lambda choice: int(choice["index"]))
-
-    async def generated(self) -> float:
-        """Tokens that the server has generated since its start, for all clients; 0 if unknown."""
-        return await self.connection.generated()
 
     def score(self, token_ids: Sequence[int], first: bool = False) -> list[float]:
         """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1; first: before waiting requests."""
@@ -285,17 +276,10 @@ def check_temperature(sampling: Sampling) -> None:
         raise ConfigError(problem, key="rollout.temperature", value=sampling.temperature)
 
 
-def check_sampling(sampling: Sampling, ask: Callable[[Request, Sampling], Any]) -> None:
-    """Sample one token to see whether vLLM accepts the regex or JSON schema, which only its grammar can tell.
-
-    ask: sends a request, and raises EngineError if vLLM refuses it. Raises ConfigError that names the key.
-    """
-    name = sampling.structure
-    if not name:
-        return
-    try:
-        ask(Request([0], 1, seed=0), replace(sampling, max_tokens=1))
-    except EngineError as error:
+def check_refusal(error: EngineError, sampling: Sampling) -> None:
+    """Raise ConfigError if vLLM refused a request with a regex or JSON schema, which only its grammar can judge."""
+    refused = error.status == 400 if isinstance(error, Refused) else isinstance(error.__cause__, ValueError)
+    if (name := sampling.structure) and refused:
         reason = " ".join(str(error).split())[:REASON]
         raise ConfigError(
             f"vLLM cannot use it: {reason}", key=f"rollout.{name}", value=getattr(sampling, name)
@@ -313,6 +297,8 @@ def sampling_params(request: Request, sampling: Sampling, stop_token_ids: Sequen
     To call `SamplingParams(**...)` itself, convert `structured_outputs` to a StructuredOutputsParams.
     """
     sampling = request.under(sampling)
+    asked = {"regex": sampling.regex, "json": sampling.json_schema}
+    structure = {kind: value for kind, value in asked.items() if value is not None}
     return {
         "n": 1 if sampling.temperature == 0 else request.n,  # greedy completions are all equal
         "seed": spread_seed(request.seed),
@@ -327,16 +313,8 @@ def sampling_params(request: Request, sampling: Sampling, stop_token_ids: Sequen
         "logprobs": 0,  # of the sampled token only
         "detokenize": bool(sampling.stop),  # vLLM finds stop strings in the text, but cuts no token
         "include_stop_str_in_output": bool(sampling.stop),
-        **_structure(sampling),
+        **({"structured_outputs": structure} if structure else {}),
     }
-
-
-def _structure(sampling: Sampling) -> dict[str, Any]:
-    if sampling.regex is not None:
-        return {"structured_outputs": {"regex": sampling.regex}}
-    if sampling.json_schema is not None:
-        return {"structured_outputs": {"json": sampling.json_schema}}
-    return {}
 
 
 def completions(

@@ -24,7 +24,7 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.files import QuietFileHandler
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
-from grpocli.rollout.vllm.client import check_sampling, check_temperature, completions, sampling_params
+from grpocli.rollout.vllm.client import check_refusal, check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.plugin import leave_out_ranks
 from grpocli.rollout.vllm.server import (
     HF_OVERRIDES,
@@ -77,7 +77,11 @@ class ColocateEngine(Engine):
             raise EngineError("engine=vllm_colocate does not have the policy's weights: call sync before generate")
         check_temperature(sampling)
         parameters = [sampling_params(request, sampling, self._stop) for request in requests]
-        answers = self.llm.complete([request.token_ids for request in requests], parameters)
+        try:
+            answers = self.llm.complete([request.token_ids for request in requests], parameters)
+        except EngineError as error:
+            check_refusal(error, sampling)
+            raise
         return [
             completions(choices, request, sampling, self.version)
             for choices, request in zip(answers, requests, strict=True)
@@ -103,7 +107,7 @@ class ColocateEngine(Engine):
         raise_together(self.world, failures)
 
     def _load_verified(self, version: int, first: bool) -> int:
-        """Load the policy's weights and verify them; return the bytes. If one process fails, all raise EngineError.
+        """Load the policy's weights and verify them; return the bytes.
 
         first: vLLM's weights are still random, which proves the load (docs/vllm.md), its caches included. Every process
         scores equally often, since that may be collective.
@@ -112,7 +116,6 @@ class ColocateEngine(Engine):
         due = self.verifier.due()
         try:
             sent = self._load(version, first)
-            self._check_version(version)
         except EngineError as error:
             failures.append(str(error))
         expected = self.policy.score(probe) if due else []
@@ -144,11 +147,6 @@ class ColocateEngine(Engine):
                 for _ in stream:  # gathers are collective, so finish them after a failure in this process too
                     pass
 
-    def _check_version(self, version: int) -> None:
-        reported = self.llm.weight_version()
-        if reported != str(version):
-            raise EngineError(f"vLLM has weight version {reported} after the sync to version {version}")
-
     def close(self) -> None:
         self.llm.close()
 
@@ -167,16 +165,9 @@ def launch(options: ColocateOptions, job: EngineJob) -> Iterator[None]:
 
 def connect(options: ColocateOptions, context: EngineContext) -> ColocateEngine:
     """Start vLLM in this process. Collective: the processes create their process groups together."""
-
     if context.sampling:
         check_temperature(context.sampling)
-    llm = start(options, context.job, context.world)
-    if context.sampling:
-        check_sampling(
-            context.sampling,
-            lambda request, sampling: llm.complete([request.token_ids], [sampling_params(request, sampling, [])]),
-        )
-    return ColocateEngine(llm, context)
+    return ColocateEngine(start(options, context.job, context.world), context)
 
 
 class InProcessLLM:
@@ -223,9 +214,6 @@ class InProcessLLM:
             with self._vllm_call("sleep"):
                 self.llm.sleep(level=DISCARD_LEVEL)
             self.asleep = True
-
-    def weight_version(self) -> str:
-        return str(self.llm.get_weight_version())
 
     def complete(
         self, prompts: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]
@@ -397,9 +385,8 @@ class VllmEnvironment:
     """`with environment.active():` around every use of vLLM.
 
     Outside of the block, environment variables, random generators, torch's threads, matmul precision and stream, the
-    exception hook and warning filters are as if vLLM were not there. Its environment variables and stream return with
-    each block: it reads some variables late, and computes on a stream of its own. Other threads see its state during a
-    block.
+    exception hook and warning filters are as if vLLM were not there. Its variables, some of which it reads late, and
+    its stream return with each block. Other threads see its state during a block.
     """
 
     def __init__(self) -> None:

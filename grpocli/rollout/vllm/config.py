@@ -120,18 +120,13 @@ class VllmOptions(CommonOptions):
 
     def __post_init__(self) -> None:
         self._check_base_url()
-        require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
         at_least_1 = ("start_timeout", "request_timeout", "reconnect_timeout", "patience", "cpu_kv_cache_gb")
         for field in (*at_least_1, "tensor_parallel", "data_parallel", "replicas"):
             require(self, field, getattr(self, field) >= 1, "must be at least 1")
+        room = self.port >= 0 and self.port + self.replicas <= 65536
+        require(self, "port", room, "must be 0 (any free port) to 65535, and each of `replicas` takes the next one")
         require(self, "max_restarts", self.max_restarts >= 0, "must be 0 (never) or more")
         self._check_limits()
-        require(
-            self,
-            "port",
-            self.port == 0 or self.port + self.replicas <= 65536,
-            f"leaves no room for {self.replicas} servers, which take the ports from there on: take a lower one",
-        )
         self._check_vllm_args()
 
     @property
@@ -173,34 +168,28 @@ class VllmOptions(CommonOptions):
             if not is_server_url(url):
                 problem = "must be an address such as http://127.0.0.1:8000"
                 raise ConfigError(problem, key=key_of(self, "base_url"), value=url)
-        twice = sorted({url for url in urls if urls.count(url) > 1})
-        require(self, "base_url", not twice, f"names {', '.join(twice)} twice: each server once")
         require(
             self,
             "api_key_file",
             not isinstance(self.api_key_file, list | tuple) or len(self.api_key_file) == len(urls),
             f"has another length than engine.base_url ({len(urls)}): give one file for each server, or one for all",
         )
-        defaults = {field.name: field for field in dataclasses.fields(self)}
+        defaults = type(self)()
         for name in START_KEYS:
-            default = {} if defaults[name].default_factory is dict else defaults[name].default
             problem = "does not change a server that runs already: give it to `grpocli vllm-serve`, or unset base_url"
-            require(self, name, getattr(self, name) == default, problem)
+            require(self, name, getattr(self, name) == getattr(defaults, name), problem)
 
     def _check_vllm_args(self) -> None:
         for name in self.vllm_args:
             self._check_hf_overrides(name)
             key, option = f"{key_of(self, 'vllm_args')}.{name}", name.replace("-", "_").removeprefix("no_")
-            own = f"engine.{option}" if option in self._fields() else RENAMED.get(option)
-            if own:
+            fields = {field.name for field in dataclasses.fields(self)}
+            if own := f"engine.{option}" if option in fields else RENAMED.get(option):
                 raise ConfigError(f"{key}: set {own} instead")
             if option in RESERVED:
                 raise ConfigError(
                     f"{key}: grpocli sets this itself, because a run's correctness or safety depends on it"
                 )
-
-    def _fields(self) -> list[str]:
-        return [field.name for field in dataclasses.fields(self) if field.name != "vllm_args"]
 
 
 RESERVED_COLOCATED = frozenset(
@@ -297,12 +286,9 @@ class Serve:
     """Size of the KV cache on a CPU, in GiB."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(VllmOptions):
-            if field.name in NOT_HERE and getattr(self.engine, field.name) != field.default:
-                value = getattr(self.engine, field.name)
-                raise ConfigError(
-                    f"not for vllm-serve: {NOT_HERE[field.name]}", key=f"engine.{field.name}", value=value
-                )
+        for name, reason in NOT_HERE.items():
+            if (value := getattr(self.engine, name)) != getattr(VllmOptions(), name):
+                raise ConfigError(f"not for vllm-serve: {reason}", key=f"engine.{name}", value=value)
         require(self, "host", bool(self.host), "must be an address of this machine, such as 127.0.0.1")
         require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
         require(self, "seed", self.seed >= 0, "must be 0 or more")

@@ -59,9 +59,8 @@ class KeepsRefusing(ServerGone):
 
 
 class Connection:
-    """Calls to the server at one address, from several threads. A failed call raises EngineError that names the call.
+    """Calls to the server at one address, from several threads; see `ServerClient`.
 
-    timeout, patience: see `ServerClient`.
     lost: the error by which the server was found gone, stuck or replaced; None while it answers.
     numbered: whether the server's weights have carried a version of this run.
     last_sign: the monotonic time of the last answer to any call, or of the last token computed for any client.
@@ -235,10 +234,7 @@ async def _tokens_computed(http: httpx.AsyncClient, kinds: re.Pattern[str]) -> f
     """Tokens since the server's start, for all of its clients; None if the server does not report them."""
     response = await _answer(http, "/metrics")
     counts = kinds.findall(response.text) if response else []
-    try:
-        return sum(map(float, counts)) if counts else None
-    except ValueError:
-        return None
+    return sum(map(float, counts)) if counts else None
 
 
 async def _is_paused(http: httpx.AsyncClient) -> bool:

@@ -6,8 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Container, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,8 +14,8 @@ from grpocli.errors import EngineError, EngineGone
 from grpocli.http import retry_delay
 from grpocli.rollout.engine import Engine, Listener, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
-from grpocli.rollout.vllm.client import ServerClient, body, check_sampling, check_temperature, completions
-from grpocli.rollout.vllm.connection import KeepsRefusing
+from grpocli.rollout.vllm.client import ServerClient, body, check_refusal, check_temperature, completions
+from grpocli.rollout.vllm.connection import KeepsRefusing, Refused
 from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.server_files import Endpoint, run_files
 from grpocli.rollout.vllm.server_pool import Choices, CompletionCounter, ServerPool
@@ -37,21 +36,7 @@ FIRST_DELAY = 0.5  # longest wait before the second attempt, in seconds
 ATTEMPTS = 10  # of one sync or one batch of completions, in case a server dies every time
 
 
-class Synchronizer(Protocol):
-    """Sends the trained weights to the servers: `WeightSync` all of them, `AdapterSync` LoRA's updates. Collective."""
-
-    def __call__(self, version: int) -> dict[str, float]:
-        """Bring every server to the current weights and verify it. Raises EngineError in every process or in none.
-
-        After a failed probe the servers already run, and the caller discards their answers.
-        """
-        ...
-
-    def release(self) -> None:
-        """Resume requests after a failed call that is not repeated. Not collective."""
-        ...
-
-    def close(self) -> None: ...
+Synchronizer = WeightSync | AdapterSync
 
 
 class VllmEngine(Engine):
@@ -71,16 +56,11 @@ class VllmEngine(Engine):
         world: World,
         reconnector: Reconnector,
         recover: Callable[[], None] | None = None,
-        check_sampling: Callable[[], None] | None = None,
     ) -> None:
-        """version: of the servers' weights; None before the first sync to servers that may have any.
-
-        check_sampling: called once, in every process, after the first sync.
-        """
+        """version: of the servers' weights; None before the first sync to servers that may have any."""
         self.pool, self._synchronizer, self._stop, self.version = pool, synchronizer, list(stop), version
         self.world, self._reconnector = world, reconnector
         self.recover: Callable[[], None] = recover or self._sync_again
-        self._check_sampling = check_sampling
         self.restarts = 0  # servers that came back
         self._synced = False
         self._gone: str | None = None  # the reason why no server will come back
@@ -109,7 +89,11 @@ class VllmEngine(Engine):
             counter.add(len(results[k]))
             listener(k, results[k])
 
-        self._complete(bodies, results, answered, counter)
+        try:
+            self._complete(bodies, results, answered, counter)
+        except Refused as refused:
+            check_refusal(refused, sampling)
+            raise
         return [results.get(k, []) for k in range(len(requests))]  # none is missing unless it was cancelled
 
     def _complete(
@@ -122,7 +106,11 @@ class VllmEngine(Engine):
         """Send the requests without `results`, in rounds, until every process has all its results."""
         for _ in range(ATTEMPTS):
             left = [k for k in range(len(bodies)) if k not in results]
-            self.pool.complete([bodies[k] for k in left], partial(_answered, answered, left), counter)
+
+            def arrived(i: int, choices: Choices, left: Sequence[int] = left) -> None:
+                answered(left[i], choices)
+
+            self.pool.complete([bodies[k] for k in left], arrived, counter)
             if self._failure:
                 raise _copy(self._failure)
             unanswered = any(k not in results for k in left) and not counter.watch.cancelled()
@@ -150,9 +138,6 @@ class VllmEngine(Engine):
             raise
         self.version, self._synced, self._failure = version, True, None
         self.pool.open_all()
-        if self._check_sampling:
-            check_sampling, self._check_sampling = self._check_sampling, None
-            check_sampling()
         return metrics | {"engine/restarts": float(self.restarts)}
 
     def _sync_all(self, version: int) -> dict[str, float]:
@@ -208,11 +193,6 @@ class VllmEngine(Engine):
         self._synchronizer.close()
 
 
-def _answered(answered: Callable[[int, Choices], None], numbers: Sequence[int], i: int, choices: Choices) -> None:
-    """Call `answered` for the i-th of the requests `numbers`."""
-    answered(numbers[i], choices)
-
-
 def _copy(error: EngineError) -> EngineError:
     """A copy to raise in another thread."""
     return EngineGone(str(error)) if isinstance(error, EngineGone) else EngineError(str(error))
@@ -221,8 +201,7 @@ def _copy(error: EngineError) -> EngineError:
 def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
     """An engine for the servers whose endpoints `launch` wrote into the run folder.
 
-    Raises ConfigError if vLLM does not support the run's sampling. Checks that need a server's answer follow
-    the first sync, because a killed run may have left servers paused.
+    Raises ConfigError if vLLM does not support the run's sampling.
     """
     job = context.job
     run = hashlib.blake2b(str(job.run_dir.absolute()).encode(), digest_size=4).hexdigest()  # the same in every process
@@ -230,25 +209,17 @@ def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
     clients = [
         ServerClient(Endpoint.load(path), options.request_timeout, run, patience) for path in run_files(job.run_dir)
     ]
-    pool = ServerPool(clients)
     reconnector = OwnServers if options.base_url is None else ExternalServers
-
     if context.sampling:
         check_temperature(context.sampling)
-
-    def try_sampling() -> None:
-        if context.sampling:
-            check_sampling(context.sampling, lambda request, sampling: pool.complete([body(request, sampling, [])]))
-
     return VllmEngine(
-        pool,
+        ServerPool(clients),
         make_synchronizer(clients, context),
         stop_token_ids(context.policy.model, context.tokenizer),
         version=0 if options.base_url is None and not job.dummy else None,
         world=context.world,
         reconnector=reconnector(options, job, context.stopping),
         recover=context.recover,
-        check_sampling=try_sampling,
     )
 
 

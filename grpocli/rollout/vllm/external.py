@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -18,7 +17,7 @@ from grpocli.models.loading import ModelPart
 from grpocli.processes.signals import handle_stops, restore
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.client import MODEL, ServerClient
-from grpocli.rollout.vllm.connection import GENERATE, Refused
+from grpocli.rollout.vllm.connection import Refused
 from grpocli.rollout.vllm.lora import lora_misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server import (
@@ -26,15 +25,15 @@ from grpocli.rollout.vllm.server import (
     check_port,
     check_vllm,
     free_port,
+    model_config,
     serving,
     vllm_version,
 )
-from grpocli.rollout.vllm.server_files import Endpoint, failure_cause, fresh_log, printed_log, serve_file
+from grpocli.rollout.vllm.server_files import Endpoint, fresh_log, printed_log, serve_file
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from grpocli.processes.guard import Guarded
     from grpocli.rollout.engine import EngineJob
     from grpocli.rollout.vllm.config import Serve, VllmOptions
 
@@ -60,12 +59,8 @@ def _external_server(options: VllmOptions, url: str, job: EngineJob) -> Endpoint
     endpoint = find_endpoint(options, url, job.sync_folder)
     _check(ServerClient(endpoint, options.request_timeout, patience=options.patience), job)
     if (job.transport == "shm" or job.lora_rank) and not (endpoint.shm_dir and Path(endpoint.shm_dir).is_dir()):
-        raise ConfigError(
-            f"must be the folder that the server at {url} reads weights from, as this machine sees it; {SERVE} "
-            "prints it",
-            key="sync.folder",
-            value=job.sync_folder,
-        )
+        problem = f"must be the folder that the server at {url} reads weights from, as this machine sees it"
+        raise ConfigError(f"{problem}; {SERVE} prints it", key="sync.folder", value=job.sync_folder)
     return endpoint
 
 
@@ -74,16 +69,10 @@ def find_endpoint(options: VllmOptions, url: str, folder: str | None = None) -> 
     file = options.key_file(url)
     known = _record(file, url)
     key = known.api_key if known else _plain_key(file)
-    if not key:
-        raise ConfigError(
-            f"no key for {url} is known here: give the file that {SERVE} printed, or set VLLM_API_KEY",
-            key="engine.api_key_file",
-            value=file,
-        )
-    if not key.isascii() or not key.isprintable():
-        raise ConfigError(
-            "holds no key: give the file that the server's start printed", key="engine.api_key_file", value=file
-        )
+    if not key or not key.isascii() or not key.isprintable():
+        problem = "holds no key" if key else f"no key for {url} is known here"
+        advice = f"give the file that {SERVE} printed, or set VLLM_API_KEY"
+        raise ConfigError(f"{problem}: {advice}", key="engine.api_key_file", value=file)
     return Endpoint(url, key, folder or (known.shm_dir if known else ""))
 
 
@@ -123,43 +112,17 @@ def _check(client: ServerClient, job: EngineJob) -> None:
     try:
         client.weight_version()
         served = client.get("/server_info?config_format=json")["vllm_config"]
-        _check_generate(client)
         problem = misfit(served, job) or lora_misfit(served, job)
         if not problem and job.transport != "shm" and not job.lora_rank:
             problem = version_misfit(str(client.get("/version")["version"])[:40], job.transport)
     except Refused as error:
-        raise ConfigError(_advice(client, error), key="engine.base_url", value=url) from error
+        locked = error.status in (401, 403)
+        key = "that server refuses the key: set engine.api_key_file to the file that its start printed"
+        raise ConfigError(key if locked else f"{NO_SERVER} ({error})", key="engine.base_url", value=url) from error
     except (EngineError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{NO_SERVER} ({error})", key="engine.base_url", value=url) from error
     if problem:
         raise ConfigError(problem, key="engine.base_url", value=url)
-
-
-def _check_generate(client: ServerClient) -> None:
-    """Raise Refused unless the route exists and is open: then it refuses a request without tokens as invalid."""
-    try:
-        client.post(GENERATE, {})
-    except Refused as error:
-        if error.status not in (400, 422):
-            raise
-
-
-def _advice(client: ServerClient, error: Refused) -> str:
-    if error.status == 401 or (error.status == 403 and error.path != GENERATE):
-        return "that server refuses the key: set engine.api_key_file to the file that its start printed"
-    if error.status == 403:
-        return f"that server keeps {GENERATE} closed (it has no --enable-scale-out): start it with {SERVE}"
-    if error.status == 404:
-        return f"that server{_version(client)} has no {error.path}: start it with {SERVE} of this grpocli"
-    return f"{NO_SERVER} ({error})"
-
-
-def _version(client: ServerClient) -> str:
-    """` (vLLM 0.9.1)`, or "" if the server does not report its version."""
-    try:
-        return f" (vLLM {str(client.get('/version')['version'])[:40]})"
-    except (EngineError, KeyError, TypeError, ValueError):
-        return ""
 
 
 def version_misfit(theirs: str, transport: str) -> str:
@@ -225,25 +188,11 @@ def head_misfit(model: dict[str, Any], job: EngineJob) -> str | None:
 
 def _other_model(theirs: str, ours: str) -> str:
     """Compare the two config files if this machine can read both; the first sync finds other differences."""
-    a, b = _model_config(theirs), _model_config(ours)
+    a, b = model_config(theirs), model_config(ours)
     for name in SHAPE:
         if name in a and name in b and a[name] != b[name]:
-            return (
-                f"that server's model has {name}={a[name]}, the run's {b[name]}: give vllm-serve and train "
-                "the same model"
-            )
+            return f"that server's model has {name}={a[name]}, the run's {b[name]}: give both the same model="
     return ""
-
-
-def _model_config(model: str) -> dict[str, Any]:
-    """The config of a folder or of a cached model of the hub; else empty."""
-    from transformers import PretrainedConfig
-
-    try:
-        config: dict[str, Any] = PretrainedConfig.get_config_dict(model, local_files_only=True)[0]
-    except (OSError, ValueError):
-        return {}  # a folder on another machine
-    return config
 
 
 def build_server_config(config: DictConfig) -> Serve:
@@ -266,8 +215,7 @@ def serve(
 ) -> int:
     """Serve until SIGINT or SIGTERM, then remove all files. Returns the exit code, 0. After an error the log stays.
 
-    model_path: a folder or hub id. dtype: one of DTYPES, resolved from `config.dtype`.
-    served_path: see `EngineJob`. progress: called during the start. ready: called when the server answers.
+    model_path, dtype, served_path: see `EngineJob`. ready: called when the server answers.
     Raises ConfigError for a busy port, EngineError if the server ends by itself.
     """
     port, options = config.port or free_port(), config.options()
@@ -288,18 +236,12 @@ def serve(
             endpoint.save(record)
             ready()
             print(how_to_use(endpoint, record, job, description), flush=True)
-            _wait(process, log)
+            code = process.wait()
+            raise EngineError(f"the vLLM server ended by itself with exit code {code}{endpoint.cause()}")
         finally:
             record.unlink(missing_ok=True)
     print("vllm-serve: stopped", flush=True)
     return 0
-
-
-def _wait(process: Guarded, log: Path) -> None:
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(3600)
-            raise EngineError(f"the vLLM server ended by itself with exit code {code}{failure_cause(log)}")
 
 
 @contextlib.contextmanager
@@ -325,10 +267,7 @@ def served(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def how_to_use(endpoint: Endpoint, record: Path, job: EngineJob, description: dict[str, Any]) -> str:
-    """The printed description of the server, and the overrides with which runs use it.
-
-    record: the file with the key. description: see `served`.
-    """
+    """The printed description of the server, and the overrides with which runs use it. record: holds the key."""
     rank, shm = job.lora_rank, job.transport == "shm"
     head = job.head_dtype or "null"
     facts = {

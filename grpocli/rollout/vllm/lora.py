@@ -19,11 +19,20 @@ from safetensors.torch import save
 
 from grpocli.errors import ConfigError, EngineError, GrpoError
 from grpocli.models.lora import WEIGHTS, adapter_tensors, switched_off, write_config
-from grpocli.rollout.vllm import canary
 from grpocli.rollout.vllm.client import ADAPTER, CANARY, MODEL, call_all
 from grpocli.rollout.vllm.connection import Refused, ServerGone
+from grpocli.rollout.vllm.transport_shm import write_error
 from grpocli.rollout.vllm.weight_sync import verify_version
-from grpocli.rollout.vllm.weight_verifier import ADAPTER_ATTEMPTS, NotFollowed, WeightVerifier, mean_gap
+from grpocli.rollout.vllm.weight_verifier import (
+    ADAPTER_ATTEMPTS,
+    Layers,
+    NotFollowed,
+    WeightVerifier,
+    adapter_kinds,
+    canary_adapter,
+    canary_tells,
+    mean_gap,
+)
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob
@@ -55,11 +64,6 @@ def lora_flags(rank: int, dtype: str, cpu: bool) -> dict[str, Any]:
     return {"enable-lora": True, "max-lora-rank": fits, "max-loras": LOADED, "max-cpu-loras": LOADED}
 
 
-def lora_environment(rank: int) -> dict[str, str]:
-    """Allow clients with the server's key to load adapters while it runs."""
-    return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if rank else {}
-
-
 def lora_misfit(served: dict[str, Any], job: EngineJob) -> str:
     """The reason why an external server cannot serve the job's adapters, from its description; "" if it can."""
     limit = (served.get("lora_config") or {}).get("max_lora_rank", 0)
@@ -88,8 +92,7 @@ class AdapterSync:
         self.verifier = WeightVerifier(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Send and verify the adapter; return `sync/bytes` and the seconds of the canary, of the update and of the
-        probe (near 0 if it is not due).
+        """Send and verify the adapter; return `sync/bytes` and the seconds of each part (a probe may not be due).
 
         Raises EngineError in every process if the adapter cannot be sent or verified. Raises ConfigError in every
         process if vLLM's implementation of the model does not support `model.lora.target_modules`.
@@ -129,7 +132,6 @@ class AdapterSync:
                 logger.info("adapters were not unloaded: %s", error)
 
     def _sync(self, version: int, used: set[str]) -> tuple[str, dict[str, float]]:
-        """The new adapter's name, and the metrics. Main process only."""
         began = time.perf_counter()
         new = [server for server in self.servers if not server.prepared]
         due = self.verifier.due(new=bool(new))
@@ -158,7 +160,7 @@ class AdapterSync:
         if not servers:
             return
         start = self.policy.score(self.verifier.token_ids)
-        for kind, layers in canary.adapter_kinds(self.policy).items():
+        for kind, layers in adapter_kinds(self.policy).items():
             for attempt in range(ADAPTER_ATTEMPTS):
                 try:
                     self._send_canary(servers, start, kind, layers, attempt)
@@ -170,24 +172,19 @@ class AdapterSync:
             server.proven = True
 
     def _send_canary(
-        self,
-        servers: Sequence[ServerClient],
-        start: list[float],
-        kind: str,
-        layers: Sequence[tuple[str, Any]],
-        attempt: int,
+        self, servers: Sequence[ServerClient], start: list[float], kind: str, layers: Layers, attempt: int
     ) -> None:
         """Raise EngineError unless servers follow random updates of one kind of layer."""
 
-        def moved() -> float:
-            return mean_gap(start, self.policy.score(self.verifier.token_ids))
+        def score() -> list[float]:
+            return self.policy.score(self.verifier.token_ids)
 
-        with canary.adapter(self.policy, layers, moved, attempt):
-            expected = self.policy.score(self.verifier.token_ids)
-            if canary.tells(start, expected):
+        with canary_adapter(self.policy, layers, lambda: mean_gap(start, score()), attempt):
+            expected = score()
+            if canary_tells(start, expected):
                 tensors = self._tensors()
                 for scored in call_all(servers, partial(self._score_adapter, kind=kind, tensors=tensors)):
-                    self.verifier.verify_adapter_followed(scored, expected, start, kind, len(layers))
+                    self.verifier.verify_followed(scored, expected, start, kind, len(layers))
 
     def _score_adapter(self, server: ServerClient, kind: str, tensors: dict[str, torch.Tensor]) -> list[float]:
         """The probe's log-probs of an adapter that is loaded for them alone."""
@@ -258,10 +255,7 @@ class AdapterSync:
         except OSError as error:
             if folder:
                 shutil.rmtree(folder)
-            raise EngineError(
-                f"cannot write an adapter to {root}: {error.strerror}; make room there, or give the server another "
-                "folder with sync=shm sync.folder="
-            ) from error
+            raise write_error("an adapter", root, error) from error
         return folder
 
     def _unload(

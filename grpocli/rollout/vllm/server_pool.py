@@ -167,7 +167,7 @@ class ServerPool:
                 for task in tasks:
                     task.cancel()
             if count.watch.progress is not unreported:
-                now = sum(await asyncio.gather(*(client.generated() for client in self.clients)))
+                now = sum(await asyncio.gather(*(client.connection.generated() for client in self.clients)))
                 first = now if first is None else first
                 count.tokens = max(count.tokens, now - first)
                 count.report()

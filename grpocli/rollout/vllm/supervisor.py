@@ -1,10 +1,8 @@
 """The servers of a run: started or found before trainer processes exist, and replaced when they are lost.
 
 The process that launched the run starts its servers, or checks those at `engine.base_url` (`launch`), and supervises
-its own (`SupervisedServer`). Rollout nodes serve on other machines (`grpocli.launch.rollout_node`), which share the run
-folder. Trainer processes wait for a lost server (`OwnServers`, or `ExternalServers` for
-`engine.base_url`). They communicate through files in the run folder (`server_files.py`): a trainer reports a lost
-server in `lost_N`, and the address of the next one appears in `endpoint_N.json`.
+its own (`SupervisedServer`). Rollout nodes serve on other machines (`grpocli.launch.rollout_node`). Trainer processes
+wait for a lost server (`Reconnector`). All communicate through files in the run folder (`server_files.py`).
 """
 
 from __future__ import annotations
@@ -150,13 +148,15 @@ def _started(
     A restart takes a new port, so that requests to the dead server cannot reach one with other weights. Another process
     may take a free port before the server listens on it; then another port is tried.
     """
+    options.check_room(job)
+    room = options.max_model_len or max(job.max_tokens, PROBE_ROOM)
     fixed = options.port + index if options.port and not restarts else 0
     machine = "" if host == LOOPBACK else f"{host}_"
     log = job.run_dir.absolute() / "logs" / f"vllm_{machine}{index}.log"
     progress = unreported if index else job.progress  # the first server's progress is shown
     with contextlib.ExitStack() as stack:
         for tries_left in reversed(range(1 if fixed else PORT_TRIES)):
-            spec = own_spec(options, job, fixed or free_port(), gpus, host)
+            spec = ServerSpec(job, fixed or free_port(), room, host, gpus=gpus)
             try:
                 server = stack.enter_context(serving(spec, options, log, stop_event, progress=progress))
                 break
@@ -164,13 +164,6 @@ def _started(
                 if not tries_left or "Address already in use" not in str(error):
                     raise
         yield server
-
-
-def own_spec(options: VllmOptions, job: EngineJob, port: int, gpus: str | None, host: str = LOOPBACK) -> ServerSpec:
-    """The spec of one of the run's own servers. Raises ConfigError if `max_model_len` is too small for the run."""
-    options.check_room(job)
-    room = options.max_model_len or max(job.max_tokens, PROBE_ROOM)
-    return ServerSpec(job, port, room, host, gpus=gpus)
 
 
 def gpu_slices(options: VllmOptions, gpus: Sequence[str]) -> list[str | None]:
@@ -308,10 +301,9 @@ class Reconnector(ABC):
 
     @abstractmethod
     def wait(self, lost: Lost) -> list[Endpoint]:
-        """The new endpoints of the lost servers, in the given order.
+        """The new endpoints of the lost servers, in order, within one deadline: other processes wait in a collective.
 
-        All of them share one deadline, because the other processes wait in a collective call. Raises EngineGone at the
-        deadline, if no server will come, or if the run is asked to stop.
+        Raises EngineGone at the deadline, if no server will come, or if the run is asked to stop.
         """
 
     def raise_if_stopping(self, reason: str) -> None:

@@ -97,7 +97,10 @@ class TransferClient:
         """Make one group of the workers of all servers, with ranks in the order of the servers."""
 
         def init() -> None:
-            infos = dict(zip(map(id, self.servers), init_infos(self.servers, init_info), strict=True))
+            infos, offset = dict[int, dict[str, Any]](), init_info.get("rank_offset", 0)
+            for server in self.servers:
+                infos[id(server)] = {**init_info, "rank_offset": offset} if "rank_offset" in init_info else init_info
+                offset += server.world_size()
             call_all(self.servers, lambda server: server.init_transfer(infos[id(server)]))
 
         self._try(init)
@@ -126,16 +129,6 @@ class TransferClient:
             self.failure = error
 
 
-def init_infos(servers: Sequence[ServerClient], info: dict[str, Any]) -> list[dict[str, object]]:
-    """`info` for each server, with the first rank of its workers."""
-    infos: list[dict[str, object]] = []
-    offset = info.get("rank_offset", 0)
-    for server in servers:
-        infos.append(info | {"rank_offset": offset} if "rank_offset" in info else dict(info))
-        offset += server.world_size()
-    return infos
-
-
 def packing(bucket_bytes: int) -> dict[str, Any]:
     """vLLM's settings for packed tensors, which trainer and servers must share.
 
@@ -144,16 +137,23 @@ def packing(bucket_bytes: int) -> dict[str, Any]:
     return {"packed": True, "packed_buffer_size_bytes": bucket_bytes, "packed_num_buffers": 1}
 
 
-def wait_for_weights() -> None:
-    """Wait until the GPU has computed the weights: a transfer reads them in another stream, which waits for nothing.
+class GpuTransport:
+    """What both transports hold: vLLM's view of the weights and of the servers, and vLLM's engine once it is made."""
 
-    It waits for every kernel, so for one that an earlier transfer left hanging, too: call it within a deadline.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    def __init__(self, weights: PolicyWeights, bucket_bytes: int) -> None:
+        self.weights, self.bucket_bytes = weights, bucket_bytes
+        self.source, self.client = WeightSource(weights), TransferClient()
+        self._engine: Any = None
+
+    def _send_weights(self) -> None:
+        """To be called within a deadline: it waits for every kernel, also for one that an earlier transfer left."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # since a transfer reads the weights in another stream, which waits for nothing
+        self._engine.send_weights()
+        self.client.check()
 
 
-class NcclTransport:
+class NcclTransport(GpuTransport):
     """Broadcasts from the main process's GPU to every GPU of the servers, in packed buckets.
 
     The group's id goes over the authenticated HTTP connection. vLLM's own rendezvous store has no password and
@@ -161,11 +161,6 @@ class NcclTransport:
     """
 
     collective = False
-
-    def __init__(self, weights: PolicyWeights, bucket_bytes: int) -> None:
-        self.weights, self.bucket_bytes = weights, bucket_bytes
-        self.source, self.client = WeightSource(weights), TransferClient()
-        self._engine: Any = None
 
     def send(self, servers: Sequence[ServerClient], stream: Stream, version: int | str) -> None:
         self.client.begin(servers, version)
@@ -176,7 +171,7 @@ class NcclTransport:
                 DEADLINE, "the servers to join the trainer's NCCL group (sync=nccl)", self._join, self.client.check
             )
         try:
-            in_thread(DEADLINE, "the weights to be broadcast (sync=nccl)", self._transfer, self.client.check)
+            in_thread(DEADLINE, "the weights to be broadcast (sync=nccl)", self._send_weights, self.client.check)
         except EngineError:
             self.close()  # abort the broadcast, which would block the GPU and any call that frees its memory
             raise
@@ -185,11 +180,6 @@ class NcclTransport:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()
-
-    def _transfer(self) -> None:
-        wait_for_weights()
-        self._engine.send_weights()
-        self.client.check()
 
     def _join(self) -> None:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -209,7 +199,7 @@ class NcclTransport:
         self._engine = engine
 
 
-class IpcTransport:
+class IpcTransport(GpuTransport):
     """Shares CUDA memory, a packed bucket at a time; a server's worker reads it from the process on its own GPU.
 
     So every process sends: the handles are gathered, and the main process passes them to the servers.
@@ -218,9 +208,8 @@ class IpcTransport:
     collective = True
 
     def __init__(self, weights: PolicyWeights, bucket_bytes: int, rank: int) -> None:
-        self.weights, self.bucket_bytes, self.rank = weights, bucket_bytes, rank
-        self.source, self.client = WeightSource(weights), TransferClient()
-        self._engine: Any = None
+        super().__init__(weights, bucket_bytes)
+        self.rank = rank
         self._exported: tuple[Any, ...] | None = None  # the bucket, as this process's GPU shares it
 
     def send(self, servers: Sequence[ServerClient], stream: Stream, version: int | str) -> None:
@@ -230,18 +219,13 @@ class IpcTransport:
             self._engine = self._make()
         elif not all(server.prepared for server in servers):
             self.client.init_weight_transfer_engine({"packed": True})
-        in_thread(DEADLINE, "the weights to be handed over (sync=ipc)", self._hand_over)
-        self.client.check()
+        in_thread(DEADLINE, "the weights to be handed over (sync=ipc)", self._send_weights)
 
     def close(self) -> None:
         self._engine = None
         if self._exported:
             release(self._exported)
         self._exported = None
-
-    def _hand_over(self) -> None:
-        wait_for_weights()
-        self._engine.send_weights()
 
     def _make(self) -> Any:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -284,13 +268,13 @@ def in_thread(seconds: float, what: str, call: Callable[[], None], check: Callab
         raise error if isinstance(error, EngineError) else EngineError(f"{what}: {error}") from error
 
 
-TYPES: dict[str, type] = {
+NAMED: dict[str, Any] = {
     "Tensor": torch.Tensor,
-    "Parameter": torch.nn.Parameter,
     "UntypedStorage": torch.UntypedStorage,
     "TypedStorage": torch.storage.TypedStorage,
+    "uint8": torch.uint8,
 }
-DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""The types and the dtype of a packed bucket."""
 ARGUMENTS = 15
 """tensor type, size, stride, offset, storage type, dtype, device, handle, storage size and offset, requires_grad, then
 the reference counter's handle and offset, the event's handle, and whether to wait for it."""
@@ -308,7 +292,7 @@ def release(arguments: tuple[Any, ...]) -> None:
 
 
 def encode_handles(handles: Handles) -> dict[str, list[Any]]:
-    """The arguments for each GPU (by its UUID) in JSON's types. Raises ValueError for any other type."""
+    """The arguments for each GPU (by its UUID) in JSON's types."""
     return {uuid: [_encode(argument) for argument in arguments] for uuid, arguments in handles.items()}
 
 
@@ -323,29 +307,21 @@ def decode_handles(handles: Any) -> Handles:
 
 
 def _encode(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int):
-        return value
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, tuple):  # torch.Size too
-        return {"ints": [int(item) for item in value]}
-    for kind, known in (("type", TYPES), ("dtype", DTYPES)):
-        for name, item in known.items():
-            if item is value:
-                return {kind: name}
-    raise ValueError(f"{value!r} is not part of an IPC handle")
+        return {"ints": list(value)}
+    return next(({"name": name} for name, known in NAMED.items() if known is value), value)
 
 
 def _decode(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int):
-        return value
     match value:
+        case None | bool() | int():
+            return value
         case {"bytes": str(text)}:
             return base64.b64decode(text, validate=True)
         case {"ints": list(items)} if all(type(item) is int for item in items):
             return tuple(items)
-        case {"type": str(name)} if name in TYPES:
-            return TYPES[name]
-        case {"dtype": str(name)} if name in DTYPES:
-            return DTYPES[name]
+        case {"name": str(name)} if name in NAMED:
+            return NAMED[name]
     raise ValueError(f"{value!r} is not part of an IPC handle")

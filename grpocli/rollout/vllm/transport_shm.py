@@ -56,8 +56,8 @@ class ShmTransport:
     def send(
         self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int | str
     ) -> None:
-        plan = self._plan()
-        folders = list(dict.fromkeys(map(weights_folder_of, servers)))
+        plan = buckets(self.weights.shapes(), self.weights.dtype, self.bucket_bytes)
+        folders = list(dict.fromkeys(Path(server.endpoint.shm_dir) for server in servers))
         if plan != self._mapped_plan or not all(server.prepared for server in servers):
             self.close()
             call_all(servers, lambda server: server.init_transfer({}))
@@ -72,12 +72,6 @@ class ShmTransport:
         for file in [file for files in self._slots for file in files.values()]:
             file.unlink()  # a file that no server has mapped still has its name
         self._slots = []
-
-    def _plan(self) -> list[list[ParameterShape]]:
-        """The parameters of each bucket."""
-        shapes = self.weights.shapes()
-        remaining = iter(shapes)
-        return [list(islice(remaining, n)) for n in bucket_counts(shapes, self.weights.dtype, self.bucket_bytes)]
 
     def _send_buckets(
         self,
@@ -115,22 +109,19 @@ class ShmTransport:
             raise
 
 
-def bucket_counts(shapes: Shapes, dtype: torch.dtype, size: int) -> list[int]:
-    """The number of consecutive parameters in each bucket, so that their bytes in `dtype` fill at most `size`.
-
-    A larger parameter has a bucket to itself.
-    """
-    counts: list[int] = []
+def buckets(shapes: Shapes, dtype: torch.dtype, size: int) -> list[list[ParameterShape]]:
+    """Consecutive parameters whose bytes in `dtype` fill at most `size`; a larger one has a bucket to itself."""
+    found: list[list[ParameterShape]] = []
     filled = 0
-    for _, shape in shapes:
+    for name, shape in shapes:
         bytes_ = math.prod(shape) * dtype.itemsize
-        if counts and filled + bytes_ <= size:
-            counts[-1] += 1
+        if found and filled + bytes_ <= size:
+            found[-1].append((name, shape))
             filled += bytes_
         else:
-            counts.append(1)
+            found.append([(name, shape)])
             filled = bytes_
-    return counts
+    return found
 
 
 def make_files(folders: Iterable[Path], buckets: Iterable[list[ParameterShape]], dtype: torch.dtype) -> Files:
@@ -150,11 +141,6 @@ def make_files(folders: Iterable[Path], buckets: Iterable[list[ParameterShape]],
     return files
 
 
-def weights_folder_of(server: ServerClient) -> Path:
-    """The folder that a server reads weights from."""
-    return Path(server.endpoint.shm_dir)
-
-
 def in_memory(folder: Path) -> bool:
     """Whether the folder is in this machine's shared memory."""
     return folder.resolve().is_relative_to(SHM)
@@ -162,10 +148,12 @@ def in_memory(folder: Path) -> bool:
 
 def _load(files: Files, servers: Sequence[ServerClient], keep: bool) -> None:
     """Have every server load the file in its folder, whose name then goes."""
+
+    def load(server: ServerClient) -> None:
+        server.update({"file": files[Path(server.endpoint.shm_dir)].path.name, "keep": keep})
+
     try:
-        call_all(
-            servers, lambda server: server.update({"file": files[weights_folder_of(server)].path.name, "keep": keep})
-        )
+        call_all(servers, load)
     finally:
         for file in files.values():
             file.unlink()
@@ -191,7 +179,7 @@ class BucketFile:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise _write_error(path.parent, error) from error
+            raise write_error("weights", path.parent, error) from error
 
     def write(self, shapes: Shapes, tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
         """Cast and copy one bucket, tensor by tensor as they come."""
@@ -211,7 +199,7 @@ class BucketFile:
         try:
             self._memory.flush()
         except OSError as error:
-            raise _write_error(self.path.parent, error) from error
+            raise write_error("weights", self.path.parent, error) from error
 
     def copy(self, other: BucketFile) -> None:
         """Copy the bytes of a file of the same size."""
@@ -222,12 +210,11 @@ class BucketFile:
         self.path.unlink(missing_ok=True)
 
 
-def _write_error(folder: Path, error: OSError) -> EngineError:
+def write_error(what: str, folder: Path, error: OSError) -> EngineError:
+    """The error of a write of weights, with a way out if there is no space."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return EngineError(
-        f"cannot write weights to {folder}: {error.strerror}"
-        + ("; make room there, or give the server another folder with sync=shm sync.folder=" if full else "")
-    )
+    advice = "; make room there, or give the server another folder with sync=shm sync.folder=" if full else ""
+    return EngineError(f"cannot write {what} to {folder}: {error.strerror}{advice}")
 
 
 def file_size(shapes: Shapes, dtype: torch.dtype) -> int:
@@ -274,34 +261,21 @@ class MappedFiles:
 
 def _views(memory: mmap.mmap) -> Iterator[tuple[str, torch.Tensor]]:
     start = 8 + int.from_bytes(memory[:8], "little")
-    if start > len(memory):
-        raise ValueError("a file of weights is cut off in its header")
     for name, entry in json.loads(memory[8:start]).items():
-        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        dtype, shape, at = DTYPES[entry["dtype"]], entry["shape"], start + entry["data_offsets"][0]
         count = math.prod(shape)
-        if begin < 0 or end - begin != count * dtype.itemsize or start + end > len(memory):
-            raise ValueError(f"a file of weights is cut off in {name!r}")
-        flat = (
-            torch.frombuffer(memory, dtype=dtype, count=count, offset=start + begin)
-            if count
-            else torch.empty(0, dtype=dtype)
-        )
+        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
         yield name, flat.view(shape)
 
 
 def weights_folder() -> Path:
-    """The folder that this server reads weights from. Raises RuntimeError if its environment names none."""
-    folder = os.environ.get(WEIGHTS_FOLDER_VARIABLE)
-    if not folder:
-        raise RuntimeError(f"{WEIGHTS_FOLDER_VARIABLE} is not set: the shm transport has no folder to read from")
-    return Path(folder).resolve()
+    """The folder that this server reads weights from."""
+    return Path(os.environ[WEIGHTS_FOLDER_VARIABLE]).resolve()
 
 
 def checked_path(name: str, folder: Path) -> Path:
     """The file called `name` in `folder`. Raises ValueError for a path, a link, or anything but a file."""
-    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
-        raise ValueError(f"{name!r} is not the name of a file in the folder of the shm transport")
-    path = folder / name
-    if path.is_symlink() or not path.is_file():
+    plain = isinstance(name, str) and Path(name).name == name
+    if not plain or (folder / name).is_symlink() or not (folder / name).is_file():
         raise ValueError(f"{name!r} is not a file in the folder of the shm transport")
-    return path
+    return folder / name

@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from grpocli.errors import EngineError
-from grpocli.rollout.vllm import canary
 from grpocli.rollout.vllm.client import CANARY, call_all
-from grpocli.rollout.vllm.weight_verifier import SAMPLED, WeightVerifier
+from grpocli.rollout.vllm.weight_verifier import SAMPLED, WeightVerifier, canary_tells, canary_weights
 
 if TYPE_CHECKING:
     from grpocli.distributed.world import World
@@ -22,17 +21,14 @@ if TYPE_CHECKING:
     from grpocli.rollout.vllm.client import ServerClient
 
 
-class ParameterShape(NamedTuple):
-    """The name and the whole shape of a parameter, known without a gather."""
-
-    name: str
-    shape: tuple[int, ...]
+ParameterShape = tuple[str, tuple[int, ...]]
+"""The name and the whole shape of a parameter, known without a gather."""
 
 
 class PolicyWeights:
-    """A policy's parameters for a server that computes in `dtype`; sharded ones are gathered one at a time.
+    """A policy's parameters for a server that computes in `dtype`.
 
-    A gather is collective, so every process walks through `stream()` in the same order, and to its end.
+    Sharded ones are gathered one at a time, which is collective: every process walks through `stream()` to its end.
     """
 
     def __init__(self, policy: PolicyView, dtype: torch.dtype) -> None:
@@ -97,14 +93,14 @@ class PolicyWeights:
         else:
             found = [(name, tuple(tensor.shape)) for name, tensor in self.policy.weights()]
         return [
-            ParameterShape(known, tuple(tensor.shape))
+            (known, tuple(tensor.shape))
             for name, shape in found
             for known, tensor in self._as_known(name, torch.empty(shape, device="meta"))
         ]
 
     def bytes(self) -> int:
         """The bytes that one server receives."""
-        return sum(torch.Size(parameter.shape).numel() for parameter in self.shapes()) * self.dtype.itemsize
+        return sum(torch.Size(shape).numel() for _, shape in self.shapes()) * self.dtype.itemsize
 
 
 def _as_saved(model: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,10 +121,7 @@ class Transport(Protocol):
     def send(
         self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int | str
     ) -> None:
-        """Prepare new servers, then start, update and finish on every server.
-
-        The servers are paused. Raises EngineError.
-        """
+        """Prepare new servers, then start, update and finish on every server; all are paused. Raises EngineError."""
         ...
 
     def close(self) -> None:
@@ -137,12 +130,10 @@ class Transport(Protocol):
 
 
 class WeightSync:
-    """Sends a version of the weights and verifies it. Every process calls it; the main one sends.
+    """Sends a version of the weights and verifies it. Every process calls it; the main one sends; all fail together.
 
-    What fails in one process raises EngineError in all of them.
-
-    A new server gets a canary first (`canary.py`): it must follow weights that are far from any that it may have kept.
-    One that starts with random weights (`EngineJob.dummy`) needs none.
+    A new server gets a canary first (`weight_verifier.py`): it must follow weights that are far from any that it may
+    have kept. One that starts with random weights (`EngineJob.dummy`) needs none.
 
     Running requests finish first. With `context.in_flight` they are frozen and resumed instead: vLLM then recomputes
     their keys and values with the new weights before it samples their next token.
@@ -165,8 +156,7 @@ class WeightSync:
         self.verifier = WeightVerifier(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Send and verify the weights; return `sync/bytes` and the seconds of the canary, of the update and of the
-        probe (near 0 if it is not due).
+        """Send and verify the weights; return `sync/bytes` and the seconds of each part (a probe may not be due).
 
         Raises EngineError in every process if the weights cannot be sent or verified.
         """
@@ -193,37 +183,32 @@ class WeightSync:
 
     def _prove(self, servers: Sequence[ServerClient]) -> None:
         """Prove that new servers, which take no requests yet, follow the weights that they are sent. Collective."""
-        if self._dummy:
-            self._sample_dummy(servers)
+        if self._dummy:  # random weights prove the first sync as a canary would; caches get their keys
+            long_prompt = self.verifier.long_prompt
+            self._in_main(lambda: call_all(servers, lambda server: server.sample(long_prompt, SAMPLED)))
+            self._stale_caches = True
         else:
             self._send_canary(servers)
         for server in servers:
             server.proven = True
 
-    def _sample_dummy(self, servers: Sequence[ServerClient]) -> None:
-        """Fill the caches of servers whose random weights prove the first sync as a canary would. Collective."""
-        long_prompt = self.verifier.long_prompt
-        self._in_main(lambda: call_all(servers, lambda server: server.sample(long_prompt, SAMPLED)))
-        self._stale_caches = True
-
     def _send_canary(self, servers: Sequence[ServerClient]) -> None:
         """Send a canary and verify that the servers follow it. Collective.
 
-        Other servers hold requests and keep their weights: the canary then goes through a transport of its own, after
-        which all are prepared again.
+        If others go on with their weights, it goes through a transport of its own, after which all are prepared again.
         """
         self._before_change()
         start = self._score()
-        with canary.weights(self.policy):
+        with canary_weights(self.policy):
             changed = self._score()
-            if not self.world.broadcast_object(canary.tells(start, changed)):
+            if not self.world.broadcast_object(canary_tells(start, changed)):
                 return
             self._stale_caches = True
             whole = len(servers) == len(self.servers)
             transport = self.transport if whole else self._make_transport()
             try:
                 self._transfer(transport, servers, CANARY)
-                self._in_main(lambda: self._verify_canary(servers, start, changed))
+                self._in_main(lambda: self._verify_followed(servers, start, changed))
                 self._verify_caches(servers, CANARY)
             finally:
                 if not whole:
@@ -259,10 +244,7 @@ class WeightSync:
             raise
 
     def release(self) -> None:
-        """After a failed sync that is not repeated, let the remaining servers answer, so that no request hangs.
-
-        The caller discards the answers.
-        """
+        """After a failed sync that is not repeated, let servers answer, so that no request hangs; nobody uses them."""
         if self.world.is_main:
             for server in self.servers:
                 with suppress(EngineError):  # the server is going away too; the failed sync has reported the cause
@@ -280,8 +262,7 @@ class WeightSync:
     def _verify(self, version: int) -> None:
         """Raise EngineError in every process unless the servers have the weights. Collective.
 
-        Called after the resume, since the probe is itself a request. Scoring a sharded policy is collective, so the
-        other processes score too.
+        Called after the resume, since the probe is a request. Other processes score too, which may be collective.
         """
         beside = self.pause_mode == "keep"
         if not self.world.is_main:
@@ -290,8 +271,7 @@ class WeightSync:
         if self._stale_caches:
             self._verify_caches(self.servers, version)
 
-    def _verify_canary(self, servers: Sequence[ServerClient], start: list[float], changed: list[float]) -> None:
-        """Raise EngineError unless the servers follow a canary. Main process only."""
+    def _verify_followed(self, servers: Sequence[ServerClient], start: list[float], changed: list[float]) -> None:
         beside = self.pause_mode == "keep"
         for scored in call_all(servers, lambda server: server.score(self.verifier.token_ids, first=beside)):
             self.verifier.verify_followed(scored, changed, start)
@@ -330,10 +310,7 @@ def raise_together(world: World, failures: Sequence[str]) -> None:
 
 
 class LockedIterator:
-    """An iterator that two threads may advance.
-
-    A transfer that has timed out may still be in a gather in its thread while the main thread makes the next ones.
-    """
+    """An iterator for two threads: a transfer that has timed out may still gather while the main thread goes on."""
 
     def __init__(self, items: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._items, self._lock = items, threading.Lock()

@@ -82,8 +82,7 @@ class ShmWeightTransfer(LoaderWeightTransfer):
         self.files = MappedFiles()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Check the server's folder of weights. Raises RuntimeError if the server was started without one."""
-        weights_folder()
+        """Forget the files of an earlier transfer."""
         self.files.forget()
 
     def receive_weights(self, update_info: ShmUpdate) -> None:
