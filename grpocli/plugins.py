@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
+
+from grpocli.errors import ConfigError
 
 
 @lru_cache
@@ -17,7 +20,21 @@ def plugins(group: str) -> dict[str, EntryPoint]:
     return {plugin.name: plugin for plugin in entry_points(group=group)}
 
 
+def load(plugin: EntryPoint) -> Any:
+    """What an entry point names. Raises ConfigError if its package is broken."""
+    try:
+        return plugin.load()
+    except Exception as error:
+        problem = f"the entry point {plugin.name} = {plugin.value} cannot be loaded ({type(error).__name__}: {error})"
+        package = plugin.dist.name if plugin.dist else "its package"
+        raise ConfigError(problem, hint=f"install {package} again, or remove it") from error
+
+
 def hook(name: str) -> Any:
     """What an installed package offers under the name in `grpocli.hooks`; None without such a package."""
     plugin = plugins("grpocli.hooks").get(name)
-    return plugin.load() if plugin else None
+    try:
+        return load(plugin) if plugin else None
+    except ConfigError as error:
+        warnings.warn(str(error), stacklevel=2)
+        return None

@@ -10,13 +10,14 @@ import traceback
 from pathlib import Path
 
 from grpocli.errors import GrpoError, RunError
+from grpocli.plugins import plugins
 from grpocli.version import PACKAGE
 
 LONGEST = 120
 """The longest line of code that is shown, in characters."""
 INSTALLED = ("site-packages", "dist-packages")
 OTHERS = (PACKAGE, PACKAGE.parent / "hydra_plugins" / "grpocli_slurm", Path(sysconfig.get_path("stdlib")))
-"""Folders of code that is not the user's: grpocli, its Hydra plugin in a clone, and Python."""
+"""Folders of code that is not the user's, beside those of commands: grpocli, its Hydra plugin in a clone, Python."""
 
 SAYS_MEMORY = re.compile(
     r"out of memory|can(?:no|')t allocate|failed to map segment|malloc of size|bad_alloc|start (?:new|watchdog) thread",
@@ -82,7 +83,8 @@ def too_little_memory(error: BaseException | None) -> RunError | None:
 def _is_users(filename: str) -> bool:
     if filename.startswith("<") or any(part in INSTALLED for part in Path(filename).parts):
         return False
-    return not any(Path(filename).is_relative_to(folder) for folder in OTHERS)
+    tools = {PACKAGE.parent / plugin.module.partition(".")[0] for plugin in plugins("grpocli.commands").values()}
+    return not any(Path(filename).is_relative_to(folder) for folder in (*OTHERS, *tools))
 
 
 def _short(filename: str) -> str:

@@ -7,10 +7,11 @@ import ast
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.plugins import plugins
+from grpocli.plugins import load, plugins
 from grpocli.processes.libraries import quiet_libraries, shorten_spinning, use_large_pages
 from grpocli.processes.node import leave_group
 from grpocli.processes.signals import StopSignal, handle_stops, restore
@@ -77,6 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     shorten_spinning(os.environ)
     use_large_pages()
     quiet_libraries()
+    open_closed()
     before = handle_stops(StopSignal(immediate=True).handle)  # until training handles them: clean up and exit
     try:
         try:
@@ -110,6 +112,19 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(code)
 
 
+def open_closed() -> None:
+    """Open /dev/null for closed standard streams, so that no other file gets descriptors 0 to 2."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.dup2(null, number)
+            if null != number:
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
 def run(args: list[str]) -> int:
     """Run the subcommand. Returns the exit code."""
     if not args or args[0] in ("-h", "--help", "help"):
@@ -122,20 +137,24 @@ def run(args: list[str]) -> int:
         from grpocli.cli.hydra_app import complete
 
         return complete(args, [*COMMANDS, *plugins("grpocli.commands")])
-    return int(importlib.import_module(_module_of(args[0])).main(args[1:]))
+    return int(_main_of(args[0])(args[1:]))
 
 
-def _module_of(command: str) -> str:
-    """The module whose `main` runs a command. Raises ConfigError if there is none."""
+def _main_of(command: str) -> Callable[[list[str]], int]:
+    """The function that runs a command. Raises ConfigError if there is none."""
     if command in COMMANDS:
-        return COMMANDS[command][0]
+        main_of: Callable[[list[str]], int] = importlib.import_module(COMMANDS[command][0]).main
+        return main_of
     tools = plugins("grpocli.commands")
     if command not in tools:
         from grpocli.config.parts import nearest
 
         advice = f"; write {ELSEWHERE[command]}" if command in ELSEWHERE else nearest(command, [*COMMANDS, *tools])
+        if not tools:
+            advice = "; the entry points of grpocli are not installed: `make setup` or `pip install -e .` does it again"
         raise ConfigError(f"there is no command {command}{advice}; see grpocli --help")
-    return tools[command].module
+    run_of: Callable[[list[str]], int] = load(tools[command])
+    return run_of
 
 
 def help_text() -> str:
@@ -162,9 +181,12 @@ def _lines(commands: dict[str, str]) -> str:
 
 def _about(module: str) -> str:
     """What the first line of a command's file says of it, which is read without importing the file."""
-    spec = importlib.util.find_spec(module)
-    text = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
-    about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    try:
+        spec = importlib.util.find_spec(module)
+        text = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+        about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    except (ImportError, SyntaxError, UnicodeDecodeError) as error:
+        return f"cannot be loaded: {error}"
     return about.partition(": ")[2].rstrip(".")
 
 

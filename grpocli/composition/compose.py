@@ -21,7 +21,7 @@ from grpocli.config.environment import OVERRIDES, needs_environment, without_env
 from grpocli.config.overrides import texts_of
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
-from grpocli.plugins import plugins
+from grpocli.plugins import load, plugins
 
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
@@ -42,7 +42,7 @@ def register_parts() -> None:
     import grpocli.composition.part_modules  # noqa: F401 - its imports register the parts of this package
 
     for plugin in plugins("grpocli.parts").values():
-        plugin.load()
+        load(plugin)
     extend_hydra()
 
 

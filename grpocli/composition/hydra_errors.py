@@ -31,10 +31,7 @@ from grpocli.errors import ConfigError
 from grpocli.plugins import hook
 
 NEEDS_QUOTES = "text with commas, braces or other special characters needs quotes inside the shell's"
-SYNTAX = (
-    "write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed and without spaces beside =; "
-    "a value with spaces stands in quotes, and resume=FOLDER resumes a run"
-)
+SYNTAX = "write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed and without spaces beside ="
 
 
 @contextmanager
@@ -109,7 +106,11 @@ class _CommandLine:
         form = self._as_text(override) if equals else ""
         if not form and key and value and all(value.count(a) == value.count(b) for a, b in ("[]", "{}", "()")):
             form = quoted(key, value)
-        return _needs_quotes(override, form) if form else ConfigError("cannot be read", key=override, hint=SYNTAX)
+        if form:
+            return _needs_quotes(override, form)
+        run = shlex.quote(override)
+        other = f"; a value with spaces stands in quotes; resume={run} resumes a run, --run {run} evaluates one"
+        return ConfigError("cannot be read", key=override, hint=SYNTAX if equals else SYNTAX + other)
 
     def _several_values(self, override: str) -> ConfigError:
         """A value with commas that is neither in brackets nor in quotes."""
@@ -220,6 +221,8 @@ def _unknown_choice(text: str) -> ConfigError:
     group, choice = found.groups()
     if choice.endswith(".py"):
         return ConfigError(f"name a function or class of the file: {choice}:NAME", key=group, value=choice)
+    if group == "task" and choice.endswith((".jsonl", ".json", ".csv", ".parquet")):
+        return ConfigError(f"write task=jsonl task.path={choice}", key=group, value=choice)
     if (foreign := hook("foreign_names")) and (advice := foreign.choice_advice(group, choice)):
         return ConfigError(advice, key=group, value=choice)
     listed = re.findall(r"^\t(\S+)$", text.partition("Config search path")[0], re.MULTILINE)  # with a user's YAMLs

