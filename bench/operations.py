@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpocli.composition.compose import build_run, compose
-from grpocli.distributed.parallel import SingleProcess
+from grpocli.distributed.parallel import Parallel
 from grpocli.distributed.world import World
 from grpocli.hardware import Single
 from grpocli.models import flex_attention
@@ -315,7 +315,7 @@ def counted(name: str, gpu: bool = True, layers: int | None = None, overrides: S
         return made
 
     world = World(Single(device="cpu"))
-    world.device, world.parallel, world.any = device, SingleProcess(device), bool
+    world.device, world.parallel, world.any = device, Parallel(device), bool
     dtype = "float32" if name == BUILT_IN and not gpu else "bfloat16"
     job: Any = SimpleNamespace(model_path="", dtype=dtype)
     with patch.multiple(build_trainer, load_policy=model, load_model=model), standing_in(mode), fake, mode:

@@ -342,7 +342,7 @@ def fsdp2_on_one_process(setting: Setting) -> Measured:
 def gradient_norm(setting: Setting, parallel: str, dtype: str) -> float:
     """The gradient norm of an update of a little model on packed rows."""
     from grpocli.distributed.fsdp2 import Fsdp2
-    from grpocli.distributed.parallel import SingleProcess
+    from grpocli.distributed.parallel import Parallel
     from grpocli.distributed.world import World
     from grpocli.hardware import Single
     from grpocli.training.micro_batch import MicroBatch
@@ -352,7 +352,7 @@ def gradient_norm(setting: Setting, parallel: str, dtype: str) -> float:
     from grpocli.types import Sampling
 
     world = World(Single(device=setting.device))
-    own: Any = Fsdp2(world.accelerator) if parallel == "fsdp2" else SingleProcess(world.device)
+    own: Any = Fsdp2(world.accelerator) if parallel == "fsdp2" else Parallel(world.device)
     compute = getattr(torch, dtype)
     model = little_policy("cpu", dtype).model
     wrapped, optimizer = own.prepare(model, compute, lambda of: torch.optim.SGD(of.parameters(), lr=0.0))

@@ -14,6 +14,9 @@ from grpocli.config.parts import one_of, part, require
 if TYPE_CHECKING:
     from torch import Tensor
 
+Terms = tuple["Tensor", dict[str, "Tensor"]]
+"""The loss [B, T] and its flags by side, which an objective returns."""
+
 FARTHEST = 20.0
 """Nats. Ratios beyond exp(+-20) are clamped, without gradient. No sensible clip range is that wide, and exp(89),
 infinite in float32, times an advantage of 0 is NaN."""
@@ -68,9 +71,7 @@ class Clip:
             "must be a finite number of 0 or more, or null for none",
         )
 
-    def __call__(
-        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor) -> Terms:
         one_each = advantages.ndim == 1  # an advantage per row
         ratio = log_ratio(logp_BT, old_logp_BT, mask_BT, self.level).exp()
         if self.level == "sequence" and not one_each:  # GSPO-token: the sequence's ratio, each token's own gradient
@@ -112,9 +113,7 @@ class Cispo:
         require(self, "high", self.high >= 0, "must be 0 or more")
         require(self, "low", self.low is None or 0 <= self.low <= 1, "must be between 0 and 1, or null for none")
 
-    def __call__(
-        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor) -> Terms:
         ratio_BT = log_ratio(logp_BT.detach(), old_logp_BT, mask_BT, "token").exp()
         advantages = per_token(advantages)
         weight_BT = ratio_BT.clamp(max=1 + self.high)
@@ -140,9 +139,7 @@ class Sapo:
         require(self, "tau_positive", 1e-6 <= self.tau_positive < math.inf, SHARPNESS)
         require(self, "tau_negative", 1e-6 <= self.tau_negative < math.inf, SHARPNESS)
 
-    def __call__(
-        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor) -> Terms:
         ratio_BT = log_ratio(logp_BT, old_logp_BT, mask_BT, "token").exp()
         advantages = per_token(advantages)
         tau = advantages.new_full((), self.tau_positive).where(
@@ -183,9 +180,7 @@ class Dppo:
         """Whether loss and gradient are 0 where the advantage is 0."""
         return self.drift == 0
 
-    def __call__(
-        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor) -> Terms:
         advantages = per_token(advantages)
         below_BT, above_BT = self._beyond(logp_BT.detach(), old_logp_BT)
         sides = {"low": below_BT & (advantages < 0), "high": above_BT & (advantages > 0)}
@@ -224,9 +219,7 @@ class Mirror:
         """Whether loss and gradient are 0 where the advantage is 0."""
         return self.tau == 0
 
-    def __call__(
-        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor) -> Terms:
         loss_BT = -per_token(advantages) * logp_BT
         if self.tau:
             loss_BT = loss_BT + self.tau / 2 * ((logp_BT - old_logp_BT) * mask_BT).square()
@@ -252,9 +245,7 @@ class Geometric:
         require(self, "low", self.low >= 0, "must be 0 or more")
         require(self, "high", self.high >= 0, "must be 0 or more")
 
-    def __call__(
-        self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, advantages: Tensor, mask_BT: Tensor) -> Terms:
         if advantages.ndim != 1:
             raise ValueError("algorithm/objective=geometric needs an advantage per row: loss(advantages=[B])")
         advantages_B1 = per_token(advantages)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from grpocli.distributed.parallel import Make, loss_scaler, step
+from grpocli.distributed.parallel import Make, Parallel, loss_scaler, step
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from grpocli.distributed.sharded_safetensors import StoredTensor
 
 
-class Fsdp2:
+class Fsdp2(Parallel):
     """torch's `fully_shard` on each decoder layer and on the rest, as in accelerate's FSDP2 plugin.
 
     It is called directly because accelerate does not support it on a CPU, nor a model without an optimizer, such as the
@@ -36,7 +36,8 @@ class Fsdp2:
     replicated = False
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.size, self.device = accelerator.num_processes, accelerator.device
+        super().__init__(accelerator.device)
+        self.size = accelerator.num_processes
         self.mesh = init_device_mesh(self.device.type, (self.size,))
 
     def loading(self) -> AbstractContextManager[None]:
@@ -75,12 +76,6 @@ class Fsdp2:
         if not torch.is_grad_enabled():
             model.reshard()  # type: ignore[operator]  # otherwise the root's weights stay gathered for a backward
 
-    def accumulating(self, wrapped: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def backward(self, wrapped: torch.nn.Module, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
-
     def update(self, wrapped: torch.nn.Module, optimizer: Any, rate: float, limit: float) -> Tensor:
         return self.gather(step(wrapped, optimizer, rate, limit, self.scaler))
 
@@ -99,16 +94,8 @@ class Fsdp2:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-        return model.named_parameters()
-
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def moments(self, optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in optimizer.state.get(parameter, {}).items():
-            if tensor is not None:  # torch's SGD without momentum
-                yield name, self.gather(tensor)
 
     def restore_moments(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, StoredTensor]) -> None:
         if moments:
@@ -149,11 +136,6 @@ class _Untouched(TorchFunctionMode):
         return (torch.empty_like if func is torch.zeros_like else func)(*args, **(kwargs or {}))
 
 
-def is_local_rank0() -> bool:
-    """Whether this is the first process of its machine, which reads the weights."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 @contextmanager
 def loading_on_local_rank0() -> Iterator[None]:
     """A block in which only the first process of each machine reads the weights of models from disk.
@@ -163,7 +145,7 @@ def loading_on_local_rank0() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in LOADING}
     os.environ.update(LOADING)
     try:
-        with nullcontext() if is_local_rank0() else _Untouched():
+        with nullcontext() if os.environ.get("LOCAL_RANK", "0") == "0" else _Untouched():
             yield
     finally:
         for name, value in before.items():

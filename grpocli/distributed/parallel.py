@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,80 +20,12 @@ FIRST_SCALE, GOOD_UPDATES = 2.0**16, 400
 """The first factor of losses in float16, and the updates without overflow after which it doubles."""
 
 
-class Parallel(Protocol):
-    """The operations that depend on the number of trainer processes. Every method is collective unless it says
-    otherwise.
+class Parallel:
+    """The operations that depend on the number of trainer processes; of this class: plain torch in a single process.
 
-    replicated: whether every process has all weights and all optimizer state, so that `gather` and `moments` do not
-    communicate. scaler: of the losses, from `prepare` on.
+    Every method is collective unless it says otherwise. replicated: whether every process has all weights and all
+    optimizer state, so that `gather` and `moments` do not communicate. scaler: of the losses, from `prepare` on.
     """
-
-    replicated: bool
-    scaler: torch.amp.GradScaler
-
-    def loading(self) -> AbstractContextManager[None]:
-        """A block in which models are read from disk, before `prepare` and `prepare_frozen`. Not collective."""
-        ...
-
-    def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
-        """The model as training calls it, on its device, and its optimizer. `model` itself is changed in place."""
-        ...
-
-    def prepare_frozen(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-        """A model without gradients, on its device."""
-        ...
-
-    def autocast(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """A context for forwards in `dtype` of a model with float32 weights. Not collective."""
-        ...
-
-    def accumulating(self, wrapped: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """A context for the forward and backward of a micro-batch. last: whether it is the last one of the update."""
-        ...
-
-    def backward(self, wrapped: torch.nn.Module, loss: Tensor) -> None:
-        """Add the gradient of a loss. The losses of all processes are summed."""
-        ...
-
-    def update(self, wrapped: torch.nn.Module, optimizer: Any, rate: float, limit: float) -> Tensor:
-        """One optimizer step at learning rate `rate`, with gradients clipped to the norm `limit` (0: not clipped).
-
-        Clears the gradients and returns their norm before clipping, over all weights. In float16 a norm that is not
-        finite means that all processes have skipped the step.
-        """
-        ...
-
-    def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """A block without gradients in which each process calls `model` as often as it needs.
-
-        Entering is collective.
-        """
-        ...
-
-    def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """The parameters by name, for `gather`. Every process iterates over all of them."""
-        ...
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """The whole tensor of a parameter or of a tensor of its optimizer state."""
-        ...
-
-    def moments(self, optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer state of a parameter: names and whole tensors. Empty before the first update."""
-        ...
-
-    def restore_moments(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, StoredTensor]) -> None:
-        """Restore the optimizer state of a parameter; each process reads its part. Not collective."""
-        ...
-
-
-def is_counter(tensor: Tensor) -> bool:
-    """Whether a stored tensor was an integer of Python, such as the number of updates in bitsandbytes."""
-    return tensor.ndim == 0 and tensor.dtype == torch.int64
-
-
-class SingleProcess:
-    """A single process: plain torch."""
 
     replicated = True
 
@@ -102,54 +34,74 @@ class SingleProcess:
         self.scaler = loss_scaler(device, torch.float32)
 
     def loading(self) -> AbstractContextManager[None]:
+        """A block in which models are read from disk, before `prepare` and `prepare_frozen`. Not collective."""
         return nullcontext()
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
+        """The model as training calls it, on its device, and its optimizer. `model` itself is changed in place."""
         model.to(self.device)
         self.scaler = loss_scaler(self.device, dtype)
         return model, make(model)
 
     def prepare_frozen(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+        """A model without gradients, on its device."""
         return model.requires_grad_(False).to(self.device)
 
     def autocast(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to `dtype`; nothing for float32."""
+        """A context for forwards in `dtype` of a model with float32 weights. Not collective."""
         return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
 
     def accumulating(self, wrapped: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """A context for the forward and backward of a micro-batch. last: whether it is the last one of the update."""
         return nullcontext()
 
     def backward(self, wrapped: torch.nn.Module, loss: Tensor) -> None:
+        """Add the gradient of a loss. The losses of all processes are summed."""
         self.scaler.scale(loss).backward()
 
     def update(self, wrapped: torch.nn.Module, optimizer: Any, rate: float, limit: float) -> Tensor:
+        """One optimizer step at learning rate `rate`, with gradients clipped to the norm `limit` (0: not clipped).
+
+        Clears the gradients and returns their norm before clipping, over all weights. In float16 a norm that is not
+        finite means that all processes have skipped the step.
+        """
         return step(wrapped, optimizer, rate, limit, self.scaler)
 
-    def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """One autocast region, in which every weight is cast once."""
-        return _sampling(model, self.autocast(model, dtype))
+    @contextmanager
+    def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        """A block without gradients in which each process calls `model` as often as it needs.
+
+        Entering is collective. It is one autocast region, in which every weight is cast once.
+        """
+        with _casts_kept(model), self.autocast(model, dtype):
+            yield
 
     def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The parameters by name, for `gather`. Every process iterates over all of them."""
         return model.named_parameters()
 
     def gather(self, tensor: Tensor) -> Tensor:
+        """The whole tensor of a parameter or of a tensor of its optimizer state."""
         return tensor
 
     def moments(self, optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+        """The optimizer state of a parameter: names and whole tensors. Empty before the first update."""
         for name, value in optimizer.state.get(parameter, {}).items():
             if value is not None:  # torch's SGD without momentum
                 yield name, self.gather(torch.as_tensor(value))
 
     def restore_moments(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, StoredTensor]) -> None:
+        """Restore the optimizer state of a parameter; each process reads its part. Not collective."""
         if moments:
             tensors = {name: stored.whole() for name, stored in moments.items()}
             optimizer.state[parameter] = {
-                name: tensor.item() if is_counter(tensor) else tensor.to(self.device)
+                # an integer was one of Python, such as the number of updates in bitsandbytes
+                name: tensor.item() if tensor.ndim == 0 and tensor.dtype == torch.int64 else tensor.to(self.device)
                 for name, tensor in tensors.items()
             }
 
 
-class Ddp(SingleProcess):
+class Ddp(Parallel):
     """`ddp`: every process has all weights and all optimizer state; accelerate averages gradients."""
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -195,12 +147,6 @@ def step(
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-@contextmanager
-def _sampling(model: torch.nn.Module, computing: AbstractContextManager[Any]) -> Iterator[None]:
-    with _casts_kept(model), computing:
-        yield
 
 
 @contextmanager

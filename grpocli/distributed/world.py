@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from grpocli.distributed.context_parallel import ContextParallel
-from grpocli.distributed.parallel import Ddp, Parallel, SingleProcess
+from grpocli.distributed.parallel import Ddp, Parallel
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -102,13 +102,9 @@ class World:
         """Every process's items, in rank order."""
         if self.size == 1:
             return list(items)
-        if self._group:
-            everyone: list[Any] = [None] * self.size
-            torch.distributed.all_gather_object(everyone, list(items), group=self._group)
-            return [item for one in everyone for item in one]
-        from accelerate.utils import gather_object
-
-        return list(gather_object(list(items)))
+        everyone: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(everyone, list(items), group=self._group)
+        return [item for one in everyone for item in one]
 
     def gather_to_main(self, items: Sequence[T]) -> list[T]:
         """Every process's items, in rank order, in the main process; empty in the others. In the main thread only."""
@@ -122,13 +118,8 @@ class World:
         """The main process's item."""
         if self.size == 1:
             return item
-        from accelerate.utils import broadcast_object_list
-
         box: list[Any] = [item]
-        if self._group:
-            torch.distributed.broadcast_object_list(box, src=0, group=self._group)
-        else:
-            broadcast_object_list(box, from_process=0)
+        torch.distributed.broadcast_object_list(box, src=0, group=self._group)
         return box[0]  # type: ignore[no-any-return]
 
     def any(self, flag: bool) -> bool:
@@ -159,9 +150,9 @@ class World:
 
 
 def parallel_of(hardware: Hardware, accelerator: Accelerator) -> Parallel:
-    """The class for `hardware.parallel`; SingleProcess if there is only one process."""
+    """The class for `hardware.parallel`; its base if there is only one process."""
     if accelerator.num_processes == 1:
-        return SingleProcess(accelerator.device)
+        return Parallel(accelerator.device)
     if hardware.parallel == "fsdp2":
         from grpocli.distributed.fsdp2 import Fsdp2
 

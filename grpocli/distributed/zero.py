@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from grpocli.distributed.parallel import Make, SingleProcess, loss_scaler
+from grpocli.distributed.parallel import Make, Parallel, loss_scaler
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from grpocli.distributed.sharded_safetensors import StoredTensor
 
 
-class Zero2(SingleProcess):
+class Zero2(Parallel):
     """Every process has all float32 weights, and a shard of the gradients and of the optimizer's state.
 
     DeepSpeed's engine is made directly: accelerate's takes the optimizer step in the backward, by its own count of
@@ -79,13 +79,15 @@ class Zero2(SingleProcess):
         return norm
 
     def moments(self, optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
         kept = optimizer.optimizer.state.get(self._flat(optimizer)[0], {})
         self._link(optimizer)
         for name, value in kept.items():
             if value.numel() == 1:  # a counter
                 yield name, value.clone()
             else:
-                yield name, self._get(parameter, name)
+                yield name, safe_get_full_optimizer_state(parameter, name)
 
     def restore_moments(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, StoredTensor]) -> None:
         state = optimizer.optimizer.state
@@ -109,12 +111,6 @@ class Zero2(SingleProcess):
         """Link optimizer states to parameters again: DeepSpeed 0.19 misses all groups but the first."""
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _get(self, parameter: torch.nn.Parameter, name: str) -> Tensor:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        whole: Tensor = safe_get_full_optimizer_state(parameter, name)
-        return whole
 
     def _set(self, parameter: Any, name: str, stored: StoredTensor) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
@@ -153,7 +149,7 @@ class Zero3(Zero2):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
 
-    def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[None]:
+    def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> NoReturn:
         raise ConfigError(
             "engine=transformers cannot sample from sharded weights: take engine=vllm, or hardware.parallel=fsdp2",
             key="hardware.parallel",

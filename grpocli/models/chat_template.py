@@ -34,8 +34,10 @@ def arguments_of(part: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
     thinking = getattr(part, "thinking", None)
     if arguments or thinking is not None:
         read = variables(tokenizer)
-        for name, value in arguments.items():
-            _check_read(name, value, read)
+        for name in sorted(arguments.keys() - read):
+            known = f"it reads {', '.join(sorted(read))}{nearest(name, read)}" if read else "it reads none"
+            problem = f"the chat template of the model reads no such variable; {known}"
+            raise ConfigError(problem, key=f"model.chat_template_arguments.{name}", value=arguments[name])
         if thinking is not None:
             arguments[_switch(read, arguments, thinking)] = thinking
     return arguments
@@ -66,14 +68,6 @@ def _inputs(template: Template) -> set[str]:
     asked_for = {node.name for node in tests if isinstance(node, nodes.Name)}
     read: set[str] = meta.find_undeclared_variables(template)
     return read - (set_inside - asked_for)
-
-
-def _check_read(name: str, value: object, read: set[str]) -> None:
-    if name in read:
-        return
-    known = f"it reads {', '.join(sorted(read))}{nearest(name, read)}" if read else "it reads none"
-    problem = f"the chat template of the model reads no such variable; {known}"
-    raise ConfigError(problem, key=f"model.chat_template_arguments.{name}", value=value)
 
 
 def _switch(read: set[str], arguments: Mapping[str, Any], thinking: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,21 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Dequantizes(Protocol):
-    """A linear layer whose weight is stored in another form."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias [out]."""
-        ...
-
-    def dequantized(self) -> Tensor:
-        """The weight [out, in]."""
-        ...
-
-
-def multiply(x: Tensor, layer: Dequantizes) -> Tensor:
-    """x W^T + b in the dtype of the computation."""
+def multiply(x: Tensor, layer: Any) -> Tensor:
+    """x W^T + b in the dtype of the computation. layer: linear, with `dequantized`, which computes W [out, in]."""
     product: Tensor = _Product.apply(x, layer)  # type: ignore[no-untyped-call]
     return product
 
@@ -33,7 +20,7 @@ class _Product(torch.autograd.Function):
     """Computes the weight again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Dequantizes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
         ctx.layer = layer
         weight_OI = layer.dequantized().to(compute_dtype(x))
         bias_O = None if layer.bias is None else layer.bias.to(weight_OI.dtype)

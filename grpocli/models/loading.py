@@ -216,11 +216,6 @@ def language_model_class(part: Any, path: str) -> str | None:
     return None if together else name
 
 
-def count_parameters(part: Any, path: str) -> int:
-    """The number of parameters of the model at `path`, from its config alone."""
-    return sum(p.numel() for p in model_without_weights(part, path).parameters())
-
-
 def model_without_weights(part: Any, path: str) -> PreTrainedModel:
     """The model at `path` on torch's meta device, from its config alone."""
     from accelerate import init_empty_weights
@@ -358,8 +353,10 @@ def choose_dtype(dtype: str, part: Any, model_path: str, device: str) -> str:
             return "bfloat16"
         kind = load_config(part, model_path).get_text_config().model_type
         return "float32" if kind in UNFIT_FOR_FLOAT16 else "float16"
-    fast = cpu_has_bfloat16(Path("/proc/cpuinfo"))
-    return "bfloat16" if fast and count_parameters(part, model_path) > LARGE else "float32"
+    if not cpu_has_bfloat16(Path("/proc/cpuinfo")):
+        return "float32"
+    parameters = sum(one.numel() for one in model_without_weights(part, model_path).parameters())
+    return "bfloat16" if parameters > LARGE else "float32"
 
 
 def cpu_has_bfloat16(cpuinfo: Path) -> bool:

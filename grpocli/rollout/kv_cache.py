@@ -65,9 +65,6 @@ class PreallocatedKVLayer(DynamicLayer):  # type: ignore[misc]
     def batch_select_indices(self, indices: Tensor) -> None:
         self._allocate(self.keys[indices], self.values[indices], 1)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._allocate(self.keys.repeat_interleave(repeats, 0), self.values.repeat_interleave(repeats, 0), 1)
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.environment import TOOLS, WORKER
@@ -43,13 +45,9 @@ def _pools_of(environment: EnvironmentConfig) -> tuple[WorkerPool, ...]:
 
 
 @lru_cache(maxsize=16)
-def _encoder_of(tokenizer: PreTrainedTokenizerBase, tools: str) -> TurnEncoder:
-    return TurnEncoder(tokenizer, json.loads(tools))
-
-
-@lru_cache(maxsize=16)
-def _parser_of(encoder: TurnEncoder) -> CallParser:
-    return CallParser(encoder)
+def _parser_of(tokenizer: PreTrainedTokenizerBase, tools: str) -> CallParser:
+    """Finds calls in the turns of a model; its `encoder` encodes the answers."""
+    return CallParser(TurnEncoder(tokenizer, json.loads(tools)))
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +140,8 @@ class _RunningEpisode:
         ]
 
     def completion(self) -> Completion:
-        spans = _merged(self.spans)
+        runs = groupby(self.spans, key=itemgetter(0))
+        spans = [(version, sum(tokens for _, tokens in run)) for version, run in runs]
         return Completion(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
@@ -293,7 +292,7 @@ class MultiTurnEngine:
             content = f"error: {result.reason}" if isinstance(result, Failure) else str(result[0])
             answer = answer_to(call, specs[episode], content, failed)
             longest = episode.environment.arguments["max_tokens"]
-            answer["content"] = self._encoder(episode.environment).cut(answer["content"], longest)
+            answer["content"] = self._parser(episode.environment).encoder.cut(answer["content"], longest)
             observations[episode].append(answer)
         return {episode: [answers, {}, not answers, {}] for episode, answers in observations.items()}
 
@@ -311,7 +310,7 @@ class MultiTurnEngine:
                 episode.finish_reason = "stop"  # by the environment, also where the limit of a turn cut its last turn
             return False
         try:
-            ids = self._encoder(episode.environment).encode_observation(
+            ids = self._parser(episode.environment).encoder.encode_observation(
                 episode.token_ids, observation, not isinstance(episode.prompt.text, str)
             )
         except ConfigError as error:
@@ -355,11 +354,8 @@ class MultiTurnEngine:
                     answers[i] = answer
         return answers
 
-    def _encoder(self, environment: EnvironmentConfig) -> TurnEncoder:
-        return _encoder_of(self.tokenizer, json.dumps(tools_of(environment)))
-
     def _parser(self, environment: EnvironmentConfig) -> CallParser:
-        return _parser_of(self._encoder(environment))
+        return _parser_of(self.tokenizer, json.dumps(tools_of(environment)))
 
     def close(self) -> None:
         """End the worker processes."""
@@ -401,14 +397,3 @@ def _as_json(columns: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a prompt as JSON types, for a worker process."""
     converted: dict[str, Any] = json.loads(json.dumps(dict(columns), default=str))
     return converted
-
-
-def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans (weight version, tokens), with neighbours of one version added together."""
-    merged: list[tuple[int, int]] = []
-    for version, tokens in spans:
-        if merged and merged[-1][0] == version:
-            merged[-1] = (version, merged[-1][1] + tokens)
-        else:
-            merged.append((version, tokens))
-    return merged

@@ -32,22 +32,17 @@ def locate_servers(
     device: the trainer's, "auto", "cpu" or "cuda". urls: servers that run already; without any the run starts some.
     shared: of the run's own servers, see `ServerLocation`. nodes: the number of rollout nodes.
     """
-    gpu = device == "cuda" or (device == "auto" and _has_gpu())
+    import torch
+
+    from grpocli.http import is_loopback
+
+    gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if urls:
-        return ServerLocation(gpu, all(_on_this_machine(url) for url in urls))
+        return ServerLocation(gpu, all(is_loopback(urlsplit(url).hostname or "") for url in urls))
     return ServerLocation(gpu, local=False) if nodes else ServerLocation(gpu, shared=shared)
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _on_this_machine(url: str) -> bool:
-    from grpocli.http import is_loopback
-
-    return is_loopback(urlsplit(url).hostname or "")
+NEEDS_GPUS = "needs GPUs, and the trainer computes on a CPU: take sync=shm"
 
 
 @section("sync")
@@ -103,15 +98,14 @@ class NcclSyncConfig(SyncConfig):
 
     def choose(self, servers: ServerLocation) -> str:
         if not servers.gpu:
-            raise ConfigError("needs GPUs, and the trainer computes on a CPU: take sync=shm", key="sync", value="nccl")
+            raise ConfigError(NEEDS_GPUS, key="sync", value="nccl")
         if servers.shared is not False:
-            raise ConfigError(
+            problem = (
                 "the run's own server shares the trainer's GPUs, and NCCL cannot connect a GPU with itself: take "
                 "sync=ipc or sync=shm, or start the server on other GPUs with `grpocli vllm-serve` and set "
-                "engine.base_url",
-                key="sync",
-                value="nccl",
+                "engine.base_url"
             )
+            raise ConfigError(problem, key="sync", value="nccl")
         return "nccl"
 
 
@@ -120,18 +114,13 @@ class IpcSyncConfig(SyncConfig):
     """vLLM's CUDA IPC between processes that share GPUs: nothing is copied between devices."""
 
     def choose(self, servers: ServerLocation) -> str:
+        problem = ""
         if not servers.gpu:
-            raise ConfigError("needs GPUs, and the trainer computes on a CPU: take sync=shm", key="sync", value="ipc")
-        if not servers.local:
-            raise ConfigError(
-                "the server is not on this machine (engine.base_url): take sync=nccl or sync=shm",
-                key="sync",
-                value="ipc",
-            )
-        if servers.shared is None:
-            raise ConfigError(
-                "the server has GPUs without a trainer process: raise hardware.processes or take sync=shm",
-                key="sync",
-                value="ipc",
-            )
+            problem = NEEDS_GPUS
+        elif not servers.local:
+            problem = "the server is not on this machine (engine.base_url): take sync=nccl or sync=shm"
+        elif servers.shared is None:
+            problem = "the server has GPUs without a trainer process: raise hardware.processes or take sync=shm"
+        if problem:
+            raise ConfigError(problem, key="sync", value="ipc")
         return "ipc"

@@ -179,7 +179,8 @@ class Evaluator:
         self.warn(self.accuracy_rewards.doubts([*sampled, *greedy]))
         metrics = self._results("eval", sampled, greedy)
         for task in self.accuracy_rewards.names if len(self.accuracy_rewards.names) > 1 else ():
-            metrics |= self._results(f"eval/{task}", *(_of_task(task, groups) for groups in (sampled, greedy)))
+            own = ([group for group in groups if group.prompt.task == task] for groups in (sampled, greedy))
+            metrics |= self._results(f"eval/{task}", *own)
         return metrics | loss
 
     def _results(self, name: str, sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, Any]:
@@ -212,7 +213,3 @@ def eval_seeds(seed: int, prompts: Sequence[Prompt]) -> list[int]:
         seeds.append(derive_seed(seed, 2**32 - 1, numbers[prompt.task]))
         numbers[prompt.task] += 1
     return seeds
-
-
-def _of_task(name: str, groups: Sequence[Group]) -> list[Group]:
-    return [group for group in groups if group.prompt.task == name]

@@ -107,8 +107,9 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
         if contents.reference is not None:
             _save_trained(contents.reference.model, folder / REFERENCE, policy, world)
         progress(0, 0, "the optimizer's state")
-        _write_optimizer(folder, policy, contents.optimizer, world)
+        files = shards.write(_whole(policy, contents.optimizer), folder, OPTIMIZER, world)
         if world.is_main:
+            shards.write_index(files, folder / OPTIMIZER_INDEX)
             contents.tokenizer.save_pretrained(folder)
             saved_rollouts.save_leftover(contents.leftover, folder)
             saved_rollouts.save_prefetched(contents.prefetched, folder)
@@ -169,7 +170,7 @@ def save_weights(
     model: PreTrainedModel,
     folder: Path,
     weights: Iterable[tuple[str, Tensor]],
-    world: shards.Processes,
+    world: World,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write a folder that `from_pretrained` loads, with the file and tensor names of transformers. Collective.
@@ -221,24 +222,11 @@ def check_savable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fo
 
 def load_state(path: Path) -> State:
     """The counters of a checkpoint. Raises ValueError or TypeError if the file is damaged."""
-    state = State(**{key: value for key, value in read_state(path).items() if key != "checksums"})
+    saved = dict(json.loads((path / STATE).read_text()))
+    state = State(**{key: value for key, value in saved.items() if key != "checksums"})
     if (numbered := NAME.fullmatch(path.name)) and int(numbered[1]) != state.step:
         raise ValueError(f"{STATE} is of step {state.step}")
     return state
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    state = json.loads((path / STATE).read_text())
-    if not isinstance(state, dict):
-        raise ValueError(f"{STATE} holds no JSON object")
-    return state
-
-
-def _write_optimizer(folder: Path, policy: Policy, optimizer: Any, world: World) -> None:
-    """Write the optimizer's state. Collective."""
-    files = shards.write(_whole(policy, optimizer), folder, OPTIMIZER, world)
-    if world.is_main:
-        shards.write_index(files, folder / OPTIMIZER_INDEX)
 
 
 def _trained(policy: Policy) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -310,9 +298,7 @@ def check_files(folder: Path, progress: Progress = unreported) -> None:
 
     progress: called with the gigabytes read.
     """
-    expected = json.loads((folder / CHECKSUMS).read_text())
-    if not isinstance(expected, dict):
-        raise ValueError(f"{CHECKSUMS} is damaged")
+    expected = dict(json.loads((folder / CHECKSUMS).read_text()))
     names = _files_of(folder)
     if differing := sorted(expected.keys() ^ names):
         name = differing[0]

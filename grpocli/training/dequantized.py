@@ -9,29 +9,22 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from grpocli.cache import cached
+from grpocli.distributed.world import World
 from grpocli.models.loading import load_config, load_quantized, load_tokenizer
 
-T = TypeVar("T")
 NEEDED = ("config.json", "tokenizer_config.json")
 
 
-@dataclass(slots=True)
-class _Alone:
+class _Alone(World):
     """A process that writes alone, before there are others."""
 
-    rank: int = 0
-    size: int = 1
-    is_main: bool = True
-
-    def gather_objects(self, items: Sequence[T]) -> list[T]:
-        return list(items)
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
 
 
 def dequantized_base(part: Any, path: str, dtype: str, device: str = "auto") -> str | None:

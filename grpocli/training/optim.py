@@ -85,8 +85,6 @@ class Optimizer:
 
     parallel: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2", "zero2", "zero3")
     """The choices of hardware.parallel that it works with."""
-    state_note: ClassVar[str] = ""
-    """The state, as `grpocli plan` names it."""
 
     def __post_init__(self) -> None:
         require(self, "lr", 0 <= self.lr < math.inf, "must be a finite number of 0 or more")
@@ -159,8 +157,6 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """AdamW (arXiv 1711.05101) on float32 weights."""
 
-    state_note: ClassVar[str] = "AdamW's two moments, float32"
-
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         import torch
 
@@ -178,7 +174,6 @@ class AdamW8bit(Adam):
     """
 
     parallel: ClassVar[tuple[str, ...]] = ("ddp",)
-    state_note: ClassVar[str] = "AdamW's two moments, 8 bits, with a scale for 256 numbers"
 
     def check_ready(self) -> None:
         """Raise ConfigError if bitsandbytes is not installed."""
@@ -219,7 +214,6 @@ class Muon(Adam):
     """Learning rate of the weights that AdamW trains, as a multiple of that of the matrices."""
 
     parallel: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2")
-    state_note: ClassVar[str] = "Muon's average of each matrix, AdamW's two moments of the rest, float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -274,7 +268,6 @@ class Adafactor(Optimizer):
     """Updates of a tensor are scaled down to this root mean square."""
 
     parallel: ClassVar[tuple[str, ...]] = ("ddp",)
-    state_note: ClassVar[str] = "a number for each row and column of a matrix, float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -305,7 +298,6 @@ class Sgd(Optimizer):
     """Decay rate, per update, of the summed gradients; 0: none. Above it, weight decay is summed with them."""
 
     parallel: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2")
-    state_note: ClassVar[str] = "SGD's momentum, float32; none without"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpocli.distributed.parallel import Parallel, SingleProcess
+from grpocli.distributed.parallel import Parallel
 from grpocli.models.head import weights_kept
 from grpocli.models.lora import is_adapted, merged, switched_off
 from grpocli.progress import Progress, unreported
@@ -45,7 +45,7 @@ class Policy:
         self, model: PreTrainedModel, wrapped: torch.nn.Module, dtype: torch.dtype, parallel: Parallel | None = None
     ) -> None:
         self.model, self.wrapped, self.dtype = model, wrapped, dtype
-        self.parallel: Parallel = parallel or SingleProcess(model.device)
+        self.parallel: Parallel = parallel or Parallel(model.device)
         self.packs, self.at_head, self.compiles = False, True, False
         self.recomputes = self.offloads = False
         self.packed: type[Packed] = Packed

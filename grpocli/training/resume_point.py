@@ -107,7 +107,10 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
     point, run = None, run_id(RunDir(run_dir))
     for path in reversed(_numbered(run_dir / "checkpoints")):
         try:
-            _check(path, run, progress)
+            state = load_state(path)
+            if run and state.run not in ("", run):
+                raise ValueError("it is of another run")
+            check_files(path, progress)
             point = ResumePoint(path, damaged)
             break
         except (OSError, *UNREADABLE) as error:
@@ -138,17 +141,6 @@ def _had_checkpoint(run_dir: RunDir) -> bool:
 def _new_run(run_dir: RunDir) -> str:
     model = shlex.quote(f"model={run_dir.model}")
     return "start a new run" + (f" from its final model with {model}" if run_dir.model.is_dir() else "")
-
-
-def _check(path: Path, run: str, progress: Progress) -> None:
-    """Raise OSError or one of UNREADABLE if a checkpoint is damaged.
-
-    run: the id of the run that it must belong to; empty if unknown.
-    """
-    state = load_state(path)
-    if run and state.run and state.run != run:
-        raise ValueError("it is of another run")
-    check_files(path, progress)
 
 
 def _aside(path: Path) -> Path:

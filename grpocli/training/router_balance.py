@@ -20,7 +20,7 @@ transformers lists the modules whose outputs are `router_logits` for each archit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -130,17 +130,6 @@ class RouterBalance:
     routers: list[Router]
     coefficient: float = 0.0
     sums: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, model: Any, coefficient: float) -> RouterBalance:
-        return cls(routers(model), coefficient)
-
-    def begin_step(self) -> None:
-        self.sums = []
-
-    def recording(self) -> AbstractContextManager[list[Routing]]:
-        """A block around the forward pass of a micro-batch."""
-        return recorded(self.routers)
 
     def loss(self, routings: list[Routing], batch: MicroBatch, rows: int) -> Tensor | None:
         """The micro-batch's share of coefficient x B(θ); None if there is none. rows: N of the whole update."""

@@ -20,7 +20,7 @@ from grpocli.progress import Progress, unreported
 from grpocli.training.micro_batch import MicroBatch, RowBatch, group_spans
 from grpocli.training.packing import padded
 from grpocli.training.policy import Reference
-from grpocli.training.router_balance import RouterBalance
+from grpocli.training.router_balance import RouterBalance, recorded, routers
 from grpocli.types import Row
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Updater:
     tokens: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.routers = RouterBalance.of(self.policy.model, self.algorithm.router_aux_loss_coef)
+        self.routers = RouterBalance(routers(self.policy.model), self.algorithm.router_aux_loss_coef)
 
     def begin_step(self, rows: Sequence[Row], n_groups: int, step: int) -> list[Window]:
         """The windows of step number `step` (from 1), with the log-probs that their updates need. Collective.
@@ -83,7 +83,7 @@ class Updater:
         updates, or none, does not shift the schedule.
         """
         self.parts, self.tokens, self.micro_batches_done = [], Counter(), 0
-        self.routers.begin_step()
+        self.routers.sums = []
         self.first_update = (step - 1) * self.train.updates_per_step
         self.lr = self.optim_config.rate(self.first_update, self.total_updates)
         self.policy.wrapped.train()
@@ -280,7 +280,7 @@ class Updater:
     def _micro_batch(self, micro_batch: RowBatch, totals: Totals) -> None:
         batch, known = self._batch(micro_batch), micro_batch.known
         had_old_logp = "old_logp" in known
-        with self.routers.recording() as routings:
+        with recorded(self.routers.routers) as routings:
             logp, entropy, top = self.policy.scores(batch, self.sampling, self.algorithm.needs_entropy_gradient)
         current_logp = logp.detach()
         # in rows without an update so far the old policy is the current one

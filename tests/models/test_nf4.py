@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from grpocli.composition.compose import build_run, compose
-from grpocli.distributed.parallel import SingleProcess
+from grpocli.distributed.parallel import Parallel
 from grpocli.errors import ConfigError
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_policy
@@ -151,7 +151,7 @@ def test_it_keeps_half_a_byte_a_weight(part) -> None:
 
 def test_sampling_takes_its_frozen_weights(part) -> None:
     model = policy(part, "bfloat16")
-    alone = SingleProcess(torch.device("cpu"))
+    alone = Parallel(torch.device("cpu"))
     with torch.no_grad(), alone.sampling(model, torch.bfloat16):
         first = model(IDS).logits
     with torch.no_grad(), alone.autocast(model, torch.bfloat16):

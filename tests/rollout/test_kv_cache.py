@@ -62,7 +62,6 @@ def test_buffers_are_rarely_reallocated() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda cache: cache.batch_repeat_interleave(2),
         lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
         lambda cache: cache.crop(-1),
     ],

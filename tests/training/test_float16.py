@@ -16,7 +16,7 @@ from training.test_optim import OPTIMIZERS
 
 from grpocli.config.schema import Rollouts
 from grpocli.distributed import parallel
-from grpocli.distributed.parallel import SingleProcess, loss_scaler, step
+from grpocli.distributed.parallel import Parallel, loss_scaler, step
 from grpocli.distributed.world import World
 from grpocli.errors import RunError
 from grpocli.models import loading, sdpa
@@ -39,7 +39,7 @@ rows, world = test_update.rows, test_update.world
 def in_float16(little_model: Any, world: World, scale: float, **train: int) -> Updater:
     up = test_update.updater(little_model, world, "algorithm=dapo", **train)
     up.policy.dtype = torch.float16
-    up.policy.parallel = SingleProcess(CPU)
+    up.policy.parallel = Parallel(CPU)
     up.policy.parallel.scaler = loss_scaler(CPU, torch.float16)
     up.policy.parallel.scaler.load_state_dict(up.policy.parallel.scaler.state_dict() | {"scale": scale})
     return up

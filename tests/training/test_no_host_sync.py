@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import grpocli
 from grpocli.algorithm.aggregate import Totals
 from grpocli.config.schema import Train
-from grpocli.distributed.parallel import SingleProcess, loss_scaler
+from grpocli.distributed.parallel import Parallel, loss_scaler
 from grpocli.hardware import to_device
 from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
@@ -75,7 +75,7 @@ def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 def updater(*algorithm: str, layout: Any) -> Updater:
     with GPU:
         model, initial = (LlamaForCausalLM(LlamaConfig(**SHAPE)) for _ in range(2))
-    policy, chosen = Policy(model, model, torch.float32, SingleProcess(GPU)), built(*algorithm)
+    policy, chosen = Policy(model, model, torch.float32, Parallel(GPU)), built(*algorithm)
     policy.parallel.scaler = loss_scaler(GPU, torch.float16)
     if layout is not Padded:
         policy.packed, policy.packs = layout, attention.enable(model, 64) and attention.enable(initial, 64)
