@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,7 +22,7 @@ from grpocli.rollout.vllm.connection import Refused
 from grpocli.rollout.vllm.installation import check_vllm, vllm_version
 from grpocli.rollout.vllm.lora import lora_misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
-from grpocli.rollout.vllm.server import ServerSpec, check_port, free_port, model_config, serving
+from grpocli.rollout.vllm.server import POLL, ServerSpec, check_port, free_port, model_config, serving
 from grpocli.rollout.vllm.server_files import Endpoint, fresh_log, printed_log, serve_file
 
 if TYPE_CHECKING:
@@ -229,7 +230,8 @@ def serve(
             endpoint.save(record)
             ready()
             print(how_to_use(endpoint, record, job, description), flush=True)
-            code = process.wait()
+            while (code := process.poll()) is None:  # a blocking wait would not notice a signal to another thread
+                time.sleep(POLL)
             raise EngineError(f"the vLLM server ended by itself with exit code {code}{endpoint.cause()}")
         finally:
             record.unlink(missing_ok=True)
