@@ -15,7 +15,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import external, server
+from grpocli.rollout.vllm import external, installation
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.external import external_servers, find_endpoint, misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
@@ -217,8 +217,8 @@ def test_another_minor_version_of_vllm_cannot_send_weights(
     with pytest.raises(ConfigError, match=re.escape(sends)) as caught:
         external_servers(options, job)
     assert (caught.value.key, caught.value.value) == ("engine.base_url", stand_in.url)
-    monkeypatch.setattr(external, "check_vllm", server.check_vllm)
-    monkeypatch.setattr(server, "find_spec", lambda name: None)
+    monkeypatch.setattr(external, "check_vllm", installation.check_vllm)
+    monkeypatch.setattr(installation, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="vLLM is not installed"):
         external_servers(options, job)
 
