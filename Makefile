@@ -97,8 +97,9 @@ build: setup ## the wheel and the source archive, in dist/, and their metadata c
 release-check: build ## install the wheel in an empty environment and run it (TAG=vX.Y.Z: which must be its version)
 	$(PYTHON) -m venv --clear --without-pip .venv-release
 	$(subst --python $(BIN)/python,,$(UV)) --python .venv-release/bin/python dist/*.whl
-	cd dist && for words in --help --version "train --help" "train --cfg job recipe=dapo-small" "explain algorithm=dgpo"; do \
-	  ../.venv-release/bin/grpocli $$words > /dev/null || exit 1; done
+	cd dist && for words in --help --version "train --cfg job recipe=dapo-small" "explain algorithm=dgpo" \
+	  $$(../.venv-release/bin/grpocli --help | sed -nE 's/^  ([a-z-]+) {2,}[a-z].*/\1:--help/p'); do \
+	  ../.venv-release/bin/grpocli $$(echo "$$words" | tr : ' ') > /dev/null || exit 1; done
 	@version="$$(.venv-release/bin/grpocli --version)"; echo "the wheel is $$version"; \
 	  [ -z "$(TAG)" ] || [ "$$version" = "grpocli $(TAG:v%=%)" ] || { echo "which is not $(TAG)" >&2; exit 1; }
 

@@ -1,6 +1,6 @@
 """Compare `math`, Math-Verify and Hendrycks' is_equiv on the answer pairs of the tests.
 
-Prints the table of docs/rewards.md. Usage: `python bench/graders.py math_equivalence.py`; the file is
+Prints the table of docs/evidence/graders.md. Usage: `python bench/graders.py math_equivalence.py`; the file is
 modeling/math_equivalence.py of github.com/hendrycks/math.
 """
 

@@ -3,7 +3,7 @@
 `python bench/side_by_side/optimizations.py`
 
 Alternates steps of grpocli with and without one optimization. Writes a table between two markers of
-docs/benchmarks.md, as `run.py` does. `--with` and `--without OPTIMIZATION ...` run one side.
+docs/evidence/benchmarks.md, as `run.py` does. `--with` and `--without OPTIMIZATION ...` run one side.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.hub import hub_api
     from grpocli.publish.push import Pusher
     from grpocli.runs.run_dir import RunDir
-    from grpocli.runs.runs import check_run
+    from grpocli.runs.runs import check_is_run
     from grpocli.text import clean
 
-    check_run(args.run, "RUN FOLDER")
+    check_is_run(args.run, "RUN FOLDER")
     run_dir = RunDir(args.run)
     if run_dir.is_running():
         raise ConfigError("is running; hub.push=OWNER/NAME pushes it at its end", key="RUN", value=args.run)

@@ -22,7 +22,7 @@ from grpocli.config.user_parts import is_spec, name_of
 from grpocli.config.yaml_text import flat_values
 from grpocli.errors import ConfigError
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import check_run
+from grpocli.runs.runs import check_is_run
 from grpocli.runs.sessions import accuracy_rewards
 
 FOLLOWS = re.compile(r"\$\{([\w.]+)\}")
@@ -47,7 +47,7 @@ class Resume:
         if not named or named[-1] in ("resume=", "resume=null"):
             return None
         name = text_of(named[-1])
-        check_run(Path(name), f"resume={name}")
+        check_is_run(Path(name), f"resume={name}")
         folder = Path(name).resolve()
         for other in (text_of(o) for o in overrides if o.startswith("hydra.run.dir=")):
             if Path(other).resolve() != folder:

@@ -16,7 +16,7 @@ from grpocli.runs.run_dir import RunDir
 GROUPS = ("algorithm", "task", "model", "engine", "hardware", "optim", "tracker", "recipe")
 
 
-def check_run(folder: Path, typed: str) -> None:
+def check_is_run(folder: Path, typed: str) -> None:
     """Raise ConfigError, which suggests a run, unless the folder is a run's.
 
     typed: `RUN FOLDER` or `resume=FOLDER`.

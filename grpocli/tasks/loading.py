@@ -142,7 +142,8 @@ class TextRows:
         import fsspec
         from fsspec.utils import infer_compression
 
-        rows_of, newline = (self._csv, "") if self.kind == "csv" else (self._json, "\n")
+        rows_of: Callable[[IO[str], str], Iterator[Callable[[], Row]]]
+        rows_of, newline = (partial(self._csv, columns=[]), "") if self.kind == "csv" else (self._json, "\n")
         for file in self.files:
             text = {"encoding": "utf-8-sig", "newline": newline, "compression": infer_compression(_bare(file))}
             with readable(file, self.key), fsspec.open(file, "rt", **text, **self.options) as lines:
@@ -176,20 +177,26 @@ class TextRows:
             problem = f"cannot be read: line {at} is not JSON ({reason}); repair or remove it"
             raise self._error(problem, file) from error
 
-    def _csv(self, lines: IO[str], file: str) -> Iterator[Callable[[], Row]]:
-        """Cells stay text, so that 007 is 007; empty ones are None, and columns without a name are left out."""
+    def _csv(self, lines: IO[str], file: str, columns: list[str]) -> Iterator[Callable[[], Row]]:
+        """Cells stay text, so that 007 is 007; empty ones are None, and columns without a name are left out.
+
+        columns: those of the first file, in any order; empty before it.
+        """
         csv.field_size_limit(sys.maxsize)
         reader = csv.reader(lines, strict=True)
         try:
-            yield from self._csv_rows(reader, file)
+            yield from self._csv_rows(reader, file, columns)
         except csv.Error as error:
             problem = f"cannot be read: line {reader.line_num} is not CSV ({error}); repair or remove it"
             raise self._error(problem, file) from error
 
-    def _csv_rows(self, reader: Any, file: str) -> Iterator[Callable[[], Row]]:
+    def _csv_rows(self, reader: Any, file: str, columns: list[str]) -> Iterator[Callable[[], Row]]:
         names: list[str] = next((row for row in reader if row), [])
         if twice := next((name for name in names if name and names.count(name) > 1), ""):
             raise self._error(f"line 1 has two columns called {twice!r}; rename or remove one", file)
+        columns[:] = columns or names
+        if other := ", ".join(sorted({*names} ^ {*columns})):
+            raise self._error(f"its columns are not those of {self.files[0]}: they differ in {other}", file)
         for cells in reader:
             if len(cells) > len(names):
                 problem = f"line {reader.line_num} has {len(cells)} cells, and the first line {len(names)} columns"

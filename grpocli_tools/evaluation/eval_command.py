@@ -83,13 +83,13 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
     from grpocli.composition.compose import build_run
     from grpocli.composition.ready import check_ready
-    from grpocli.runs.runs import check_run
+    from grpocli.runs.runs import check_is_run
 
     overrides = list(args.overrides)
     if args.run:
         if any(one.startswith(("model=", "model.path=", "resume=")) for one in overrides):
             raise ConfigError("the model is the run's own", key="--run", hint="leave out model= and model.path=")
-        check_run(args.run, f"--run {args.run}")
+        check_is_run(args.run, f"--run {args.run}")
         overrides.insert(0, f"resume={args.run}")
     config = composed(overrides, args.config_dir)
     run = build_run(config)

@@ -38,10 +38,10 @@ def main(argv: Sequence[str]) -> int:
     """Replay steps and print a report. Returns the exit code. Raises GrpoError."""
     args = _parser().parse_intermixed_args(argv)
     run_folder, args.overrides = _folder(args.overrides)
-    from grpocli.runs.runs import check_run
+    from grpocli.runs.runs import check_is_run
     from grpocli_tools.rollouts.rollout_query import step_files
 
-    check_run(run_folder, f"RUN {run_folder}")
+    check_is_run(run_folder, f"RUN {run_folder}")
     steps = [int(path.stem.removeprefix("step_")) for path in step_files(run_folder, args.step or ":")]
     from grpocli.views.live_view import status_view
     from grpocli_tools.replay.render import as_dict, as_text

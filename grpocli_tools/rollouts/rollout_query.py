@@ -12,7 +12,7 @@ from typing import Any
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.runs.rollouts import read_rollouts
-from grpocli.runs.runs import check_run
+from grpocli.runs.runs import check_is_run
 
 NAME = re.compile(r"step_(\d+)\.parquet")
 STEPS = re.compile(r"(\d*)(:?)(\d*)")
@@ -97,7 +97,7 @@ def step_files(run: Path, wanted: str = ":") -> list[Path]:
     low = int(first or 0)
     high = int(last) if last else (None if colon else low)
     if not (run / "rollouts").is_dir():
-        check_run(run, f"RUN {run}")
+        check_is_run(run, f"RUN {run}")
         raise ConfigError(f"RUN {run}: the run has sampled nothing yet: there is no folder `rollouts` in it")
     files = rollout_files(run)
     chosen = [path for step, path in files.items() if low <= step and (high is None or step <= high)]

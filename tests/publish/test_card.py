@@ -26,9 +26,9 @@ reward:
   format:
     weight: 0.5
 task:
-  _target_: grpocli.tasks.arithmetic.Arithmetic
+  _target_: task/arithmetic
 model:
-  _target_: grpocli.models.tiny.Tiny
+  _target_: model/tiny
 seed: 0
 """
 

@@ -196,6 +196,13 @@ def test_a_csv_with_semicolons_is_told_to_have_commas(tmp_path: Path, cache_fold
         need_columns(["question;answer"], {"task.prompt_column": "question"}, str(tmp_path / "rows.csv"))
 
 
+def test_csv_files_of_a_folder_have_the_same_columns(tmp_path: Path, cache_folder: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer\n1+1,2\n")
+    (tmp_path / "b.csv").write_text("prompt,solution\n1+2,3\n")
+    with pytest.raises(ConfigError, match=r"not those of .*a\.csv: they differ in answer, solution"):
+        load_table(str(tmp_path), None, "train")
+
+
 def test_a_list_among_the_lines_of_a_file_is_no_row(tmp_path: Path, cache_folder: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n[{"a": 2}]\n')
     with pytest.raises(ConfigError, match="not an object"):

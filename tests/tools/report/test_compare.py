@@ -14,7 +14,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import check_run
+from grpocli.runs.runs import check_is_run
 from grpocli.runs.sessions import Session, add_session
 from grpocli_tools.report.compare_command import main
 from grpocli_tools.report.run_rows import find_runs
@@ -127,14 +127,14 @@ def test_a_folder_without_runs_is_reported(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^--run a: there is no such folder; give the folder of a run$"):
-        check_run(Path("a"), "--run a")
+        check_is_run(Path("a"), "--run a")
     for age, name in enumerate(["day/late", "day/early", "other/one"]):
         folder = tmp_path / "runs" / name
         (folder / "model").mkdir(parents=True)
         (folder / "config.yaml").touch()
         (folder / "metrics.jsonl").touch()
         os.utime(folder, (0, 9 - age))
-    check_run(Path("runs/day/late"), "")
+    check_is_run(Path("runs/day/late"), "")
     for given, said in {
         "runs/day/lat": 'there is no such folder; did you mean "runs/day/late"?',
         "late": 'there is no such folder; did you mean "runs/day/late"?',
@@ -143,7 +143,7 @@ def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path, monkeypatc
         "runs/day/early/model": 'there is no config.yaml in it; did you mean "runs/day/early"?',
     }.items():
         with pytest.raises(ConfigError, match=f"{re.escape(said)}$"):
-            check_run(Path(given), "")
+            check_is_run(Path(given), "")
 
 
 def typed(folder: Path, overrides: list[str], choices: dict[str, str], config: dict[str, Any]) -> None:
