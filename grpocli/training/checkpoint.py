@@ -298,7 +298,9 @@ def check_files(folder: Path, progress: Progress = unreported) -> None:
 
     progress: called with the gigabytes read.
     """
-    expected = dict(json.loads((folder / CHECKSUMS).read_text()))
+    expected = json.loads((folder / CHECKSUMS).read_text())
+    if not isinstance(expected, dict):
+        raise ValueError(f"{CHECKSUMS} is damaged")
     names = _files_of(folder)
     if differing := sorted(expected.keys() ^ names):
         name = differing[0]
