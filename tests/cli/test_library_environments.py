@@ -12,7 +12,7 @@ from grpocli.runs.rollouts import read_rollouts
 
 pytestmark = pytest.mark.processes
 
-COUNTING = Path(__file__).parents[1] / "environments" / "counting_taskset.py"
+COUNTING = Path(__file__).parents[1] / "library_environments" / "counting_taskset.py"
 PLAYED = [
     "train",
     "task=verifiers",

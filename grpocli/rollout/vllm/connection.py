@@ -135,7 +135,7 @@ class Connection:
                 response = call.result()
                 self.last_sign = time.monotonic()
                 if not response.is_success:
-                    raise await self._failure(http, path, response)
+                    raise await self._failure(path, response)
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise self.gone(f"{self.where} is gone ({path}: {reason}){self.endpoint.cause()}") from error
@@ -171,11 +171,13 @@ class Connection:
         if not timeout.left:
             raise self.gone(f"{self.where} did not answer {path}, {timeout.problem}")
 
-    async def _failure(self, http: httpx.AsyncClient, path: str, response: httpx.Response) -> EngineError:
+    async def _failure(self, path: str, response: httpx.Response) -> EngineError:
         """The error of a failed response: ServerGone if the engine has died or another server took its place."""
         refused = Refused(self.endpoint.url, path, response, _message(response))
-        if response.status_code >= 500 and await _health(http) is not True:
-            return self.gone(f"{refused}{self.endpoint.cause()}")
+        if response.status_code >= 500:
+            async with self._http() as new:  # after an error in a route, vLLM closes the connection that asked
+                if await _health(new) is not True:
+                    return self.gone(f"{refused}{self.endpoint.cause()}")
         replaced = response.status_code == 401 and self._accepted
         return self.gone(str(refused)) if replaced else refused
 
