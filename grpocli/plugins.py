@@ -1,7 +1,7 @@
 """What installed packages add: entry points, found without importing what they name.
 
 `grpocli.parts` are modules whose parts become choices, `grpocli.commands` are modules with a command's `main`, and
-`grpocli.hooks` are what the trainer asks for a word if it is there.
+`grpocli.hooks` are functions and modules that the trainer calls where they are installed.
 """
 
 from __future__ import annotations

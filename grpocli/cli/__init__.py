@@ -142,19 +142,20 @@ def run(args: list[str]) -> int:
 
 def _main_of(command: str) -> Callable[[list[str]], int]:
     """The function that runs a command. Raises ConfigError if there is none."""
+    main: Callable[[list[str]], int]
     if command in COMMANDS:
-        main_of: Callable[[list[str]], int] = importlib.import_module(COMMANDS[command][0]).main
-        return main_of
+        main = importlib.import_module(COMMANDS[command][0]).main
+        return main
     tools = plugins("grpocli.commands")
     if command not in tools:
         from grpocli.config.parts import nearest
 
         advice = f"; write {ELSEWHERE[command]}" if command in ELSEWHERE else nearest(command, [*COMMANDS, *tools])
         if not tools:
-            advice = "; the entry points of grpocli are not installed: `make setup` or `pip install -e .` does it again"
+            advice = "; the entry points of grpocli are not installed: run `make setup`, or `pip install -e .` again"
         raise ConfigError(f"there is no command {command}{advice}; see grpocli --help")
-    run_of: Callable[[list[str]], int] = load(tools[command])
-    return run_of
+    main = load(tools[command])
+    return main
 
 
 def help_text() -> str:
