@@ -794,6 +794,7 @@ def test_a_wait_for_the_weights_has_the_deadline_of_the_transfer(
     server.prepared = True
     monkeypatch.setattr(transport_gpu, "DEADLINE", 0.2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # which may ask torch.cuda
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: computed.wait(60))
     weights = PolicyWeights(context().policy, torch.bfloat16)
     transport: Any = (
