@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import heapq
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -119,5 +118,4 @@ def serve() -> None:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     serve()
