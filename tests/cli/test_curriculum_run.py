@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 from cli.copied import config_dir
 from cli.running import assert_same_run, killed_after, metrics, run_here
-from cli.test_failures import failed
 
 from grpocli.runs.rollouts import read_rollouts
 from grpocli.tasks import problem_scores
@@ -80,21 +78,6 @@ def test_the_table_of_problems_has_the_scores_of_the_checkpoint(grpocli, whole: 
     shutil.copytree(whole, without_files, ignore=shutil.ignore_patterns("rollouts", "model"))
     code, out, _ = grpocli("rollouts", str(without_files), "--problems")
     assert (code, out.splitlines()[-1]) == (0, f"{len(found)} problems, {resting} of them rest")
-
-
-def test_recorded_steps_are_replayed_from_their_rows(grpocli, whole: Path) -> None:
-    code, out, err = grpocli("replay", str(whole))
-    assert code == 0, out + err
-    assert "not drawn again" not in out
-    assert re.search(r"prompts +\d+ +0|agree", out)
-
-
-def test_damaged_scores_are_refused(grpocli, whole: Path, tmp_path: Path) -> None:
-    run = killed_after(3, whole, tmp_path / "run")
-    (run / "checkpoints" / "step_000003" / problem_scores.FILE).write_bytes(b"half a file")
-    code, said = failed(grpocli, "train", f"resume={run}")
-    assert code == 2
-    assert "damaged (problems.safetensors differs from what was written)" in said
 
 
 @pytest.mark.survival

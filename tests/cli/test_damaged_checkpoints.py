@@ -15,7 +15,7 @@ from cli.test_failures import failed
 
 from grpocli.errors import ConfigError
 from grpocli.training import resume_point as resuming
-from grpocli.training.checkpoint import CHECKSUMS, _checksum, check_files
+from grpocli.training.checkpoint import CHECKSUMS, _checksum
 from grpocli.training.resume_point import resume_point
 
 pytestmark = pytest.mark.processes
@@ -78,20 +78,11 @@ def of_another_run(at: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit": (lambda at: change(at / "model.safetensors", flipped), "model.safetensors differs from what was written"),
-    "4 KiB": (
-        lambda at: change(at / "optimizer-00001.safetensors", zeroed),
-        "optimizer-00001.safetensors differs from",
-    ),
     "cut": (lambda at: change(at / "model.safetensors", cut), "model.safetensors differs from what was written"),
-    "other weights": (
-        lambda at: shutil.copy(at.with_name("step_000002") / "model.safetensors", at),
-        "model.safetensors differs from what was written",
-    ),
     "a counter": (counted_otherwise, "trainer.json differs from what was written"),
     "a cut state": (lambda at: change(at / "trainer.json", cut), "Unterminated string"),
     "no state": (lambda at: (at / "trainer.json").unlink(), "trainer.json is missing"),
     "another file": (lambda at: (at / "carried.pt").touch(), "carried.pt does not belong to the checkpoint"),
-    "a file less": (lambda at: (at / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "no checksums": (lambda at: (at / "checksums.json").unlink(), "checksums.json is missing"),
     "no checksums promised": (
         lambda at: (at / "trainer.json").write_text(json.dumps({"step": 3})),
@@ -112,15 +103,6 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_offered(kind: str, r
     assert f"resume: the checkpoint {newest(run)} is damaged ({problem}" in str(error.value)
     assert "resume_fallback=true goes on from step_000002, the newest one that is whole" in str(error.value)
     assert resume_point(run, fallback=True).path == newest(run).with_name("step_000002")
-
-
-def test_a_resume_from_a_damaged_checkpoint_is_refused(grpocli, run: Path) -> None:
-    change(newest(run) / "model.safetensors", flipped)
-    code, said = failed(grpocli, "train", f"resume={run}")
-    assert code == 2
-    assert f"resume: the checkpoint {newest(run)} is damaged (model.safetensors differs from what was written)" in said
-    assert newest(run).is_dir(), "it is not changed"
-    assert not (run / "summary.json").exists()
 
 
 def test_resume_fallback_uses_the_previous_checkpoint(grpocli, undisturbed: Path, run: Path) -> None:
@@ -218,8 +200,6 @@ def _pointing_elsewhere(text: bytes) -> bytes:
     ("name", "damage"),
     [
         ("optimizer-00001.safetensors", lambda text: text[:50]),
-        ("model.safetensors", lambda text: text[:50]),
-        ("optimizer.safetensors.index.json", _forgetful),
         ("optimizer.safetensors.index.json", _pointing_elsewhere),
     ],
 )
@@ -234,19 +214,11 @@ def test_damage_that_the_checksums_have_too_is_found(name: str, damage, grpocli,
     assert "remove that folder" in said
 
 
-def test_the_progress_of_the_check_counts_bytes(undisturbed: Path) -> None:
-    told: list[tuple[float, float, str]] = []
-    check_files(newest(undisturbed), lambda done, total, unit, detail="": told.append((done, total, unit)))
-    size = sum(path.stat().st_size for path in newest(undisturbed).rglob("*") if path.name != "checksums.json") / 1e9
-    assert told[-1] == pytest.approx((size, size, "GB"))
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
-def test_a_checkpoint_that_may_be_intact_is_kept(run: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_checkpoint_that_may_be_intact_is_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A temporary failure of permissions or of a network file system costs no steps."""
 
     def check(folder: Path, progress: object) -> None:
-        raise OSError(number, "not now", str(folder / "model.safetensors"))
+        raise OSError(errno.ESTALE, "not now", str(folder / "model.safetensors"))
 
     monkeypatch.setattr(resuming, "check_files", check)
     with pytest.raises(OSError, match="not now"):

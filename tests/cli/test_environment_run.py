@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
+from cli.running import SMALL, metrics, run_here
 from cli.test_failures import failed
 
 from grpocli.runs.rollouts import read_rollouts
@@ -44,27 +44,6 @@ def test_two_environments_train_in_one_run(tmp_path: Path) -> None:
     assert max(row["token_mult_prob_error"] for row in rows) < 1.01  # the trainer scores the sampled tokens
 
 
-@pytest.mark.survival
-def test_a_run_of_episodes_is_resumed_exactly(tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    options = [*SMALL, "algorithm=dapo", "algorithm.keep.surplus=carry", "checkpoint.every=1", "checkpoint.keep=0"]
-    assert run_here(*TWO, *options, "eval.problems=0", "train.steps=4", f"hydra.run.dir={whole}") == 0
-    assert all(row["token_mult_prob_error"] < 1.01 for row in metrics(whole)), "the trainer scores the sampled tokens"
-    killed = killed_after(2, whole, tmp_path / "killed")
-    assert run_here("train", f"resume={killed}") == 0
-    assert_same_run(killed, whole)
-
-
-@pytest.mark.survival
-def test_two_processes_play_the_same_episodes(tmp_path: Path) -> None:
-    runs = []
-    for options in ((), ("hardware.processes=2", "hardware.timeout=120")):
-        runs.append(tmp_path / f"{len(options)}")
-        assert run_here(*TWO, *SMALL, *options, "train.steps=2", f"hydra.run.dir={runs[-1]}") == 0
-    one, two = (read_rollouts(run / "rollouts" / "step_000001.parquet") for run in runs)
-    assert [row["completion_ids"] for row in one] == [row["completion_ids"] for row in two]
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -81,14 +60,3 @@ def test_an_environment_that_cannot_start_gives_a_one_sentence_error(
     assert code == 2
     assert f"task.environment.name={broken}:{name}: " in sentence
     assert said in sentence
-
-
-def test_the_calculator_trains_beside_plain_arithmetic(tmp_path: Path) -> None:
-    options = [
-        "task=[arithmetic,calculator]",
-        "reward=[exact_match,environment]",
-        "task.calculator.rewards=[environment]",
-        "task.arithmetic.rewards=[exact_match]",
-    ]
-    assert run_here("train", *SMALL, *options, "train.steps=1", f"hydra.run.dir={tmp_path}/run") == 0
-    assert all(row["completions/mean_turns"] >= 1 for row in metrics(tmp_path / "run"))

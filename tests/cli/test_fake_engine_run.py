@@ -10,7 +10,6 @@ from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
 from cli.test_environment_run import TWO
 
 from grpocli.rollout.fake_engine import FakeEngine
-from grpocli.runs.rollouts import read_rollouts
 from grpocli.training.update import Updater
 
 pytestmark = pytest.mark.processes
@@ -59,16 +58,6 @@ def test_the_engine_releases_memory_before_the_updates_of_each_step(
     options = ["engine=fake", "train.steps=2", "eval.problems=0"]
     assert run_here("train", *SMALL, *options, f"hydra.run.dir={tmp_path}/run") == 0
     assert called == ["generate", "release_memory", "train_step"] * 2
-
-
-@pytest.mark.survival
-def test_two_processes_get_the_same_texts(whole: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    options = ["hardware.processes=2", "hardware.timeout=120", "train.steps=2"]
-    assert run_here(*RUN, *options, f"hydra.run.dir={run}") == 0
-    for step in ("step_000001.parquet", "step_000002.parquet"):
-        one, two = (read_rollouts(folder / "rollouts" / step) for folder in (whole, run))
-        assert [row["completion_ids"] for row in one] == [row["completion_ids"] for row in two]
 
 
 @pytest.mark.parametrize(

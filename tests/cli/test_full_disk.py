@@ -60,7 +60,11 @@ def options(tmp_path: Path, run: Path, step: int, act: str) -> list[str]:
     return ["train", *SMALL, *reward, "eval.problems=0", f"hydra.run.dir={run}"]
 
 
-@pytest.mark.parametrize(("room", "every"), [(0, 20), (1 << 16, 1)], ids=["nothing more", "a checkpoint"])
+@pytest.mark.parametrize(
+    ("room", "every"),
+    [(1 << 16, 1), pytest.param(0, 20, marks=pytest.mark.survival)],
+    ids=["a checkpoint", "nothing more"],
+)
 def test_a_full_disk_is_reported_in_one_sentence(room: int, every: int, grpocli, tmp_path: Path, disk: Path) -> None:
     run = disk / "run"
     argv = options(tmp_path, run, 2, f"fill({room})")

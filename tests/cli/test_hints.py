@@ -53,15 +53,11 @@ def test_a_command_that_does_not_exist_names_the_one_that_does(
     [
         ([], set()),
         (["algorithm=dapo"], {"clips nothing"}),
-        (["algorithm=dapo", "train.minibatches=2"], set()),
         (["engine.completions=[wrong]"], {"no completion scored anything"}),
         (["model=chat", "task=jsonl", "task.path=rows.jsonl"], {"needs task.format=chat"}),
         (["model=chat", "task=jsonl", "task.path=rows.jsonl", "task.format=chat"], set()),
-        (["model=chat", "task=jsonl", "task.path=rows.jsonl", "task.prompt_column=ready"], set()),
         ([*THOUGHT, "rollout.max_completion_tokens=600"], {"the model is made for 512"}),
         ([*THOUGHT, "reward=[exact_match,format]"], {"the chat template opens <think>"}),
-        ([*THOUGHT, "reward=[exact_match,format]", "reward.format.pattern='.*</think>.*'"], set()),
-        (["model=chat", *THOUGHT[1:], "reward=[exact_match,format]"], set()),
     ],
     ids=" ".join,
 )

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from cli.running import assert_same_run, killed_after, metrics, run_here
-from cli.test_failures import failed
-from safetensors.torch import load_file
 from training.recomputed import IN_UPDATE, recomputed
 
 from grpocli.runs.rollouts import read_rollouts
@@ -67,29 +65,3 @@ def test_leftover_groups_are_one_version_old_and_survive_a_resume(tmp_path: Path
 
 def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     return read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet")
-
-
-def test_a_damaged_leftover_group_gives_a_one_sentence_error(grpocli, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert run_here(*RUN, "train.steps=1", f"hydra.run.dir={run}") == 0
-    (run / "checkpoints" / "step_000001" / LEFTOVER_FILE).write_bytes(b"half a file")
-    code, said = failed(grpocli, "train", f"resume={run}", "train.steps=2")
-    assert code == 2
-    assert f"damaged ({LEFTOVER_FILE} differs from what was written)" in said
-
-
-@pytest.mark.survival
-def test_sharded_processes_have_the_same_leftover_groups(tmp_path: Path) -> None:
-    """Both processes hold half of the model, and each samples until its own completions end."""
-    runs = []
-    for options in ((), ("hardware.processes=2", "hardware.parallel=fsdp2", "hardware.timeout=120")):
-        run = tmp_path / f"{len(options)}"
-        assert run_here(*RUN, *options, "train.steps=3", f"hydra.run.dir={run}") == 0
-        runs.append(run)
-    names = ("reward", "loss", "grad_norm", "entropy", "tokens/trained", "sampling/carried", "sampling/rounds")
-    for one, two in zip(*map(metrics, runs), strict=True):
-        for name in names:
-            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
-    one, two = (load_file(run / "model" / "model.safetensors") for run in runs)
-    assert one.keys() == two.keys()
-    assert all((one[name] - two[name]).abs().max() <= 1e-4 for name in one)

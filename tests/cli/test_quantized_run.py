@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from cli.running import EVEN, SMALL, assert_same_run, killed_after, metrics, run_here
-from cli.test_failures import failed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -44,19 +43,13 @@ def test_sampler_and_trainer_are_one_model_and_the_final_model_is_plain(undistur
     assert not hasattr(model.config, "quantization_config")
 
 
-@pytest.mark.parametrize("models", [[], ["--checkpoints", "4"]])
-def test_the_final_model_and_checkpoints_are_evaluated(grpocli, undisturbed: Path, tmp_path: Path, models) -> None:
+def test_a_checkpoint_is_evaluated(grpocli, undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "evaluation"
-    code, said, err = grpocli("eval", "--run", str(undisturbed), *models, "--problems", "2", "--out", str(out))
+    code, said, err = grpocli(
+        "eval", "--run", str(undisturbed), "--checkpoints", "4", "--problems", "2", "--out", str(out)
+    )
     assert code == 0, err
     assert "results and samples are in" in said
-
-
-def test_a_resume_keeps_the_quantization(grpocli, undisturbed: Path, tmp_path: Path) -> None:
-    run = killed_after(2, undisturbed, tmp_path / "run")
-    code, said = failed(grpocli, "train", f"resume={run}", "model.quantization=null")
-    assert code == 2
-    assert "model.quantization=None: the run so far has nf4" in said
 
 
 @pytest.mark.vllm

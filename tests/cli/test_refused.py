@@ -42,7 +42,6 @@ def make_run(folder: Path, exit_: str = "stopped") -> RunDir:
 
 REFUSED = {
     "a new run": ["train", "hydra.run.dir={run}"],
-    "of other parts": ["train", "algorithm=dapo", "engine=vllm", "hydra.run.dir={run}"],
     "with Hydra's own files": [
         "train",
         "hydra.run.dir={run}",
@@ -51,15 +50,12 @@ REFUSED = {
     ],
     "that cannot work": ["train", "rollout.group_size=1", "hydra.run.dir={run}"],
     "a sweep": ["train", "-m", "seed=0,1", "hydra.sweep.dir={sweep}"],
-    "one job of a sweep": ["train", "-m", "seed=7", "hydra.sweep.dir={sweep}", "hydra.sweep.subdir=0"],
     "a sweep for SLURM": ["train", *SLURM, "seed=0,1", "hydra.sweep.dir={sweep}"],
     "a resume with a key that does not exist": ["train", "resume={run}", "train.stepz=4"],
-    "a resume with a wrong type": ["train", "resume={run}", "train.steps=many"],
     "a resume with a value that cannot work": ["train", "resume={run}", "train.steps=0"],
     "a resume with another shape": ["train", "resume={run}", "model.lora.rank=8", "train.steps=4"],
     "a resume and a sweep": ["train", "-m", "resume={run}", "seed=0,1"],
     "an evaluation of a part of it": ["eval", "--run", "{run}", "--checkpoints", "7", "--out", "{run}"],
-    "an evaluation with a key that does not exist": ["eval", "--run", "{run}", "trian.steps=4"],
     "a server": ["vllm-serve", "hydra.run.dir={run}", "model=nothing"],
 }
 
@@ -95,7 +91,7 @@ def test_a_refused_resume_of_a_running_run_changes_nothing(grpocli, run: RunDir,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argv", [["--cfg", "job"], ["--cfg", "hydra"], ["--cfg", "all"]])
+@pytest.mark.parametrize("argv", [["--cfg", "job"], ["--cfg", "all"]])
 def test_printing_changes_nothing(argv: list[str], grpocli, run: RunDir, untouched: None) -> None:
     for given in (f"hydra.run.dir={run.path}", f"resume={run.path}"):
         assert grpocli("train", given, *argv)[0] == 0

@@ -74,8 +74,6 @@ REFUSED = {
     "other weights": (["model=FOLDER/other"], "model: "),
     "another shape": (["model=FOLDER/deeper"], "model.path="),
     "other tokens": (["model.path=FOLDER/renamed"], "model.path="),
-    "a shape that is allowed": (["model=FOLDER/deeper", "resume_other_weights=true"], "model.path="),
-    "another optimizer": (["optim=sgd", "optim.lr=1e-3"], "optim=sgd: "),
     "a reward that raises": (["reward=[FOLDER/bad.py:f]", "optim.lr=1"], "reward.f "),
     "in two processes": (["reward=[FOLDER/bad.py:f]", "hardware.processes=2"], "reward.f "),
 }
