@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.hub import hub_api
     from grpocli.publish.push import Pusher
     from grpocli.runs.run_dir import RunDir
-    from grpocli.runs.runs import check_is_run
+    from grpocli.runs.saved_run import check_is_run
     from grpocli.text import clean
 
     check_is_run(args.run, "RUN FOLDER")
@@ -42,13 +42,10 @@ def main(argv: Sequence[str]) -> int:
 def _hub(args: argparse.Namespace) -> Any:
     """The `hub` section of the run's config, with the options given now."""
     from grpocli.config.schema import Hub
-    from grpocli.runs.run_dir import RunDir
-    from grpocli.runs.runs import load_yaml
+    from grpocli.runs.saved_run import SavedRun
 
-    saved = load_yaml(RunDir(args.run).config)
-    section = saved.get("hub") if isinstance(saved, dict) else None
     names = {field.name for field in dataclasses.fields(Hub)}
-    values = {key: value for key, value in (section or {}).items() if key in names}
+    values = {key: value for key, value in SavedRun(args.run).section("hub").items() if key in names}
     given = {
         "push": args.to,
         "revision": args.revision,

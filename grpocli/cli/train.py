@@ -24,8 +24,8 @@ from grpocli.config.environment import raw_value
 from grpocli.errors import ConfigError
 from grpocli.hub import PREFIX
 from grpocli.publish.pull import fetched
-from grpocli.runs.metrics import ended_early, finished_steps, read_summary
 from grpocli.runs.run_dir import RunDir
+from grpocli.runs.saved_run import SavedRun, ended_early
 from grpocli.text import clean
 
 if TYPE_CHECKING:
@@ -96,13 +96,14 @@ def _check(overrides: list[str], multirun: bool, resume: Resume | None) -> Run |
 
 def _finished(run_dir: RunDir, run: Run) -> str | None:
     """The message for a finished run; None for any other."""
-    done = finished_steps(run_dir.summary)
+    saved_run = SavedRun(run_dir.path)
+    done = saved_run.finished_steps
     saved = run_dir.saved_steps()
     if done is None or not run_dir.model.is_dir() or max(saved, default=done) < done:  # the newest one was removed
         return None
     if done < run.train.steps:
         stop_at = run.eval.stop_at
-        why = ended_early(read_summary(run_dir.summary), stop_at.metric, stop_at.threshold)
+        why = ended_early(saved_run.summary, stop_at.metric, stop_at.threshold)
         higher = "a higher threshold, or " if (stop_at.threshold or 0) < 1 else ""
         remedy = f"{higher}eval.stop_at.metric=null with eval.stop_at.threshold=null, trains on"
         return f"{run_dir.path} is finished after {done} of {run.train.steps} steps: {why}; {remedy}" if why else None

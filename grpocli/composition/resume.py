@@ -22,7 +22,7 @@ from grpocli.config.user_parts import is_spec, name_of
 from grpocli.config.yaml_text import flat_values
 from grpocli.errors import ConfigError
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import check_is_run
+from grpocli.runs.saved_run import check_is_run
 from grpocli.runs.sessions import accuracy_rewards
 
 FOLLOWS = re.compile(r"\$\{([\w.]+)\}")

@@ -49,8 +49,8 @@ from grpocli.rollout.transformers_engine import AutoEngine
 from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
 from grpocli.runs.metrics import read_metrics
 from grpocli.runs.run_dir import RunDir, resume_word
-from grpocli.runs.runs import saved_choices
-from grpocli.runs.sessions import Changes, Session, add_session, format_value, last_inputs, run_id
+from grpocli.runs.saved_run import SavedRun, saved_choices
+from grpocli.runs.sessions import Changes, Session, add_session, format_value
 from grpocli.tasks.task import columns_of, errors_below, key_of, tasks_of
 from grpocli.tracking.callbacks import check_callback
 
@@ -108,7 +108,7 @@ def run_errors(run_dir: RunDir, new: bool) -> Iterator[None]:
     try:
         yield
     except (ConfigError, KeyboardInterrupt) as error:
-        explained = str(run_dir.path.absolute() / "logs") in str(error)  # by the log of a server
+        explained = any((run_dir.path / "logs").glob("vllm*.log"))  # by a server
         if new and not explained:
             with suppress(OSError):
                 run_dir.remove_unstarted()
@@ -219,13 +219,14 @@ def _record_session(
         changed = {"algorithm": (was, now)} | changed
     model_path = job.engine.model_path
     commit = None if Path(model_path).is_dir() else load_config(run.model, model_path)._commit_hash
-    inputs, before_inputs = inputs_of(saved[1], model_path, commit), last_inputs(run_dir)
+    so_far = SavedRun(run_dir.path)
+    inputs, before_inputs = inputs_of(saved[1], model_path, commit), so_far.inputs
     if point.path and inputs.get(MODEL) != before_inputs.get(MODEL):
         check_fits(run.model, model_path, point.path)
     other = changed_inputs(before_inputs, inputs, changed, run.resume_other_weights or not point.path)
     step = load_state(point.path).step if point.path else 0
     # written before the config, so that no change is lost
-    name = run_id(run_dir) or (secrets.token_hex(8) if point.path is None else load_state(point.path).run)
+    name = so_far.id or (secrets.token_hex(8) if point.path is None else load_state(point.path).run)
     if resuming:
         run_dir.keep_before()
     add_session(run_dir, replace(Session.now(step, changed, [*point.fallback, *other], name), inputs=inputs))

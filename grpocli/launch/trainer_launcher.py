@@ -20,8 +20,9 @@ from grpocli.processes.guard import alive, guarded
 from grpocli.processes.reports import DONE, JOINING, Heartbeat, exit_reports, heartbeats, report_failure, root_cause
 from grpocli.processes.signals import handle_stops
 from grpocli.rollout.engine import EngineJob
-from grpocli.runs.metrics import read_metrics, summary_of, write_summary
+from grpocli.runs.metrics import summary_of, write_summary
 from grpocli.runs.run_dir import resume_command
+from grpocli.runs.saved_run import SavedRun
 from grpocli.text import masked
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def train_in_processes(
             f"see {run_dir.path}/logs"
         )
     if error is None:
-        accuracy = json.loads(run_dir.summary.read_text()).get("eval/accuracy")
+        accuracy = SavedRun(run_dir.path).summary.get("eval/accuracy")
         return None if accuracy is None else float(accuracy)
     if not isinstance(error, Stopped) and (node is None or node.rank == 0):
         _summarise(run_dir, str(error))
@@ -193,7 +194,7 @@ def _summarise(run_dir: RunDir, cause: str) -> None:
     """Write the summary of a run whose first process was ended because another one failed."""
     if run_dir.unbegun and run_dir.summary.exists():
         return  # a resume that did no step keeps the summary of the run so far
-    rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+    rows = SavedRun(run_dir.path).metrics
     last = rows[-1] if rows else {}
     seconds = sum(row.get("time/step") or 0.0 for row in rows)
     summary = summary_of(

@@ -252,7 +252,7 @@ def summary_content(
 ) -> dict[str, object]:
     """The content of summary.json."""
     from grpocli.runs.metrics import summary_of
-    from grpocli.runs.sessions import why_incomparable
+    from grpocli.runs.saved_run import SavedRun
 
     before = (trainer.state.before if trainer else None) or {}
     return summary_of(
@@ -263,7 +263,7 @@ def summary_content(
         metrics=recorder.last,
         cause=cause,
         kind=kind,
-        incomparable=why_incomparable(recorder.run_dir),
+        incomparable=SavedRun(recorder.run_dir.path).incomparable,
         early=early,
     ) | {"checkpoint": recorder.saved}
 

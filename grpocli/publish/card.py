@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpocli.hub import REPO, hub_path
 from grpocli.publish.published import Publisher
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import saved_choices
-from grpocli.runs.sessions import SessionSteps, format_value, read_sessions, steps_by_session
+from grpocli.runs.saved_run import SavedRun
+from grpocli.runs.sessions import SessionSteps, format_value, steps_by_session
 from grpocli.version import __version__
 
 CARD = """\
@@ -53,11 +51,11 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
 
     The card may be published, so it has the names of environment variables, never their values, and no local folders.
     """
-    config = yaml.safe_load(run_dir.config.read_text()) or {}
-    named = str((config.get("model") or {}).get("path"))
+    run = SavedRun(run_dir.path)
+    config, choices = run.config, run.choices
+    named = str(run.section("model").get("path"))
     base = named if "${" in named else _hub_name(named) or _hub_name(base) or base
-    choices = saved_choices(run_dir.path, config)
-    trained = steps_by_session(read_sessions(run_dir), summary["steps"])
+    trained = steps_by_session(run.sessions, summary["steps"])
     why = str(summary.get("eval/incomparable", ""))
     return CARD.format(
         front=_front_matter(
@@ -68,7 +66,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
         base=_base(base, choices),
         algorithm=_in_turn(choices.get("algorithm"), trained),
         task=_code(choices.get("task")),
-        rewards=", ".join(_code(name) for name in config.get("reward") or {}) or "none",
+        rewards=", ".join(_code(name) for name in run.section("reward")) or "none",
         steps=summary["steps"],
         sessions="".join(
             f"| steps {part.first} to {part.last} | {_session(part, first=not i)} |\n" for i, part in enumerate(trained)

@@ -13,13 +13,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpocli.config.build import leaves
 from grpocli.config.environment import OVERRIDES, SECRET
 from grpocli.config.parts import CLASSES
-from grpocli.runs.run_dir import RunDir
-from grpocli.runs.sessions import Changes, read_sessions
+from grpocli.runs.saved_run import SavedRun
+from grpocli.runs.sessions import Changes
 from grpocli.text import CREDENTIALS, masked
 
 ELSEWHERE = "NOT_PUSHED"
@@ -57,11 +55,10 @@ class Publisher:
         return cls(found, (CREDENTIALS, SIGNED, *_patterns(set(_secret_values(config, former)))))
 
     @classmethod
-    def of_file(cls, config: Path, *folders: Path) -> Publisher:
-        """For the texts of a run with this config.yaml."""
-        loaded = yaml.safe_load(config.read_text()) or {}
-        former = [session.changes for session in read_sessions(RunDir(config.parent))]
-        return cls.of(loaded if isinstance(loaded, dict) else {}, *folders, former=former)
+    def of_run(cls, folder: Path) -> Publisher:
+        """For the texts of the run in a folder. Raises ConfigError if its config, which has its secrets, is broken."""
+        run = SavedRun(folder).check()
+        return cls.of(run.config, folder, former=[session.changes for session in run.sessions])
 
     def __call__(self, text: str) -> str:
         text = masked(text)

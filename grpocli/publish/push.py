@@ -32,7 +32,7 @@ from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
 from grpocli.publish.published import Publisher
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.sessions import run_id
+from grpocli.runs.saved_run import SavedRun
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Hub
@@ -102,7 +102,7 @@ class Pusher:
             self._commit(f"grpocli: {name}", [*self._texts(), *self._checkpoint(folder, name)], prune=True)
 
     def _publisher(self) -> Publisher:
-        return Publisher.of_file(self.run_dir.config, self.run_dir.path)
+        return Publisher.of_run(self.run_dir.path)
 
     def _texts(self) -> list[Content]:
         publish = self._publisher()
@@ -207,7 +207,7 @@ def refuse_other_run(key: str, hub: Hub, run_dir: RunDir) -> None:
                 raise ConfigError("holds files that are no run of grpocli", key=key, value=hub.push, hint=hint)
             return
         sessions = hf_hub_download(hub.push, run_dir.sessions.name, revision=hub.revision)
-        if run_id(RunDir(Path(sessions).parent)) != run_id(run_dir):
+        if SavedRun(Path(sessions).parent).id != SavedRun(run_dir.path).id:
             raise ConfigError("holds another run", key=key, value=hub.push, hint=hint)
 
 

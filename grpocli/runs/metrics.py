@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,9 @@ class MetricsLog:
 
         If a step has two lines, the later one stays. Returns how many of the steps 1 to `step` are missing.
         """
-        if not self.path.exists():
-            return step
         kept = {row.pop("step"): row for row in read_metrics(self.path) if row["step"] <= step}
-        write_atomic(self.path, "".join(json_line(n, kept[n]) for n in sorted(kept)))
+        if self.path.exists():
+            write_atomic(self.path, "".join(json_line(n, kept[n]) for n in sorted(kept)))
         return len(set(range(1, step + 1)) - kept.keys())
 
 
@@ -60,14 +60,52 @@ def json_line(step: int, metrics: Mapping[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The readable lines of a metrics.jsonl."""
+
+    rows: list[dict[str, Any]]
+    """In the order of the file."""
+    damaged: list[int]
+    """The numbers of broken lines."""
+    torn: int
+    """The number of a broken last line without its end, as a kill leaves it; 0 without one."""
+    end: int
+    """The byte after the last line that has an end."""
+
+    @property
+    def problems(self) -> list[str]:
+        """A sentence for each kind of line that is left out."""
+        found = [f"metrics.jsonl: line {self.torn} is incomplete and left out"] if self.torn else []
+        if self.damaged:
+            shown = ", ".join(map(str, self.damaged[:5])) + (" ..." if len(self.damaged) > 5 else "")
+            found.append(f"metrics.jsonl: {len(self.damaged)} broken lines are left out ({shown})")
+        return found
+
+
+def read_lines(path: Path, start: int = 0) -> Lines:
+    """The lines of a metrics.jsonl from a byte on, where a line begins; none if there is no file."""
+    if not path.is_file():
+        return Lines([], [], 0, start)
+    with path.open("rb") as file:
+        file.seek(start)
+        text = file.read()
+    *whole, last = text.split(b"\n")
+    found = [_parse(line) for line in (*whole, last)]
+    damaged = [n for n, line in enumerate(whole, start=1) if line.strip() and found[n - 1] is None]
+    torn = len(found) if last.strip() and found[-1] is None else 0
+    return Lines([row for row in found if row is not None], damaged, torn, start + len(text) - len(last))
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a torn last line is left out.
 
     Raises ConfigError, with the line number, if another line is broken.
     """
-    *lines, torn = path.read_text(errors="replace").split("\n")
-    rows = [_row(path, number, text) for number, text in enumerate(lines, start=1)]
-    return rows + [row for row in [_parse(torn)] if row is not None]
+    lines = read_lines(path)
+    if lines.damaged:
+        raise ConfigError(f"{path}: line {lines.damaged[0]} is not a JSON object with a step; delete that line")
+    return lines.rows
 
 
 def to_json(value: Any) -> Any:
@@ -81,19 +119,13 @@ def to_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _row(path: Path, number: int, text: str) -> dict[str, Any]:
-    row = _parse(text)
-    if row is None:
-        raise ConfigError(f"{path}: line {number} is not a JSON object with a step; delete that line")
-    return row
-
-
-def _parse(text: str) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(text)
-    except ValueError:
+        row = json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53 else None
 
 
 def number(value: Any) -> float | None:
@@ -104,45 +136,10 @@ def number(value: Any) -> float | None:
 
 def read_summary(path: Path) -> dict[str, Any]:
     """The content of a summary.json; empty if there is none. Raises ValueError if it is broken."""
-    if not path.is_file():
-        return {}
-    try:
-        summary = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError("summary.json is broken") from error
+    summary = json.loads(path.read_text()) if path.is_file() else {}
     if not isinstance(summary, dict):
-        raise ValueError("summary.json is broken")
+        raise ValueError("summary.json holds no object")
     return summary
-
-
-def finished_steps(path: Path) -> int | None:
-    """The number of steps of a finished run; None if it is not finished, or its summary cannot be read."""
-    try:
-        summary = read_summary(path)
-        return int(summary["steps"]) if summary["exit"] == "done" else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def ended_early(summary: Mapping[str, Any], metric: Any, threshold: Any) -> str:
-    """Why a run is finished before its last step, such as `eval/accuracy is 0.94, at least ...`; empty if it is not.
-
-    metric, threshold: `eval.stop_at` of its config, which a resume may have changed since the summary.
-    """
-    early = summary.get("ended_early")
-    if not isinstance(early, Mapping) or not isinstance(metric, str):
-        return ""
-    name, value, limit = early.get("metric"), number(early.get("value")), number(threshold)
-    if name != f"eval/{metric.removeprefix('eval/')}" or value is None or limit is None or value < limit:
-        return ""
-    return f"{name} is {value:.3f}, at least eval.stop_at.threshold={limit:g}"
-
-
-def ended_by_callback(summary: Mapping[str, Any]) -> str:
-    """Why a callback ended a run before its last step; empty if none did."""
-    early = summary.get("ended_early")
-    reason = early.get("callback") if isinstance(early, Mapping) else None
-    return reason if isinstance(reason, str) else ""
 
 
 def reserve_space(path: Path) -> None:
@@ -165,15 +162,20 @@ def summary_of(
     metrics: Mapping[str, Any],
     cause: str,
     kind: str,
+    remedy: str = "",
     incomparable: str = "",
     early: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of summary.json.
 
-    cause: "done", or why the run did not finish. kind: `done`, `stopped` or `failed`. incomparable: why `before` and
-    `after` cannot be compared. early: the metric, its value and the threshold of `eval.stop_at` that ended the run.
+    cause: "done", or why the run did not finish. kind: `done`, `stopped` or `failed`. remedy: how to go on.
+    incomparable: why `before` and `after` cannot be compared. early: the metric, its value and the threshold of
+    `eval.stop_at` that ended the run.
     """
-    summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1), "exit": cause, "exit_kind": kind}
+    whole = f"{cause}; {remedy}" if remedy else cause
+    summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1), "exit": whole, "exit_kind": kind}
+    if kind != "done":
+        summary["exit_cause"] = cause
     if early:
         summary["ended_early"] = dict(early)
     summary |= {f"{name}_before": value for name, value in before.items()}

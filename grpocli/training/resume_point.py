@@ -14,9 +14,7 @@ from pathlib import Path
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.files import remove
 from grpocli.progress import Progress, unreported
-from grpocli.runs.metrics import finished_steps, read_metrics, read_summary
-from grpocli.runs.run_dir import RunDir
-from grpocli.runs.sessions import read_sessions, run_id
+from grpocli.runs.saved_run import SavedRun
 from grpocli.training.checkpoint import NAME, STATE, check_files, load_state
 
 UNREADABLE = (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
@@ -98,13 +96,12 @@ class ResumePoint:
 def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported) -> ResumePoint:
     """The newest checkpoint of a run, after checking every file.
 
-    fallback: if it is damaged, take the newest whole one. Raises ConfigError if `run_dir` is not a run, or if its
-    checkpoints are all damaged or deleted; OSError if files cannot be read but may be whole.
+    fallback: if it is damaged, take the newest whole one. Raises ConfigError if the run's checkpoints
+    are all damaged or deleted; OSError if files cannot be read but may be whole.
     """
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError("holds no run: there is no config.yaml in it", key="resume", value=run_dir)
+    saved = SavedRun(run_dir)
     damaged: dict[Path, str] = {}
-    point, run = None, run_id(RunDir(run_dir))
+    point, run = None, saved.id
     for path in reversed(_numbered(run_dir / "checkpoints")):
         try:
             state = load_state(path)
@@ -122,25 +119,24 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
         remedy = (
             f"resume_fallback=true goes on from {point.path.name}, the newest one that is whole"
             if point and point.path
-            else f"no other one is whole: {_new_run(RunDir(run_dir))}"
+            else f"no other one is whole: {_new_run(saved)}"
         )
         raise ConfigError(f"the checkpoint {newest} is damaged ({problem})", key="resume", hint=remedy)
-    if not point and _had_checkpoint(RunDir(run_dir)):
+    if not point and _had_checkpoint(saved):
         problem = "the run has saved checkpoints, and none is left to go on from"
-        raise ConfigError(problem, key="resume", value=run_dir, hint=_new_run(RunDir(run_dir)))
+        raise ConfigError(problem, key="resume", value=run_dir, hint=_new_run(saved))
     return point or ResumePoint()
 
 
-def _had_checkpoint(run_dir: RunDir) -> bool:
+def _had_checkpoint(run: SavedRun) -> bool:
     """Whether the run recorded a whole checkpoint: its summary, a step after it or a resume from it."""
-    rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
-    saved = finished_steps(run_dir.summary) or read_summary(run_dir.summary).get("checkpoint")
-    return bool(saved) or any(one.step for one in read_sessions(run_dir)) or any("time/checkpoint" in r for r in rows)
+    saved = run.finished_steps or run.summary.get("checkpoint") or any(one.step for one in run.sessions)
+    return bool(saved) or any("time/checkpoint" in row for row in run.metrics)
 
 
-def _new_run(run_dir: RunDir) -> str:
-    model = shlex.quote(f"model={run_dir.model}")
-    return "start a new run" + (f" from its final model with {model}" if run_dir.model.is_dir() else "")
+def _new_run(run: SavedRun) -> str:
+    model = shlex.quote(f"model={run.dir.model}")
+    return "start a new run" + (f" from its final model with {model}" if run.dir.model.is_dir() else "")
 
 
 def _aside(path: Path) -> Path:

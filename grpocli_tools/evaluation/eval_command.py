@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
     from grpocli.composition.compose import build_run
     from grpocli.composition.ready import check_ready
-    from grpocli.runs.runs import check_is_run
+    from grpocli.runs.saved_run import check_is_run
 
     overrides = list(args.overrides)
     if args.run:

@@ -235,11 +235,11 @@ def lengths_of(run: Run, options: Options) -> tuple[Lengths, str]:
 
 def completion_lengths(run: Path, step: int | None = None) -> list[int]:
     """The tokens of all completions in the rollout files of a run or a step. Raises ConfigError if there are none."""
-    from grpocli.runs.rollouts import read_rollouts
+    from grpocli.runs.saved_run import SavedRun
 
-    name = "*" if step is None else f"{step:06d}"
-    files = sorted((run / "rollouts").glob(f"step_{name}.parquet"))
-    rows = [row for file in files for row in read_rollouts(file, lambda column: column == "length")]
+    saved = SavedRun(run)
+    steps = [one for one in saved.rollout_files if step in (None, one)]
+    rows = [row for one in steps for row in saved.rollouts(one, lambda column: column == "length")]
     found = [row["length"] for row in rows if isinstance(row.get("length"), int)]
     if not found or len(found) < len(rows):
         raise ConfigError(f"{run}: has no completions in rollouts/; give the folder of a run that has them")
@@ -285,29 +285,23 @@ class _MeasuredStep:
 
 
 def _measured_steps(run: Path) -> list[_MeasuredStep]:
-    from grpocli.runs.metrics import read_metrics
+    from grpocli.runs.saved_run import SavedRun
 
-    for name in ("metrics.jsonl", "config.yaml"):
-        if not (run / name).is_file():
-            raise ConfigError(f"{run}: has no {name}; --speeds takes the folder of a run")
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 1]
+    saved = SavedRun(run).check()
+    rows = [row for row in saved.metrics if row["step"] > 1]
     if len(rows) < 3 or any(row.get("sampling/rounds", 1) != 1 or row.get("staleness/max", 0) for row in rows):
         raise ConfigError(f"{run}: speeds need at least four steps with max_staleness=0 and one round of sampling each")
-    config = _config_of(run)
+    config = saved.config
     processes = int(config["hardware"].get("processes") or 1)
     servers = _servers_of(config["engine"], processes)
     return [_MeasuredStep(run, row, completion_lengths(run, row["step"]), servers, processes) for row in rows]
 
 
-def _config_of(run: Path) -> dict[str, Any]:
-    from grpocli.runs.runs import load_yaml
-
-    return dict(load_yaml(run / "config.yaml"))
-
-
 def _other_keys(run: Path, planned: Mapping[str, Any]) -> list[str]:
     """`KEY=VALUE` of a run for each of SPEED_KEYS in which it differs from the plan."""
-    theirs, own = (_flat(config) for config in (_config_of(run), planned))
+    from grpocli.runs.saved_run import SavedRun
+
+    theirs, own = (_flat(config) for config in (SavedRun(run).check().config, planned))
     names = [k for k in {**own, **theirs} if any(k == key or k.startswith(f"{key}.") for key in SPEED_KEYS)]
     other = [name for name in names if theirs.get(name) != own.get(name)]
     if "model._target_" in other:  # each kind of model has other keys

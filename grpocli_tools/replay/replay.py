@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import GrpoError
-from grpocli.runs.metrics import read_metrics
 from grpocli.runs.run_dir import RunDir
+from grpocli.runs.saved_run import SavedRun
 from grpocli.training.resume_point import step_of
 from grpocli_tools.replay.checks import Check
 from grpocli_tools.replay.record import RecordedStep
@@ -61,8 +61,7 @@ class Replay:
     _metrics: Mapping[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.run_dir.metrics.is_file():
-            self._metrics = {int(row["step"]): row for row in read_metrics(self.run_dir.metrics)}
+        self._metrics = {int(row["step"]): row for row in SavedRun(self.run_dir.path).check().metrics}
 
     def reports(self, wanted: Sequence[int]) -> Iterator[StepReport]:
         """The reports of the wanted steps, and of those that lead to the first of them."""

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Replay steps and print a report. Returns the exit code. Raises GrpoError."""
     args = _parser().parse_intermixed_args(argv)
     run_folder, args.overrides = _folder(args.overrides)
-    from grpocli.runs.runs import check_is_run
+    from grpocli.runs.saved_run import check_is_run
     from grpocli_tools.rollouts.rollout_query import step_files
 
     check_is_run(run_folder, f"RUN {run_folder}")

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from grpocli.config.overrides import to_text
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.sessions import read_sessions, steps_by_session
+from grpocli.runs.saved_run import SavedRun
+from grpocli.runs.sessions import steps_by_session
 
 if TYPE_CHECKING:
     from grpocli_tools.replay.source import ReplaySession
@@ -35,7 +34,7 @@ def config_spans(run_dir: RunDir) -> list[ConfigSpan]:
     """The spans of a run, in order; the last one has the present config."""
     spans: list[ConfigSpan] = []
     earlier: dict[str, Any] = {}
-    for part in reversed(steps_by_session(read_sessions(run_dir), ENDLESS)):
+    for part in reversed(steps_by_session(SavedRun(run_dir.path).sessions, ENDLESS)):
         if spans and spans[0].earlier == earlier:
             spans[0] = replace(spans[0], first=part.first)
         else:
@@ -71,7 +70,7 @@ def _overrides(run_dir: RunDir, earlier: Mapping[str, Any]) -> list[str]:
     """Overrides that give keys their earlier values. Raises ConfigError for a part, whose own keys are not recorded."""
     if not earlier:
         return []
-    now = yaml.safe_load(run_dir.config.read_text())
+    now = SavedRun(run_dir.path).config
     for key, value in earlier.items():
         if isinstance(value, Mapping) or isinstance(_at(now, key), Mapping):
             raise ConfigError("a resume replaced it, and the keys that it had are not recorded", key=key)

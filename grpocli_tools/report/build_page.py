@@ -11,9 +11,9 @@ from typing import Any
 
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.progress import Progress, unreported
-from grpocli.runs.metrics import ended_by_callback, ended_early, read_summary
+from grpocli.runs.metrics import read_summary
 from grpocli.runs.run_dir import RunDir, resume_command
-from grpocli.runs.runs import load_yaml
+from grpocli.runs.saved_run import SavedRun, ended_by_callback, ended_early, flatten
 from grpocli.text import one_line
 from grpocli.version import __version__
 from grpocli_tools.report.charts import charts
@@ -22,7 +22,7 @@ from grpocli_tools.report.diagnosis import verdict, warnings
 from grpocli_tools.report.facts import compute_dtype, facts, session_starts, sessions, what_changed
 from grpocli_tools.report.page_data import PageData, RolloutSelection, RunView, Series
 from grpocli_tools.report.rollout_sample import BUDGET, Prompts, RolloutSample
-from grpocli_tools.report.run_rows import RunRow, find_runs, flatten
+from grpocli_tools.report.run_rows import RunRow, find_runs
 from grpocli_tools.report.several import differences, labels, natural, results
 from grpocli_tools.report.token_texts import TokenTexts
 
@@ -189,17 +189,8 @@ def _title(folders: Sequence[Path], runs: Sequence[RunView]) -> str:
 
 
 def _config(run: Path, problems: list[str]) -> dict[str, Any]:
-    path = RunDir(run).config
-    try:
-        config = load_yaml(path) if path.is_file() else None
-    except (ValueError, OSError):
-        problems.append("config.yaml is broken")
-        return {}
-    if not isinstance(config, dict):
-        problems.append("config.yaml is broken" if config is not None else "config.yaml is missing")
-        return {}
-    typed = config.get("overrides")
-    return config | {"overrides": typed if isinstance(typed, list) else []}
+    saved = SavedRun(run, problems)
+    return saved.config | {"overrides": saved.overrides} if saved.config else {}
 
 
 def _recorded(run: Path, problems: list[str]) -> tuple[Curves, dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
-from grpocli.runs.runs import GROUPS
+from grpocli.runs.saved_run import GROUPS
 from grpocli.runs.sessions import as_typed
 from grpocli.text import clean, one_line
 from grpocli_tools.evaluation.significance import MEANS, mean_text

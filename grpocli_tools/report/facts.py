@@ -11,8 +11,8 @@ from typing import Any
 
 from grpocli.runs.metrics import number
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import saved_choices
-from grpocli.runs.sessions import Session, accuracy_rewards, format_value, incomparable_since, intact_sessions
+from grpocli.runs.saved_run import SavedRun, saved_choices
+from grpocli.runs.sessions import Session, accuracy_rewards, format_value, incomparable_since
 from grpocli.text import format_duration
 from grpocli.types import DTYPES
 from grpocli_tools.report.curves import Curves
@@ -101,11 +101,7 @@ def what_changed(run: Path, config: Mapping[str, Any], flat: Flat) -> dict[str, 
 
 
 def _sessions(run: Path) -> list[Session]:
-    try:
-        found, _ = intact_sessions(RunDir(run))
-    except OSError:
-        return []
-    return found
+    return SavedRun(run).sessions
 
 
 def _session(session: Session) -> str:

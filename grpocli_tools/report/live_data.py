@@ -17,11 +17,10 @@ from typing import Any
 
 from grpocli.errors import GrpoError
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import run_folders
+from grpocli.runs.saved_run import SavedRun, run_folders
 from grpocli.version import __version__
 from grpocli_tools.report.curves import metrics_row
 from grpocli_tools.report.page_data import PageData, RunView, Series
-from grpocli_tools.rollouts.rollout_query import rollout_files
 
 MetricsRow = dict[str, Any]
 LoadPage = Callable[[Sequence[Path]], PageData]
@@ -231,7 +230,7 @@ class LiveData:
         if seen == run.rollouts:
             return
         first, run.rollouts = run.rollouts is None, seen
-        steps = list(rollout_files(run.path))
+        steps = list(SavedRun(run.path).rollout_files)
         if steps != run.view.rollouts.steps:
             run.view.rollouts.steps[:] = steps
             if not first:

@@ -34,13 +34,12 @@ def formula_lines_of(run: Path) -> list[str]:
 
     from grpocli.composition.compose import register_parts
     from grpocli.config.build import build
-    from grpocli.runs.run_dir import RunDir
-    from grpocli.runs.runs import load_yaml
+    from grpocli.runs.saved_run import SavedRun
     from grpocli_tools.explain.explanation import explanation
     from grpocli_tools.explain.render import formula_lines
 
     register_parts()
-    config = OmegaConf.create(own_parts(load_yaml(RunDir(run).config)))
+    config = OmegaConf.create(own_parts(SavedRun(run).config))
     return formula_lines(explanation(build(config), config, []))
 
 

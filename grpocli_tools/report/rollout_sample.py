@@ -15,11 +15,9 @@ from typing import Any
 from grpocli.errors import RunError
 from grpocli.progress import Progress, unreported
 from grpocli.runs.metrics import number
-from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import load_yaml
+from grpocli.runs.saved_run import SavedRun
 from grpocli_tools.report.page_data import CompletionView, GroupView, PromptText, RolloutSelection, Series
 from grpocli_tools.report.token_texts import TokenTexts
-from grpocli_tools.rollouts.rollout_query import rollout_files
 
 BUDGET = 6_000_000
 """Bytes of JSON of all rollouts of a page: small enough for a mail, and read by a browser in a moment."""
@@ -96,7 +94,7 @@ class RolloutSample:
     @cached_property
     def files(self) -> dict[int, Path]:
         """{step: rollout file}."""
-        return rollout_files(self.run)
+        return SavedRun(self.run).rollout_files
 
     def _counts(self, steps: Sequence[int]) -> dict[int, int]:
         """The number of completions of each step, from the files' footers; unreadable files are left out."""
@@ -208,12 +206,8 @@ def read_step(run: Path, step: int) -> dict[str, Any]:
 
     Raises RunError if the file is broken.
     """
-    try:
-        config = load_yaml(RunDir(run).config)
-    except (OSError, ValueError):
-        config = {}
     prompts = Prompts()
-    tokens = TokenTexts.of_run(run, config if isinstance(config, dict) else {})
+    tokens = TokenTexts.of_run(run, SavedRun(run).config)
     sample = RolloutSample(run, prompts, tokens)
     groups = sample.step_groups(step)
     if sample.notes:

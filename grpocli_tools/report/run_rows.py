@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpocli.config import yaml_text
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.runs.metrics import number, read_metrics, read_summary
+from grpocli.runs.metrics import number, read_metrics
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import load_yaml, run_folders, saved_choices, suggest_run
-from grpocli.runs.sessions import why_incomparable
+from grpocli.runs.saved_run import SavedRun, run_folders, suggest_run
 from grpocli_tools.evaluation.significance import Paired
 
 LAST_STEPS = 10
@@ -76,39 +74,34 @@ def read_run(path: Path) -> RunRow:
 
 def _paired(run: RunDir) -> Paired | None:
     with suppress(ValueError, OSError, TypeError, AttributeError):
-        summary = read_summary(run.summary)
+        summary = SavedRun(run.path).summary
         return Paired.of(*(summary.get(f"eval/accuracy_by_problem{end}", {}) for end in ("_before", "")))
     return None
 
 
 def _why_incomparable(run: RunDir) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged config does not affect results
-        return why_incomparable(run)
+        return SavedRun(run.path).incomparable
     return ""
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    saved = path / "config.yaml"
-    config = (load_yaml(saved) if saved.is_file() else None) or {}
-    if not isinstance(config, dict):
+    run = SavedRun(path)
+    rewards = "+".join(run.config.get("reward") or {})
+    if "config.yaml is broken" in run.problems:
         raise ValueError("config.yaml is broken")
-    rewards = "+".join(config.get("reward") or {})
-    choices = saved_choices(path, config)
-    config.pop("overrides", None)  # the keys have the same values
-    return choices | ({"reward": rewards} if rewards else {}) | flatten(config)
-
-
-def flatten(node: Any) -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}, without `_target_`."""
-    return {key: value for key, value in yaml_text.flat_values(node).items() if key.rpartition(".")[2] != "_target_"}
+    return run.choices | ({"reward": rewards} if rewards else {}) | run.flat
 
 
 def _results(run: RunDir) -> Results:
     try:
-        metrics = read_metrics(run.metrics) if run.metrics.is_file() else []
-        summary = read_summary(run.summary)
-    except (GrpoError, ValueError, OSError) as error:
+        saved = SavedRun(run.path)
+        metrics = read_metrics(run.metrics)
+        summary = saved.summary
+    except (GrpoError, OSError) as error:
         return _no_results(f"unreadable: {error}")
+    if any("summary" in one for one in saved.problems):
+        return _no_results(f"unreadable: {saved.problems[0]}")
     rewards = [reward for m in metrics[-LAST_STEPS:] if (reward := number(m.get("reward"))) is not None]
     never = "unfinished" if run.config.is_file() else "not started"
     before, after = (number(summary.get(name)) for name in ("eval/accuracy_before", "eval/accuracy"))
@@ -129,6 +122,4 @@ def _no_results(why: str) -> Results:
 
 def overridden_keys(run: Path) -> list[str]:
     """The keys given on the command line of a run, in order; config groups as `algorithm/kl`."""
-    config = run / "config.yaml"
-    given = (load_yaml(config) or {}).get("overrides") if config.is_file() else None
-    return [str(text).lstrip("+~").partition("=")[0].partition("@")[0] for text in given or ()]
+    return [text.lstrip("+~").partition("=")[0].partition("@")[0] for text in SavedRun(run).overrides]

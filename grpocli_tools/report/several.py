@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpocli.runs.runs import GROUPS
+from grpocli.runs.saved_run import GROUPS
 from grpocli.runs.sessions import format_value
 from grpocli_tools.evaluation.significance import MEANS
 from grpocli_tools.report.comparison import differing_settings, seed_mean, short_names

@@ -81,19 +81,14 @@ class RunKeys:
 
     @classmethod
     def of(cls, run: Path) -> RunKeys:
-        from grpocli.runs.runs import load_yaml
+        from grpocli.runs.saved_run import SavedRun
 
-        try:
-            config = load_yaml(run / "config.yaml")
-        except FileNotFoundError:
-            return cls()
-        except (OSError, ValueError):
-            config = None
-        if not isinstance(config, dict):
+        saved = SavedRun(run)
+        if not saved.config and saved.dir.config.exists():
             unknown = "which problems rest is unknown, and the first reward counts as the accuracy"
             print(f"warning: {run / 'config.yaml'} cannot be read: {unknown}", file=sys.stderr)
             return cls()
-        return cls(config)
+        return cls(saved.config)
 
     def accuracy_reward(self, task: str, names: Sequence[str]) -> str | None:
         """The accuracy reward of a task: see `accuracy_reward_of`. names: rewards of the rollout file."""

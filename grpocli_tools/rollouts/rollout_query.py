@@ -12,9 +12,8 @@ from typing import Any
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.runs.rollouts import read_rollouts
-from grpocli.runs.runs import check_is_run
+from grpocli.runs.saved_run import SavedRun, check_is_run
 
-NAME = re.compile(r"step_(\d+)\.parquet")
 STEPS = re.compile(r"(\d*)(:?)(\d*)")
 WHERE = re.compile(r"([\w./-]+?)\s*(<=|>=|!=|=|<|>)\s*(.*)")
 COLUMNS = "columns."
@@ -78,13 +77,6 @@ class Condition:
         raise ConfigError(f"--where {self.column}: there is no such column{near}")
 
 
-def rollout_files(run: Path) -> dict[int, Path]:
-    """{step: rollout file} of a run, in order; empty without its folder."""
-    folder = run / "rollouts"
-    named = folder.iterdir() if folder.is_dir() else ()
-    return dict(sorted((int(match[1]), path) for path in named if (match := NAME.fullmatch(path.name))))
-
-
 def step_files(run: Path, wanted: str = ":") -> list[Path]:
     """The files of the steps `3`, `10:20` (both included), `:5` or `10:`, in order.
 
@@ -99,7 +91,7 @@ def step_files(run: Path, wanted: str = ":") -> list[Path]:
     if not (run / "rollouts").is_dir():
         check_is_run(run, f"RUN {run}")
         raise ConfigError(f"RUN {run}: the run has sampled nothing yet: there is no folder `rollouts` in it")
-    files = rollout_files(run)
+    files = SavedRun(run).rollout_files
     chosen = [path for step, path in files.items() if low <= step and (high is None or step <= high)]
     if not chosen:
         have = f"it has the steps {min(files)} to {max(files)}" if files else "it has none yet"

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from grpocli.publish.card import model_card
-from grpocli.runs.metrics import finished_steps, reserve_space, summary_of, write_summary
+from grpocli.runs.metrics import reserve_space, summary_of, write_summary
 from grpocli.runs.run_dir import RunDir
+from grpocli.runs.saved_run import SavedRun
 from grpocli.runs.sessions import Session, add_session
 
 CONFIG = """\
@@ -72,14 +73,14 @@ def test_the_summary_has_accuracies_and_last_metrics(run: RunDir) -> None:
 
 
 def test_a_run_is_finished_if_its_summary_says_so(run: RunDir) -> None:
-    assert finished_steps(run.summary) is None
+    assert SavedRun(run.path).finished_steps is None
     summary(run)
-    assert finished_steps(run.summary) == 60
+    assert SavedRun(run.path).finished_steps == 60
     summary(run, cause="stopped")
-    assert finished_steps(run.summary) is None
+    assert SavedRun(run.path).finished_steps is None
     for damaged in ("", "{", "[]", '{"exit": "done"}', "null"):
         run.summary.write_text(damaged)
-        assert finished_steps(run.summary) is None
+        assert SavedRun(run.path).finished_steps is None
 
 
 def test_the_summary_of_a_failed_run_has_the_error(run: RunDir) -> None:

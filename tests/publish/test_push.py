@@ -408,7 +408,7 @@ def test_secrets_and_folders_of_former_sessions_are_hidden(run: RunDir) -> None:
         "task.path": ("/data/former/train.jsonl", "hub/data"),
     }
     add_session(run, Session(1, "2026-01-02T00:00:00Z", {}, changes))
-    text = Publisher.of_file(run.config)(run.sessions.read_text())
+    text = Publisher.of_run(run.path)(run.sessions.read_text())
     assert json.loads(text.splitlines()[-1])["changes"] == {
         "task.storage_options.secret": ["NOT_PUSHED_SECRET", "${oc.env:SECRET}"],
         "task.path": ["NOT_PUSHED/train.jsonl", "hub/data"],

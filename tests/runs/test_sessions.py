@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from grpocli.runs.run_dir import RunDir
+from grpocli.runs.saved_run import SavedRun
 from grpocli.runs.sessions import (
     Session,
     add_session,
     format_value,
     incomparable_since,
-    read_sessions,
-    run_id,
     steps_by_session,
 )
 
@@ -40,7 +39,7 @@ def test_each_session_has_its_steps(kind: str, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for step, changes in started:
         add_session(run, Session.now(step, changes))
-    found = steps_by_session(read_sessions(run), 60)
+    found = steps_by_session(SavedRun(tmp_path).sessions, 60)
     assert [(one.first, one.last, one.session.changes if one.session else {}) for one in found] == trained
 
 
@@ -53,14 +52,14 @@ def test_an_edited_reward_changes_what_is_measured(key: str, since: int) -> None
     assert (found, why) == (since, f"{key} a -> b" if since >= 0 else "")
 
 
-def test_broken_lines_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_lines_are_ignored(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     add_session(run, Session.now(0, {}, run="abc"))
     whole = run.sessions.read_bytes()
     run.sessions.write_bytes(b'\xff\x00[[[\n{"step": 3}\n[1]\n' + whole)
-    assert [one.step for one in read_sessions(run)] == [0]
-    assert run_id(run) == "abc"
-    assert "line 1, 2, 3 cannot be read" in caplog.text
+    saved = SavedRun(tmp_path)
+    assert [one.step for one in saved.sessions] == [0]
+    assert (saved.id, saved.problems) == ("abc", ["sessions.jsonl: line 1, 2, 3 cannot be read"])
 
 
 def test_a_session_names_its_versions(tmp_path: Path) -> None:
@@ -68,7 +67,7 @@ def test_a_session_names_its_versions(tmp_path: Path) -> None:
 
     run = RunDir(tmp_path)
     add_session(run, Session.now(0, {}))
-    (session,) = read_sessions(run)
+    (session,) = SavedRun(tmp_path).sessions
     assert torch.__version__.startswith(session.versions["torch"])
     assert {"grpocli", "python", "transformers"} <= session.versions.keys()
 

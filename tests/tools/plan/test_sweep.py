@@ -108,7 +108,7 @@ def test_rollout_nodes_come_on_top_of_training_nodes() -> None:
         (Options(lengths=","), "--lengths ,: give MEAN or MEAN,SPREAD"),
         (Options(lengths="nowhere"), "--lengths nowhere: give .* or a run's folder"),
         (Options(lengths="/usr"), "/usr: has no completions in rollouts/"),
-        (Options(speeds=("nowhere",)), "nowhere: has no metrics.jsonl"),
+        (Options(speeds=("nowhere",)), "RUN nowhere: there is no such folder"),
         (Options(kept=0.5), "--kept 0.5: this run keeps every group"),
     ],
 )

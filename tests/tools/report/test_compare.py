@@ -14,7 +14,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.runs import check_is_run
+from grpocli.runs.saved_run import check_is_run
 from grpocli.runs.sessions import Session, add_session
 from grpocli_tools.report.compare_command import main
 from grpocli_tools.report.run_rows import find_runs

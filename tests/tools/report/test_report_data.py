@@ -16,6 +16,7 @@ from report.large_run import write_large_run
 from grpocli.composition.compose import compose
 from grpocli.errors import ConfigError
 from grpocli.runs.run_dir import RunDir
+from grpocli.runs.saved_run import flatten
 from grpocli.runs.sessions import Session, add_session
 from grpocli.training.accuracy import pass_at_k
 from grpocli_tools.evaluation.results import interval
@@ -40,7 +41,7 @@ from grpocli_tools.report.diagnosis import (
 )
 from grpocli_tools.report.html import page_json
 from grpocli_tools.report.rollout_sample import BUDGET, LONGEST, Prompts, RolloutSample, cut
-from grpocli_tools.report.run_rows import RESULTS, RunRow, flatten
+from grpocli_tools.report.run_rows import RESULTS, RunRow
 from grpocli_tools.report.several import labels
 
 

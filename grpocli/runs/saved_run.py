@@ -1,0 +1,287 @@
+"""A run as its folder has it: the one reader of configs, metrics, sessions, summaries and rollout files."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from grpocli.config import yaml_text
+from grpocli.errors import ConfigError
+from grpocli.runs.metrics import number, read_lines, read_metrics, read_summary
+from grpocli.runs.rollouts import read_rollouts
+from grpocli.runs.run_dir import RunDir
+from grpocli.runs.sessions import Session, accuracy_rewards, incomparable_since, read_sessions
+
+GROUPS = ("algorithm", "task", "model", "engine", "hardware", "optim", "tracker", "recipe")
+KINDS = ("done", "stopped", "failed")
+"""The values of `exit_kind` in a summary."""
+ROLLOUTS = re.compile(r"step_(\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """Reads the files of a run once each, when they are asked for.
+
+    A file that is missing is empty. What is broken is left out, with a sentence in `problems`; `check` refuses it.
+    """
+
+    path: Path
+    """The folder."""
+    problems: list[str] = field(default_factory=list)
+    """A sentence for each problem of the files read so far."""
+
+    @cached_property
+    def dir(self) -> RunDir:
+        """The paths and locks of the folder."""
+        return RunDir(self.path)
+
+    def check(self) -> SavedRun:
+        """This run. Raises ConfigError without a config, or if the config, a line of metrics or the summary is broken.
+
+        A kill may have left a last line without its end, which is no damage.
+        """
+        check_is_run(self.path, f"RUN {self.path}")
+        for _ in (self.config, self.summary):
+            if self.problems:
+                raise ConfigError(self.problems[0], key="RUN", value=self.path)
+        read_metrics(self.dir.metrics)
+        return self
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config as plain values, with its interpolations as text."""
+        try:
+            config = yaml_text.load(self.dir.config.read_text())
+        except (FileNotFoundError, NotADirectoryError):
+            self.problems.append("config.yaml is missing")
+            return {}
+        except (OSError, ValueError):
+            config = None
+        if not isinstance(config, dict):
+            self.problems.append("config.yaml is broken")
+            return {}
+        return config
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section of the config; empty if it is none."""
+        section = self.config.get(name)
+        return section if isinstance(section, Mapping) else {}
+
+    @cached_property
+    def flat(self) -> dict[str, Any]:
+        """The config by dotted key, without `_target_` and the command line."""
+        config = {name: value for name, value in self.config.items() if name != "overrides"}
+        return flatten(config)
+
+    @cached_property
+    def overrides(self) -> list[str]:
+        """The overrides of all its starts."""
+        typed = self.config.get("overrides")
+        return [str(text) for text in typed] if isinstance(typed, list) else []
+
+    @cached_property
+    def choices(self) -> dict[str, str]:
+        """{group: choice}: see `saved_choices`."""
+        return saved_choices(self.path, self.config)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json; empty before the run's first end."""
+        try:
+            return read_summary(self.dir.summary)
+        except (OSError, ValueError):
+            self.problems.append("summary.json is broken")
+            return {}
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, as they are in the file."""
+        try:
+            lines = read_lines(self.dir.metrics)
+        except OSError as error:
+            self.problems.append(f"metrics.jsonl cannot be read: {error.strerror}")
+            return []
+        self.problems.extend(lines.problems)
+        return lines.rows
+
+    @cached_property
+    def sessions(self) -> list[Session]:
+        """Its starts, in order."""
+        try:
+            sessions, damaged = read_sessions(self.dir)
+        except OSError as error:
+            self.problems.append(f"sessions.jsonl cannot be read: {error.strerror}")
+            return []
+        if damaged:
+            self.problems.append(f"sessions.jsonl: line {', '.join(map(str, damaged))} cannot be read")
+        return sessions
+
+    @cached_property
+    def id(self) -> str:
+        """The id of the run, which its checkpoints have, too; empty if it was not recorded."""
+        return next((session.run for session in self.sessions if session.run), "")
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """The inputs of the run so far: of each key, those of the last session that had it."""
+        return {key: digest for session in self.sessions for key, digest in session.inputs.items()}
+
+    @cached_property
+    def rollout_files(self) -> dict[int, Path]:
+        """{step: rollout file}, in order."""
+        folder = self.dir.rollouts(0).parent
+        named = folder.iterdir() if folder.is_dir() else ()
+        return dict(sorted((int(match[1]), path) for path in named if (match := ROLLOUTS.fullmatch(path.name))))
+
+    def rollouts(self, step: int, wanted: Callable[[str], bool] = lambda column: True) -> list[dict[str, Any]]:
+        """The rows of a step's rollout file, with the wanted columns. Raises ConfigError if it is broken."""
+        return read_rollouts(self.dir.rollouts(step), wanted)
+
+    @property
+    def state(self) -> str:
+        """`running`, `done`, `stopped`, `failed`, or `unfinished`: killed, or resumed with more steps and killed."""
+        if self.dir.is_running():
+            return "running"
+        cause, kind = self.summary.get("exit"), self.summary.get("exit_kind")
+        steps, asked = self.summary.get("steps"), self.flat.get("train.steps")
+        if cause is None:
+            return "unfinished"
+        if cause == "done" and not self.ended_early and isinstance(steps, int) and steps < (asked or 0):
+            return "unfinished"
+        return str(kind) if kind in KINDS else "done" if cause == "done" else "failed"
+
+    @property
+    def finished_steps(self) -> int | None:
+        """The number of steps of a finished run; None if it is not finished, or its summary cannot be read."""
+        steps = self.summary.get("steps")
+        return steps if self.summary.get("exit") == "done" and isinstance(steps, int) else None
+
+    @property
+    def ended_early(self) -> str:
+        """Why the run is finished before its last step; empty if it is not."""
+        flat = self.flat
+        by_metric = ended_early(self.summary, flat.get("eval.stop_at.metric"), flat.get("eval.stop_at.threshold"))
+        return by_metric or ended_by_callback(self.summary)
+
+    @cached_property
+    def incomparable(self) -> str:
+        """The keys of the evaluation that resumes have changed, so that accuracies before and after do not compare."""
+        _, changes = incomparable_since(self.sessions, accuracy_rewards(self.config))
+        return f"before and after are of different evaluations: {changes}" if changes else ""
+
+
+def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}, without `_target_`."""
+    return {key: value for key, value in yaml_text.flat_values(config).items() if key.rpartition(".")[2] != "_target_"}
+
+
+def ended_early(summary: Mapping[str, Any], metric: Any, threshold: Any) -> str:
+    """Why a run is finished before its last step, such as `eval/accuracy is 0.94, at least ...`; empty if it is not.
+
+    metric, threshold: `eval.stop_at` of its config, which a resume may have changed since the summary.
+    """
+    early = summary.get("ended_early")
+    if not isinstance(early, Mapping) or not isinstance(metric, str):
+        return ""
+    name, value, limit = early.get("metric"), number(early.get("value")), number(threshold)
+    if name != f"eval/{metric.removeprefix('eval/')}" or value is None or limit is None or value < limit:
+        return ""
+    return f"{name} is {value:.3f}, at least eval.stop_at.threshold={limit:g}"
+
+
+def ended_by_callback(summary: Mapping[str, Any]) -> str:
+    """Why a callback ended a run before its last step; empty if none did."""
+    early = summary.get("ended_early")
+    reason = early.get("callback") if isinstance(early, Mapping) else None
+    return reason if isinstance(reason, str) else ""
+
+
+def check_is_run(folder: Path, typed: str) -> None:
+    """Raise ConfigError, which suggests a run, unless the folder is a run's.
+
+    typed: `RUN FOLDER` or `resume=FOLDER`.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"there is no such folder{suggest_run(folder)}", key=typed)
+    if not RunDir(folder).config.is_file():
+        problem = f"holds no run of grpocli, there is no config.yaml in it{suggest_run(folder)}"
+        raise ConfigError(problem, key=typed)
+
+
+def suggest_run(folder: Path) -> str:
+    """The end of an error message: a suggestion of a run.
+
+    It is the run that contains the folder, else one below it or of a similar name, else the newest.
+    """
+    near = (path.parent for at in (folder, folder.parent) for path in at.glob("*/config.yaml"))
+    runs = {*run_folders(Path("runs")), *near}
+    names = {name: path for path in runs for name in (str(path), path.name)}
+    below = {path for path in runs if path.is_relative_to(folder)}
+    close = [] if below else [names[name] for name in difflib.get_close_matches(str(folder), names, n=1)]
+    if around := [path for path in folder.parents if RunDir(path).config.is_file()] or close:
+        return f'; did you mean "{around[0]}"?'
+    newest = max(below or runs, key=lambda path: path.stat().st_mtime, default=None)
+    return f"; the newest run is {newest}" if newest else "; give the folder of a run"
+
+
+def run_folders(folder: Path) -> Iterator[Path]:
+    """The folders of the runs in and below a folder; links are not followed."""
+    for here, below, files in os.walk(folder):
+        path = Path(here)
+        if _is_run(path, files):
+            below.clear()  # checkpoints and models are not runs
+            yield path
+        below[:] = [name for name in below if not name.startswith(".")]
+
+
+def _is_run(path: Path, files: list[str]) -> bool:
+    begun = (path / ".hydra" / "overrides.yaml").is_file()
+    return begun or ("config.yaml" in files and bool({"metrics.jsonl", "summary.json"} & set(files)))
+
+
+def saved_choices(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """{group: choice}: as Hydra saved them, otherwise from the config's `_target_`.
+
+    Nested groups (`algorithm/kl`) are included only if Hydra's file can be read.
+    """
+    if saved := _hydra_choices(run / ".hydra" / "hydra.yaml"):
+        choices = {
+            _group(name): _choice_text(choice)
+            for name, choice in saved.items()
+            if choice is not None and not name.startswith("hydra/")
+        }
+        return choices | _resumed_choices(config, choices)
+    targets = {g: config[g].get("_target_") for g in GROUPS if isinstance(config.get(g), Mapping)}
+    return {g: str(target).removeprefix(f"{g}/") for g, target in targets.items() if target}
+
+
+def _hydra_choices(file: Path) -> Mapping[str, Any]:
+    """The choices in Hydra's file; empty if it is missing or damaged."""
+    try:
+        saved = yaml_text.load(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    for name in ("hydra", "runtime", "choices"):
+        saved = saved.get(name) if isinstance(saved, dict) else None
+    return saved if isinstance(saved, dict) else {}
+
+
+def _resumed_choices(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:
+    """The choices that a resume changed: Hydra's file is of the first start, `overrides` of all starts."""
+    given = dict(str(text).split("=", 1) for text in config.get("overrides") or () if "=" in str(text))
+    names = {name: re.sub(r"[\[\]'\"\s]", "", choice) for name, choice in given.items() if name in choices}
+    return {name: choice.replace(",", "+") for name, choice in names.items()}
+
+
+def _group(name: str) -> str:
+    return name.partition("@")[0]
+
+
+def _choice_text(choice: Any) -> str:
+    return "+".join(map(str, choice)) if isinstance(choice, list) else str(choice)
