@@ -7,20 +7,26 @@ So a draw depends only on the seed, the number of the draw and the scores of ear
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.problem_scores import Position, ProblemScores, Rows, TaskProblems
 from grpocli.types import Prompt
 
+Rows: TypeAlias = NDArray[np.int64]
+FILE = "problems.safetensors"
+"""The scores of all tasks, in a checkpoint."""
+KINDS = {"row": np.int64, "completions": np.int64, "right": np.int64, "last": np.float64, "step": np.int64}
+"""The columns of `ProblemScores.table` and their types."""
 UNKNOWN = 0.5
 """The pass rate of a problem without a score: in the middle, between problems that are known to be easy and hard."""
 TRIES = 10_000
@@ -30,7 +36,7 @@ GOLDEN = 2654435769
 DIGITS = re.compile(r"(\d+)", re.ASCII)
 
 
-def permutation(n: int, *seed: int) -> NDArray[np.int64]:
+def permutation(n: int, *seed: int) -> Rows:
     """The numbers below n, in an order that depends only on n and the seed."""
     # numpy guarantees the raw bits of a generator between versions, but not its permutations
     bits = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
@@ -50,7 +56,7 @@ class Order:
         epoch, place = divmod(draw, self.n)
         return int(self.epoch(epoch)[place])
 
-    def epoch(self, epoch: int) -> NDArray[np.int64]:
+    def epoch(self, epoch: int) -> Rows:
         """The indices in the order of an epoch."""
         if epoch != self._epoch:
             self._epoch, self._permutation = epoch, permutation(self.n, *self.seed, epoch)
@@ -71,23 +77,86 @@ class TaskScheduler:
 
     def of(self, draw: int) -> tuple[int, int]:
         """The index of a draw's task, and the number of earlier draws of that task."""
-        if draw >= len(self._task):
-            self._count(max(2 * draw, 1024))
+        self._assign(draw + 1)
         return int(self._task[draw]), int(self._nth[draw])
 
     def drawn(self, draws: int) -> list[int]:
         """How many of the first `draws` draws each task has."""
-        if draws > len(self._task):
-            self._count(max(2 * draws, 1024))
+        self._assign(draws)
         return [int(n) for n in np.bincount(self._task[:draws], minlength=len(self._edges))]
 
-    def _count(self, draws: int) -> None:
+    def _assign(self, draws: int) -> None:
+        """Compute the tasks of at least the first `draws` draws."""
+        if draws <= len(self._task):
+            return
+        draws = max(2 * draws, 1024)
         place = (np.arange(draws, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(self._start)) % np.uint64(2**32)
         self._task = np.searchsorted(self._edges[:-1], place / 2**32, side="right")
         self._nth = np.empty(draws, np.int64)
         for task in range(len(self._edges)):
             (own,) = np.nonzero(self._task == task)
             self._nth[own] = np.arange(len(own))
+
+
+@dataclass(slots=True)
+class ProblemScores:
+    """The scores of one task's problems, by the number of their row."""
+
+    _of: dict[int, tuple[int, int, float, int]] = field(default_factory=dict)
+    """{row: (its scored completions so far, those that the accuracy reward calls right, the share of right ones in its
+    last group, the step for which that group was sampled)}."""
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def add(self, row: int, completions: int, right: int, step: int) -> None:
+        """Add a group. One without scored completions says nothing about its problem."""
+        if completions:
+            n, c, *_ = self._of.get(row, (0, 0))
+            self._of[row] = (n + completions, c + right, right / completions, step)
+
+    def pass_rate(self, row: int) -> float | None:
+        """The share of right completions of a problem; None before the first."""
+        if row not in self._of:
+            return None
+        completions, right, *_ = self._of[row]
+        return right / completions
+
+    def solved(self, rows: Rows, least: float, since: int) -> NDArray[np.bool_]:
+        """Which problems had a pass rate of at least `least` in their last group, sampled after step `since`."""
+        last = (self._of.get(row, (0, 0, -math.inf, 0)) for row in rows.tolist())
+        return np.array([share >= least and step > since for _, _, share, step in last], bool)
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the problems that have a score, in the order of their first one."""
+        return np.array(list(self._of), np.int64)
+
+    @property
+    def table(self) -> dict[str, NDArray[Any]]:
+        """A copy of all scores: one value for each problem in each column of KINDS."""
+        columns = zip(*((row, *scores) for row, scores in self._of.items()), strict=True) if self._of else [()] * 5
+        return {name: np.array(column, kind) for (name, kind), column in zip(KINDS.items(), columns, strict=True)}
+
+    @classmethod
+    def of(cls, table: Mapping[str, NDArray[Any]]) -> ProblemScores:
+        """The scores of a `table`."""
+        columns = [table[name].tolist() for name in KINDS]
+        return cls({row: tuple(scores) for row, *scores in zip(*columns, strict=True)})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Position:
+    """How far a task's order has come."""
+
+    epoch: int = 0
+    """Passes over the data before this one."""
+    start: int = 0
+    """The first row of the block that is drawn from; 0 for data that is read whole."""
+    taken: Rows = field(default_factory=lambda: np.empty(0, np.int64))
+    """Rows of this block that are drawn."""
+    woke: int = 0
+    """The last step after which all problems rested and were woken; 0: none."""
 
 
 class Blocks(Protocol):
@@ -149,15 +218,18 @@ class OrderKeys:
 class ProblemOrder:
     """Draws the problems of one task whose order depends on more than the draw's number.
 
-    An epoch has each problem once, but resting ones. step: the last one whose scores are known.
+    An epoch has each problem once, but resting ones.
     """
 
     blocks: Blocks
     keys: OrderKeys
     scores: ProblemScores
     step: int = 0
+    """The last step whose scores are known."""
     woken: bool = False
+    """Whether all problems rested in this step."""
     rates: list[float] = field(default_factory=list)
+    """The pass rates of the problems that this step drew."""
     _epoch: int = 0
     _start: int = 0
     _taken: list[int] = field(default_factory=list)
@@ -173,42 +245,32 @@ class ProblemOrder:
         first, rested, tries = self._epoch, False, 0
         while True:
             if self._next is None:
-                rested |= self._fill()
-            if row := self._taken_next():
-                if prompt := self.blocks.problem(row[0], uid):
-                    self._note(row[0])
+                self._next, resting = self._rest_of_block()
+                rested |= resting
+            while self._next:
+                row = self._next.popleft()
+                self._taken.append(row)
+                if prompt := self.blocks.problem(row, uid):
+                    if (rate := self.scores.pass_rate(row)) is not None:
+                        self.rates.append(rate)
                     return prompt
                 if (tries := tries + 1) >= TRIES:
                     raise self.blocks.unusable()
-                continue
             self._advance()
             if self._epoch > first + 1:  # a whole epoch without a problem
                 if not rested:
                     raise self.blocks.unusable()
                 first, rested, self._woke, self.woken = self._epoch, False, self.step, True
 
-    def _taken_next(self) -> tuple[int] | None:
-        if not self._next:
-            return None
-        row = self._next.popleft()
-        self._taken.append(row)
-        return (row,)
-
-    def _note(self, row: int) -> None:
-        if (rate := self.scores.pass_rate(row)) is not None:
-            self.rates.append(rate)
-
-    def _fill(self) -> bool:
-        """Order the rest of the block by the known scores. Returns whether a problem of it rests."""
+    def _rest_of_block(self) -> tuple[deque[int], bool]:
+        """The rest of the block, ordered by the known scores, and whether a problem of it rests."""
         rows = self.blocks.rows(self._epoch, self._start, self.keys.order != "file")
-        if self._taken:
-            rows = rows[~np.isin(rows, np.array(self._taken, np.int64))]
+        rows = rows[~np.isin(rows, np.array(self._taken, np.int64))]
         resting = self._resting(rows)
         rows = rows[~resting]
         if self.keys.order == "difficulty":
             rows = rows[np.argsort(self._difficulties(rows), kind="stable")]
-        self._next = deque(rows.tolist())
-        return bool(resting.any())
+        return deque(rows.tolist()), bool(resting.any())
 
     def _advance(self) -> None:
         """Go on to the next block, or to the next epoch."""
@@ -216,12 +278,12 @@ class ProblemOrder:
         if not len(self.blocks.rows(self._epoch, self._start, False)):
             self._epoch, self._start = self._epoch + 1, 0
 
-    def _difficulties(self, rows: Rows) -> NDArray[np.float64]:
-        column = self.keys.difficulty_column
-        if column is None:
-            return -self.scores.pass_rates(rows, UNKNOWN)
-        ranks = difficulty_ranks(self.blocks.values(self._start, column.removeprefix("-")), column)
-        return np.array([ranks[row] for row in rows.tolist()], np.float64)
+    def _difficulties(self, rows: Rows) -> list[float]:
+        if column := self.keys.difficulty_column:
+            ranks = difficulty_ranks(self.blocks.values(self._start, column.removeprefix("-")), column)
+            return [ranks[row] for row in rows.tolist()]
+        rates = [self.scores.pass_rate(row) for row in rows.tolist()]
+        return [-(UNKNOWN if rate is None else rate) for rate in rates]
 
     def _resting(self, rows: Rows) -> NDArray[np.bool_]:
         least = self.keys.no_resampling_pass_rate
@@ -279,12 +341,24 @@ def _natural(text: str) -> tuple[str | int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a sampled group. completions: those that could be scored; right: those of them that are right."""
+    """The result of a sampled group."""
 
     task: str
     row: int
     completions: int
+    """The number of those that could be scored."""
     right: int
+    """The number of those that are right."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskProblems:
+    """The saved scores of one task."""
+
+    table: Mapping[str, NDArray[Any]]
+    """See `ProblemScores.table`."""
+    position: Position | None = None
+    """None if its order is a function of the draw's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,4 +430,35 @@ def outcomes_of(prompts: Sequence[Prompt], accuracies: Sequence[Sequence[float]]
         if prompt.row is not None:
             known = [score for score in scores if not math.isnan(score)]
             found.append(Outcome(prompt.task, prompt.row, len(known), sum(score >= 1 for score in known)))
+    return found
+
+
+def save_problems(problems: Mapping[str, TaskProblems], folder: Path) -> None:
+    """Write the scores of each task into a checkpoint."""
+    from safetensors.numpy import save_file
+
+    tensors: dict[str, NDArray[Any]] = {}
+    for i, one in enumerate(problems.values()):
+        tensors |= {f"{i}.{name}": values for name, values in one.table.items()}
+        if at := one.position:
+            tensors |= {f"{i}.position": np.array([at.epoch, at.start, at.woke], np.int64), f"{i}.taken": at.taken}
+    save_file(tensors, folder / FILE, {"tasks": json.dumps(list(problems))})
+
+
+def load_problems(folder: Path) -> dict[str, TaskProblems]:
+    """The scores of a checkpoint by task; empty for one without scores."""
+    from safetensors import safe_open
+
+    if not (folder / FILE).exists():
+        return {}
+    with safe_open(folder / FILE, "numpy") as file:
+        names = json.loads(file.metadata()["tasks"])
+        tensors: dict[str, NDArray[Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    found = {}
+    for i, name in enumerate(names):
+        position = None
+        if f"{i}.position" in tensors:
+            epoch, start, woke = tensors[f"{i}.position"].tolist()
+            position = Position(epoch, start, tensors[f"{i}.taken"], woke)
+        found[name] = TaskProblems({kind: tensors[f"{i}.{kind}"] for kind in KINDS}, position)
     return found

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import template_fields
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
-from grpocli.processes.deadline import within
 from grpocli.rewards.reward import with_one_answer
-from grpocli.tasks.loading import Row, Table, missing_value, need_columns, short
+from grpocli.tasks.loading import Row, Table, missing_value, need_columns
 from grpocli.tasks.prompts import TURN, fill, in_messages, settle_last_turn, text_hash, text_of
-from grpocli.tasks.table_task import TableTask
+from grpocli.tasks.task import TableTask
 from grpocli.types import Message, Text
-from grpocli.user_frames import where as at
+from grpocli.user_frames import raised
 
 if TYPE_CHECKING:
     from grpocli.tasks.task import Example
@@ -36,21 +35,16 @@ def dotted(row: Row, prefix: str = "") -> Row:
     return found
 
 
-def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, Any]:
+def process(function: str, row: Row, where: str) -> dict[str, Any]:
     """The example that the user's function makes of a row. Raises ConfigError, naming `where`, if it fails."""
-    process = load(function, PROCESSOR)
+    user_function = load(function, PROCESSOR)
     try:
-        example = within(timeout, f"no example within {timeout:g} s ({PROCESSOR}_timeout)", lambda: process(dict(row)))
-    except ConfigError:
-        raise
+        example = user_function(dict(row))
     except (Exception, SystemExit) as error:
-        what = f"raised {type(error).__name__} for {where}: {' '.join(str(error).split())}{at(error)}"
-        raise ConfigError(what, key=PROCESSOR, value=function) from error
+        raise ConfigError(f"raised {raised(error)} for {where}", key=PROCESSOR, value=function) from error
     if not isinstance(example, Mapping) or not isinstance(example.get("prompt"), str | list) or not example["prompt"]:
-        found = f"{example!r}"[:200]
-        raise ConfigError(
-            f"made {found} of {where}; return a dict with `prompt`, text or messages", key=PROCESSOR, value=function
-        )
+        problem = f"made {example!r:.200} of {where}; return a dict with `prompt`, text or messages"
+        raise ConfigError(problem, key=PROCESSOR, value=function)
     return dict(example)
 
 
@@ -67,12 +61,6 @@ class PromptBuilder:
             return [self.task.prompt_column]
         return list(dict.fromkeys(template_fields(self.task.prompt_template)))
 
-    def check(self, columns: Sequence[str], path: str) -> None:
-        """Raise ConfigError if the table lacks a column that the prompt uses."""
-        key = "task.prompt_column" if self.task.prompt_template is None else TEMPLATE
-        for column in self.columns:
-            need_columns(columns, {key: column}, path)
-
     def prompt(self, row: Row, where: str) -> Text:
         """The prompt of a row. Raises ConfigError, naming `where`, for a missing or unusable value."""
         for column in self.columns:
@@ -83,18 +71,15 @@ class PromptBuilder:
         filled = row[self.task.prompt_column] if template is None else fill(template, row, where, TEMPLATE)
         prompt = in_messages(filled, where)
         if isinstance(prompt, str) and prompt.strip():
-            if self.task.format != "plain" and self.task.prompt_template is None and (turn := TURN.match(prompt)):
+            if self.task.format != "plain" and template is None and (turn := TURN.match(prompt)):
                 problem = f"{where} is already written by a chat template ({turn[1]})"
-                hint = "give its messages; or choose plain, and it stays as it is, for a model whose template wrote it"
+                hint = "give its messages, or choose plain, and it stays as it is"
                 raise ConfigError(problem, key="task.format", value=self.task.format, hint=hint)
             return self._from_text(prompt)
         if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
             return self._from_messages(prompt, where)
-        raise ConfigError(
-            f"{where} has {short(prompt)} there; a prompt is text or a list of messages, and not empty",
-            key="task.prompt_column",
-            value=self.task.prompt_column,
-        )
+        problem = f"{where} has {prompt!r:.200} there; a prompt is text or a list of messages, and not empty"
+        raise ConfigError(problem, key="task.prompt_column", value=self.task.prompt_column)
 
     def _from_text(self, text: str) -> Text:
         text = self.task.prefix + text
@@ -107,11 +92,8 @@ class PromptBuilder:
             messages = settle_last_turn(messages, self.task.last_turn, where)
             return self.task.prefix + "\n".join(str(message.get("content", "")) for message in messages)
         if self.task.prefix:
-            raise ConfigError(
-                f"{where} is a list of messages; put worked examples into them, or choose task.format=plain",
-                key="task.prefix",
-                value=repr(self.task.prefix),
-            )
+            problem = f"{where} is a list of messages; put worked examples into them, or choose task.format=plain"
+            raise ConfigError(problem, key="task.prefix", value=repr(self.task.prefix))
         if self.task.system_prompt is not None and messages[0].get("role") == "system":
             messages = messages[1:]
         return [*self._system(), *messages]
@@ -128,11 +110,6 @@ class Shot:
     answer: str
 
     @property
-    def question(self) -> int:
-        """A hash of the prompt."""
-        return text_hash(self.prompt)
-
-    @property
     def messages(self) -> Iterator[Message]:
         """The conversation without its system message, which `with_shots` puts first, and a last turn of the data."""
         prompt = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
@@ -145,11 +122,6 @@ class Shot:
         """The shot as plain text, with an empty line after it."""
         prompt = self.prompt if isinstance(self.prompt, str) else "\n".join(m["content"] for m in self.prompt)
         return f"{prompt}{self.answer}\n\n"
-
-    @classmethod
-    def of(cls, example: Example, template: str, where: str) -> Shot:
-        """The worked example of an example. Raises ConfigError, naming `where`, for a missing or empty column."""
-        return cls(text_of(example, where), fill(template, with_one_answer(example), where, "task.shot_template"))
 
 
 def with_shots(prompt: Text, shots: Sequence[Shot]) -> Text:
@@ -172,11 +144,10 @@ def choose(candidates: Iterable[tuple[Example, str]], n: int, template: str, pat
             continue
         if len(shots) == n:
             return list(shots.values())
-        shots[question] = Shot.of(example, template, where)
-    found = len(shots)
-    raise ConfigError(
-        f"{path} has {found} different examples to train on; take {found - 1} or less", key="task.shots", value=n
-    )
+        answer = fill(template, with_one_answer(example), where, "task.shot_template")
+        shots[question] = Shot(text_of(example, where), answer)
+    problem = f"{path} has {len(shots)} different examples to train on; take {len(shots) - 1} or less"
+    raise ConfigError(problem, key="task.shots", value=n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +168,9 @@ class RowConverter:
         if task.processor:
             load(task.processor, PROCESSOR)
         else:
-            PromptBuilder(task).check(columns, path)
+            key = "task.prompt_column" if task.prompt_template is None else TEMPLATE
+            for column in PromptBuilder(task).columns:
+                need_columns(columns, {key: column}, path)
             need_columns(columns, {"task.answer_column": task.answer_column}, path, "; or null: it has no answers")
         return cls(task, path)
 
@@ -213,14 +186,11 @@ class RowConverter:
     def _bare(self, row: Row, where: str) -> Example:
         task = self.task
         if task.processor is not None:
-            return processed(task.processor, task.processor_timeout, row, where)
+            return process(task.processor, row, where)
         row, column = {**dotted(row), **row}, task.answer_column
         if column is not None and (missing := missing_value(row.get(column))):
-            raise ConfigError(
-                f"{where} has {missing} there; fill it in, remove the row, or give null where no reward needs answers",
-                key="task.answer_column",
-                value=column,
-            )
+            hint = "fill it in, remove the row, or give null where no reward needs answers"
+            raise ConfigError(f"{where} has {missing} there", key="task.answer_column", value=column, hint=hint)
         row = task.convert(row, where)
         prompt = PromptBuilder(task).prompt(row, where)
         if column is not None:
@@ -258,7 +228,7 @@ class Examples(Sequence[Any]):
 
     def without(self, shots: Sequence[Shot]) -> Examples:
         """The examples with `shots` before each prompt, without those that are shots themselves."""
-        shown = {shot.question for shot in shots}
+        shown = {text_hash(shot.prompt) for shot in shots}
         numbers = [n for n, one in zip(self.numbers, self, strict=True) if text_hash(one["prompt"]) not in shown]
         return replace(self, numbers=numbers, converter=replace(self.converter, shots=tuple(shots)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from grpocli.config.parts import Escaped, part
 from grpocli.errors import ConfigError
 from grpocli.tasks.loading import is_one_file, load_table
-from grpocli.tasks.table_task import TableTask
+from grpocli.tasks.task import TableTask
 
 if TYPE_CHECKING:
     from grpocli.tasks.dataset import Examples, Shot
@@ -24,6 +24,18 @@ SHOTS = 1
 """Seed stream of the worked examples, so that their order differs from the order of training."""
 
 
+class Splits(dict[str, "Examples"]):
+    """The examples of each split, read when they are first asked for."""
+
+    def __init__(self, read: Callable[[str], Examples]) -> None:
+        super().__init__()
+        self.read = read
+
+    def __missing__(self, split: str) -> Examples:
+        self[split] = self.read(split)
+        return self[split]
+
+
 @part("task", "jsonl")
 class Jsonl(TableTask):
     """Examples from .jsonl, .json, .csv, .parquet, .arrow or .tar (webdataset) files, or from the hub."""
@@ -31,29 +43,11 @@ class Jsonl(TableTask):
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of `train` or `eval`; with `streaming`, only the first ones of `train`."""
         if split == "train" and self.split is None:
-            raise ConfigError(
-                "the task is for `grpocli eval`; name a split to train on",
-                key="task.split",
-                value="null",
-            )
-        if split not in self._loaded:
-            self._loaded[split] = self._examples(split)
-        return self._loaded[split]
-
-    def _examples(self, split: str) -> Sequence[Example]:
+            problem = "the task is for `grpocli eval`; name a split to train on"
+            raise ConfigError(problem, key="task.split", value="null")
         if self.streaming and (split == "train" or self.source("eval") is None):
             return self.stream.head if split == "train" else self.stream.held_out
-        if not self.shots:
-            return self.bare(split)
-        found = self.bare(split).without(self.taught)
-        if not found:
-            problem = f"no example is left for {split}; take fewer, or other data"
-            raise ConfigError(problem, key="task.shots", value=self.shots)
-        return found
-
-    @cached_property
-    def _loaded(self) -> dict[str, Sequence[Example]]:
-        return {}
+        return self._taught[split] if self.shots else self._bare[split]
 
     @cached_property
     def stream(self) -> ExampleStream:
@@ -62,29 +56,27 @@ class Jsonl(TableTask):
 
         return ExampleStream.of(self)
 
-    def bare(self, split: str) -> Examples:
-        """The examples of a split that is read whole, without worked examples."""
-        if split not in self._read:
-            self._read[split] = self._bare(split)
-        return self._read[split]
+    @cached_property
+    def _bare(self) -> Splits:
+        """The examples of each split that is read whole, without worked examples."""
+        return Splits(self._halves.__getitem__ if self.source("eval") is None else self._whole)
 
-    def _bare(self, split: str) -> Examples:
-        if self.source("eval") is None:
-            return self.halves[split == "eval"]
-        source = self.source(split)
-        assert source is not None
-        path, table_split = source
+    @cached_property
+    def _taught(self) -> Splits:
+        """The examples of each split, with worked examples before their prompts."""
+        return Splits(self._with_shots)
+
+    def _whole(self, split: str) -> Examples:
+        """All examples of a split of data that has splits."""
+        path, table_split = self.source(split) or ("", "")
         same = path == self.path and (table_split == self.split or is_one_file(path))
         if split == "eval" and self.split is not None and same:
-            raise ConfigError(
-                f"{path} would give the examples to train on; give another split or task.eval_path, or leave both null",
-                key="task.eval_split",
-                value=self.eval_split,
-            )
+            problem = f"{path} would give the examples to train on"
+            hint = "give another split or task.eval_path, or leave both null"
+            raise ConfigError(problem, key="task.eval_split", value=self.eval_split, hint=hint)
         return self._table(path, table_split)
 
     def _table(self, path: str, split: str) -> Examples:
-        """All examples of a split."""
         from grpocli.tasks.dataset import Examples, RowConverter
         from grpocli.tasks.streaming import HEAD
 
@@ -95,40 +87,39 @@ class Jsonl(TableTask):
         converter = RowConverter.of(self, table.columns, islice(table.rows, HEAD), path)
         return Examples(converter, table, range(len(table.rows)))
 
+    def _with_shots(self, split: str) -> Examples:
+        found = self._bare[split].without(self._shots)
+        if not found:
+            problem = f"no example is left for {split}; take fewer, or other data"
+            raise ConfigError(problem, key="task.shots", value=self.shots)
+        return found
+
     @cached_property
-    def taught(self) -> Sequence[Shot]:
+    def _shots(self) -> Sequence[Shot]:
         """The worked examples."""
         from grpocli.tasks.curriculum import Order
         from grpocli.tasks.dataset import choose
 
         if self.streaming:
             return list(self.stream.converter.shots)
-        train = self.bare("train")
+        train = self._bare["train"]
         order = Order(len(train), self.shot_seed or 0, SHOTS)
         chosen = (order.index(i) for i in range(len(train)))
         return choose(((train[i], train.where(i)) for i in chosen), self.shots, self.shot_template, self.path)
 
     @cached_property
-    def halves(self) -> tuple[Examples, Examples]:
+    def _halves(self) -> dict[str, Examples]:
         """The table at `path`, divided into training and evaluation."""
         from grpocli.tasks.dataset import PromptBuilder, hold_out
 
         everything = self._table(self.path, self.split or "")
         table = everything.table
         if len(table.rows) < 2:
-            raise ConfigError(
-                "has one example; give two, so that one is held out, or give task.eval_path",
-                key="task.path",
-                value=self.path,
-                hint="a .json is a list of objects, or an object a line",
-            )
+            problem = "has one example; give two, so that one is held out, or give task.eval_path"
+            raise ConfigError(problem, key="task.path", value=self.path)
         columns = table.columns if self.processor else PromptBuilder(self).columns
         train, evaluate = hold_out(table.rows, columns, self.eval_size)
-        return replace(everything, numbers=train), replace(everything, numbers=evaluate)
-
-    @cached_property
-    def _read(self) -> dict[str, Examples]:
-        return {}
+        return {"train": replace(everything, numbers=train), "eval": replace(everything, numbers=evaluate)}
 
 
 @part("task", "hub")

@@ -7,11 +7,10 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeAlias
 
@@ -35,12 +34,8 @@ COMPRESSED = (".gz", ".bz2", ".xz")
 """Further suffixes of text files, which fsspec unpacks."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files in the folders that `save_to_disk` of the datasets library writes: of a dataset, and of several splits."""
-OF_ARCHIVE = ("__key__", "__url__")
-"""Columns that the datasets library adds to the samples of a webdataset."""
 OTHER_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 EMPTY = "it is empty; give data with at least one example"
-QUOTED = 200
-"""Characters of a value that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +61,6 @@ def load_table(
     streaming = streaming or is_remote(path)
     source = open_rows(path, name, split, key, options, streaming)
     if isinstance(source, DatasetRows) and not (streaming or source.samples):
-        with readable(path, key):
-            source.dataset.data.validate(full=True)  # a .parquet may have text that is not UTF-8
         table = Table(list(source.dataset.column_names), source.dataset)
     else:
         rows = list(source.read(0))
@@ -93,11 +86,13 @@ def open_rows(
     options: of fsspec's file system, for an address. streaming: a dataset of the datasets library is read while it is
     iterated over; this is the only way for an address. Raises ConfigError, naming `key`, if the data cannot be read.
     """
-    local, options = Path(path).expanduser(), options or {}
+    local, options = Path(path).expanduser(), dict(options or {})
+    check_path(path, key)
     if not is_remote(path):
         if not local.exists():
             return DatasetRows(_from_hub(path, name, split, key, streaming), path, key)
-        if (saved := _saved_dataset(local, split, key)) is not None:
+        if any((local / file).is_file() for file in SAVED):
+            saved = _saved_dataset(local, split, key)
             return DatasetRows(saved.to_iterable_dataset() if streaming else saved, path, key)
     kind, files = _files_at(path, split, key, options)
     if kind in ("json", "csv"):
@@ -105,12 +100,12 @@ def open_rows(
     from datasets import load_dataset
     from fsspec import open_local
 
-    archive, remote = kind == "webdataset", is_remote(path)
+    archive = kind == "webdataset"
     with readable(path, key):
-        if archive and remote:  # the library does not stream these from everywhere
+        if archive and is_remote(path):  # the library does not stream these from everywhere
             protocol = path.partition("://")[0]
-            files = open_local([f"simplecache::{file}" for file in files], **{protocol: dict(options)})
-        stored = {"storage_options": dict(options)} if options else {}
+            files = open_local([f"simplecache::{file}" for file in files], **{protocol: options})
+        stored = {"storage_options": options} if options else {}
         dataset = load_dataset(kind, data_files=files, split="train", streaming=streaming, **stored)
     return DatasetRows(dataset, path, key, archive)
 
@@ -130,80 +125,59 @@ class TextRows:
 
     def read(self, start: int) -> Iterator[Row]:
         """The rows from number `start` on; earlier lines of JSON are not parsed. Raises ConfigError."""
-        for parse in islice(self._unparsed(), start, None):
-            yield parse()
+        for row, file, place in islice(self._written(), start, None):
+            found = self._value(row, file, f"line {place}") if isinstance(row, str) else row
+            if not isinstance(found, dict):
+                raise self._error(f"example {place} is not an object with columns: {found!r:.200}", file)
+            yield found
 
     def count(self) -> int:
         """The number of rows, which requires reading all files."""
-        return sum(1 for _ in self._unparsed())
+        return sum(1 for _ in self._written())
 
-    def _unparsed(self) -> Iterator[Callable[[], Row]]:
-        """A function for each row that makes it."""
+    def _written(self) -> Iterator[tuple[Any, str, int]]:
+        """Each row, as text if it is a line of JSON, its file, and its number there."""
         import fsspec
         from fsspec.utils import infer_compression
 
-        rows_of: Callable[[IO[str], str], Iterator[Callable[[], Row]]]
-        rows_of, newline = (partial(self._csv, columns=[]), "") if self.kind == "csv" else (self._json, "\n")
+        rows_of, newline = (self._csv, "") if self.kind == "csv" else (self._json, "\n")
         for file in self.files:
             text = {"encoding": "utf-8-sig", "newline": newline, "compression": infer_compression(_bare(file))}
             with readable(file, self.key), fsspec.open(file, "rt", **text, **self.options) as lines:
-                yield from rows_of(lines, file)
+                for row, place in rows_of(lines, file):
+                    yield row, file, place
 
-    def _json(self, lines: IO[str], file: str) -> Iterator[Callable[[], Row]]:
-        """The object of each line; of a file that is one list, the objects in it."""
+    def _json(self, lines: IO[str], file: str) -> Iterator[tuple[Any, int]]:
+        """The lines; of a file that is one list, the values in it."""
         begun = False
         for number, line in enumerate(lines, 1):
             if not begun and line.lstrip().startswith("["):
-                rows = self._value("".join([line, *lines]), file, number)
-                yield from (partial(self._object, row, file, place) for place, row in enumerate(rows, 1))
+                listed = self._value("".join([line, *lines]), file, "the list")
+                yield from ((json.dumps(one) if isinstance(one, str) else one, i) for i, one in enumerate(listed, 1))
             elif line.strip():
                 begun = True
-                yield partial(self._line, line, file, number)
+                yield line, number
 
-    def _line(self, line: str, file: str, number: int) -> Row:
-        return self._object(self._value(line, file, number), file, number)
-
-    def _object(self, row: Any, file: str, number: int) -> Row:
-        if not isinstance(row, dict):
-            raise self._error(f"example {number} is not an object with columns: {short(row)}", file)
-        return row
-
-    def _value(self, text: str, file: str, line: int) -> Any:
-        """The value of a JSON text that begins on a line."""
+    def _value(self, text: str, file: str, place: str) -> Any:
         try:
-            return json.loads(text.rstrip())
+            return json.loads(text)
         except (ValueError, RecursionError) as error:
-            at, reason = line + getattr(error, "lineno", 1) - 1, getattr(error, "msg", error)
-            problem = f"cannot be read: line {at} is not JSON ({reason}); repair or remove it"
-            raise self._error(problem, file) from error
+            raise self._error(f"{place} is not JSON ({error}); repair or remove it", file) from error
 
-    def _csv(self, lines: IO[str], file: str, columns: list[str]) -> Iterator[Callable[[], Row]]:
-        """Cells stay text, so that 007 is 007; empty ones are None, and columns without a name are left out.
-
-        columns: those of the first file, in any order; empty before it.
-        """
+    def _csv(self, lines: IO[str], file: str) -> Iterator[tuple[Row, int]]:
+        """Cells stay text, so that 007 is 007; empty ones are None, and columns without a name are left out."""
         csv.field_size_limit(sys.maxsize)
-        reader = csv.reader(lines, strict=True)
+        reader = csv.DictReader(lines, strict=True)
         try:
-            yield from self._csv_rows(reader, file, columns)
+            names = [name for name in reader.fieldnames or () if name]
+            if len(set(names)) < len(names):
+                raise csv.Error("two columns have the same name")
+            for row in reader:
+                if None in row:
+                    raise csv.Error("it has more cells than there are columns")
+                yield {name: cell or None for name, cell in row.items() if name}, reader.line_num
         except csv.Error as error:
-            problem = f"cannot be read: line {reader.line_num} is not CSV ({error}); repair or remove it"
-            raise self._error(problem, file) from error
-
-    def _csv_rows(self, reader: Any, file: str, columns: list[str]) -> Iterator[Callable[[], Row]]:
-        names: list[str] = next((row for row in reader if row), [])
-        if twice := next((name for name in names if name and names.count(name) > 1), ""):
-            raise self._error(f"line 1 has two columns called {twice!r}; rename or remove one", file)
-        columns[:] = columns or names
-        if other := ", ".join(sorted({*names} ^ {*columns})):
-            raise self._error(f"its columns are not those of {self.files[0]}: they differ in {other}", file)
-        for cells in reader:
-            if len(cells) > len(names):
-                problem = f"line {reader.line_num} has {len(cells)} cells, and the first line {len(names)} columns"
-                raise self._error(problem, file)
-            if cells:
-                row = {name: cell or None for name, cell in zip_longest(names, cells) if name}
-                yield partial(dict, row)
+            raise self._error(f"line {reader.line_num} is not CSV ({error}); repair or remove it", file) from error
 
     def _error(self, problem: str, file: str) -> ConfigError:
         return ConfigError(problem, key=self.key, value=without_secrets(file))
@@ -211,12 +185,13 @@ class TextRows:
 
 @dataclass(frozen=True, slots=True)
 class DatasetRows:
-    """The rows of a dataset of the datasets library. samples: it is a webdataset."""
+    """The rows of a dataset of the datasets library."""
 
     dataset: Any
     path: str
     key: str
     samples: bool = False
+    """Whether it is a webdataset, whose rows are samples of files."""
 
     def read(self, start: int) -> Iterator[Row]:
         """The rows from number `start` on. Raises ConfigError if the data cannot be read."""
@@ -244,10 +219,9 @@ def readable(path: str, key: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise ConfigError("there is no such file or folder", key=key, value=without_secrets(path)) from error
     except Exception as error:  # each file system and each reader raises errors of its own library
-        cause = error.__cause__ or error
-        reason = " ".join(CREDENTIALS.sub("//", str(cause)).split()).rstrip(".")[:300] or type(cause).__name__
-        remedy = "; it must be UTF-8: save it as UTF-8" if isinstance(cause, UnicodeDecodeError) else ""
-        raise ConfigError(f"cannot be read: {reason}{remedy}", key=key, value=without_secrets(path)) from error
+        cause = error if isinstance(error, ImportError) else error.__cause__ or error
+        reason = " ".join(CREDENTIALS.sub("//", str(cause)).split())[:300] or type(cause).__name__
+        raise ConfigError(f"cannot be read: {reason}", key=key, value=without_secrets(path)) from error
 
 
 def is_remote(path: str) -> bool:
@@ -270,10 +244,8 @@ def check_path(path: str, key: str) -> None:
     if is_remote(path):
         from fsspec import get_filesystem_class
 
-        try:
+        with readable(path, key):
             get_filesystem_class(path.partition("://")[0].lower())
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"cannot be opened: {error}", key=key, value=without_secrets(path)) from error
     elif looks_local(path) and not Path(path).expanduser().exists():
         raise ConfigError("there is no such file or folder", key=key, value=path)
 
@@ -294,25 +266,21 @@ def _bare(file: str) -> str:
     return file.partition("?")[0] if is_remote(file) else file
 
 
-def _files_at(path: str, split: str, key: str, options: Mapping[str, Any]) -> tuple[str, list[str]]:
+def _files_at(path: str, split: str, key: str, options: dict[str, Any]) -> tuple[str, list[str]]:
     """The kind of the files at `path`, a file or a folder, and the files."""
-    check_path(path, key)
-    if is_remote(path):
-        from fsspec.core import url_to_fs
+    from fsspec.core import url_to_fs
 
-        with readable(path, key):
-            system, root = url_to_fs(path, **options)
-            is_folder = system.info(root)["type"] == "directory"
-            listed = system.ls(root, detail=True) if is_folder else []
-        found = [system.unstrip_protocol(one["name"]) for one in listed if one["type"] == "file"]
+    path = path if is_remote(path) else str(Path(path).expanduser())
+    with readable(path, key):
+        system, root = url_to_fs(path, **options)
+        is_folder = system.info(root)["type"] == "directory"
+        # a link to a file is listed as "other"
+        found = [one["name"] for one in system.ls(root, detail=True) if one["type"] != "directory"] if is_folder else []
+    if is_folder:
+        places = found if not is_remote(path) else [system.unstrip_protocol(name) for name in found]
+        files = _of_split(places, path, split, key)
     else:
-        local = Path(path).expanduser()
-        is_folder = local.is_dir()
-        if not is_folder and not local.is_file():
-            raise ConfigError("is neither a file nor a folder", key=key, value=path)
-        found = [str(file) for file in local.iterdir() if file.is_file()] if is_folder else []
-        path = str(local)
-    files = _of_split(found, path, split, key) if is_folder else [path]
+        files = [path]
     kinds = {kind_of(file) for file in files}
     if len(kinds) != 1 or None in kinds:
         names = ", ".join(sorted({PurePosixPath(_bare(file)).name for file in files})) or "none of them"
@@ -338,9 +306,7 @@ def _of_split(found: Sequence[str], folder: str, split: str, key: str) -> list[s
 
 
 def _saved_dataset(path: Path, split: str, key: str) -> Any:
-    """The dataset in a folder that the datasets library's `save_to_disk` wrote; None for another folder."""
-    if not any((path / name).is_file() for name in SAVED):
-        return None
+    """The dataset in a folder that the datasets library's `save_to_disk` wrote."""
     from datasets import DatasetDict, load_from_disk
 
     with readable(str(path), key):
@@ -355,7 +321,6 @@ def _saved_dataset(path: Path, split: str, key: str) -> Any:
 
 def _from_hub(path: str, name: str | None, split: str, key: str, streaming: bool) -> Any:
     """A dataset of the hub. Raises ConfigError if it is not available."""
-    check_path(path, key)
     unreachable = why_unreachable()  # before the library reads what that has found
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
@@ -364,18 +329,15 @@ def _from_hub(path: str, name: str | None, split: str, key: str, streaming: bool
         return load_dataset(path, name, split=split, streaming=streaming)
     except (DatasetsError, OSError, ValueError) as error:
         reason = unreachable or " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(
-            f"there is no such local file, and the hub did not return it: {reason}; check the name, or give a file",
-            key=key,
-            value=path,
-        ) from error
+        problem = f"there is no such local file, and the hub did not return it: {reason}"
+        raise ConfigError(problem, key=key, value=path, hint="check the name, or give a file") from error
 
 
 def _sample_row(sample: Row) -> Row:
-    """The row of a sample of a webdataset."""
-    row = {column: value for column, value in sample.items() if column not in OF_ARCHIVE}
-    inner = row.pop("json", None)
-    return {**inner, **row} if isinstance(inner, dict) else {**row, **({} if inner is None else {"json": inner})}
+    """The row of a sample of a webdataset: the keys of its .json file, and its other files."""
+    row = {column: value for column, value in sample.items() if column not in ("__key__", "__url__")}
+    inner = row.pop("json", {})
+    return {**inner, **row} if isinstance(inner, dict) else {**row, "json": inner}
 
 
 def with_columns(row: Row, columns: Sequence[str]) -> Row:
@@ -386,12 +348,6 @@ def with_columns(row: Row, columns: Sequence[str]) -> Row:
 def columns_of(rows: Sequence[Row]) -> list[str]:
     """The columns of all rows."""
     return list(dict.fromkeys(column for row in rows for column in row))
-
-
-def short(value: Any) -> str:
-    """A value as an error quotes it, shortened."""
-    text = repr(value)
-    return text if len(text) <= QUOTED else f"{text[:QUOTED]} ..."
 
 
 def missing_value(value: Any) -> str:
@@ -408,7 +364,5 @@ def need_columns(columns: Sequence[str], wanted: dict[str, str | None], path: st
     """Raise ConfigError if a column of {config key: column} is not in `columns`. otherwise: text after the choices."""
     for key, column in wanted.items():
         if column is not None and column not in columns:
-            if len(columns) == 1 and re.search(r"[;\t]", columns[0]):
-                raise ConfigError(f"has one column, {short(columns[0])}; save it with commas", key=key, value=path)
             choices = f"{', '.join(columns)}{otherwise}{nearest(column, columns)}"
             raise ConfigError(f"choose one of the columns of {path}: {choices}", key=key, value=column)

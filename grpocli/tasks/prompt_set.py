@@ -15,17 +15,7 @@ from grpocli.environments.environment import loaded_environment_of
 from grpocli.environments.tools import Schema, encodable, tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import with_one_answer
-from grpocli.tasks.loading import short
-from grpocli.tasks.prompts import (
-    QUIET,
-    fill,
-    prompt_of,
-    rendered,
-    settle_last_turn,
-    text_hash,
-    text_of,
-    tokenize,
-)
+from grpocli.tasks.prompts import QUIET, fill, prompt_of, rendered, settle_last_turn, text_hash, text_of, tokenize
 from grpocli.tasks.task import Example
 from grpocli.types import Message, Prompt, Text, begun
 
@@ -41,22 +31,22 @@ Target: TypeAlias = str | Message
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Makes the targets of a task's examples.
-
-    template: text with {column} fields; None: the last turn of a conversation that ends with the assistant's, otherwise
-    `otherwise`, a template, too. end_ids: tokens that end a completion. required: whether an example whose target has
-    more than `max_tokens` is left out. tools: schemas that the chat template shows. last_turn: `task.last_turn`; the
-    target of a prompt that the model continues is the template's text.
-    """
+    """Makes the targets of a task's examples."""
 
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     end_ids: frozenset[int]
+    """Tokens that end a completion."""
     template: str | None = None
+    """Text with {column} fields; None: the last turn of a conversation that ends with the assistant's, otherwise
+    `otherwise`."""
     otherwise: str = "{answer}"
     required: bool = True
+    """Whether an example whose target has more than `max_tokens` is left out."""
     tools: Sequence[Schema] = ()
+    """Schemas that the chat template shows."""
     last_turn: str | None = None
+    """`task.last_turn`; the target of a prompt that the model continues is the template's text."""
 
     @classmethod
     def of(cls, task: object, tokenizer: PreTrainedTokenizerBase, max_tokens: int, end_ids: frozenset[int]) -> Targets:
@@ -85,9 +75,8 @@ class Targets:
         if self.template is not None:
             return bare, self._filled(example, self.template, where)
         parts = [turn[part] for part in PARTS if turn.get(part)]
-        self._checked(
-            "".join(one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in parts), where
-        )
+        written = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in parts]
+        self._checked("".join(written), where)
         return bare, turn
 
     def _filled(self, example: Example, template: str, where: str) -> str:
@@ -124,11 +113,9 @@ class Targets:
         whole = self._answered(prompt, turn, where)
         self._check_written(prompt, turn, whole, where)
         if not whole.startswith(before):
-            raise ConfigError(
-                f"its chat template writes the prompt of {where} in another way when an answer follows",
-                key="model",
-                hint="give model.chat_template=FILE whose generation prompt is the beginning of an answer",
-            )
+            problem = f"its chat template writes the prompt of {where} in another way when an answer follows"
+            hint = "give model.chat_template=FILE whose generation prompt is the beginning of an answer"
+            raise ConfigError(problem, key="model", hint=hint)
         return whole, whole.removeprefix(before)
 
     def _answered(self, prompt: Sequence[Message], turn: Message, where: str) -> str:
@@ -153,15 +140,11 @@ class Targets:
 
     def _whole(self, prompts: Sequence[Text], texts: Sequence[str]) -> list[list[int]]:
         """The tokens of texts, with the special tokens that `tokenize` gives their prompts."""
+        ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, **QUIET).input_ids
         plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-        chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
-        ids: dict[int, list[int]] = {}
-        if plain:
-            ids |= zip(plain, tokenize([texts[i] for i in plain], self.tokenizer), strict=True)
-        if chats:
-            written = self.tokenizer([texts[i] for i in chats], add_special_tokens=False, **QUIET).input_ids
-            ids |= zip(chats, written, strict=True)
-        return [ids[i] for i in range(len(prompts))]
+        for i, one in zip(plain, tokenize([texts[i] for i in plain], self.tokenizer), strict=True):
+            ids[i] = one
+        return ids
 
     def _ended(self, ids: list[int]) -> list[int]:
         """The tokens up to the last one that ends a completion; with one, if there is none."""
@@ -191,7 +174,7 @@ def _check_call(call: Any, where: str) -> None:
     parts = [function.get("name"), function.get("arguments")] if isinstance(function, dict) else []
     if list(map(type, parts)) != [str, dict]:
         hint = 'it must be {"type": "function", "function": {"name": NAME, "arguments": OBJECT}}'
-        raise ConfigError(f"{where} has the call {short(call)}", key="task", hint=hint)
+        raise ConfigError(f"{where} has the call {call!r:.200}", key="task", hint=hint)
 
 
 def _after(prompt_ids: list[int], whole_ids: list[int], after_ids: list[int]) -> list[int]:
@@ -204,8 +187,7 @@ class PromptSet:
     """The examples of one split as token ids.
 
     task: name of the task, which every prompt has as the column `task_name`. limit: limit of examples, from the first.
-    Prompts over `max_tokens` are dropped (`long_prompts="drop"`) or lose their beginning (`"truncate"`). n_dropped,
-    n_truncated: their numbers; report: a sentence about them, empty if there are none.
+    Prompts over `max_tokens` are dropped (`long_prompts="drop"`) or lose their beginning (`"truncate"`).
     tools: schemas that the chat template shows to the model. last_turn: `task.last_turn`.
     targets: of supervised training. Examples with a longer target are dropped, too, or the target loses its end.
     Raises ConfigError if an example has no usable prompt, the tokenizer has no chat template for a conversation, or
@@ -228,22 +210,19 @@ class PromptSet:
         self.name, self.max_tokens, self.task, self._last_turn = name, max_tokens, task, last_turn
         self._examples, self._targets = examples, targets
         self._drops = long_prompts == "drop"
-        texts, answers = self._texts(limit)
+        pairs = [self._settled(example, i) for i, example in enumerate(islice(examples, limit))]
+        texts = [example["prompt"] for example, _ in pairs]
         token_ids = tokenize(texts, tokenizer, self._where, tools)
         long = {i for i, ids in enumerate(token_ids) if len(ids) > max_tokens}
         if self._drops and len(long) == len(token_ids):
-            raise ConfigError(
-                f"all {len(long)} {name} prompts are longer, the shortest has {min(map(len, token_ids))} tokens",
-                key="rollout.max_prompt_tokens",
-                value=max_tokens,
-                hint="raise it",
-            )
-        self.n_dropped, self.n_truncated = (len(long), 0) if self._drops else (0, len(long))
-        self._total, left_out = len(token_ids), long if self._drops else set()
+            shortest = min(map(len, token_ids))
+            problem = f"all {len(long)} {name} prompts are longer, the shortest has {shortest} tokens"
+            raise ConfigError(problem, key="rollout.max_prompt_tokens", value=max_tokens, hint="raise it")
+        self._total, self.n_long, self.n_long_targets = len(token_ids), len(long), 0
+        left_out = long if self._drops else set()
         self._target_ids: dict[int, list[int]] = {}
-        self.n_long_targets = 0
         if targets:
-            left_out = left_out | self._take_targets(targets, texts, answers, left_out)
+            left_out = left_out | self._take_targets(targets, texts, [answer for _, answer in pairs], left_out)
         self._kept = [i for i in range(len(token_ids)) if i not in left_out]
         self._token_ids = {i: token_ids[i][-max_tokens:] for i in self._kept}
         self.hashes = [text_hash(texts[i]) for i in self._kept]
@@ -262,38 +241,26 @@ class PromptSet:
             return set()
         if len(long) + len(left_out) == len(texts):
             shortest = min(len(every[i]) for i in long)
-            raise ConfigError(
-                f"all {len(long)} {self.name} targets are longer, the shortest has {shortest} tokens",
-                key="rollout.max_completion_tokens",
-                value=targets.max_tokens,
-                hint="raise it",
-            )
+            problem = f"all {len(long)} {self.name} targets are longer, the shortest has {shortest} tokens"
+            raise ConfigError(problem, key="rollout.max_completion_tokens", value=targets.max_tokens, hint="raise it")
         return long
-
-    def _texts(self, limit: int | None) -> tuple[list[Text], list[Target]]:
-        """The prompts of the first `limit` examples and, if wanted, their targets."""
-        pairs = [self._settled(example, i) for i, example in enumerate(islice(self._examples, limit))]
-        return [example["prompt"] for example, _ in pairs], [target for _, target in pairs]
 
     def _settled(self, example: Example, index: int) -> tuple[Example, Target]:
         return settle_example(example, self._where(index), self._last_turn, self._targets)
 
     @property
     def report(self) -> str:
-        sentences = []
-        if self.n_dropped + self.n_truncated:
-            what = "dropped" if self.n_dropped else "cut on the left"
-            sentences.append(
-                f"{self.n_dropped + self.n_truncated} of {self._total} {self.name} prompts are longer than "
-                f"rollout.max_prompt_tokens={self.max_tokens} and were {what}"
-            )
+        """A sentence about long prompts and targets; empty if there are none."""
+        sentences, key = [], "rollout.max_prompt_tokens"
+        if self.n_long:
+            what = "dropped" if self._drops else "cut on the left"
+            long = f"{self.n_long} of {self._total} {self.name} prompts are longer than {key}={self.max_tokens}"
+            sentences.append(f"{long} and were {what}")
         if self._targets and self.n_long_targets:
             dropped = "dropped" if self._targets.required else "left out of eval/loss"
-            what = dropped if self._drops else "cut at the end"
-            sentences.append(
-                f"{self.n_long_targets} of {self._total} {self.name} targets are longer than "
-                f"rollout.max_completion_tokens={self._targets.max_tokens} and were {what}"
-            )
+            what, key = dropped if self._drops else "cut at the end", "rollout.max_completion_tokens"
+            long = f"{self.n_long_targets} of {self._total} {self.name} targets"
+            sentences.append(f"{long} are longer than {key}={self._targets.max_tokens} and were {what}")
         return "; ".join(sentences)
 
     def __len__(self) -> int:

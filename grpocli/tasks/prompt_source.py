@@ -15,9 +15,17 @@ from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Correctness
 from grpocli.rewards.score_stats import excerpt
-from grpocli.tasks.curriculum import Curriculum, Order, OrderKeys, ProblemOrder, TaskScheduler
+from grpocli.tasks.curriculum import (
+    Curriculum,
+    Order,
+    OrderKeys,
+    Position,
+    ProblemOrder,
+    ProblemScores,
+    Rows,
+    TaskScheduler,
+)
 from grpocli.tasks.jsonl import Jsonl
-from grpocli.tasks.problem_scores import Position, ProblemScores, Rows
 from grpocli.tasks.prompt_set import PromptSet, Targets
 from grpocli.tasks.streaming import StreamedPrompts
 from grpocli.tasks.task import columns_of, errors_below, key_of, tasks_of

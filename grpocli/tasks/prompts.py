@@ -14,7 +14,6 @@ from grpocli.environments.environment import TOOLS_KEY
 from grpocli.environments.tools import encodable, name_of, read_arguments
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import read_written
-from grpocli.tasks.loading import short
 from grpocli.types import PREFIX, Message, Prompt, Text
 
 if TYPE_CHECKING:
@@ -61,22 +60,20 @@ def text_of(example: Example, where: str) -> Text:
         for message in prompt:
             _check_message(message, where)
         return prompt
-    raise ConfigError(f"{where} has the prompt {short(prompt)}", key="task", hint="it must be text or messages")
+    raise ConfigError(f"{where} has the prompt {prompt!r:.200}", key="task", hint="it must be text or messages")
 
 
 def _check_message(message: Any, where: str) -> None:
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    if role in ROLES and isinstance(content, str):
-        if role == "user" and not content.strip():
-            raise ConfigError(
-                f"{where} has an empty message of the user", key="task", hint="fill it in or remove the row"
-            )
-        return
     if role in ROLES and isinstance(content, list) and (other := [one for one in content if not _is_text(one)]):
-        problem = f"{where} has {short(other[0])} in a message, and prompts are text alone"
-        raise ConfigError(problem, key="task", hint="write it as text, or remove it or the row")
-    problem = f"message {short(message)} of {where} needs a `content` and a `role` of {', '.join(ROLES)}"
-    raise ConfigError(problem, key="task")
+        problem = f"{where} has {other[0]!r:.200} in a message, and prompts are text alone"
+    elif role not in ROLES or not isinstance(content, str):
+        problem = f"message {message!r:.200} of {where} needs a `content` and a `role` of {', '.join(ROLES)}"
+    elif role == "user" and not content.strip():
+        problem = f"{where} has an empty message of the user"
+    else:
+        return
+    raise ConfigError(problem, key="task", hint="mend or remove the row")
 
 
 def _is_text(part: object) -> bool:
@@ -182,24 +179,19 @@ def tokenize(
 
     where: names a text, by its index, in errors. tools: schemas for the chat template.
     """
-    ids: list[list[int]] = [[] for _ in texts]
     plain = [i for i, text in enumerate(texts) if isinstance(text, str)]
     chats = [i for i, text in enumerate(texts) if not isinstance(text, str)]
     if plain and tools:
         problem = f"{where(plain[0])} is plain text, and tools need a conversation, whose chat template shows them"
-        raise ConfigError(
-            problem, key=TOOLS_KEY, value=f"[{','.join(map(name_of, tools))}]", hint="make the prompts messages"
-        )
-    if plain:
-        for i, one in zip(plain, _plain_ids([str(texts[i]) for i in plain], tokenizer), strict=True):
-            ids[i] = one
+        raise ConfigError(problem, key=TOOLS_KEY, value=f"[{','.join(map(name_of, tools))}]")
+    found = zip(plain, _plain_ids([str(texts[i]) for i in plain], tokenizer), strict=True) if plain else ()
+    ids: dict[int, list[int]] = dict(found)
     if chats:
-        for i, one in zip(chats, _chat_ids({i: texts[i] for i in chats}, tokenizer, where, tools), strict=True):
-            ids[i] = one
-    for i, one in enumerate(ids):
-        if not one:
+        ids |= zip(chats, _chat_ids({i: texts[i] for i in chats}, tokenizer, where, tools), strict=True)
+    for i in range(len(texts)):
+        if not ids[i]:
             raise ConfigError(f"{where(i)} has no tokens", key="task", hint="give it a prompt")
-    return ids
+    return [ids[i] for i in range(len(texts))]
 
 
 def _plain_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -220,12 +212,9 @@ def _chat_ids(
     chats: dict[int, Any], tokenizer: PreTrainedTokenizerBase, where: Callable[[int], str], tools: Sequence[Schema]
 ) -> list[list[int]]:
     if not tokenizer.chat_template:
-        raise ConfigError(
-            f"its tokenizer has no chat template, but {where(next(iter(chats)))} is a conversation",
-            key="model",
-            hint="choose a chat model, give model.chat_template=FILE, or make the prompts plain "
-            "(format=plain of task=jsonl)",
-        )
+        problem = f"its tokenizer has no chat template, but {where(next(iter(chats)))} is a conversation"
+        hint = "choose a chat model, give model.chat_template=FILE, or make the prompts plain (task.format=plain)"
+        raise ConfigError(problem, key="model", hint=hint)
     texts = [rendered(chat, tokenizer, where(i), tools=tools) for i, chat in chats.items()]
     unseen = [name for name in map(name_of, tools) if name not in texts[0]]
     if unseen:
@@ -254,9 +243,6 @@ def rendered(
             )
         )
     except Exception as error:  # templates come with models and raise whatever Python does
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(
-            f"its chat template refuses {where}: {reason}",
-            key="model",
-            hint="change the example, or give model.chat_template=FILE",
-        ) from error
+        problem = f"its chat template refuses {where}: {' '.join(str(error).split()).rstrip('.')}"
+        hint = "change the example, or give model.chat_template=FILE"
+        raise ConfigError(problem, key="model", hint=hint) from error

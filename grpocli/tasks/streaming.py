@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.curriculum import TRIES, Order, permutation
+from grpocli.tasks.curriculum import TRIES, Order, Position, permutation
 from grpocli.tasks.dataset import RowConverter, choose, with_shots
 from grpocli.tasks.loading import EMPTY, Row, RowSource, columns_of, open_rows, with_columns
-from grpocli.tasks.problem_scores import Position
 from grpocli.tasks.prompt_set import settle_example
 from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
 from grpocli.types import Prompt
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 
     from grpocli.environments.tools import Schema
     from grpocli.tasks.prompt_set import Targets
-    from grpocli.tasks.table_task import TableTask
-    from grpocli.tasks.task import Example
+    from grpocli.tasks.task import Example, TableTask
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +33,19 @@ HEAD = 100
 """Rows at the beginning that determine the columns."""
 
 
-@dataclass(slots=True)
+@dataclass
 class ExampleStream:
-    """The training rows, which follow the `first` rows. excluded: hashes of prompts that are not trained on."""
+    """The training rows of data that is read while it is drawn from."""
 
     converter: RowConverter
     rows: RowSource
     columns: list[str]
     first: int = 0
+    """The number of rows before the training rows."""
     held_out: list[Example] = field(default_factory=list)
+    """Examples to evaluate on."""
     excluded: set[int] = field(default_factory=set)
+    """Hashes of prompts that are not trained on."""
     _going: Iterator[Row] | None = None
     _at: int = 0
 
@@ -85,7 +86,7 @@ class ExampleStream:
         """The name of a row in errors."""
         return self.converter.where(self.first + number)
 
-    @property
+    @cached_property
     def head(self) -> list[Example]:
         """The first examples to train on. Raises ConfigError if one of them has no usable prompt."""
         made = [self.example(row, number) for number, row in enumerate(self.take(0, HEAD))]
@@ -102,16 +103,13 @@ class ExampleStream:
                 self.first, self.held_out = number, list(found.values())
                 return
             found.setdefault(question, example)
-        problem = (
-            f"{self.converter.path} has {len(found)} different examples; lower it, so that some are left to train on"
-        )
+        problem = f"{self.converter.path} has {len(found)} different examples; lower it: some are to be trained on"
         raise ConfigError(problem, key="task.eval_size", value=size)
 
     def _take_shots(self, task: TableTask) -> None:
         rows = self.take(0, task.shuffle_buffer)
-        order = Order(len(rows), task.shot_seed or 0)
-        chosen = [order.index(i) for i in range(len(rows))]
         held_out = {text_hash(one["prompt"]) for one in self.held_out}
+        chosen = Order(len(rows), task.shot_seed or 0).epoch(0).tolist()
         examples = ((self.example(rows[i], i), self.where(i)) for i in chosen)
         fit = ((one, where) for one, where in examples if text_hash(one["prompt"]) not in held_out)
         shots = choose(fit, task.shots, task.shot_template, task.path)
@@ -121,10 +119,10 @@ class ExampleStream:
 
 
 class StreamedPrompts:
-    """Prompts from shuffled runs of `buffer` rows; the row of draw n depends only on n, the seed and the data.
+    """Prompts from shuffled blocks of `block` rows; the row of draw n depends only on n, the seed and the data.
 
-    Another row of the run replaces one that is too long or held out, and so comes twice in that epoch. Leaving the row
-    out would shift every later draw.
+    Another row of the block replaces one that is too long or held out, and so comes twice in that epoch. Leaving the
+    row out would shift every later draw. The other arguments are those of `PromptSet`.
     """
 
     report = ""
@@ -136,7 +134,7 @@ class StreamedPrompts:
         max_tokens: int,
         long_prompts: str,
         task: str,
-        buffer: int,
+        block: int,
         seed: tuple[int, ...],
         shuffled: bool = True,
         targets: Targets | None = None,
@@ -146,11 +144,11 @@ class StreamedPrompts:
         self._targets, self._tools, self._last_turn = targets, tools, last_turn
         self._stream, self._tokenizer, self._task = stream, tokenizer, task
         self._max_tokens, self._drops = max_tokens, long_prompts == "drop"
-        self._buffer, self._seed, self._shuffled = buffer, seed, shuffled
+        self.block, self._seed, self._shuffled = block, seed, shuffled
         self._excluded = set(stream.excluded)
         self._length: int | None = None  # rows of an epoch; None before its end is reached
         self._warned = False
-        self._run = lru_cache(maxsize=2)(self._read)
+        self._rows_at = lru_cache(maxsize=2)(lambda start: stream.take(start, block))
         self._order = lru_cache(maxsize=2)(self._ordered)
         self._values = lru_cache(maxsize=2)(self._column)
 
@@ -160,40 +158,28 @@ class StreamedPrompts:
 
     def draw(self, nth: int, uid: str) -> Prompt:
         """The nth prompt of this task. Raises ConfigError if a row is unusable, or if all are excluded."""
-        for tries, number in enumerate(self._candidates(nth)):
-            if tries == TRIES:
-                break
+        for number in islice(self._candidates(nth), TRIES):
             if prompt := self._prompt(number, uid):
                 return prompt
         raise self.unusable()
 
     def unusable(self) -> ConfigError:
         """The error for many unusable rows one after the other."""
-        return ConfigError(
-            f"{TRIES} rows of {self._task} in a row are longer or held out",
-            key="rollout.max_prompt_tokens",
-            value=self._max_tokens,
-            hint="raise it, or give other data",
-        )
-
-    @property
-    def block(self) -> int:
-        """Rows of a run."""
-        return self._buffer
+        problem = f"{TRIES} rows of {self._task} in a row are longer or held out"
+        return ConfigError(problem, key="rollout.max_prompt_tokens", value=self._max_tokens, hint="raise it")
 
     def rows(self, epoch: int, start: int, shuffled: bool) -> NDArray[np.int64]:
-        """The rows of the run that begins at `start`, in their order in an epoch; empty after the end of the data."""
-        order = self._shuffle(epoch, start) if shuffled else np.arange(len(self._run(start)))
-        return self._stream.first + start + order
+        """The rows of the block that begins at `start`, in their order in an epoch; empty after the end of the data."""
+        return self._stream.first + start + self._order(epoch, start, shuffled)
 
     def problem(self, row: int, uid: str) -> Prompt | None:
         """The prompt of a row; None if it is too long or held out, or the data has no such row."""
         number = row - self._stream.first
-        start = number - number % self._buffer
-        return self._prompt(number, uid) if 0 <= start <= number < start + len(self._run(start)) else None
+        start = number - number % self.block
+        return self._prompt(number, uid) if 0 <= start <= number < start + len(self._rows_at(start)) else None
 
     def values(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
-        """{row: (its value in a column, the name of the row in errors)} of a run."""
+        """{row: (its value in a column, the name of the row in errors)} of a block."""
         return self._values(start, column)
 
     def position(self, nth: int) -> Position:
@@ -202,15 +188,19 @@ class StreamedPrompts:
         return Position(epoch, start, self.rows(epoch, start, True)[:place])
 
     def _column(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
-        examples = ((n, self._stream.example(row, n)) for n, row in enumerate(self._run(start), start))
-        found = ((n, one.get(column), f"{self._task} example ({self._stream.where(n)})") for n, one in examples)
-        return {self._stream.first + n: (value, where) for n, value, where in found}
+        return {
+            self._stream.first + n: (self._stream.example(row, n).get(column), self._where(n))
+            for n, row in enumerate(self._rows_at(start), start)
+        }
+
+    def _where(self, number: int) -> str:
+        return f"{self._task} example ({self._stream.where(number)})"
 
     def _candidates(self, nth: int) -> Iterator[int]:
-        """The number of the drawn row, then of its replacements: rows of its run, then of the next runs."""
+        """The number of the drawn row, then of its replacements: rows of its block, then of the next blocks."""
         while True:
             epoch, start, place = self._place(nth)
-            order = self._order(epoch, start)
+            order = self._order(epoch, start, self._shuffled)
             rows = len(order)
             yield start + int(order[place])
             for i in range(rows):
@@ -218,29 +208,24 @@ class StreamedPrompts:
             nth += rows - place
 
     def _place(self, nth: int) -> tuple[int, int, int]:
-        """The epoch, the first row of the run, and the position in the run."""
+        """The epoch, the first row of the block, and the position in the block."""
         epoch, place = divmod(nth, self._length) if self._length else (0, nth)
-        start, place = place - place % self._buffer, place % self._buffer
-        if place < len(rows := self._run(start)):
+        start, place = place - place % self.block, place % self.block
+        if place < len(rows := self._rows_at(start)):
             return epoch, start, place
         self._length = start + len(rows) if rows else self._stream.count()
         return self._place(nth)
 
-    def _ordered(self, epoch: int, start: int) -> NDArray[np.int64]:
-        return self._shuffle(epoch, start) if self._shuffled else np.arange(len(self._run(start)))
-
-    def _shuffle(self, epoch: int, start: int) -> NDArray[np.int64]:
-        return permutation(len(self._run(start)), *self._seed, epoch, start)
-
-    def _read(self, start: int) -> list[Row]:
-        return self._stream.take(start, self._buffer)
+    def _ordered(self, epoch: int, start: int, shuffled: bool) -> NDArray[np.int64]:
+        n = len(self._rows_at(start))
+        return permutation(n, *self._seed, epoch, start) if shuffled else np.arange(n)
 
     def _prompt(self, number: int, uid: str) -> Prompt | None:
-        start = number - number % self._buffer
-        example = self._stream.example(self._run(start)[number - start], number)
-        where, row = f"{self._task} example ({self._stream.where(number)})", self._stream.first + number
+        start = number - number % self.block
+        example = self._stream.example(self._rows_at(start)[number - start], number)
         if text_hash(example["prompt"]) in self._excluded:
             return None
+        where = self._where(number)
         example, answer = settle_example(example, where, self._last_turn, self._targets)
         text = example["prompt"]
         if text_hash(text) in self._excluded:
@@ -254,12 +239,10 @@ class StreamedPrompts:
         if self._drops and (long_target or len(ids) > self._max_tokens):
             self._warn()
             return None
-        return prompt_of(example, ids[-self._max_tokens :], uid, self._task, row, target_ids)
+        return prompt_of(example, ids[-self._max_tokens :], uid, self._task, self._stream.first + number, target_ids)
 
     def _warn(self) -> None:
         if not self._warned:
             targets = f", and those with a target over {self._targets.max_tokens}," if self._targets else ""
-            logger.warning(
-                "prompts of %s over %d tokens%s are replaced by others", self._task, self._max_tokens, targets
-            )
+            logger.warning("prompts of %s over %d tokens%s are replaced", self._task, self._max_tokens, targets)
         self._warned = True

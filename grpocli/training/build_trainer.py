@@ -28,8 +28,7 @@ from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob, connected
 from grpocli.rollout.sampling import keep_stop_token_ids
 from grpocli.runs.saved_run import SavedRun
-from grpocli.tasks import problem_scores
-from grpocli.tasks.curriculum import Curriculum
+from grpocli.tasks.curriculum import Curriculum, load_problems
 from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rewards_of, doubtful_choices
 from grpocli.tasks.task import error_limits_of, errors_below, tasks_of
 from grpocli.training import checkpoint, saved_rollouts
@@ -195,7 +194,7 @@ def _load(
         if path:
             limits = run.rollout.group_size, run.reward, run.rollout.prompts_per_step
             leftover = saved_rollouts.load_leftover(path, data.redraw, *limits)
-        problems = problem_scores.load(path) if path else {}
+        problems = load_problems(path) if path else {}
         data.curriculum.restore(problems, data.drawn(state.draws))
         updater = load_updater(run, job, world, path, state, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds

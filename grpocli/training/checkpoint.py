@@ -29,7 +29,7 @@ from grpocli.errors import ConfigError
 from grpocli.files import atomic_folder, full_disk_as_oserror
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
-from grpocli.tasks import problem_scores
+from grpocli.tasks.curriculum import save_problems
 from grpocli.training import saved_rollouts
 from grpocli.training.optim import Optimizer, matrices_in_layers
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from grpocli.distributed.world import World
-    from grpocli.tasks.problem_scores import TaskProblems
+    from grpocli.tasks.curriculum import TaskProblems
     from grpocli.training.collector import RolloutBatch
     from grpocli.training.policy import Policy, Reference
     from grpocli.types import Group
@@ -113,7 +113,7 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
             contents.tokenizer.save_pretrained(folder)
             saved_rollouts.save_leftover(contents.leftover, folder)
             saved_rollouts.save_prefetched(contents.prefetched, folder)
-            problem_scores.save(contents.problems, folder)
+            save_problems(contents.problems, folder)
             (folder / STATE).write_text(json.dumps(asdict(state) | {"checksums": CHECKSUMS}, indent=2))
         progress(0, 0, "checksums")
         write_checksums(folder, world)

@@ -42,7 +42,7 @@ from grpocli.types import Status
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts
     from grpocli.distributed.world import World
-    from grpocli.tasks.problem_scores import TaskProblems
+    from grpocli.tasks.curriculum import TaskProblems
     from grpocli.training.collector import Collector, RolloutBatch
     from grpocli.types import Group
 

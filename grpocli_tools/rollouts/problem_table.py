@@ -10,8 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.tasks import problem_scores
-from grpocli.tasks.problem_scores import KINDS
+from grpocli.tasks.curriculum import KINDS, load_problems
 from grpocli.text import one_line
 from grpocli.training.resume_point import latest
 
@@ -130,7 +129,7 @@ def problems_of(rows: Iterable[RolloutRow], keys: RunKeys) -> list[Problem]:
 def saved_problems(folder: Path) -> list[Problem]:
     """The problems that a checkpoint has scores of, for a run whose rollout files are gone."""
     found = []
-    for task, saved in problem_scores.load(folder).items():
+    for task, saved in load_problems(folder).items():
         for row, n, right, last, step in zip(*(saved.table[name].tolist() for name in KINDS), strict=True):
             found.append(Problem(task, row, "", n, n, right, last, step))
     return found
@@ -140,7 +139,7 @@ def rest(problems: Iterable[Problem], keys: RunKeys, run: Path) -> None:
     """Mark the problems that rest: solved in their last group, and since all of their task's problems were woken."""
     checkpoint = latest(run / "checkpoints")
     try:
-        saved = problem_scores.load(checkpoint) if checkpoint else {}
+        saved = load_problems(checkpoint) if checkpoint else {}
     except (OSError, ValueError):
         saved = {}  # only a wake-up is unknown then
     woke = {task: one.position.woke for task, one in saved.items() if one.position}

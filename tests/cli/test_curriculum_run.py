@@ -12,7 +12,7 @@ from cli.copied import config_dir
 from cli.running import assert_same_run, killed_after, metrics, run_here
 
 from grpocli.runs.rollouts import read_rollouts
-from grpocli.tasks import problem_scores
+from grpocli.tasks.curriculum import KINDS, load_problems
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +57,7 @@ def test_a_resume_draws_the_same_problems(whole: Path, tmp_path: Path) -> None:
     assert run_here("train", f"resume={killed}") == 0
     assert drawn(killed) == drawn(whole)
     assert_same_run(killed, whole)
-    one, two = (problem_scores.load(run / "checkpoints" / "step_000005") for run in (whole, killed))
+    one, two = (load_problems(run / "checkpoints" / "step_000005") for run in (whole, killed))
     assert repr(one) == repr(two)
 
 
@@ -65,9 +65,9 @@ def test_the_table_of_problems_has_the_scores_of_the_checkpoint(grpocli, whole: 
     code, _, _ = grpocli("rollouts", str(whole), "--problems", "--export", str(tmp_path / "all.jsonl"))
     assert code == 0
     found = {one["row"]: one for one in map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())}
-    table = problem_scores.load(whole / "checkpoints" / "step_000005")["arithmetic"].table
+    table = load_problems(whole / "checkpoints" / "step_000005")["arithmetic"].table
     assert sorted(found) == sorted(table["row"].tolist())
-    for row, n, right, last, step in zip(*(table[name].tolist() for name in problem_scores.KINDS), strict=True):
+    for row, n, right, last, step in zip(*(table[name].tolist() for name in KINDS), strict=True):
         one = found[row]
         assert (one["sampled"], one["pass_rate"]) == (n, right / n)
         assert (one["last_pass_rate"], one["last_step"], one["resting"]) == (last, step, last >= 0.75)
@@ -95,7 +95,7 @@ def test_prefetched_steps_draw_by_the_scores_of_the_steps_before(
     assert run_here("train", *engine[:2], f"resume={killed}") == 0
     assert drawn(killed) == drawn(whole)
     assert_same_run(killed, whole)
-    (saved,) = problem_scores.load(whole / "checkpoints" / "step_000003").values()
+    (saved,) = load_problems(whole / "checkpoints" / "step_000003").values()
     assert max(saved.table["step"]) == 4, "of the step that was collected ahead"
 
 
@@ -106,6 +106,6 @@ def test_processes_draw_the_same_problems(tmp_path: Path) -> None:
         run = tmp_path / f"{processes}"
         more = [f"hardware.processes={processes}", "hardware.timeout=120", "train.steps=4", f"hydra.run.dir={run}"]
         assert run_here(*RUN, *HALF, *options, *more) == 0
-        saved: Any = problem_scores.load(run / "checkpoints" / "step_000004")
+        saved: Any = load_problems(run / "checkpoints" / "step_000004")
         found.append((drawn(run), repr(saved)))
     assert found[0] == found[1]

@@ -8,7 +8,6 @@ import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.tasks.jsonl import CodeProblems
 from grpocli_tools.reward_check.reward_check_command import main
 
 MBPP = [
@@ -59,20 +58,6 @@ def test_columns_of_humaneval_are_converted(tmp_path):
     example = task.examples("eval")[0]
     assert example["before"] in example["prompt"][0]["content"]
     assert (example["tests"], example["entry_point"]) == (HUMAN_EVAL[0]["test"], "add")
-
-
-def test_columns_of_grpocli_are_kept(tmp_path):
-    rows = [{"prompt": f"Write f{i}.", "tests": [f"assert f{i}() == {i}"], "answer": ""} for i in range(4)]
-    example = CodeProblems(path=str(written(tmp_path / "own.jsonl", rows))).examples("train")[0]
-    assert example["tests"][0].startswith("assert f")
-    assert example["prompt"][0]["role"] == "user"
-
-
-def test_rows_without_tests_are_refused(tmp_path):
-    rows = [{"prompt": f"Write f{i}.", "tests": [], "answer": ""} for i in range(4)]
-    path = written(tmp_path / "own.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"row \d of .*own.jsonl has no tests"):
-        list(CodeProblems(path=str(path)).examples("train"))
 
 
 @pytest.mark.processes

@@ -16,10 +16,18 @@ from hypothesis import strategies as st
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.tasks import problem_scores
-from grpocli.tasks.curriculum import Curriculum, Order, Outcome, difficulty_ranks, outcomes_of
+from grpocli.tasks.curriculum import (
+    Curriculum,
+    Order,
+    Outcome,
+    ProblemScores,
+    TaskProblems,
+    difficulty_ranks,
+    load_problems,
+    outcomes_of,
+    save_problems,
+)
 from grpocli.tasks.jsonl import Jsonl
-from grpocli.tasks.problem_scores import ProblemScores
 from grpocli.tasks.prompt_source import PromptSource
 from grpocli.types import Prompt
 
@@ -185,9 +193,9 @@ def test_a_resume_continues_exactly(source: Any, options: dict[str, Any], tmp_pa
     for done in range(9):
         first = Steps(source(**options), 5, rate)
         first.rows(done)
-        problem_scores.save(first.data.curriculum.state(), tmp_path)
+        save_problems(first.data.curriculum.state(), tmp_path)
         again = source(**options)
-        again.curriculum.restore(problem_scores.load(tmp_path), again.drawn(5 * done))
+        again.curriculum.restore(load_problems(tmp_path), again.drawn(5 * done))
         rest = Steps(again, 5, rate, 5 * done)
         assert [rest.next() for _ in range(9 - done)] == expected[done:]
     assert _tables(rest.data.curriculum) == _tables(whole.data.curriculum)
@@ -266,9 +274,9 @@ def test_scores_are_means_over_all_completions_and_survive_a_file(
         assert scores.pass_rate(row) == expected
         solved = bool(own and own[-1][1] / own[-1][0] >= 0.5)
         assert scores.solved(np.array([row]), 0.5, 0).tolist() == [solved]
-    saved = {"a": problem_scores.TaskProblems(scores.table)}
-    problem_scores.save(saved, folder)
-    assert repr(problem_scores.load(folder)["a"].table) == repr(scores.table)
+    saved = {"a": TaskProblems(scores.table)}
+    save_problems(saved, folder)
+    assert repr(load_problems(folder)["a"].table) == repr(scores.table)
 
 
 def test_unscored_completions_do_not_count() -> None:

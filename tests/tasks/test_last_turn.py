@@ -87,14 +87,6 @@ def test_rewards_get_the_turn_that_the_model_went_on_with(data: str) -> None:
     assert [message["role"] for message in sample.prompt] == ["user"]
 
 
-def test_a_conversation_of_an_answer_alone_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    path.write_text((json.dumps({"m": CHAT[1:], "answer": "2"}) + "\n") * 4)
-    with pytest.raises(ConfigError) as refused:
-        prompt_of_first_draw(str(path), "task.last_turn=drop")
-    assert refused.value.key == "task.last_turn"
-
-
 def test_a_task_with_tools_begins_its_turns() -> None:
     given = ["task=jsonl", "task.path=x", "task.last_turn=continue", "task.tools=[calculator]"]
     with pytest.raises(ConfigError) as refused:

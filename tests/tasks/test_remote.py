@@ -117,23 +117,16 @@ def test_every_kind_of_file_is_read_from_s3(bucket: Any, kind: str, cache_folder
     assert plain(load_table(f"s3://data/{kind}/train.{kind}", None, "train").rows) == ROWS
     assert plain(load_table(f"s3://data/{kind}", None, "test").rows) == ROWS
     assert plain(load_streamed(f"s3://data/{kind}", None, "train", "task.path").rows) == ROWS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_changed_file_is_read_again(bucket: Any, kind: str, cache_folder: Path) -> None:
-    for file in (content(kind), content(kind).replace(b"11+11", b"00+00")):
-        bucket(f"run/train.{kind}", file)
-        rows = load_table(f"s3://data/run/train.{kind}", None, "train").rows
-        assert rows[11]["prompt"].encode() in file
+    if kind in ("jsonl", "parquet"):  # nothing is kept between starts
+        bucket(f"{kind}/train.{kind}", content(kind).replace(b"11+11", b"00+00"))
+        assert load_table(f"s3://data/{kind}/train.{kind}", None, "train").rows[11]["prompt"] == "00+00="
 
 
 @pytest.mark.slow
 def test_errors_name_the_address_and_the_line(bucket: Any, cache_folder: Path) -> None:
     bucket("bad/train.jsonl", b'{"a": 1}\n{"a": \n')
-    for load in (load_table, load_streamed):
-        with pytest.raises(ConfigError, match=r"task.path=s3://data/bad/train.jsonl: .* line 2 is not JSON"):
-            load("s3://data/bad/train.jsonl", None, "train", "task.path")
+    with pytest.raises(ConfigError, match=r"task.path=s3://data/bad/train.jsonl: line 2 is not JSON"):
+        load_table("s3://data/bad/train.jsonl", None, "train")
     with pytest.raises(ConfigError, match="there is no such file or folder"):
         load_table("s3://data/absent.jsonl", None, "train")
     with pytest.raises(ConfigError, match=r"has no dev.jsonl or other file of that name; found train.jsonl"):

@@ -107,22 +107,15 @@ print([data.draw(number).text for number in range({2 * N})])
 
 def test_a_resume_neither_parses_nor_tokenises_skipped_rows(data, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = data(file)
-    tokenised, parsed = Counter[str](), Counter[str]()
-    tokenize, line_of = prompts.tokenize, loading.TextRows._line
+    done = Counter[str]()
 
-    def counted(chosen: list[str], *rest: Any) -> Any:
-        tokenised.update(chosen)
-        return tokenize(chosen, *rest)
+    def counting(name: str, function: Any) -> Any:
+        return lambda *given: done.update([name]) or function(*given)
 
-    def noted(rows: Any, line: str, *rest: Any) -> Any:
-        parsed.update([line])
-        return line_of(rows, line, *rest)
-
-    monkeypatch.setattr(streaming, "tokenize", counted)
-    monkeypatch.setattr(loading.TextRows, "_line", noted)
+    monkeypatch.setattr(streaming, "tokenize", counting("tokenised", prompts.tokenize))
+    monkeypatch.setattr(loading.TextRows, "_value", counting("parsed", loading.TextRows._value))
     made.draw(21)
-    assert tokenised.total() == 1
-    assert parsed.total() == 8
+    assert done == {"tokenised": 1, "parsed": 8}
 
 
 @pytest.mark.parametrize(("long", "drawn"), [("drop", {"b"}), ("truncate", {"b", "a a a a"})])
@@ -138,8 +131,9 @@ def test_long_prompts_are_replaced(data, tmp_path: Path, long: str, drawn: set[s
 
 def test_only_long_prompts_are_refused(data, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "TRIES", 50)
-    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens=2: 50 rows of jsonl in a row are lon"):
+    with pytest.raises(ConfigError) as refused:
         data(file, limit=2)
+    assert refused.value.key == "rollout.max_prompt_tokens"
 
 
 def test_the_first_different_examples_are_held_out(data, tmp_path: Path) -> None:
@@ -178,42 +172,26 @@ def test_a_broken_line_names_its_number(data, file: Path, monkeypatch: pytest.Mo
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*lines[:20], '{"prompt": "a\n', *lines[20:]]))
     made = data(file)
-    with pytest.raises(ConfigError, match=r"task\.path=.*train\.jsonl: cannot be read: line 21 is not JSON"):
-        texts(made, range(N))
-    with pytest.raises(ConfigError, match="line 21 is not JSON"):
-        made.draw(20)  # an error is not taken for the end of the file
+    for _ in range(2):  # an error is not taken for the end of the file
+        with pytest.raises(ConfigError, match="line 21 is not JSON") as refused:
+            texts(made, range(N))
+        assert refused.value.key == "task.path"
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
+    ("row", "key"),
     [
-        ({"answer": "x"}, r"task: row 13 of .*d\.jsonl has nothing in the column 'prompt'"),
-        ({"prompt": "a"}, r"task\.answer_column=answer: row 13 of .*d\.jsonl has nothing there; fill it in"),
-        (
-            {"prompt": [{"role": "wizard", "content": "a"}], "answer": ""},
-            r"message .*wizard.* of row 13 ",
-        ),
+        ({"answer": "x"}, "task"),
+        ({"prompt": "a"}, "task.answer_column"),
+        ({"prompt": [{"role": "wizard", "content": "a"}], "answer": ""}, "task"),
     ],
 )
-def test_an_unusable_row_is_refused(data, tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+def test_an_unusable_row_is_refused_when_it_is_drawn(data, tmp_path: Path, row: dict[str, Any], key: str) -> None:
     file = write(tmp_path / "d.jsonl", [text(i) for i in range(12)])
     file.write_text(file.read_text() + json.dumps(row) + "\n")
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=r"row 13 of .*d\.jsonl") as refused:
         texts(data(file), range(13))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("d.jsonl", "", "it is empty"),
-        ("d.csv", "", "it is empty"),
-        ("d.parquet", "PAR", "cannot be read: "),
-    ],
-)
-def test_data_that_cannot_be_streamed_is_refused(tmp_path: Path, name: str, content: str, sentence: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=r"task\.path=.*" + sentence):
-        Jsonl(path=str(tmp_path / name), streaming=True).examples("train")
+    assert refused.value.key == key
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # datasets leaves a .csv open
