@@ -1,7 +1,7 @@
 """Plans beside published figures of other frameworks: `python bench/plans.py [--fit] [--write]`.
 
 `bench/published.json` has the figures, their configs and sources. Half of the rows fit the
-costs in `grpocli_tools/plan/efficiency.py`, the other half is held out. The rule: rows with the same name (the same
+costs in `grpocli_tools/plan/times.py`, the other half is held out. The rule: rows with the same name (the same
 work on other GPUs) belong together; of the names in alphabetical order the first, third, ... are fitted, the second,
 fourth, ... held out. Rows on an A6000 or A100 are always held out.
 
@@ -26,13 +26,12 @@ from typing import Any
 import numpy as np
 
 from grpocli.composition.compose import build_run, compose
-from grpocli_tools.plan.efficiency import COSTS, DECODE_COSTS, DecodeCosts, Decoding, Demand, training_demand
 from grpocli_tools.plan.memory import VLLM
 from grpocli_tools.plan.plan import Plan, make_plan
 from grpocli_tools.plan.resources import GIB, DeviceOptions
 from grpocli_tools.plan.simulate import Job, LogNormal, Speeds, simulate
 from grpocli_tools.plan.sweep import nonnegative_fit
-from grpocli_tools.plan.work import training_step
+from grpocli_tools.plan.times import COSTS, DECODE_COSTS, DecodeCosts, Decoding, Demand, TrainingStep
 
 Row = dict[str, Any]
 
@@ -116,8 +115,8 @@ def demand_of(row: Row, folder: Path) -> Demand:
     """The work of each GPU in a row's step. prime-rl adds LoRA to every layer, the experts of mixtures included."""
     plan = training_plan(row, folder)
     size = replace(plan.size, adapted=plan.size.moved if row["lora_rank"] else 0)
-    step = replace(training_step(plan.inputs), flash_3=row["attention"] == "flash_attention_3")
-    return training_demand(size, step, row["gpus"], plan.resources)
+    step = TrainingStep.of(replace(plan, size=size))
+    return replace(step, flash_3=row["attention"] == "flash_attention_3").demand()
 
 
 def their_costs() -> Demand:
@@ -192,14 +191,13 @@ def step_job(row: Row, folder: Path, costs: DecodeCosts, training: Demand) -> Jo
     trainers = row["gpus"] - row["rollout_gpus"]
     mean, longest = row["mean"] - PROMPT, row["longest"] - PROMPT
     resources = replace(plan.resources, trainers=trainers, tensor_parallel=tp, link=min(plan.resources.link, 400e9))
-    inputs = replace(plan.inputs, resources=resources)
-    step = training_step(inputs, PROMPT, mean)
+    plan = replace(plan, resources=resources)
+    step = TrainingStep.of(plan, PROMPT, mean)
     step = replace(step, prompts=row["prompts"] * row["group"], shards=1, scoring=step.scoring + 1)
-    demand = training_demand(plan.size, step, trainers, resources)
-    seconds = demand.seconds(training)
+    seconds = step.demand().seconds(training)
     servers = (row["gpus"] if shared else row["rollout_gpus"]) // tp
     most = min(_slots(row, plan), math.ceil(at_once * row["prompts"] / servers) * row["group"])
-    decoder = Decoding(plan.size, resources, costs, tp, BFLOAT16, BFLOAT16, PROMPT + mean / 2)
+    decoder = Decoding(plan, PROMPT + mean / 2, costs)
     return Job(
         prompts=at_once * row["prompts"],
         group=row["group"],
@@ -222,7 +220,7 @@ def step_job(row: Row, folder: Path, costs: DecodeCosts, training: Demand) -> Jo
 
 
 def _slots(row: Row, plan: Plan) -> int:
-    """Sequences that a server's KV cache has room for, at their mean length, as `plan.work.running` counts."""
+    """Sequences that a server's KV cache has room for, at their mean length, as `running_sequences` counts."""
     tp, size = row["tensor_parallel"], plan.size
     weights = BFLOAT16 * size.parameters / tp
     cache = tp * (UTILIZATION[row["staleness"] > 0] * plan.resources.memory - weights - VLLM["cuda"])
@@ -249,7 +247,8 @@ def decoder_of(row: Row, folder: Path, costs: DecodeCosts) -> Decoding:
     """The server of a row of decoding rates."""
     overrides = (*model_override(row["model"], folder), "model.head_dtype=null", "engine=transformers")
     plan = _plan((*overrides, "hardware.device=cuda"), row["device"], 1, False)
-    return Decoding(plan.size, plan.resources, costs, row["tensor_parallel"], BFLOAT16, BFLOAT16, row["context"])
+    resources = replace(plan.resources, tensor_parallel=row["tensor_parallel"])
+    return Decoding(replace(plan, resources=resources), row["context"], costs)
 
 
 def decode_ratio(row: Row, folder: Path, costs: DecodeCosts) -> float:
@@ -281,7 +280,8 @@ def overlap_job(row: Row, gpus: int, mean: float, update: float) -> Job:
     plan = _plan(overrides, "H20", 1, False)
     servers = gpus // row["tensor_parallel"]
     slots = min(SLOTS, math.ceil(row["prompts"] / servers) * row["group"])
-    decoder = Decoding(plan.size, plan.resources, DECODE_COSTS["cuda"], row["tensor_parallel"], 2, 2, mean / 2)
+    resources = replace(plan.resources, tensor_parallel=row["tensor_parallel"])
+    decoder = Decoding(replace(plan, resources=resources), mean / 2, DECODE_COSTS["cuda"])
     return Job(
         prompts=row["prompts"],
         group=row["group"],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli_tools.plan.model_size import ModelSize
     from grpocli_tools.plan.resources import Resources
-    from grpocli_tools.plan.trace import TracedMemory
+    from grpocli_tools.plan.trace import MicroBatchShape, TracedMemory
 
 FLOAT32 = 4
 LIBRARIES = {"cpu": 0.6 * GIB, "cuda": 1.5 * GIB}
@@ -25,7 +25,6 @@ VLLM = {"cpu": 1.5 * GIB, "cuda": 4 * GIB}
 """Bytes of a vLLM server beside weights and cache: libraries, activations of a batch, captured graphs."""
 SAMPLED = 30
 """Bytes per logit during sampling: float32 and float64 copies in `grpocli.rollout.sampler`."""
-
 STATES = {
     AdamW: "AdamW's two moments, float32",
     AdamW8bit: "AdamW's two moments, 8 bits, with a scale for 256 numbers",
@@ -34,15 +33,18 @@ STATES = {
     Sgd: "SGD's momentum, float32; none without",
 }
 """The state of each optimizer."""
+COMPUTED = "in the dtype that the model computes in"
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A row of the table: the bytes of one kind of tensor on one device, during the update and during generation."""
+    """A row of the table: the bytes of one kind of tensor on one device."""
 
     name: str
     update: float
+    """Bytes during the update."""
     generation: float
+    """Bytes during generation."""
     note: str = ""
 
     def times(self, count: int) -> Item:
@@ -52,14 +54,13 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A kind of device with its tensors.
-
-    name: for display. count: devices of this kind. memory: bytes that the run may use on each.
-    """
+    """A kind of device with its tensors."""
 
     name: str
     count: int
+    """Devices of this kind."""
     memory: float
+    """Bytes that the run may use on each."""
     items: tuple[Item, ...]
 
     @property
@@ -72,24 +73,31 @@ class Device:
         return self.peak <= self.memory * (1 + 1e-9)  # vLLM fills its share exactly
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanInputs:
-    """The inputs of the memory and work formulas.
-
-    dtype_bytes: bytes per number in the dtype of the computation. teachers: the models of `algorithm.kl.model`.
-    compiled: whether decoder layers are compiled.
-    """
+    """What the formulas of memory and time need."""
 
     run: Run
     engine: Any
+    """The run's engine, with engine=auto resolved."""
     size: ModelSize
     resources: Resources
-    traced: TracedMemory
-    packed: bool
+    dtype: str
+    """Of the computation."""
+    rows: MicroBatchShape
+    """The largest micro-batch, with completions of full length."""
     micro_batches: int
-    dtype_bytes: int
-    teachers: tuple[ModelSize, ...] = ()
-    compiled: bool = False
+    """Of an update and process."""
+    traced: TracedMemory
+    teachers: tuple[ModelSize, ...]
+    """The models of `algorithm.kl.model`."""
+    compiled: bool
+    """Whether decoder layers are compiled."""
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a number in the dtype of the computation."""
+        return FLOAT32 if self.dtype == "float32" else 2
 
     @property
     def shards(self) -> int:
@@ -97,28 +105,30 @@ class PlanInputs:
         return self.resources.trainers if shares_weights(self.run) else 1
 
     @property
+    def optimizer_shards(self) -> int:
+        return 1 if self.run.hardware.parallel == "ddp" else self.resources.trainers
+
+    @property
     def wide_head(self) -> bool:
         """Whether the output head multiplies in float32 and the rest in another dtype (`model.head_dtype`)."""
         return self.dtype_bytes < FLOAT32 and getattr(self.run.model, "head_dtype", None) == "float32"
 
-    @property
-    def optimizer_shards(self) -> int:
-        return 1 if self.run.hardware.parallel == "ddp" else self.resources.trainers
-
 
 def devices(inputs: PlanInputs) -> list[Device]:
-    """The kinds of devices of a run: trainers, then servers. On a CPU: the whole machine."""
+    """The kinds of devices of a run: trainers, then servers. On a CPU: whole machines."""
     resources, trainer = inputs.resources, trainer_items(inputs)
     if not resources.gpu:
         return _cpus(inputs, trainer)
+    training = Device("training GPU", resources.trainers, resources.memory, tuple(trainer))
     if not resources.servers:
-        return [Device("training GPU", resources.trainers, resources.memory, tuple(trainer))]
+        return [training]
     part = inputs.engine.memory_share(resources.shared)
     share = part * resources.memory
-    serving = Device("vLLM GPU", resources.servers * resources.tensor_parallel, share, _server_items(inputs, share))
+    serving = Device("vLLM GPU", resources.servers * resources.tensor_parallel, share, _server_items(inputs))
     if resources.shared:
         trainer.append(Item("vLLM", share, share, f"{part:g} of the same GPU (engine.gpu_memory_utilization)"))
-    return [Device("training GPU", resources.trainers, resources.memory, tuple(trainer)), serving]
+        training = Device(training.name, training.count, training.memory, tuple(trainer))
+    return [training, serving]
 
 
 def _cpus(inputs: PlanInputs, trainer: list[Item]) -> list[Device]:
@@ -126,16 +136,11 @@ def _cpus(inputs: PlanInputs, trainer: list[Item]) -> list[Device]:
     resources = inputs.resources
     items = tuple(item.times(resources.trainers // resources.train_nodes) for item in trainer)
     servers = resources.servers // max(1, resources.rollout_nodes)
-    served = tuple(item.times(servers) for item in _server_items(inputs, 0)) if servers else ()
+    served = tuple(item.times(servers) for item in _server_items(inputs)) if servers else ()
     if resources.train_nodes + resources.rollout_nodes == 1:
         return [Device("this machine", 1, resources.memory, (*items, *served))]
-    training = Device("each training machine", resources.train_nodes, resources.memory, items)
-    serving = (
-        [Device("each vLLM machine", resources.rollout_nodes, resources.memory, served)]
-        if resources.rollout_nodes
-        else []
-    )
-    return [training, *serving]
+    kinds = [("training", resources.train_nodes, items), ("vLLM", resources.rollout_nodes, served)]
+    return [Device(f"each {name} machine", count, resources.memory, own) for name, count, own in kinds if count]
 
 
 def trainer_items(inputs: PlanInputs) -> list[Item]:
@@ -152,34 +157,27 @@ def trainer_items(inputs: PlanInputs) -> list[Item]:
 def _state(inputs: PlanInputs) -> list[Item]:
     """Tensors that outlive a micro-batch."""
     size, run = inputs.size, inputs.run
-    weights, dtypes = weight_bytes(inputs)
-    gradients = FLOAT32 * size.trained / inputs.optimizer_shards
+    sharded, split = _sharded(inputs.shards), _sharded(inputs.optimizer_shards)
+    weights, dtypes = FLOAT32 * size.parameters / inputs.shards, f"float32{sharded}"
+    if size.quantized:
+        rest = inputs.dtype_bytes * (size.parameters - size.quantized - size.adapter)
+        weights = NF4_BYTES * size.quantized + rest + FLOAT32 * size.adapter
+        dtypes = f"4 bits and a scale for 64 weights; embedding, head and norms {COMPUTED}; LoRA float32"
     moments, kinds = optimizer_bytes(inputs)
-    items = [
-        Item("weights", weights, weights, f"{dtypes}{_sharded(inputs.shards)}"),
-        _gradients(inputs, gradients),
-        Item("optimizer", moments, moments, f"{kinds}{_sharded(inputs.optimizer_shards)}"),
+    held = [
+        (f"{teacher.parameters:,} parameters, float32{sharded}", "teacher", teacher.parameters)
+        for teacher in inputs.teachers
     ]
-    for teacher in inputs.teachers:
-        held = FLOAT32 * teacher.parameters / inputs.shards
-        note = f"{teacher.parameters:,} parameters, float32{_sharded(inputs.shards)}"
-        items.append(Item("teacher", held, held, note))
     copied = not run.model.lora.rank or run.algorithm.kl.sync_every
     if run.algorithm.needs_reference and copied and not has_teacher(run.algorithm.kl):
-        reference = FLOAT32 * (size.parameters - size.adapter) / inputs.shards
-        items.append(Item("reference model", reference, reference, f"float32{_sharded(inputs.shards)}"))
-    return items
-
-
-def weight_bytes(inputs: PlanInputs) -> tuple[float, str]:
-    """The bytes of the policy's weights in a process, and their dtypes."""
-    size = inputs.size
-    if not size.quantized:
-        return FLOAT32 * size.parameters / inputs.shards, "float32"
-    rest = inputs.dtype_bytes * (size.parameters - size.quantized - size.adapter)
-    computed = "in the dtype that the model computes in"
-    note = f"4 bits and a scale for 64 weights; embedding, head and norms {computed}; LoRA float32"
-    return NF4_BYTES * size.quantized + rest + FLOAT32 * size.adapter, note
+        held.append((f"float32{sharded}", "reference model", size.parameters - size.adapter))
+    frozen = [(name, FLOAT32 * count / inputs.shards, note) for note, name, count in held]
+    return [
+        Item("weights", weights, weights, dtypes),
+        _gradients(inputs, FLOAT32 * size.trained / inputs.optimizer_shards),
+        Item("optimizer", moments, moments, f"{kinds}{split}"),
+        *(Item(name, count, count, note) for name, count, note in frozen),
+    ]
 
 
 def optimizer_bytes(inputs: PlanInputs) -> tuple[float, str]:
@@ -205,14 +203,13 @@ def _gradients(inputs: PlanInputs, whole: float) -> Item:
 def _update(inputs: PlanInputs) -> list[Item]:
     """Tensors that live until the backward pass of a micro-batch ends."""
     size, traced = inputs.size, inputs.traced
+    casts = [Item("cast weights", traced.casts, 0, COMPUTED)]
     if inputs.shards > 1:
         gathered = inputs.dtype_bytes * (size.outside + 2 * size.layer)
         casts = [
             Item("gathered weights", gathered, 0, "embedding, head and two layers at a time"),
             Item("gathered gradients", _gathered_gradients(inputs), 0, "whole, until each process has its shard"),
         ]
-    else:
-        casts = [Item("cast weights", traced.casts, 0, "in the dtype that the model computes in")]
     return [
         *casts,
         Item("activations", traced.activations, 0, "kept by decoder layers for the backward pass"),
@@ -243,15 +240,8 @@ def _generation(inputs: PlanInputs) -> list[Item]:
     if isinstance(inputs.engine, VllmColocate):
         return _colocated(inputs)
     largest = FLOAT32 * max(inputs.size.embedding, inputs.size.head)  # the largest tensor, whole and cast
-    buckets = 2 * inputs.run.sync.bucket_mb * 2**20 + largest
-    return [
-        Item(
-            "weight sync",
-            0,
-            0 if inputs.size.adapter else buckets,
-            "two buckets of sync.bucket_mb, and the largest tensor",
-        )
-    ]
+    buckets = 0 if inputs.size.adapter else 2 * inputs.run.sync.bucket_mb * 2**20 + largest
+    return [Item("weight sync", 0, buckets, "two buckets of sync.bucket_mb, and the largest tensor")]
 
 
 def sampled_rows(inputs: PlanInputs) -> int:
@@ -267,35 +257,28 @@ def sampled_rows(inputs: PlanInputs) -> int:
 
 
 def _sampling(inputs: PlanInputs) -> list[Item]:
+    from grpocli.environments.environment import environment_of
+    from grpocli.tasks.task import tasks_of
+
     size, run = inputs.size, inputs.run
-    rows, vocabulary = sampled_rows(inputs), size.config.get_text_config().vocab_size
-    length = run.rollout.longest_row
+    rows, length = sampled_rows(inputs), run.rollout.longest_row
     # on a CPU keys and values are float32; on a GPU, under autocast, only a prompt's keys are
     number = FLOAT32 if inputs.dtype_bytes == FLOAT32 or not inputs.resources.gpu else 3
     cache = number * size.cache_per_token * rows * length * (1 + 1 / size.layers)
     rows_of = f"{rows:,} completions of {length:,} tokens"
-    if _has_turns(run):
+    if any(one.turns > 1 for one in map(environment_of, tasks_of(run.task).values()) if one):
         cache, rows_of = 2 * cache, f"{rows_of}, twice: as many stay between turns"
     whole = inputs.dtype_bytes * size.multiplied + (FLOAT32 if inputs.wide_head else inputs.dtype_bytes) * size.head
     casts = whole if inputs.dtype_bytes < FLOAT32 or inputs.shards > 1 else 0
     which = "all weights"
     if size.quantized:
         casts, which = inputs.dtype_bytes * (size.adapter + size.widest), "LoRA's, and one layer at a time"
-    dtypes = "in the dtype that the model computes in" + ", the output head in float32" * inputs.wide_head
+    dtypes = COMPUTED + ", the output head in float32" * inputs.wide_head
     return [
         Item("weights to sample with", 0, casts, f"{which}, {dtypes}"),
         Item("KV cache", 0, cache, rows_of),
-        Item("sampling", 0, SAMPLED * rows * vocabulary, "logits, and float32 and float64 copies"),
+        Item("sampling", 0, SAMPLED * rows * size.vocabulary, "logits, and float32 and float64 copies"),
     ]
-
-
-def _has_turns(run: Run) -> bool:
-    """Whether a task has episodes of several turns."""
-    from grpocli.environments.environment import environment_of
-    from grpocli.tasks.task import tasks_of
-
-    environments = map(environment_of, tasks_of(run.task).values())
-    return any(environment.turns > 1 for environment in environments if environment)
 
 
 def _colocated(inputs: PlanInputs) -> list[Item]:
@@ -303,32 +286,45 @@ def _colocated(inputs: PlanInputs) -> list[Item]:
         share = inputs.engine.gpu_memory_utilization * inputs.resources.memory
         stays = share if inputs.engine.sleep is False else 0
         return [Item("vLLM", stays, share, "engine.gpu_memory_utilization of the GPU")]
-    cache = inputs.engine.cpu_kv_cache_gb * GIB
+    cache, own = inputs.engine.cpu_kv_cache_gb * GIB, VLLM["cpu"] / 2
     weights = inputs.dtype_bytes * (inputs.size.parameters - inputs.size.adapter)
     return [
-        Item("vLLM", VLLM["cpu"] / 2, VLLM["cpu"] / 2, "libraries and workspace"),
+        Item("vLLM", own, own, "libraries and workspace"),
         Item("vLLM's weights", weights, weights, "a copy beside the trainer's"),
         *_cast_heads(inputs),
         Item("KV cache", cache, cache, "engine.cpu_kv_cache_gb"),
     ]
 
 
-def _server_items(inputs: PlanInputs, share: float) -> tuple[Item, ...]:
-    """Rows of one GPU of a server, or of a server on a CPU. share: bytes that vLLM may take of the GPU."""
-    size, tp = inputs.size, inputs.resources.tensor_parallel
-    weights = inputs.dtype_bytes * (size.parameters - size.adapter) / tp
-    own = VLLM[inputs.resources.kind]
-    least = sequence_bytes(inputs) / tp
-    cache = max(share - weights - own, least) if inputs.resources.gpu else inputs.engine.cpu_kv_cache_gb * GIB
-    fit = int(cache / least)
+def _server_items(inputs: PlanInputs) -> tuple[Item, ...]:
+    """Rows of one GPU of a server, or of a server on a CPU."""
+    own, weights, cache = _server_bytes(inputs)
+    tp = inputs.resources.tensor_parallel
+    fit = int(cache * tp / sequence_bytes(inputs))
     note = f"room for {fit:,} completion{'' if fit == 1 else 's'} of full length at a time"
     split = f", over {tp} GPUs" if tp > 1 else ""
     return (
         Item("vLLM: libraries and workspace", own, own, "assumed"),
-        Item("vLLM: weights", weights, weights, f"in the dtype that the model computes in{split}"),
+        Item("vLLM: weights", weights, weights, f"{COMPUTED}{split}"),
         *_cast_heads(inputs),
         Item("vLLM: KV cache", cache, cache, note),
     )
+
+
+def _server_bytes(inputs: PlanInputs) -> tuple[float, float, float]:
+    """Bytes of workspace, weights and KV cache on one GPU of a server, or of a server on a CPU."""
+    size, resources = inputs.size, inputs.resources
+    tp, own = resources.tensor_parallel, VLLM[resources.kind]
+    weights = inputs.dtype_bytes * (size.parameters - size.adapter) / tp
+    if not resources.gpu:
+        return own, weights, inputs.engine.cpu_kv_cache_gb * GIB
+    share = inputs.engine.memory_share(resources.shared) * resources.memory
+    return own, weights, max(share - weights - own, sequence_bytes(inputs) / tp)
+
+
+def server_sequences(inputs: PlanInputs) -> float:
+    """The completions of full length that the KV cache of a server holds."""
+    return _server_bytes(inputs)[2] * inputs.resources.tensor_parallel / sequence_bytes(inputs)
 
 
 def _cast_heads(inputs: PlanInputs) -> list[Item]:
@@ -340,9 +336,7 @@ def _cast_heads(inputs: PlanInputs) -> list[Item]:
 
 def sequence_bytes(inputs: PlanInputs) -> float:
     """Bytes of the KV cache for one prompt and completion of full length."""
-    rollout = inputs.run.rollout
-    length = rollout.longest_row
-    return inputs.dtype_bytes * inputs.size.cache_per_token * length
+    return inputs.dtype_bytes * inputs.size.cache_per_token * inputs.run.rollout.longest_row
 
 
 def _sharded(shards: int) -> str:

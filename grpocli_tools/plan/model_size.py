@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,34 +23,39 @@ PUBLIC = Path(__file__).with_name("public_models.json")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters of a model.
-
-    config: the config of transformers. source: where it was found. trained: parameters with a gradient. layers:
-    decoder layers. layer: parameters of the largest one. embedding: of the input embedding. head: of the output head.
-    tied: embedding and head are one matrix. adapter: parameters of LoRA. trained_shapes: of the parameters with a
-    gradient, and whether each is a matrix between embedding and head. quantized: parameters of 4 bits. widest: those of
-    the largest layer with such ones. idle: parameters of experts that a token does not go to.
-    experts: of all experts. moved: numbers that the products in the decoder layers read and write for a token.
-    adapted: the same of the layers that LoRA adds to.
-    """
+    """Numbers of parameters of a model."""
 
     config: Any
+    """That of transformers."""
     source: str
+    """Where the config was found."""
     parameters: int
     trained: int
+    """Those with a gradient."""
+    trained_shapes: tuple[tuple[tuple[int, ...], bool], ...]
+    """Their shapes, and whether each is a matrix between embedding and head."""
     layers: int
+    """Decoder layers."""
     layer: int
+    """Of the largest layer."""
     embedding: int
     head: int
     tied: bool
+    """Embedding and head are one matrix."""
     adapter: int
-    trained_shapes: tuple[tuple[tuple[int, ...], bool], ...] = ()
-    quantized: int = 0
-    widest: int = 0
-    idle: int = 0
-    experts: int = 0
-    moved: int = 0
-    adapted: int = 0
+    """Of LoRA."""
+    quantized: int
+    """Those of 4 bits."""
+    widest: int
+    """Of the largest layer with parameters of 4 bits."""
+    experts: int
+    """Of all experts."""
+    idle: int
+    """Of the experts that a token does not go to."""
+    moved: int
+    """Numbers that the products in the decoder layers read and write for a token."""
+    adapted: int
+    """The same of the layers that LoRA adds to."""
 
     @property
     def outside(self) -> int:
@@ -99,56 +105,42 @@ def find_model_size(part: Any) -> ModelSize:
     """The size of a choice of `model`. Raises ConfigError, naming the key, if its config is not available."""
     config, source = find_config(part)
     model = empty_model(config, part)
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapter = trained if part.lora.rank else 0
+    named = dict(model.named_parameters())
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    n_trained = sum(p.numel() for p in trained.values())
     layers, matrices = decoder_layers(model), matrices_in_layers(model)
+    experts = [p for name, p in named.items() if EXPERTS in name]
+    quantized = [layer.weight.numel() for layer in quantized_linear(model, part)]
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    # transformers keeps all experts of a layer in one tensor; a token goes to some of them
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    in_layers = [(f".{name}", p) for layer in layers for name, p in layer.named_parameters()]
+    products = [
+        sum(p.shape[-2:]) * ((chosen or 1) if EXPERTS in name else 1)
+        for name, p in in_layers
+        if p.dim() >= 2 and "lora_" not in name
+    ]
+    # A is [rank, in], B [out, rank]
+    updates = [p.shape[1] if "lora_A" in name else p.shape[0] for name, p in in_layers if "lora_" in name]
     return ModelSize(
         config=config,
         source=source,
-        parameters=parameters,
-        trained=trained,
+        parameters=sum(p.numel() for p in named.values()),
+        trained=n_trained,
+        trained_shapes=tuple((tuple(p.shape), name in matrices) for name, p in trained.items()),
         layers=len(layers),
         layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
         embedding=embedding.numel(),
         head=head.numel(),
         tied=head is embedding,
-        adapter=adapter,
-        quantized=sum(layer.weight.numel() for layer in quantized_linear(model, part)),
-        widest=max((layer.weight.numel() for layer in quantized_linear(model, part)), default=0),
-        idle=_idle(model),
-        experts=sum(p.numel() for name, p in model.named_parameters() if EXPERTS in name),
-        moved=_moved(layers, model.config),
-        adapted=_adapted(layers),
-        trained_shapes=tuple(
-            (tuple(p.shape), name in matrices) for name, p in model.named_parameters() if p.requires_grad
-        ),
+        adapter=n_trained if part.lora.rank else 0,
+        quantized=sum(quantized),
+        widest=max(quantized, default=0),
+        experts=sum(p.numel() for p in experts),
+        idle=sum(p.numel() - p.numel() // len(p) * chosen for p in experts) if chosen else 0,
+        moved=sum(products),
+        adapted=sum(updates),
     )
-
-
-def _idle(model: Any) -> int:
-    """Parameters of experts that a token does not go to. Transformers keeps all experts of a layer in one tensor."""
-    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    if chosen is None:
-        return 0
-    experts = [p for name, p in model.named_parameters() if EXPERTS in name]
-    return sum(p.numel() - p.numel() // len(p) * chosen for p in experts)
-
-
-def _moved(layers: list[torch.nn.Module], config: Any) -> int:
-    """Inputs and outputs of the products of all layers for one token, which goes to few of the experts."""
-    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1
-    weights = [
-        (name, p) for layer in layers for name, p in layer.named_parameters() if p.dim() >= 2 and "lora_" not in name
-    ]
-    return sum(sum(p.shape[-2:]) * (chosen if EXPERTS in f".{name}" else 1) for name, p in weights)
-
-
-def _adapted(layers: list[torch.nn.Module]) -> int:
-    """Inputs and outputs, for one token, of the layers with LoRA's updates: A is [rank, in], B [out, rank]."""
-    updates = [(name, p) for layer in layers for name, p in layer.named_parameters() if "lora_" in name]
-    return sum(p.shape[1] if "lora_A" in name else p.shape[0] for name, p in updates)
 
 
 def quantized_linear(model: Any, part: Any) -> list[torch.nn.Linear]:
@@ -203,51 +195,29 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
     import torch
 
     count = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
-    return list(lists[0])
+    return list(next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count))
 
 
 def find_config(part: Any) -> tuple[Any, str]:
-    """The transformers config of a choice of `model`, and where it was found."""
-    from grpocli.models.tiny import Tiny
+    """The transformers config of a choice of `model`, and where it was found.
+
+    A name on the hub is looked for among downloaded models, in `PUBLIC`, and at last on the hub.
+    """
+    from transformers import AutoConfig
+
+    from grpocli.models.loading import load_config
+    from grpocli.models.tiny import Tiny, make_model
 
     if isinstance(part, Tiny):
-        from grpocli.models.tiny import make_model
-
         return make_model(0).config, "built in"
     path = str(getattr(part, "path", "")) or str(part.prepare())
     if path.startswith(PREFIX):
-        return _load(part, model_folder(path, "model.path", part.revision)), path
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError("the folder has no config.json, which a plan is made from", key="model.path", value=path)
-        return _load(part, str(folder)), f"{path}/config.json"
-    return _of_the_hub(part, path)
-
-
-def _of_the_hub(part: Any, name: str) -> tuple[Any, str]:
-    """The downloaded config, else the config shipped with grpocli, else the hub's."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(name, local_files_only=True), "downloaded before"
-    except (OSError, ValueError):
-        known = json.loads(PUBLIC.read_text())
-    if name in known:
-        return AutoConfig.for_model(**known[name]), "the model's public sizes, which come with grpocli"
+        return load_config(part, model_folder(path, "model.path", part.revision)), path
+    if (folder := Path(path).expanduser()).is_dir():
+        return load_config(part, str(folder)), f"{path}/config.json"
+    with suppress(OSError, ValueError):
+        return AutoConfig.from_pretrained(path, local_files_only=True), "downloaded before"
+    if path in (known := json.loads(PUBLIC.read_text())):
+        return AutoConfig.for_model(**known[path]), "the model's public sizes, which come with grpocli"
     part.prepare()  # its ConfigError names a wrong folder, or a hub that does not answer
-    try:
-        return _load(part, name), "the hub"
-    except ConfigError as error:
-        problem = (
-            "is not on this machine, and the hub does not answer or has no such model; for a plan, a folder with the "
-            "model's config.json is enough: model=hf model.path=FOLDER"
-        )
-        raise ConfigError(problem, key="model.path", value=name) from error
-
-
-def _load(part: Any, path: str) -> Any:
-    from grpocli.models.loading import load_config
-
-    return load_config(part, path)
+    return load_config(part, path), "the hub"

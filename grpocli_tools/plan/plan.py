@@ -6,19 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli_tools.plan.memory import Device, PlanInputs, devices
 from grpocli_tools.plan.model_size import ModelSize, find_model_size
-from grpocli_tools.plan.resources import DeviceOptions, find_resources
-from grpocli_tools.plan.work import Work, work
+from grpocli_tools.plan.resources import DeviceOptions, Resources, device_kind, find_resources
+from grpocli_tools.plan.times import Work, work
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli_tools.plan.resources import Resources
-    from grpocli_tools.plan.trace import MicroBatchShape, TracedMemory
-
+    from grpocli_tools.plan.trace import MicroBatchShape
 
 TIGHT = 0.1
 """The share of a device's memory that should be left."""
@@ -27,24 +26,17 @@ COMPILED = 0.6
 an H100."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The plan of a run.
+@dataclass(frozen=True)
+class Plan(PlanInputs):
+    """The plan of a run: its parts, and what follows from them."""
 
-    dtype: of the computation. rows: the largest micro-batch, with completions of full length. micro_batches:
-    micro-batches per update and process. inputs: of the formulas.
-    """
+    @cached_property
+    def devices(self) -> list[Device]:
+        return devices(self)
 
-    run: Run
-    size: ModelSize
-    resources: Resources
-    dtype: str
-    rows: MicroBatchShape
-    micro_batches: int
-    traced: TracedMemory
-    devices: list[Device]
-    work: Work
-    inputs: PlanInputs
+    @cached_property
+    def work(self) -> Work:
+        return work(self)
 
     @property
     def fits(self) -> bool:
@@ -54,12 +46,6 @@ class Plan:
     def is_tight(self) -> bool:
         """Whether it fits with little memory left; a GPU that vLLM fills on purpose does not count."""
         return self.fits and any(1 - TIGHT < device.peak / device.memory < 1 - 1e-6 for device in self.devices)
-
-
-def load_libraries() -> None:
-    """Import torch and transformers, which takes most of a plan's time."""
-    import torch  # noqa: F401
-    from transformers import AutoModelForCausalLM  # noqa: F401
 
 
 def make_plan(
@@ -82,19 +68,17 @@ def make_plan(
     stage("reading the model's sizes")
     size = find_model_size(run.model)
     dtype = _dtype(run, size, resources)
-    packed = run.train.packed and run.rollout.repetition_penalty == 1 and _takes_packed(run, size)
-    rows, micro_batches = _micro_batch(run, resources, packed)
-    traced = TracedMemory(0, 0, 0, 0)
+    rows, micro_batches = _micro_batch(run, size, resources)
+    traced = TracedMemory()
     if trace_memory:
         stage("tracing a micro-batch")
         traced = trace(run, size, rows, getattr(torch, dtype)).shared_by(run.hardware.context_parallel)
     compiled = rows.flex and takes_compiled(run, resources.trainers, True, size.parameters, bool(size.experts))
     if compiled and not (run.train.gradient_checkpointing or run.model.lora.rank):
         traced = replace(traced, activations=int(COMPILED * traced.activations))
-    itemsize, teachers = getattr(torch, dtype).itemsize, _teachers(run)
-    inputs = PlanInputs(run, engine, size, resources, traced, packed, micro_batches, itemsize, teachers, compiled)
-    found = devices(inputs)
-    return Plan(run, size, resources, dtype, rows, micro_batches, traced, found, work(inputs, found), inputs)
+    return Plan(
+        run, engine, size, resources, dtype, rows, micro_batches, traced, teachers=_teachers(run), compiled=compiled
+    )
 
 
 def _teachers(run: Run) -> tuple[ModelSize, ...]:
@@ -114,7 +98,6 @@ def _engine(run: Run, options: DeviceOptions) -> Any:
     from grpocli.hardware import visible_gpus
     from grpocli.rollout.transformers_engine import VLLM_START, AutoEngine, Transformers, seconds_by_transformers
     from grpocli.rollout.vllm.engine_parts import Vllm
-    from grpocli_tools.plan.resources import device_kind
 
     if not isinstance(run.engine, AutoEngine):
         return run.engine
@@ -132,30 +115,26 @@ def _dtype(run: Run, size: ModelSize, resources: Resources) -> str:
     return resources.dtype if fast else "float32"
 
 
-def _takes_packed(run: Run, size: ModelSize) -> bool:
-    """Whether training would pack rows, which it tries with the model itself."""
-    from grpocli.models.loading import PACKING
-    from grpocli.models.shared_prompt_attention import supports
-
-    return run.model.attention in PACKING and supports(size.config, run.rollout.longest_row)
-
-
-def _micro_batch(run: Run, resources: Resources, packed: bool) -> tuple[MicroBatchShape, int]:
+def _micro_batch(run: Run, size: ModelSize, resources: Resources) -> tuple[MicroBatchShape, int]:
     """The largest micro-batch of a process, or of those that share it, and micro-batches per update, as in training."""
-    from grpocli.models.loading import takes_flex
+    from grpocli.models.loading import PACKING, takes_flex
+    from grpocli.models.shared_prompt_attention import supports
     from grpocli.training.packing import FlexPacked, Layout, Packed, Padded
     from grpocli.types import Row
     from grpocli_tools.plan.trace import MicroBatchShape
 
-    rollout, train = run.rollout, run.train
-    prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
-    groups = math.ceil(rollout.prompts_per_step / train.minibatches)
-    prompts, ids = [[number] * prompt for number in range(groups)], [0] * completion
-    rows = [
-        Row(one, ids, ids, 0.0, number, []) for number, one in enumerate(prompts) for _ in range(rollout.group_size)
-    ]
-    flex = packed and resources.gpu and takes_flex(run.model.attention, resources.gpu)
+    rollout, train, attention = run.rollout, run.train, run.model.attention
+    fits = attention in PACKING and supports(size.config, rollout.longest_row)  # training tries the model itself
+    packed = train.packed and rollout.repetition_penalty == 1 and fits
+    flex = packed and resources.gpu and takes_flex(attention, resources.gpu)
     layout: type[Layout] = FlexPacked if flex else Packed if packed else Padded
+    prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
+    groups, ids = math.ceil(rollout.prompts_per_step / train.minibatches), [0] * completion
+    rows = [
+        Row(prompt_ids, ids, ids, 0.0, number, [])
+        for number, prompt_ids in enumerate([number] * prompt for number in range(groups))
+        for _ in range(rollout.group_size)
+    ]
     shared_by = run.hardware.context_parallel
     dealt = layout.deal(rows, max(1, resources.trainers // shared_by))
     shares = [layout.pack(share, train.micro_batch_tokens * shared_by) for share in dealt]

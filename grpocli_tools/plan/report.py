@@ -13,10 +13,9 @@ from rich.text import Text
 from grpocli.errors import ConfigError
 from grpocli.text import counted
 from grpocli_tools.console import CleanConsole
-from grpocli_tools.plan.efficiency import COSTS, DECODE_COSTS
 from grpocli_tools.plan.resources import GIB
 from grpocli_tools.plan.sweep import FULL
-from grpocli_tools.plan.work import LINK
+from grpocli_tools.plan.times import COSTS, DECODE_COSTS, LINK
 
 if TYPE_CHECKING:
     from grpocli_tools.plan.memory import Device
@@ -24,32 +23,41 @@ if TYPE_CHECKING:
     from grpocli_tools.plan.sweep import Sweep
 
 WIDTH = 120
-
-
 LARGE_MICRO_BATCH = 32_768
 """Tokens of a micro-batch with which an H100 waited little for the host."""
+Again = Callable[[list[str]], "Plan"]
+"""Makes a plan with further overrides."""
 
 
 def as_text(plan: Plan, title: str, advice: Sequence[str]) -> str:
     """The model, a table per kind of device, the work of a step, the assumptions and the advice."""
+    return _printed(
+        _bold(f"grpocli plan {title}".rstrip()),
+        *_pairs(facts(plan)),
+        *(part for device in plan.devices for part in _device(device)),
+        _bold("\none step, with all prompts and completions of full length"),
+        *_pairs(step_facts(plan)),
+        *_list("assumed", assumptions(plan)),
+        _bold(f"\n{verdict(plan)}"),
+        *_list("keys to change", advice),
+    )
+
+
+def _printed(*parts: Text | Table) -> str:
+    """The parts as text; only tables are cut to the width."""
     out = CleanConsole(width=WIDTH)
     with out.capture() as captured:
-        out.print(Text(f"grpocli plan {title}".rstrip(), style="bold"), soft_wrap=True)
-        _pairs(out, facts(plan))
-        for device in plan.devices:
-            _device(out, device)
-        out.print(Text("\none step, with all prompts and completions of full length", style="bold"))
-        _pairs(out, step_facts(plan))
-        _list(out, "assumed", assumptions(plan))
-        out.print(Text(f"\n{verdict(plan)}", style="bold"), soft_wrap=True)
-        _list(out, "keys to change", advice)
-    return "".join(f"{line.rstrip()}\n" for line in captured.get().rstrip().splitlines())
+        for part in parts:
+            out.print(part, soft_wrap=isinstance(part, Text))
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
 def as_dict(plan: Plan, advice: Sequence[str]) -> dict[str, Any]:
     """Every figure, in bytes, FLOPs and seconds."""
     size = plan.size
-    sizes = {f.name: getattr(size, f.name) for f in dataclasses.fields(size) if f.name != "config"}
+    sizes = {
+        f.name: getattr(size, f.name) for f in dataclasses.fields(size) if f.name not in ("config", "trained_shapes")
+    }
     return {
         "fits": plan.fits,
         "model": sizes | {"dtype": plan.dtype},
@@ -70,33 +78,30 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     active = f", {size.parameters - size.idle:,} for each token" if size.idle else ""
     servers = f", {counted(resources.servers, 'vLLM server')}" if resources.servers else ""
     split = f" on {resources.tensor_parallel} GPUs each" if resources.tensor_parallel > 1 else ""
-    layout = (
-        f"{counted(rows.prompts, 'prompt')} of {rows.prompt} + {counted(rows.rows, 'completion')} of {rows.completion}"
-    )
-    count = counted(resources.trainers, "process")
+    prompts, completions = counted(rows.prompts, "prompt"), counted(rows.rows, "completion")
+    layout = f"{prompts} of {rows.prompt} + {completions} of {rows.completion}"
+    processes = f"{counted(resources.trainers, 'process')}, {plan.run.hardware.parallel}"
     return [
         ("model", f"{size.parameters:,} parameters{active}{trained}, {size.layers} layers ({size.source})"),
         ("computes in", plan.dtype),
-        ("training", f"{count}, {plan.run.hardware.parallel}{servers}{split}"),
-        (
-            "micro-batch",
-            f"{rows.tokens:,} tokens: {layout}; {plan.micro_batches} per update and process",
-        ),
+        ("training", f"{processes}{servers}{split}"),
+        ("micro-batch", f"{rows.tokens:,} tokens: {layout}; {plan.micro_batches} per update and process"),
     ]
 
 
-def _device(out: CleanConsole, device: Device) -> None:
+def _device(device: Device) -> list[Text | Table]:
     many = f" (each of {device.count})" if device.count > 1 else ""
-    out.print(Text(f"\n{device.name}{many}, GiB of {device.memory / GIB:,.1f}", style="bold"))
-    table = _table("", "update", "generation", "")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for column, justify in (("", "left"), ("update", "right"), ("generation", "right"), ("", "left")):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for item in device.items:
         if round(item.update) or round(item.generation):
             table.add_row(item.name, _gib(item.update), _gib(item.generation), item.note)
-    update, generation = (sum(getattr(item, name) for item in device.items) for name in ("update", "generation"))
+    totals = [_gib(sum(getattr(item, name) for item in device.items)) for name in ("update", "generation")]
     share = f"{'fits' if device.fits else 'does not fit'}: {device.peak / device.memory:.0%} at the peak"
     table.add_section()
-    table.add_row("total", _gib(update), _gib(generation), share)
-    out.print(table)
+    table.add_row("total", *totals, share)
+    return [_bold(f"\n{device.name}{many}, GiB of {device.memory / GIB:,.1f}"), table]
 
 
 def _gib(value: float) -> str:
@@ -109,24 +114,21 @@ def step_facts(plan: Plan) -> list[tuple[str, str]]:
     work = plan.work
     return [
         ("tokens", f"{work.completions:,} completions, {work.generated:,} tokens generated, {work.tokens:,} trained"),
-        (
-            "FLOPs",
-            f"{work.forward:.3g} forward, {work.backward:.3g} backward, {work.generation:.3g} generation",
-        ),
+        ("FLOPs", f"{work.forward:.3g} forward, {work.backward:.3g} backward, {work.generation:.3g} generation"),
         *((part, f"{seconds:,.3g} s") for part, seconds in work.seconds.items()),
         ("bottleneck", work.bottleneck),
     ]
 
 
 def assumptions(plan: Plan) -> list[str]:
-    found = [
-        *plan.resources.assumed,
-        _efficiency(plan.resources.kind),
-    ]
+    costs, decoding = COSTS[plan.resources.kind], DECODE_COSTS[plan.resources.kind]
+    products = f"products with weights take {costs.linear:.3g} times their time at the peak"
+    others = f"attention {costs.attention:.3g} times; decoding reads memory in {decoding.reading:.3g} times its time"
+    found = [*plan.resources.assumed, f"{products}, {others} (docs/plan.md)"]
     if plan.resources.gpu:
         kept = "" if plan.rows.flex else "; attention keeps the tensors that torch's sdpa keeps on a CPU"
         found.append(f"weights are sent at {LINK / 1e9:g} GB/s{kept}")
-    if plan.inputs.compiled:
+    if plan.compiled:
         found.append("decoder layers are compiled (model.compile), as on one H100: fewer launches and activations")
     if plan.run.algorithm.keep.max_rounds > 1:
         found.append("one round of sampling; algorithm.keep=dynamic may need more")
@@ -135,19 +137,13 @@ def assumptions(plan: Plan) -> list[str]:
     return found
 
 
-def _efficiency(kind: str) -> str:
-    costs, decoding = COSTS[kind], DECODE_COSTS[kind]
-    return (
-        f"products with weights take {costs.linear:.3g} times their time at the peak, attention {costs.attention:.3g} "
-        f"times; decoding reads memory in {decoding.reading:.3g} times its time (docs/plan.md)"
-    )
-
-
 def verdict(plan: Plan) -> str:
+    """Whether it fits, and how full the fullest device is, one that vLLM fills on purpose aside."""
     candidates = [device for device in plan.devices if not device.fits]
     candidates = candidates or [device for device in plan.devices if device.peak < device.memory] or plan.devices[:1]
     worst = max(candidates, key=lambda device: device.peak / device.memory)
-    room = f"{worst.peak / GIB:,.1f} of {worst.memory / GIB:,.1f} GiB on {_article(worst.name)}"
+    name = worst.name if worst.name.startswith(("this", "each")) else f"a {worst.name}"
+    room = f"{worst.peak / GIB:,.1f} of {worst.memory / GIB:,.1f} GiB on {name}"
     if not plan.fits:
         return f"It does not fit: {room}."
     left = f"which leaves {(worst.memory - worst.peak) / GIB:,.1f} GiB ({1 - worst.peak / worst.memory:.0%})"
@@ -155,34 +151,21 @@ def verdict(plan: Plan) -> str:
     return f"It fits: at most {room}, {left}{tight}."
 
 
-def _article(name: str) -> str:
-    return name if name.startswith(("this", "each")) else f"a {name}"
+def _bold(text: str) -> Text:
+    return Text(text, style="bold")
 
 
-def _pairs(out: CleanConsole, pairs: Sequence[tuple[str, str]]) -> None:
+def _pairs(pairs: Sequence[tuple[str, str]]) -> list[Text]:
     width = max(len(name) for name, _ in pairs) + 2
-    for name, value in pairs:
-        line = Text(f"  {name:<{width}}{value}")
-        line.stylize("dim", 0, width + 2)
-        out.print(line, soft_wrap=True)
+    return [Text.assemble((f"  {name:<{width}}", "dim"), value) for name, value in pairs]
 
 
-def _list(out: CleanConsole, title: str, lines: Sequence[str]) -> None:
-    if lines:
-        out.print(Text(f"\n{title}", style="bold"))
-        for line in lines:
-            out.print(Text(f"  {line}"), soft_wrap=True)
+def _list(title: str, lines: Sequence[str]) -> list[Text]:
+    return [_bold(f"\n{title}"), *(Text(f"  {line}") for line in lines)] if lines else []
 
 
-def _table(*header: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
-    for number, column in enumerate(header):
-        table.add_column(column, justify="right" if number in (1, 2) else "left", overflow="fold")
-    return table
-
-
-def advice(plan: Plan, again: Callable[[list[str]], Plan]) -> Iterator[str]:
-    """A line for each change that helps. again: makes the plan with further overrides."""
+def advice(plan: Plan, again: Again) -> Iterator[str]:
+    """A line for each change that helps."""
     before = {device.name: device.peak - device.memory for device in plan.devices}
     for change in candidates(plan):
         try:
@@ -194,8 +177,8 @@ def advice(plan: Plan, again: Callable[[list[str]], Plan]) -> Iterator[str]:
             yield f"{' '.join(change)}: {outcome(after)}"
 
 
-def larger(plan: Plan, again: Callable[[list[str]], Plan]) -> Iterator[str]:
-    """A line for larger micro-batches, which keep a GPU busier, if they fit. again: as of `advice`."""
+def larger(plan: Plan, again: Again) -> Iterator[str]:
+    """A line for larger micro-batches, which keep a GPU busier, if they fit."""
     tokens = plan.run.train.micro_batch_tokens
     for times in (4, 2):
         if plan.resources.gpu and plan.micro_batches > 1 and times * tokens <= LARGE_MICRO_BATCH:
@@ -206,7 +189,7 @@ def larger(plan: Plan, again: Callable[[list[str]], Plan]) -> Iterator[str]:
 
 
 def outcome(plan: Plan) -> str:
-    """`fits: 31.0 of 80.0 GiB on a training GPU`."""
+    """`fits, 31.0 of 80.0 GiB (training GPU)`."""
     peaks = ", ".join(f"{d.peak / GIB:,.1f} of {d.memory / GIB:,.1f} GiB ({d.name})" for d in plan.devices)
     return f"{'fits' if plan.fits else 'does not fit yet'}, {peaks}"
 
@@ -238,17 +221,16 @@ def candidates(plan: Plan) -> Iterator[list[str]]:
         yield ["model.lora.rank=16", *harmless]
 
 
-def simulation_text(found: Sweep, title: str) -> str:
+def simulation_text(found: Sweep, title: str, plan: Plan) -> str:
     """A row for each number of servers, the configured one marked, and which is best."""
-    out = CleanConsole(width=WIDTH)
-    faults = found.row.simulated.job.faults
-    with out.capture() as captured:
-        out.print(Text(f"grpocli plan {title}".rstrip(), style="bold"), soft_wrap=True)
-        _pairs(out, _simulated_facts(found))
-        out.print(Text(f"\nsimulated steps by {found.unit}, * as configured", style="bold"))
-        out.print(_simulated_table(found, bool(faults.per_hour or faults.save)))
-        out.print(Text(f"\n{_recommendation(found)}", style="bold"), soft_wrap=True)
-    return "".join(f"{line.rstrip()}\n" for line in captured.get().rstrip().splitlines())
+    return _printed(
+        _bold(f"grpocli plan {title}".rstrip()),
+        *_pairs(_simulated_facts(found)),
+        _bold(f"\nsimulated steps by {found.unit}, * as configured"),
+        _simulated_table(found),
+        _bold(f"\n{_recommendation(found)}"),
+        *([] if plan.fits else [Text(verdict(plan))]),
+    )
 
 
 def _simulated_facts(found: Sweep) -> list[tuple[str, str]]:
@@ -266,10 +248,12 @@ def _simulated_facts(found: Sweep) -> list[tuple[str, str]]:
     return pairs
 
 
-def _simulated_table(found: Sweep, failures: bool) -> Table:
+def _simulated_table(found: Sweep) -> Table:
+    faults = found.row.simulated.job.faults
     headers = ["devices", "memory", "step, s", "trainers idle", "servers idle", "tokens/s", "per device"]
+    headers += ["lost", "run, h"] if faults.per_hour or faults.save else []
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
-    for header in (found.unit.removeprefix("rollout "), *headers, *(["lost", "run, h"] if failures else [])):
+    for header in (found.unit.removeprefix("rollout "), *headers):
         table.add_column(header, justify="right")
     for row in found.rows:
         one, mark = row.simulated, "*" if row.nodes == found.planned else ""
@@ -282,8 +266,10 @@ def _simulated_table(found: Sweep, failures: bool) -> Table:
             f"{one.rollout_idle:.0%}",
             f"{one.tokens_per_second:,.0f}",
             f"{row.per_device:,.1f}",
+            f"{one.overhead:.1%}",
+            f"{one.seconds / 3600:,.1f}",
         ]
-        table.add_row(*cells, *([f"{one.overhead:.1%}", f"{one.seconds / 3600:,.1f}"] if failures else []))
+        table.add_row(*cells[: len(headers) + 1])
     return table
 
 

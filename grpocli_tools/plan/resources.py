@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from grpocli.errors import ConfigError
 from grpocli.hardware import Multinode, split, visible_gpus
 from grpocli.text import counted
 
@@ -17,36 +16,35 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU's data sheet.
-
-    memory: GiB. tflops: 1e12 operations per second in 16 bits, dense. bandwidth: of its memory, 1e12 bytes per second.
-    link: bytes per second that it receives from other GPUs of its machine. dtype: that of 16 bits.
-    """
+class DataSheet:
+    """What one device can do."""
 
     memory: float
+    """GiB."""
     tflops: float
+    """10^12 operations per second in 16 bits, dense."""
     bandwidth: float
+    """Of its memory, in 10^12 bytes per second."""
     link: float
+    """Bytes per second that it receives from other devices of its machine."""
     dtype: str = "bfloat16"
+    """That of 16 bits."""
 
-
-MAX_DEVICES = 100_000
 
 GPUS = {
-    "H200": Gpu(140.0, 989.0, 4.8, 450e9),
-    "H100 PCIe": Gpu(80.0, 756.0, 2.0, 64e9),
-    "H100": Gpu(80.0, 989.0, 3.35, 450e9),
-    "H20": Gpu(96.0, 148.0, 4.0, 450e9),
-    "A100": Gpu(80.0, 312.0, 2.0, 300e9),
-    "A6000": Gpu(48.0, 155.0, 0.768, 32e9),
-    "L40S": Gpu(48.0, 362.0, 0.86, 32e9),
-    "L40": Gpu(48.0, 181.0, 0.864, 32e9),
-    "L4": Gpu(24.0, 121.0, 0.3, 32e9),
-    "V100 32GB": Gpu(32.0, 125.0, 0.9, 150e9, "float16"),
-    "V100": Gpu(16.0, 125.0, 0.9, 150e9, "float16"),
-    "T4": Gpu(15.0, 65.0, 0.3, 16e9, "float16"),
-    "RTX 2080 Ti": Gpu(11.0, 53.8, 0.616, 16e9, "float16"),
+    "H200": DataSheet(140.0, 989.0, 4.8, 450e9),
+    "H100 PCIe": DataSheet(80.0, 756.0, 2.0, 64e9),
+    "H100": DataSheet(80.0, 989.0, 3.35, 450e9),
+    "H20": DataSheet(96.0, 148.0, 4.0, 450e9),
+    "A100": DataSheet(80.0, 312.0, 2.0, 300e9),
+    "A6000": DataSheet(48.0, 155.0, 0.768, 32e9),
+    "L40S": DataSheet(48.0, 362.0, 0.86, 32e9),
+    "L40": DataSheet(48.0, 181.0, 0.864, 32e9),
+    "L4": DataSheet(24.0, 121.0, 0.3, 32e9),
+    "V100 32GB": DataSheet(32.0, 125.0, 0.9, 150e9, "float16"),
+    "V100": DataSheet(16.0, 125.0, 0.9, 150e9, "float16"),
+    "T4": DataSheet(15.0, 65.0, 0.3, 16e9, "float16"),
+    "RTX 2080 Ti": DataSheet(11.0, 53.8, 0.616, 16e9, "float16"),
 }
 """From NVIDIA's data sheets. The first name that is part of a device's name counts."""
 ASSUMED_GPU = "H100"  # if this machine has no GPU
@@ -61,56 +59,48 @@ FLOAT32_SLOWER = {"cpu": 2.0, "cuda": 15.0}
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """The command line's options about devices; None: measured or assumed.
-
-    gpu: a name of `GPUS`. memory: GiB of one device. devices: GPUs of one machine, with hardware=single. tflops,
-    bandwidth: 1e12 operations and 1e12 bytes per second of one device.
-    """
+    """The command line's options about devices; None: measured or assumed."""
 
     memory: float | None = None
+    """GiB of one device."""
     devices: int | None = None
+    """GPUs of one machine, with hardware=single."""
     tflops: float | None = None
     bandwidth: float | None = None
     gpu: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.gpu is not None and self.gpu not in GPUS:
-            raise ConfigError(f"--gpu {self.gpu}: is not known; choose from {', '.join(GPUS)}")
-        for name in ("memory", "devices", "tflops", "bandwidth"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"--{name} {value:g}: must be a number above 0")
-        if self.devices is not None and self.devices > MAX_DEVICES:
-            raise ConfigError(f"--devices {self.devices}: must be at most {MAX_DEVICES:,}")
+    """A name of `GPUS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Devices, trainer processes and servers of a run.
-
-    kind: "cpu" or "cuda". memory: bytes of one device; on a CPU, of the whole machine. tflops, bandwidth: 1e12
-    operations and 1e12 bytes per second of one device. link: bytes per second that a trainer receives from others.
-    dtype: of those operations.
-    trainers: processes on all machines. servers: copies of the model on vLLM servers that the run starts, each on
-    `tensor_parallel` devices. shared: servers use the trainers' devices. train_nodes, rollout_nodes: machines that
-    train, and further ones that serve. devices: GPUs of the machine, with hardware=single. assumed: sentences about
-    values that were not measured.
-    """
+    """Devices, trainer processes and servers of a run."""
 
     kind: str
+    """`cpu` or `cuda`."""
     memory: float
+    """Bytes of one device; on a CPU, of the whole machine."""
     tflops: float
     bandwidth: float
     link: float
+    """Bytes per second that a trainer receives from the others."""
     dtype: str
+    """That of 16 bits."""
     trainers: int
+    """Processes on all machines."""
     servers: int
+    """Copies of the model on vLLM servers that the run starts."""
     tensor_parallel: int
+    """Devices of a server."""
     shared: bool
+    """Whether servers use the trainers' devices."""
     train_nodes: int
+    """Machines that train."""
     rollout_nodes: int
+    """Further machines, which serve."""
     devices: int | None
+    """GPUs of the machine, with hardware=single."""
     assumed: tuple[str, ...]
+    """Sentences about values that were not measured."""
 
     @property
     def gpu(self) -> bool:
@@ -118,32 +108,39 @@ class Resources:
 
 
 def find_resources(run: Run, engine: Any, options: DeviceOptions) -> Resources:
-    """The resources of a run. engine: the run's engine, with engine=auto resolved."""
-    kind = device_kind(run)
-    device, assumed = _gpu(options) if kind == "cuda" else _cpu(options)
-    tensor_parallel = engine.tensor_parallel if engine.server_gpus else 1
-    rollout_nodes = run.hardware.rollout_nodes
-    servers = engine.server_gpus // tensor_parallel * max(1, rollout_nodes)
-    trainers, shared, devices = _split(run, kind, engine, options)
-    if devices:
+    """The resources of a run. engine: the run's engine, with engine=auto resolved. Raises ConfigError as the run does.
+
+    Without `--devices` and a GPU on this machine there are as few GPUs as the run starts with.
+    """
+    hardware, kind = run.hardware, device_kind(run)
+    sheet, assumed = _gpu(options) if kind == "cuda" else _cpu(options)
+    trainers, shared, devices = hardware.processes or 1, True, None
+    if isinstance(hardware, Multinode):
+        shared = hardware.rollout_nodes == 0
+    elif kind == "cuda":
+        serve = engine.server_gpus
+        devices = options.devices or len(visible_gpus()) or (serve if trainers <= serve else trainers + serve)
+        found = split(hardware, engine, [str(number) for number in range(devices)])
+        trainers, shared = found.processes, found.shared is not False
         assumed = (*assumed, f"{counted(devices, 'GPU')} on the machine (--devices)")
-    several = run.hardware.nodes - rollout_nodes > 1
-    link = min(device.link, BETWEEN_MACHINES * run.hardware.devices_per_node) if several else device.link
+    tensor_parallel = engine.tensor_parallel if engine.server_gpus else 1
+    train_nodes = hardware.nodes - hardware.rollout_nodes
+    between = BETWEEN_MACHINES * hardware.devices_per_node if train_nodes > 1 else sheet.link
     return Resources(
-        kind,
-        device.memory * GIB,
-        device.tflops,
-        device.bandwidth,
-        link,
-        device.dtype,
-        trainers,
-        servers,
-        tensor_parallel,
-        shared,
-        run.hardware.nodes - rollout_nodes,
-        rollout_nodes,
-        devices,
-        assumed,
+        kind=kind,
+        memory=sheet.memory * GIB,
+        tflops=sheet.tflops,
+        bandwidth=sheet.bandwidth,
+        link=min(sheet.link, between),
+        dtype=sheet.dtype,
+        trainers=trainers,
+        servers=engine.server_gpus // tensor_parallel * max(1, hardware.rollout_nodes),
+        tensor_parallel=tensor_parallel,
+        shared=shared,
+        train_nodes=train_nodes,
+        rollout_nodes=hardware.rollout_nodes,
+        devices=devices,
+        assumed=assumed,
     )
 
 
@@ -159,54 +156,32 @@ def shares_weights(run: Run) -> bool:
     return run.hardware.parallel in ("fsdp2", "zero3")
 
 
-def _gpu(options: DeviceOptions) -> tuple[Gpu, tuple[str, ...]]:
+def _gpu(options: DeviceOptions) -> tuple[DataSheet, tuple[str, ...]]:
     """The planned GPU: --gpu, this machine's, or an assumed one; single figures from the options."""
     import torch
 
     if options.gpu:
-        gpu, source = GPUS[options.gpu], f"{options.gpu} (--gpu)"
+        sheet, source = GPUS[options.gpu], f"{options.gpu} (--gpu)"
     elif visible_gpus():
         properties = torch.cuda.get_device_properties(0)
         known = next((gpu for name, gpu in GPUS.items() if name in properties.name), GPUS["A100"])
-        gpu, source = replace(known, memory=properties.total_memory / GIB), f"this machine's GPU: {properties.name}"
+        sheet, source = replace(known, memory=properties.total_memory / GIB), f"this machine's GPU: {properties.name}"
     else:
-        gpu, source = GPUS[ASSUMED_GPU], f"no GPU on this machine: an {ASSUMED_GPU} is assumed (--gpu)"
-    given = {name: getattr(options, name) for name in ("memory", "tflops", "bandwidth") if getattr(options, name)}
-    gpu = replace(gpu, **given)
-    speeds = f"{gpu.memory:g} GiB, {gpu.tflops:g} TFLOP/s in {gpu.dtype} and {gpu.bandwidth:g} TB/s per GPU"
-    return gpu, (source, speeds)
+        sheet, source = GPUS[ASSUMED_GPU], f"no GPU on this machine: an {ASSUMED_GPU} is assumed (--gpu)"
+    given = {name: value for name in ("memory", "tflops", "bandwidth") if (value := getattr(options, name))}
+    sheet = replace(sheet, **given)
+    speeds = f"{sheet.memory:g} GiB, {sheet.tflops:g} TFLOP/s in {sheet.dtype} and {sheet.bandwidth:g} TB/s per GPU"
+    return sheet, (source, speeds)
 
 
-def _cpu(options: DeviceOptions) -> tuple[Gpu, tuple[str, ...]]:
+def _cpu(options: DeviceOptions) -> tuple[DataSheet, tuple[str, ...]]:
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     cores = len(os.sched_getaffinity(0))
     tflops, bandwidth = options.tflops or cores * CPU_CORE[0], options.bandwidth or cores * CPU_CORE[1]
     memory = (
         f"{options.memory:g} GiB of memory (--memory)" if options.memory else f"this machine's {ram:.1f} GiB of memory"
     )
-    return (
-        Gpu(options.memory or ram, tflops, bandwidth, BETWEEN_PROCESSES),
-        (
-            f"a CPU with {memory}; hardware.device=cuda plans for GPUs",
-            f"{tflops:g} TFLOP/s in bfloat16 and {bandwidth:g} TB/s for {cores} cores: a guess (--tflops, --bandwidth)",
-        ),
+    return DataSheet(options.memory or ram, tflops, bandwidth, BETWEEN_PROCESSES), (
+        f"a CPU with {memory}; hardware.device=cuda plans for GPUs",
+        f"{tflops:g} TFLOP/s in bfloat16 and {bandwidth:g} TB/s for {cores} cores: a guess (--tflops, --bandwidth)",
     )
-
-
-def _split(run: Run, kind: str, engine: Any, options: DeviceOptions) -> tuple[int, bool, int | None]:
-    """Trainer processes, whether servers share their devices, and the GPUs of the machine with hardware=single.
-
-    Without `--devices` and a GPU, the fewest with which the run starts. Raises ConfigError as the run does.
-    """
-    hardware = run.hardware
-    if isinstance(hardware, Multinode):
-        return hardware.processes, hardware.rollout_nodes == 0, None
-    if kind == "cpu":
-        return hardware.processes or 1, True, None
-    train, serve = hardware.processes or 1, engine.server_gpus
-    devices = options.devices or len(visible_gpus()) or (serve if train <= serve else train + serve)
-    try:
-        found = split(hardware, engine, [str(number) for number in range(devices)])
-    except ConfigError as error:
-        raise error.with_note("--devices") from error
-    return found.processes, found.shared is not False, devices

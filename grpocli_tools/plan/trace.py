@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,30 +33,32 @@ from grpocli_tools.plan.model_size import empty_model, quantized_linear, with_la
 from grpocli_tools.plan.resources import shares_weights
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from grpocli.config.schema import Run
     from grpocli_tools.plan.model_size import ModelSize
 
 TRACED_LAYERS = 4
 """Decoder layers of the traced model; the bytes of a deeper model are extrapolated from this depth and half of it."""
-REMEMBERED = 256
-"""Results of traces that a process keeps."""
 _traced: dict[str, tuple[int, int, int]] = {}
+"""Results of this process, as plans of other devices, optimizers or algorithms share them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """A micro-batch of completions of full length.
-
-    groups: completions of each prompt. prompt, completion: tokens. packed: rows lie end to end, and each prompt is
-    computed once. flex: attention over them is `flex_attention`'s, on a GPU.
-    """
+    """A micro-batch of completions of full length."""
 
     groups: tuple[int, ...]
+    """Completions of each prompt."""
     prompt: int
+    """Tokens."""
     completion: int
+    """Tokens."""
     packed: bool
+    """Rows lie end to end, and each prompt is computed once."""
     gpu: bool = False
     flex: bool = False
+    """Attention over packed rows is `flex_attention`'s."""
 
     @property
     def rows(self) -> int:
@@ -77,16 +80,16 @@ TWO_TOKENS = MicroBatchShape((1,), 1, 1, packed=False)
 
 @dataclass(frozen=True, slots=True)
 class TracedMemory:
-    """Bytes of a micro-batch.
+    """Bytes of a micro-batch."""
 
-    casts: weights cast to the dtype of the computation. activations: tensors that decoder layers keep for the backward
-    pass. logits: tensors kept outside of them, for the output head. peak: further tensors at the peak.
-    """
-
-    casts: int
-    activations: int
-    logits: int
-    peak: int
+    casts: int = 0
+    """Weights cast to the dtype of the computation."""
+    activations: int = 0
+    """Tensors that decoder layers keep for the backward pass."""
+    logits: int = 0
+    """Tensors kept outside of them, for the output head."""
+    peak: int = 0
+    """Further tensors at the peak."""
 
     @property
     def total(self) -> int:
@@ -97,54 +100,39 @@ class TracedMemory:
         return TracedMemory(self.casts, self.activations // processes, self.logits // processes, self.peak // processes)
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerBytes:
-    """Bytes that grow linearly with the number of decoder layers."""
-
-    outside: float
-    layer: float
-
-    def at(self, layers: int) -> float:
-        return self.outside + layers * self.layer
-
-
 def trace(run: Run, size: ModelSize, shape: MicroBatchShape, dtype: torch.dtype) -> TracedMemory:
     """Peak bytes of one micro-batch, beside weights, gradients and optimizer.
 
     With sharded weights, layers are gathered in `dtype`, and nothing is cast.
     """
-    kept, forward, backward = _layer_bytes(run, size, shape, dtype)
-    cast = dtype != torch.float32 and not shares_weights(run)
-    casts = _layer_bytes(run, size, TWO_TOKENS, dtype)[0] if cast else _LayerBytes(0, 0)
-    layers = size.layers
-    without_peak = TracedMemory(
-        casts=round(casts.at(layers)),
-        activations=round(layers * (kept.layer - casts.layer)),
-        logits=round(kept.outside - casts.outside),
-        peak=0,
-    )
-    return replace(without_peak, peak=round(max(forward.at(layers), backward.at(layers))) - without_peak.total)
+    outside, of_layer = _bytes_by_layer(run, size, shape, dtype)
+    casts_outside, casts_of_layer = 0.0, 0.0
+    if dtype != torch.float32 and not shares_weights(run):
+        found = _bytes_by_layer(run, size, TWO_TOKENS, dtype)
+        casts_outside, casts_of_layer = found[0][0], found[1][0]
+    casts = round(casts_outside + size.layers * casts_of_layer)
+    activations = round(size.layers * (of_layer[0] - casts_of_layer))
+    logits = round(outside[0] - casts_outside)
+    peak = round(max(outside[1:] + size.layers * of_layer[1:]))
+    return TracedMemory(casts, activations, logits, peak - casts - activations - logits)
 
 
-def _layer_bytes(run: Run, size: ModelSize, shape: MicroBatchShape, dtype: torch.dtype) -> list[_LayerBytes]:
-    """The results of `micro_batch_bytes`, as functions of the number of layers."""
+def _bytes_by_layer(
+    run: Run, size: ModelSize, shape: MicroBatchShape, dtype: torch.dtype
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The results [3] of `micro_batch_bytes` outside of decoder layers, and in each: they grow linearly with depth."""
     many = min(TRACED_LAYERS, size.layers)
     few = many // 2
-    at_many = micro_batch_bytes(run, size.config, many, shape, dtype)
-    if few == 0:
-        return [_LayerBytes(0, value) for value in at_many]
-    at_few = micro_batch_bytes(run, size.config, few, shape, dtype)
-    slopes = [(high - low) / (many - few) for low, high in zip(at_few, at_many, strict=True)]
-    return [_LayerBytes(high - many * slope, slope) for high, slope in zip(at_many, slopes, strict=True)]
+    at_many = np.array(micro_batch_bytes(run, size.config, many, shape, dtype), dtype=float)
+    at_few = np.array(micro_batch_bytes(run, size.config, few, shape, dtype)) if few else np.zeros(3)
+    of_layer = (at_many - at_few) / (many - few)
+    return at_many - many * of_layer, of_layer
 
 
 def micro_batch_bytes(
     run: Run, config: Any, layers: int, shape: MicroBatchShape, dtype: torch.dtype
 ) -> tuple[int, int, int]:
-    """Bytes after the forward pass, at its peak, and at the peak of the backward pass; without gradients.
-
-    A process traces equal models and shapes once: plans of other devices, optimizers or algorithms share them.
-    """
+    """Bytes after the forward pass, at its peak, and at the peak of the backward pass; without gradients."""
     key = repr(
         (
             with_layers(config, layers).to_json_string(use_diff=False),
@@ -153,8 +141,6 @@ def micro_batch_bytes(
         )
     )
     if key not in _traced:
-        while len(_traced) >= REMEMBERED:
-            _traced.pop(next(iter(_traced)))
         _traced[key] = _micro_batch_bytes(run, config, layers, shape, dtype)
     return _traced[key]
 
@@ -259,8 +245,7 @@ class _FlexAttention(torch.autograd.Function):
 
 def _ends_with_its_head(model: torch.nn.Module) -> bool:
     """Whether the logits are the head's output itself, judged by identity because fake tensors have no numbers."""
-    head = output_head(model)
-    if head is None:
+    if (head := output_head(model)) is None:
         return False
     found, mark = marked(head, model)
     return found is mark

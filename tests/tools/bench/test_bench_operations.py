@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
 
-from grpocli_tools.plan import efficiency
+from grpocli_tools.plan.times import operations as planned_operations
 
 pytestmark = pytest.mark.skipif(
     Version(torch.__version__).release < (2, 12), reason="torch 2.11 has no sum of products in float32 for fake tensors"
@@ -50,9 +50,8 @@ def test_an_update_has_few_operations(
 def test_plans_know_the_operations(counts: dict[tuple[str, bool], Any]) -> None:
     """Of the default run, with a reference, and of three micro-batches of 24 layers without one."""
     for name, layers, batches, forward in (("built-in", 2, 1, 2), ("0.5B, even", 24, 3, 1)):
-        step: Any = SimpleNamespace(micro_batches=batches, forward=forward, epochs=1, compiled=False)
-        size: Any = SimpleNamespace(layers=layers)
-        assert efficiency.operations(size, step) == pytest.approx(counts[name, True].operations, rel=0.15), name
+        found = planned_operations(layers, passes=batches * (forward + 1))
+        assert found == pytest.approx(counts[name, True].operations, rel=0.15), name
 
 
 def test_each_layer_adds_as_many(operations: ModuleType) -> None:

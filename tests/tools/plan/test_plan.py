@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,25 +23,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from grpocli.composition.compose import build_run, compose
-from grpocli.errors import ConfigError
 from grpocli.models.head import Float32Head
 from grpocli.training.logprobs import Targets, scoring
 from grpocli.types import Sampling
-from grpocli_tools.plan.efficiency import (
+from grpocli_tools.plan.model_size import find_model_size
+from grpocli_tools.plan.plan import Plan, make_plan
+from grpocli_tools.plan.plan_command import EXAMPLES, _parser
+from grpocli_tools.plan.resources import GIB, DeviceOptions
+from grpocli_tools.plan.times import (
     COMPUTE,
     COSTS,
     HEAD_BACKWARD,
     HEAD_FORWARD,
     WIDE_HEAD_BACKWARD,
     WIDE_HEAD_FORWARD,
+    TrainingStep,
 )
-from grpocli_tools.plan.model_size import find_model_size
-from grpocli_tools.plan.plan import Plan, make_plan
-from grpocli_tools.plan.plan_command import EXAMPLES, _parser
-from grpocli_tools.plan.report import assumptions, larger
-from grpocli_tools.plan.resources import GIB, GPUS, DeviceOptions
 from grpocli_tools.plan.trace import AllocationTracker
-from grpocli_tools.plan.work import host_seconds, step_demand
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -162,17 +159,6 @@ def test_documented_commands_need_no_network(command: str, monkeypatch: pytest.M
     assert find_model_size(build_run(compose(args.overrides)).model).parameters > 0
 
 
-@pytest.mark.survival
-def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
-    """vLLM 0.32's engine/arg_utils.py: more parallel sequences mean fewer rounds of decoding."""
-    on_gpu = ("engine=vllm", "hardware.device=cuda", "rollout.prompts_per_step=64", "rollout.group_size=16")
-    large, small = (planned(*on_gpu, devices=2, memory=memory).work.seconds for memory in (80, 24))
-    decoding = "generation: memory bandwidth of decoding"
-    assert large[decoding] < small[decoding], "1024 completions in one round or in four of 256"
-    given = planned(*on_gpu, "+engine.vllm_args.max_num_seqs=256", devices=2, memory=80).work.seconds
-    assert given[decoding] == pytest.approx(small[decoding])
-
-
 @pytest.mark.parametrize(("gpus", "servers"), [(1, 0), (8, 1)])
 def test_the_engine_is_that_of_a_run_with_as_many_gpus(config_only: list[str], gpus: int, servers: int) -> None:
     """A short run samples with transformers only where it has a single GPU (`AutoEngine.for_run`)."""
@@ -182,16 +168,16 @@ def test_the_engine_is_that_of_a_run_with_as_many_gpus(config_only: list[str], g
 
 def computing(plan: Plan) -> float:
     """Seconds of training on its devices, without a host that keeps them waiting."""
-    return step_demand(plan.inputs).part(*COMPUTE).seconds(COSTS[plan.resources.kind])
+    return TrainingStep.of(plan).demand().part(*COMPUTE).seconds(COSTS[plan.resources.kind])
 
 
 @pytest.mark.survival
 def test_the_host_bounds_the_training_of_a_small_model_on_a_gpu(config_only: list[str]) -> None:
     """A CPU does not wait for a host."""
     small = planned(*config_only, "engine=transformers", "hardware.device=cuda")
-    assert small.work.seconds["training: compute"] == host_seconds(small.inputs) > 3 * computing(small)
+    assert small.work.seconds["training: compute"] == TrainingStep.of(small).host_seconds() > 3 * computing(small)
     large = planned("model=qwen2.5-7b", "task=arithmetic", "engine=transformers", "hardware.device=cuda")
-    assert large.work.seconds["training: compute"] == computing(large) > host_seconds(large.inputs)
+    assert large.work.seconds["training: compute"] == computing(large) > TrainingStep.of(large).host_seconds()
     on_cpu = planned(*config_only, "engine=transformers", "hardware.device=cpu")
     assert on_cpu.work.seconds["training: compute"] == computing(on_cpu)
 
@@ -374,44 +360,6 @@ def test_episodes_double_the_kv_cache() -> None:
     assert cache() == 2 * cache("task.environment.turns=1") > 0
 
 
-@pytest.mark.slow
-def test_the_command_reports_whether_a_run_fits(grpocli: Command, config_only: list[str]) -> None:
-    code, out, err = grpocli("plan", *config_only)
-    assert code == 0
-    stages = [line for line in err.splitlines() if " so far" not in line]
-    assert stages == ["loading libraries ...", "reading the model's sizes ...", "tracing a micro-batch ..."]
-    assert "It fits: " in out
-    assert "bottleneck" in out
-    on_gpu = ["hardware.device=cuda", "engine=transformers", "engine.max_rows=8", "algorithm=drgrpo"]
-    peak = max(one["peak"] for one in json.loads(grpocli("plan", *config_only, "--json")[1])["devices"]) / 2**30
-    code, out, err = grpocli("plan", *config_only, "--memory", f"{peak / 0.97}")
-    assert code == 0
-    assert "(3%). That is little" in out
-    code, out, _ = grpocli("plan", *config_only, *on_gpu, "train.micro_batch_tokens=2048", "--memory", "80")
-    assert code == 0
-    assert "\n  train.micro_batch_tokens=8192: fits, " in out
-    code, out, err = grpocli("plan", *config_only, *on_gpu, "--memory", "1.8")
-    assert code == 1
-    assert "trying changes that need less memory ..." in err
-    assert "It does not fit: " in out
-    assert "\n  train.gradient_checkpointing=true: fits, " in out
-
-
-@pytest.mark.parametrize(
-    ("batches", "named"), [({4: 32, 2: 64}, ["4"]), ({4: 128, 2: 64}, ["2"]), ({4: 128, 2: 128}, [])]
-)
-def test_larger_micro_batches_are_named_only_if_there_are_fewer(batches: dict[int, int], named: list[str]) -> None:
-    """Twice the longest row does not hold two rows with filler."""
-
-    def a_plan(micro_batches: int) -> Any:
-        run = SimpleNamespace(train=SimpleNamespace(micro_batch_tokens=1))
-        resources, more = SimpleNamespace(gpu=True), {"fits": True, "is_tight": False, "devices": []}
-        return SimpleNamespace(run=run, resources=resources, micro_batches=micro_batches, **more)
-
-    found = larger(a_plan(128), lambda change: a_plan(batches[int(change[0][-1])]))
-    assert [line.partition(":")[0][-1] for line in found] == named
-
-
 def test_a_repetition_penalty_is_traced_in_padded_rows(config_only: list[str]) -> None:
     plain, penalized = (
         planned(*config_only, "train.packed=false", f"rollout.repetition_penalty={penalty}") for penalty in (1, 1.1)
@@ -421,64 +369,11 @@ def test_a_repetition_penalty_is_traced_in_padded_rows(config_only: list[str]) -
 
 
 @pytest.mark.slow
-def test_a_gpu_that_is_named_is_planned_for_on_a_machine_without_one(grpocli: Command, config_only: list[str]) -> None:
-    code, out, _ = grpocli("plan", "--json", "--no-advice", "--gpu", "L4", *config_only, "engine=transformers")
-    assert code == 0
-    assert json.loads(out)["devices"][0]["memory"] == GPUS["L4"].memory * GIB
-
-
-@pytest.mark.slow
-def test_the_plan_is_printed_as_json(grpocli: Command, config_only: list[str]) -> None:
-    code, out, _ = grpocli("plan", "--json", *config_only)
-    found = json.loads(out)
-    assert code == 0
-    assert found["fits"] is True
-    assert found["model"]["parameters"] == sum(p.numel() for p in LlamaForCausalLM(SMALL).parameters())
-    assert found["devices"][0]["peak"] == max(
-        sum(item[phase] for item in found["devices"][0]["items"]) for phase in ("update", "generation")
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["lr=3", "algorithm=vespo", "task=jsonl", "seed=["])
 def test_errors_equal_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
     train = grpocli("train", bad, f"hydra.run.dir={tmp_path}/run")
     assert grpocli("plan", bad) == train
     assert train[0] == 2
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["model=hf", "model.path=nobody/nothing"], "model.path=nobody/nothing: is not on this machine"),
-        (["model=hf", "model.path=./nowhere"], "model.path=./nowhere: there is no such folder"),
-        (["model=hf", "model.path=EMPTY"], "the folder has no config.json"),
-        (["--memory", "0"], "--memory 0: must be a number above 0"),
-        (["--memroy", "80"], "--memroy"),
-        (["model=hf", "model.path=CONFIG", "model.lora.rank=4", "model.lora.target_modules=[nothing]"], "does not fit"),
-    ],
-)
-def test_bad_input_gives_a_one_sentence_error(
-    argv: list[str], said: str, grpocli: Command, tmp_path: Path, config_only: list[str]
-) -> None:
-    given = [config_only[1] if a.endswith("=CONFIG") else a.replace("EMPTY", str(tmp_path)) for a in argv]
-    code, out, err = grpocli("plan", *given)
-    assert code == 2
-    assert said in err
-    assert out == ""
-
-
-def test_help_names_the_exit_code(grpocli: Command) -> None:
-    code, out, _ = grpocli("plan", "--help")
-    assert code == 0
-    assert "Exit code 1: it does not fit." in out
-
-
-@pytest.mark.slow
-def test_a_config_without_a_causal_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(ConfigError, match="transformers cannot build a model from its config"):
-        planned("model=hf", f"model.path={tmp_path}")
 
 
 @pytest.mark.slow
@@ -533,8 +428,7 @@ def test_offloaded_activations_are_not_counted_on_the_gpu(on_gpus: list[str]) ->
 def test_compiled_layers_keep_less_and_wait_less(on_gpus: list[str]) -> None:
     eager, compiled = (planned(*on_gpus, "hardware.parallel=ddp", f"model.compile={on}") for on in ("false", "true"))
     assert compiled.traced.activations == int(0.6 * eager.traced.activations)
-    assert host_seconds(compiled.inputs) < host_seconds(eager.inputs)
-    assert any("layers are compiled" in line for line in assumptions(compiled))
+    assert TrainingStep.of(compiled).host_seconds() < TrainingStep.of(eager).host_seconds()
 
 
 def test_processes_that_share_micro_batches_have_a_part_of_their_activations(on_gpus: list[str]) -> None:
@@ -555,7 +449,7 @@ def test_processes_that_share_micro_batches_exchange_heads(on_gpus: list[str]) -
     for name in ("activations", "logits", "peak"):
         assert getattr(shared.traced, name) == getattr(alone.traced, name) // 2
     assert shared.traced.casts == alone.traced.casts
-    one, two = (step_demand(plan.inputs).part("linear", "attention", "logits") for plan in (alone, shared))
+    one, two = (TrainingStep.of(plan).demand().part("linear", "attention", "logits") for plan in (alone, shared))
     assert one == two, "each process computes as much as before"
     of_a_token = 2 * 2 * (4 + 2) * 64 * 3  # bytes; queries, keys, values and output; heads, size, layers
     exchanged = of_a_token * alone.work.tokens / 4 * 2 / 2  # of four processes; forward and backward; half stays
@@ -599,29 +493,6 @@ def test_the_bytes_of_logits_are_those_of_the_head(wide: bool) -> None:
     assert tuple(one.bytes / (tokens * vocabulary) for one in (forward, backward)) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--devices", "1001"], "leaves some of 1000 trainer processes without data"),
-        (
-            ["--devices", "4", "hardware.processes=100"],
-            "hardware.processes=100: each process needs its own GPU, and 3 are left to train (--devices)",
-        ),
-        (
-            ["--devices", "1", "engine.replicas=2"],
-            "engine.replicas=2: needs 2 GPUs, 1 for each server, and there are 1",
-        ),
-        (["--devices", "4", "hardware.context_parallel=2"], "must divide the number of trainer processes, 3"),
-        (["hardware.processes=2", "hardware.context_parallel=2", "model=gemma3-1b"], "not every layer of this model"),
-    ],
-)
-def test_what_training_refuses_is_not_planned(words: list[str], said: str, grpocli: Command) -> None:
-    code, out, err = grpocli("plan", "hardware.device=cuda", "engine=vllm", *words)
-    assert (code, out) == (2, "")
-    assert said in " ".join(err.split())
-
-
 @pytest.mark.parametrize(
     ("overrides", "processes", "shared", "gpus"),
     [
@@ -636,3 +507,48 @@ def test_the_fewest_gpus_with_which_a_run_starts_are_assumed(
 ) -> None:
     found = planned("hardware.device=cuda", "engine=vllm", *overrides).resources
     assert (found.trainers, found.shared, found.devices) == (processes, shared, gpus)
+
+
+@pytest.mark.slow
+def test_the_command_says_whether_a_run_fits_and_which_keys_to_change(grpocli: Command, config_only: list[str]) -> None:
+    code, out, _ = grpocli("plan", "--json", *config_only)
+    (device,) = json.loads(out)["devices"]
+    assert code == 0
+    assert device["peak"] == max(sum(item[phase] for item in device["items"]) for phase in ("update", "generation"))
+    on_gpu = [*config_only, "engine=transformers", "engine.max_rows=8", "algorithm=drgrpo", "--gpu", "L4"]
+    for given, fits, said in (
+        ([*config_only, "--memory", f"{device['peak'] / GIB / 0.97}"], True, "(3%). That is little"),
+        ([*on_gpu, "train.micro_batch_tokens=2048"], True, "\n  train.micro_batch_tokens=8192: fits, "),
+        ([*on_gpu, "--memory", "1.8"], False, "\n  train.gradient_checkpointing=true: fits, "),
+    ):
+        code, out, _ = grpocli("plan", *given)
+        assert (code, ("It fits: " in out), said in out) == (int(not fits), fits, True), out
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["model=hf", "model.path=nobody/nothing"], "model.path=nobody/nothing"),
+        (["model=hf", "model.path=EMPTY"], "model.path"),
+        (["model=hf", "model.path=T5"], "model.path"),
+        (["model=hf", "model.path=CONFIG", "model.lora.rank=4", "model.lora.target_modules=[nothing]"], "model"),
+        (["--memory", "0"], "--memory"),
+        (["--gpu", "H1000"], "--gpu"),
+        (["--save", "60"], "--save"),
+        (["hardware.device=cuda", "engine=vllm", "--devices", "1", "engine.replicas=2"], "engine.replicas=2"),
+        (
+            ["hardware.device=cuda", "engine=vllm", "--devices", "4", "hardware.context_parallel=2"],
+            "hardware.context_parallel",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_named(
+    words: list[str], named: str, grpocli: Command, tmp_path: Path, config_only: list[str]
+) -> None:
+    for name in ("EMPTY", "T5"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "T5" / "config.json").write_text('{"model_type": "t5"}')
+    given = [config_only[1] if word.endswith("=CONFIG") else word for word in words]
+    code, out, err = grpocli("plan", *given)
+    assert (code, out) == (2, "")
+    assert named in err

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from grpocli_tools.plan.efficiency import COSTS, DECODE_COSTS
+from grpocli_tools.plan.times import COSTS, DECODE_COSTS
 
 DECODING, TRAINING = DECODE_COSTS["cuda"], COSTS["cuda"]
 OUTSIDE = {  # rates and steps beyond a factor of 1.5, as docs/evidence/plan.md says

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from grpocli_tools.plan.plan import Plan, make_plan
 from grpocli_tools.plan.resources import DeviceOptions
 from grpocli_tools.plan.simulate import Faults, generate
 from grpocli_tools.plan.sweep import Options, check_options, nonnegative_fit, speeds_of_runs, sweep
-
-Command = Callable[..., tuple[int, str, str]]
 
 ON_GPUS = ("model=qwen2.5-0.5b", "hardware.device=cuda", "hardware.parallel=fsdp2", "engine=vllm")
 
@@ -49,7 +46,7 @@ def test_speeds_of_a_run_are_those_that_it_had(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for name, count in (("few", 8), ("many", 32)):
         write_run(tmp_path / name, random.integers(1, 200, (6, count)).tolist(), first=0.02, each=0.001)
-    speeds = speeds_of_runs([tmp_path / "few", tmp_path / "many"], slots=64, trainers=2)
+    speeds = speeds_of_runs((f"{tmp_path}/few", f"{tmp_path}/many"), slots=64, trainers=2)
     assert speeds.decode[1] == pytest.approx(0.021, rel=0.01)
     assert speeds.decode[64] == pytest.approx(0.084, rel=0.01)
     assert speeds.update_token == pytest.approx(0.5e-3)
@@ -101,50 +98,17 @@ def test_rollout_nodes_come_on_top_of_training_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "named"),
     [
-        (Options(lengths="9999"), "--lengths 9999: give MEAN or MEAN,SPREAD"),
-        (Options(lengths="5,1e300"), "--lengths 5,1e300: give MEAN or MEAN,SPREAD"),
-        (Options(lengths=","), "--lengths ,: give MEAN or MEAN,SPREAD"),
-        (Options(lengths="nowhere"), "--lengths nowhere: give .* or a run's folder"),
+        (Options(lengths="9999"), "--lengths=9999"),
+        (Options(lengths="5,1e300"), "--lengths=5,1e300"),
+        (Options(lengths=","), "--lengths=,"),
+        (Options(lengths="nowhere"), "--lengths=nowhere"),
         (Options(lengths="/usr"), "/usr: has no completions in rollouts/"),
-        (Options(speeds=("nowhere",)), "RUN nowhere: there is no such folder"),
-        (Options(kept=0.5), "--kept 0.5: this run keeps every group"),
+        (Options(speeds=("nowhere",)), "RUN nowhere"),
+        (Options(kept=0.5), "--kept=0.5"),
     ],
 )
-def test_bad_options_name_the_option(options: Options, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_bad_options_are_named(options: Options, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         check_options(build_run(compose([])), options)
-
-
-@pytest.mark.slow
-def test_speeds_of_another_model_are_named(tmp_path: Path) -> None:
-    write_run(tmp_path, [[1, 2, 3]] * 5, first=0.02, each=0.001)
-    here = {
-        "model": {"_target_": "model/tiny", "digits": 2},
-        "engine": {"_target_": "engine/vllm"},
-        "hardware": {"processes": 1},
-    }
-    said = {}
-    changes: dict[str, Mapping[str, object]] = {
-        "same": {},
-        "other": {"model": {"_target_": "model/hf", "path": "some"}},
-    }
-    for name, change in changes.items():
-        (tmp_path / "config.yaml").write_text(json.dumps({**here, **change}))
-        said[name] = sweep(planned(), Options(speeds=(str(tmp_path),), steps=1, config=here)).speeds
-    assert "may not be this plan's" not in said["same"]
-    assert said["other"].endswith(f"; {tmp_path} had model=hf, so they may not be this plan's")
-
-
-def test_bad_numbers_are_refused_before_anything_loads(grpocli: Command) -> None:
-    for option, value in (("--kept", "0"), ("--failures", "-1"), ("--steps", "0"), ("--gpu", "H1000")):
-        code, out, err = grpocli("plan", "--simulate", option, value)
-        assert (code, out) == (2, "")
-        assert f"{option} {value}" in err
-
-
-def test_options_of_a_simulation_need_it(grpocli: Command) -> None:
-    code, out, err = grpocli("plan", "--lengths", "5", "--save", "60")
-    assert (code, out) == (2, "")
-    assert "--lengths, --save: add --simulate" in err
