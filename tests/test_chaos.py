@@ -21,7 +21,7 @@ from chaos.table import BEGIN, END, as_markdown, replaced
 from chaos.trial import Kind, NumberedTrial, PromiseBroken, Skipped, Trial, draw_trials
 from chaos.workspace import Shared, Workspace
 
-from grpocli.rollout.vllm.connection import GENERATE
+from grpocli.rollout.vllm.client import GENERATE
 
 ASKED = {
     "kills": 60,

@@ -15,7 +15,7 @@ from chaos.servers import REAL, STAND_IN, Answer, BrokenConnection, behind_proxy
 from chaos.trial import Kind, PromiseBroken, require, spread
 from chaos.workspace import SMALL, CommandResult, Workspace, check_equal, metrics
 
-from grpocli.rollout.vllm.connection import GENERATE
+from grpocli.rollout.vllm.client import GENERATE
 
 STEPS, PROMPTS = 4, 4  # of `SMALL`; a step has one request for each prompt
 ALWAYS = 10**9

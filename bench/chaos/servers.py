@@ -20,7 +20,7 @@ from typing import Any
 from chaos.trial import PromiseBroken
 from chaos.workspace import PATIENCE, START, Shared, Tree, Workspace, require_module
 
-from grpocli.rollout.vllm.connection import GENERATE
+from grpocli.rollout.vllm.client import GENERATE
 from grpocli.rollout.vllm.server_files import Endpoint
 
 MODEL = ["model.warm_start_steps=20", "max_model_len=64"]

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from grpocli.composition.compose import compose
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.vllm.api_server import RequireKey
-from grpocli.rollout.vllm.connection import GENERATE
+from grpocli.rollout.vllm.client import GENERATE
 from grpocli.rollout.vllm.external import build_server_config
 from grpocli.rollout.vllm.server import free_port
 from grpocli.rollout.vllm.server_files import Endpoint, serve_file

@@ -24,8 +24,8 @@ SERVER, EAGER = "engine=vllm", "engine.enforce_eager=true"
 @contextmanager
 def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
     """A block in which differences of probes and of canaries are kept, in nats, transfers and requests timed."""
-    from grpocli.rollout.vllm import weight_verifier as verifier
-    from grpocli.rollout.vllm.connection import Connection
+    from grpocli.rollout.vllm import lora, weight_sync
+    from grpocli.rollout.vllm.client import Connection
     from grpocli.rollout.vllm.transport_gpu import IpcTransport
 
     send, ask = IpcTransport.send, Connection.request
@@ -33,7 +33,7 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
 
     def measure(name: str, check: Callable[..., None]) -> Callable[..., None]:
         def measured(server: Any, trainer: Any, *more: Any) -> None:
-            found.setdefault(name, []).append(verifier.mean_gap(server, trainer))
+            found.setdefault(name, []).append(weight_sync.mean(lora.gaps(server, trainer)))
             check(server, trainer, *more)
 
         return measured
@@ -52,8 +52,8 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
 
     with (
         patch.object(Connection, "request", asked),
-        patch.object(verifier, "require_close", measure("gaps", verifier.require_close)),
-        patch.object(verifier, "require_followed", measure("canary_gaps", verifier.require_followed)),
+        patch.object(weight_sync, "require_close", measure("gaps", weight_sync.require_close)),
+        patch.object(lora, "require_followed", measure("canary_gaps", lora.require_followed)),
         patch.object(IpcTransport, "send", sent),
     ):
         yield

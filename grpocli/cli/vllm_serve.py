@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
 
 
 def _task(config: DictConfig) -> int:
-    from grpocli.rollout.vllm.installation import check_plugin
+    from grpocli.rollout.vllm.config import check_plugin
 
     check_plugin()
     from grpocli.models.loading import choose_dtype

@@ -101,8 +101,8 @@ def _check_packages(run: Run) -> None:
 
 
 def _check_engine(run: Run) -> None:
+    from grpocli.rollout.vllm.config import check_plugin, check_vllm
     from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
-    from grpocli.rollout.vllm.installation import check_plugin, check_vllm
 
     if isinstance(run.engine, VllmColocate):
         check_vllm("vllm_colocate")

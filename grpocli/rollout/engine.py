@@ -109,8 +109,8 @@ class EngineContext:
     early; None if unknown. recover: called by `generate` when requests are unanswered and every server is lost, equally
     often in every process. None: sync in this thread. With prefetch, `build_trainer.py` passes a function that syncs
     in the main thread. stopping: whether a stop of the run is requested; a long wait then ends with EngineGone.
-    before_change: called in every process before a canary changes the policy's weights for a while; waits for a
-    checkpoint that is being written from them.
+    before_change: called in every process before a canary changes the policy's adapter for a while; waits for a
+    checkpoint that is being written from it.
     """
 
     job: EngineJob

@@ -55,9 +55,9 @@ class SyncConfig:
     """MiB that are sent at a time; at most two buckets are in memory beside the model."""
     tolerance: float | None = None
     """Largest mean difference of the server's log-probs from the trainer's, in nats; null: the value for the dtype
-    (`grpocli.rollout.vllm.weight_verifier.TOLERANCE`)."""
+    (`grpocli.rollout.vllm.weight_sync.TOLERANCE`)."""
     canary: bool = True
-    """Send a new server that has read the checkpoint other weights first, which its log-probs must follow."""
+    """With LoRA, send a new server other adapters first, which its log-probs must follow."""
 
     def __post_init__(self) -> None:
         require(self, "verify_every", self.verify_every >= 1, "must be at least 1: every sync")

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError
-from grpocli.rollout.vllm.installation import check_plugin, vllm_version
+from grpocli.rollout.vllm.config import check_plugin, vllm_version
 from grpocli_tools.doctor.checkup import Finding, not_needed, ok, problem
 from grpocli_tools.doctor.devices import nvidia_gpus
 

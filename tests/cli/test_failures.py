@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_written_is_refused(grpocli, tmp_path: Path) -> 
 
 
 def test_a_missing_vllm_is_reported(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpocli.rollout.vllm.installation.find_spec", lambda name: None)
+    monkeypatch.setattr("grpocli.rollout.vllm.config.find_spec", lambda name: None)
     code, said = failed(grpocli, *SMALL_RUN, "engine=vllm")
     assert code == 2
     assert "engine=vllm: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]'" in said

@@ -71,11 +71,6 @@ class Sampling1(InProcessLLM):
         self.llm.calls.append("probe")
         return self.policy.score(token_ids)
 
-    def sample(self, token_ids: Any, tokens: int) -> tuple[list[int], list[float]]:
-        self.llm.calls.append("sample")
-        ids = list(range(tokens))
-        return ids, self.policy.score([*token_ids, *ids])[-tokens:]
-
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> tuple[ColocateEngine, Recorded]:
@@ -129,8 +124,7 @@ def test_it_sleeps_while_the_trainer_trains(recorded: tuple[ColocateEngine, Reco
     engine.generate(ask, Sampling(4))
     engine.generate(ask, Sampling(4))  # a refill, or the next turn: awake, with its prefix cache
     engine.release_memory()
-    first = ["sample", *LOAD, "reset", "probe", "sample"]
-    assert llm.calls == [*first, "generate", "generate", "sleep 2"], "random weights fill the caches first"
+    assert llm.calls == [*LOAD, "reset", "probe", "generate", "generate", "sleep 2"]
     llm.calls.clear()
     engine.sync(2)
     engine.generate(ask, Sampling(4))
@@ -167,7 +161,7 @@ def test_parameters_are_sent_one_at_a_time(recorded: tuple[ColocateEngine, Recor
 
 def test_a_failure_in_any_process_stops_all(recorded: tuple[ColocateEngine, Recorded]) -> None:
     engine, _ = recorded
-    engine.world.gather_objects = lambda items: [*items, "the other process could not"]  # type: ignore
+    engine.world.gather_objects = lambda items: [*items, EngineError("the other process could not")]  # type: ignore
     with pytest.raises(EngineError, match="the other process could not"):
         engine.sync(1)
     assert engine.version is None
@@ -181,7 +175,7 @@ def test_a_failure_to_sleep_in_any_process_stops_all_before_the_update(
 
     def gather(items: list[str]) -> list[str]:
         gathered.append(items)
-        return ["the other process could not"] if len(gathered) == 1 else items
+        return [EngineError("the other process could not")] if len(gathered) == 1 else items
 
     engine.sync(1)
     monkeypatch.setattr(engine.world, "gather_objects", gather, raising=False)

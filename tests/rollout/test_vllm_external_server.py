@@ -15,7 +15,8 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import external, installation
+from grpocli.rollout.vllm import config as vllm_config
+from grpocli.rollout.vllm import external
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.external import external_servers, find_endpoint, misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
@@ -217,8 +218,8 @@ def test_another_minor_version_of_vllm_cannot_send_weights(
     with pytest.raises(ConfigError, match=re.escape(sends)) as caught:
         external_servers(options, job)
     assert (caught.value.key, caught.value.value) == ("engine.base_url", stand_in.url)
-    monkeypatch.setattr(external, "check_vllm", installation.check_vllm)
-    monkeypatch.setattr(installation, "find_spec", lambda name: None)
+    monkeypatch.setattr(external, "check_vllm", vllm_config.check_vllm)
+    monkeypatch.setattr(vllm_config, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="vLLM is not installed"):
         external_servers(options, job)
 
@@ -247,9 +248,7 @@ def test_a_key_comes_from_a_file_or_the_environment(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base_url": []}, r"engine\.base_url=\[\]: names no server"),
-        ({"base_url": ""}, r"engine\.base_url=: must be an address such as http://"),
-        ({"base_url": "http://"}, r"engine\.base_url=http:/*: must be an address"),
+        ({"base_url": []}, r"engine\.base_url=\[\]: must be an address or a list"),
         ({"base_url": "http://127.0.0.1:99999"}, r"engine\.base_url=http://127\.0\.0\.1:99999: must be an address"),
         ({"base_url": "http://127.0.0.1:abc"}, r"engine\.base_url=http://127\.0\.0\.1:abc: must be an address"),
         ({"base_url": 8000}, r"engine\.base_url=8000: must be an address or a list"),

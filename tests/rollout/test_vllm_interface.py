@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from rollout.vllm_files import VllmFiles, arguments
 
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import client, colocate, connection, lora, server, transport_gpu
+from grpocli.rollout.vllm import client, colocate, lora, server, transport_gpu
 from grpocli.rollout.vllm.config import RESERVED
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.rollout.vllm.server_files import ADVICE, PHASES, RENAMED
@@ -110,7 +110,7 @@ TEXTS = {
         ("vllm/v1/metrics/loggers.py", '"vllm:generation_tokens"'),
         ("vllm/v1/metrics/loggers.py", '"vllm:prompt_tokens"'),
     ],
-    "0.33": [("vllm/v1/engine/core.py", connection.PAUSED)],
+    "0.33": [("vllm/v1/engine/core.py", client.PAUSED)],
 }
 """Words of requests, answers and metrics, by file; "": in every version."""
 
@@ -218,7 +218,7 @@ def test_our_source_and_client_have_what_vllm_calls(vllm: VllmFiles, engine: str
 
 
 def test_every_route_exists(vllm: VllmFiles) -> None:
-    files = [OURS / name for name in ("client.py", "connection.py", "external.py")]
+    files = [OURS / name for name in ("client.py", "external.py")]
     ours = {
         text.partition("?")[0]
         for path in files

@@ -13,7 +13,7 @@ from rollout.vllm_tiny import Alone
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm import lora
-from grpocli.rollout.vllm.connection import ServerGone
+from grpocli.rollout.vllm.client import ServerGone
 from grpocli.rollout.vllm.lora import AdapterSync, lora_flags, lora_misfit
 
 
@@ -62,7 +62,7 @@ def test_ranks_and_dtypes_that_vllm_cannot_serve_are_refused() -> None:
 @pytest.mark.parametrize(
     ("limit", "rank", "problem"),
     [
-        (None, 4, "takes no adapters, the run trains one (model.lora.rank=4): serve with lora_rank=4"),
+        (None, 4, "takes no adapters, the run has model.lora.rank=4: serve with lora_rank=4"),
         (8, 9, "up to rank 8, the run has model.lora.rank=9: serve with lora_rank=9"),
         (8, 0, "the run trains all weights (model.lora.rank=0): serve without lora_rank"),
         (8, 8, ""),

@@ -17,12 +17,11 @@ from rollout.vllm_tiny import Alone
 from grpocli.errors import EngineError, EngineGone
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener
-from grpocli.rollout.vllm import connection, server_pool
-from grpocli.rollout.vllm.client import ServerClient
-from grpocli.rollout.vllm.connection import GENERATE, Refused
-from grpocli.rollout.vllm.engine import VllmEngine
+from grpocli.rollout.vllm import client as vllm_client
+from grpocli.rollout.vllm import engine as vllm_engine
+from grpocli.rollout.vllm.client import GENERATE, Refused, ServerClient
+from grpocli.rollout.vllm.engine import ServerPool, VllmEngine
 from grpocli.rollout.vllm.server_files import Endpoint
-from grpocli.rollout.vllm.server_pool import ServerPool
 from grpocli.rollout.vllm.supervisor import Lost
 from grpocli.types import Completion, Request, Sampling
 
@@ -73,9 +72,6 @@ class Comes:
     def __init__(self, *servers: Vllm) -> None:
         self.servers = list(servers)
         self.waited: list[int] = []
-
-    def check(self, clients: Sequence[ServerClient]) -> None:
-        return
 
     def wait(self, lost: Lost) -> list[Endpoint]:
         return [self._next(index, *told) for index, told in lost.items()]
@@ -136,7 +132,7 @@ def test_a_fast_server_gets_more_requests_and_answers_keep_their_order(
     serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slow server answers only after the fast one has answered all other requests."""
-    monkeypatch.setattr(server_pool, "REQUESTS", 4)
+    monkeypatch.setattr(vllm_engine, "REQUESTS", 4)
     slow, fast = serve(), serve()
     go_on, count = threading.Event(), 20
     respond = slow.respond
@@ -252,7 +248,7 @@ def test_a_server_that_dies_at_every_attempt_is_named(serve: Callable[..., Vllm]
 
 
 def test_a_stuck_server_is_lost_after_the_timeout(serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "CHECK_TIMEOUT", 0.1)
+    monkeypatch.setattr(vllm_client, "CHECK", 0.1)
     hangs, lives = serve(), serve()
     hangs.answer = lambda path, body: (200, {}) if path == "/health" or hangs.closed.wait(60) else (500, {})
     engine, _ = engine_of([hangs], Comes(lives))
@@ -317,7 +313,7 @@ def test_a_new_server_gets_no_requests_before_it_has_the_weights(serve: Callable
 def test_a_queued_request_does_not_go_to_a_replaced_server(
     serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_pool, "REQUESTS", 1)
+    monkeypatch.setattr(vllm_engine, "REQUESTS", 1)
     dies, lives, new = serve(), serve(), serve()
     under_way, replaced = threading.Event(), threading.Event()
     two = ServerPool(clients_of(dies, lives))

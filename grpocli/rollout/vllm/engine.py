@@ -1,28 +1,42 @@
-"""engine=vllm in a trainer process: requests to the servers, syncs of weights, and lost servers brought back."""
+"""engine=vllm in a trainer process: requests to the servers, syncs of weights, and lost servers brought back.
+
+`ServerPool` spreads requests over the servers by load. `VllmEngine` repeats what a lost server left undone, after the
+supervisor has replaced it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
+import resource
 import time
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpocli.errors import EngineError, EngineGone
-from grpocli.http import retry_delay
+from grpocli.progress import UNWATCHED, Watch, unreported
 from grpocli.rollout.engine import Engine, Listener, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
-from grpocli.rollout.vllm.client import ServerClient, body, check_refusal, check_temperature, completions
-from grpocli.rollout.vllm.connection import KeepsRefusing, Refused
+from grpocli.rollout.vllm.client import (
+    Refused,
+    ServerClient,
+    ServerGone,
+    body,
+    check_refusal,
+    check_temperature,
+    completions,
+)
 from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.server_files import Endpoint, run_files
-from grpocli.rollout.vllm.server_pool import Choices, CompletionCounter, ServerPool
 from grpocli.rollout.vllm.supervisor import ExternalServers, OwnServers, Reconnector
 from grpocli.rollout.vllm.transport_gpu import IpcTransport, NcclTransport
 from grpocli.rollout.vllm.transport_shm import ShmTransport
-from grpocli.rollout.vllm.weight_sync import PolicyWeights, Transport, WeightSync
+from grpocli.rollout.vllm.weight_sync import PolicyWeights, Transport, WeightSync, together
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -32,11 +46,166 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIRST_DELAY = 0.5  # longest wait before the second attempt, in seconds
+SEQUENCES = 1024
+"""Completions at a server at a time: as many as vLLM runs at once on a large GPU; a smaller server queues the rest."""
+REQUESTS = 256
+"""Requests at a server at a time, since each has its own connection."""
+POLL = 0.5
+"""Seconds between checks of the watch and at the counts of tokens, and between two attempts at a sync."""
 ATTEMPTS = 10  # of one sync or one batch of completions, in case a server dies every time
 
-
+Choices = list[dict[str, Any]]
+"""The completions of one request, as vLLM's JSON."""
 Synchronizer = WeightSync | AdapterSync
+
+
+@dataclass(slots=True)
+class CompletionCounter:
+    """Reports the completions out of `total` that are done, and the tokens generated, to `watch`."""
+
+    watch: Watch = UNWATCHED
+    total: int = 0
+    done: int = 0
+    tokens: float = 0.0
+
+    def add(self, completions: int) -> None:
+        self.done += completions
+        self.report()
+
+    def report(self) -> None:
+        self.watch.progress(self.done, self.total, "completions", f"{self.tokens:,.0f} tokens" if self.tokens else "")
+
+
+@dataclass(slots=True)
+class ServerLoad:
+    """One server and its load during one call of `complete`.
+
+    takes_requests: see `ServerPool.takes_requests`. outstanding: completions that were requested and have not arrived.
+    """
+
+    client: ServerClient
+    takes_requests: Callable[[], bool]
+    room: asyncio.Semaphore
+    outstanding: int = 0
+
+    async def request(self, body: dict[str, Any]) -> Choices | None:
+        """The completions; None if the server was lost or replaced before it answered."""
+        wanted = completions_of(body)
+        self.outstanding += wanted
+        try:
+            async with self.room:
+                return await self.client.generate(body) if self.takes_requests() else None
+        except ServerGone:
+            return None
+        finally:
+            self.outstanding -= wanted
+
+
+def completions_of(body: dict[str, Any]) -> int:
+    """The number of completions that a request asks for."""
+    return int(body.get("sampling_params", {}).get("n", 1))
+
+
+def requests_at_once(bodies: Sequence[dict[str, Any]]) -> int:
+    """Requests at a server at a time, so that the largest ones hold at most SEQUENCES completions together."""
+    return max(1, min(REQUESTS, SEQUENCES // max(map(completions_of, bodies))))
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit of open files, often 1,024, to at least `count` where the hard limit allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class ServerPool:
+    """The servers of a run in one trainer process. Several threads may call it."""
+
+    def __init__(self, clients: Sequence[ServerClient]) -> None:
+        self.clients = list(clients)
+        allow_open_files(1024 + REQUESTS * len(self.clients))
+        self._closed: set[int] = set()
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Reasons why servers are lost (gone, stuck or replaced), by number."""
+        return {index: str(client.lost) for index, client in enumerate(self.clients) if client.lost}
+
+    def replace(self, index: int, endpoint: Endpoint) -> None:
+        """Use the server at `endpoint` as number `index`. It gets no requests before `open_all`."""
+        self._closed.add(index)
+        self.clients[index].connect(endpoint)
+
+    def open_all(self) -> None:
+        """Let all servers take requests: they have the weights to sample with."""
+        self._closed.clear()
+
+    def takes_requests(self, index: int) -> bool:
+        """Whether server number `index` takes requests."""
+        return not self.clients[index].lost and index not in self._closed
+
+    def complete(
+        self,
+        bodies: Sequence[dict[str, Any]],
+        on_answer: Callable[[int, Choices], None] | None = None,
+        count: CompletionCounter | None = None,
+    ) -> list[Choices | None]:
+        """The completions of each request, in the requests' order; None if no server was left to answer it.
+
+        on_answer: called with a request's number and its completions as soon as they arrive.
+        count: counts tokens; when its watch is cancelled, all requests are aborted and get None.
+        A request, a whole group, goes to the server with the fewest outstanding completions. A lost server's
+        unanswered requests go to the others. A refused request raises EngineError and cancels the rest.
+        """
+        return asyncio.run(self._complete(bodies, on_answer, count or CompletionCounter())) if bodies else []
+
+    async def _complete(
+        self,
+        bodies: Sequence[dict[str, Any]],
+        on_answer: Callable[[int, Choices], None] | None,
+        count: CompletionCounter,
+    ) -> list[Choices | None]:
+        limit = requests_at_once(bodies)
+        loads = [
+            ServerLoad(client, partial(self.takes_requests, i), asyncio.Semaphore(limit))
+            for i, client in enumerate(self.clients)
+        ]
+        turn = asyncio.Semaphore(limit * len(loads))  # a request chooses its server only when it can run
+
+        async def one(number: int, body: dict[str, Any]) -> Choices | None:
+            async with turn:
+                while living := [load for load in loads if load.takes_requests()]:
+                    load = min(living, key=lambda load: load.outstanding)
+                    if (choices := await load.request(body)) is not None:
+                        if on_answer:
+                            on_answer(number, choices)
+                        return choices
+                return None
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(number, body)) for number, body in enumerate(bodies)]
+                watching = group.create_task(self._watch(tasks, count))
+                await asyncio.wait(tasks)
+                watching.cancel()
+        except ExceptionGroup as errors:  # the first error, `on_answer`'s too, has cancelled the other tasks
+            raise errors.exceptions[0] from None
+        return [None if task.cancelled() else task.result() for task in tasks]
+
+    async def _watch(self, tasks: Sequence[asyncio.Task[Choices | None]], count: CompletionCounter) -> None:
+        """Until cancelled, report the tokens generated, and cancel `tasks` once the watch is cancelled."""
+        first: float | None = None
+        while True:
+            await asyncio.sleep(POLL)
+            if count.watch.cancelled():
+                for task in tasks:
+                    task.cancel()
+            if count.watch.progress is not unreported:
+                now = sum(await asyncio.gather(*(client.connection.generated() for client in self.clients)))
+                first = now if first is None else first
+                count.tokens = max(count.tokens, now - first)
+                count.report()
 
 
 class VllmEngine(Engine):
@@ -112,7 +281,7 @@ class VllmEngine(Engine):
 
             self.pool.complete([bodies[k] for k in left], arrived, counter)
             if self._failure:
-                raise _copy(self._failure)
+                raise type(self._failure)(str(self._failure))  # a copy, as this may be another thread
             unanswered = any(k not in results for k in left) and not counter.watch.cancelled()
             reasons = list(self.pool.lost.values()) or ["a vLLM server died"]
             problems = self.world.gather_objects(reasons[:1] if unanswered else [])
@@ -142,7 +311,7 @@ class VllmEngine(Engine):
 
     def _sync_all(self, version: int) -> dict[str, float]:
         """Sync until no server dies meanwhile; the others hold their requests between attempts."""
-        for attempt in range(1, ATTEMPTS + 1):
+        for _ in range(ATTEMPTS):
             self._bring_back()
             try:
                 return self._synchronizer(version)
@@ -150,7 +319,7 @@ class VllmEngine(Engine):
                 if not self._lost():
                     raise
                 last = error
-            time.sleep(retry_delay(attempt, FIRST_DELAY))  # the server may be busy
+            time.sleep(POLL)  # the server may be busy
         raise EngineGone(f"{ATTEMPTS} syncs of weights failed one after the other: {last}")
 
     def _lost(self) -> dict[int, str]:
@@ -162,40 +331,30 @@ class VllmEngine(Engine):
         """Wait for lost servers, or others in their place, and use them. Collective."""
         if self._gone:  # an earlier wait has failed
             raise EngineGone(self._gone)
-        if self.world.is_main:
-            self._reconnector.check(self.pool.clients)
         lost = self._lost()
         if not lost:
             return
-        refusing = [str(client.lost) for client in self.pool.clients if isinstance(client.lost, KeepsRefusing)]
-        if refusing := self.world.gather_objects(refusing):
-            self._gone = refusing[0]
-            raise EngineGone(self._gone)
-        found = self.world.broadcast_object(self._wait(lost) if self.world.is_main else "")
-        if isinstance(found, str):
-            self._gone = found
-            raise EngineGone(found)
-        for index, endpoint in zip(lost, found, strict=True):
+        found: list[Endpoint] = []
+        try:
+            with together(self.world):
+                for client in self.pool.clients:
+                    if client.lost and client.lost.refuses:  # its checks may pass, as they use few of its routes
+                        raise EngineGone(str(client.lost))
+                if self.world.is_main:
+                    for index, reason in lost.items():
+                        logger.warning("vLLM server %d is lost: %s", index, reason)
+                    clients = self.pool.clients
+                    found = self._reconnector.wait({i: (clients[i].endpoint, reason) for i, reason in lost.items()})
+        except EngineGone as error:
+            self._gone = str(error)
+            raise
+        for index, endpoint in zip(lost, self.world.broadcast_object(found), strict=True):
             self.pool.replace(index, endpoint)
             self.restarts += 1
             logger.warning("vLLM server %d is back, at %s", index, endpoint.url)
 
-    def _wait(self, lost: dict[int, str]) -> list[Endpoint] | str:
-        """The new endpoints, or the reason why there are none; in the main process only."""
-        for index, reason in lost.items():
-            logger.warning("vLLM server %d is lost: %s", index, reason)
-        try:
-            return self._reconnector.wait({i: (self.pool.clients[i].endpoint, reason) for i, reason in lost.items()})
-        except (EngineGone, OSError) as error:  # returned, because the other processes wait for the broadcast
-            return str(error)
-
     def close(self) -> None:
         self._synchronizer.close()
-
-
-def _copy(error: EngineError) -> EngineError:
-    """A copy to raise in another thread."""
-    return EngineGone(str(error)) if isinstance(error, EngineGone) else EngineError(str(error))
 
 
 def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
@@ -228,14 +387,10 @@ def make_synchronizer(clients: Sequence[ServerClient], context: EngineContext) -
     job = context.job
     if job.lora_rank:
         return AdapterSync(clients, context)
-    weights = PolicyWeights(context.policy, getattr(torch, job.dtype))
-    bucket_bytes = context.sync.bucket_mb * 2**20
-
-    def make_transport() -> Transport:
-        if job.transport == "shm":
-            return ShmTransport(weights, bucket_bytes)
-        if job.transport == "nccl":
-            return NcclTransport(weights, bucket_bytes)
-        return IpcTransport(weights, bucket_bytes, context.world.rank)
-
-    return WeightSync(clients, context, make_transport)
+    weights, bucket_bytes = PolicyWeights(context.policy, getattr(torch, job.dtype)), context.sync.bucket_mb * 2**20
+    transport: Transport = ShmTransport(weights, bucket_bytes)
+    if job.transport == "nccl":
+        transport = NcclTransport(weights, bucket_bytes)
+    elif job.transport == "ipc":
+        transport = IpcTransport(weights, bucket_bytes, context.world.rank)
+    return WeightSync(clients, context, transport)

@@ -17,9 +17,8 @@ from grpocli.http import is_loopback
 from grpocli.models.loading import ModelPart
 from grpocli.processes.signals import handle_stops, restore
 from grpocli.progress import Progress, unreported
-from grpocli.rollout.vllm.client import MODEL, ServerClient
-from grpocli.rollout.vllm.connection import Refused
-from grpocli.rollout.vllm.installation import check_vllm, vllm_version
+from grpocli.rollout.vllm.client import MODEL, Refused, ServerClient
+from grpocli.rollout.vllm.config import check_vllm, vllm_version
 from grpocli.rollout.vllm.lora import lora_misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server import POLL, ServerSpec, check_port, free_port, model_config, serving
@@ -158,12 +157,6 @@ def misfit(served: dict[str, Any], job: EngineJob) -> str:
             f"that server takes {model['max_model_len']} tokens, the run needs {job.max_tokens}: serve with "
             f"max_model_len={job.max_tokens}, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
         )
-    limit = (served.get("scheduler_config") or {}).get("max_num_seqs")
-    if limit is not None and limit < job.max_num_seqs:
-        return (
-            f"that server runs {limit} completions at once, one request of the run has {job.max_num_seqs}: serve with "
-            f"engine.vllm_args.max_num_seqs={job.max_num_seqs}, or lower rollout.group_size or eval.samples"
-        )
     return _other_model(str(model["model"]), job.model_path)
 
 
@@ -173,10 +166,10 @@ def head_misfit(model: dict[str, Any], job: EngineJob) -> str | None:
     ours = job.head_dtype or "model"
     if job.dtype == "float32" or theirs == ours:
         return None
-    names = {"model": ("its dtype", "null"), "float32": ("float32", "float32")}
+    words = {"model": "its dtype", "float32": "float32"}
     return (
-        f"that server's output head computes in {names.get(theirs, (theirs,))[0]}, the run's in {names[ours][0]}: give "
-        f"vllm-serve and train the same model.head_dtype, {names[ours][1]}"
+        f"that server's output head computes in {words.get(theirs, theirs)}, the run's in {words[ours]}: give "
+        f"vllm-serve and train the same model.head_dtype, {job.head_dtype or 'null'}"
     )
 
 

@@ -27,7 +27,7 @@ from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.api_server import KEY_VARIABLE, PRIVATE_FOLDER_VARIABLE
 from grpocli.rollout.vllm.client import MODEL, ServerClient
-from grpocli.rollout.vllm.installation import check_plugin
+from grpocli.rollout.vllm.config import check_plugin
 from grpocli.rollout.vllm.lora import lora_flags
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import Endpoint, StartupLog, private_folder

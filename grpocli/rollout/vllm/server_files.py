@@ -16,13 +16,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from grpocli.cache import cache_dir
 from grpocli.files import read_shared, write_atomic
+from grpocli.processes.threads import run_in_thread
 
 SHM = Path("/dev/shm")
 ROOM = 2**30  # bytes: a memory file system with less free space is too small for weights
@@ -32,20 +34,21 @@ LOCK = "lock"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The address of a server and the data needed to use it.
-
-    url: without a slash at the end. shm_dir: the folder that the server reads weights from. log: its output, if this
-    machine has it; log_from: the byte at which this server's output begins. generation: the number of earlier servers
-    with the same role; each has another URL. gone: why no further server will come, if so.
-    """
+    """The address of a server and the data needed to use it."""
 
     url: str
+    """Without a slash at the end."""
     api_key: str = field(repr=False)  # errors and log lines may show the other fields
     shm_dir: str
+    """The folder that the server reads weights from."""
     log: str | None = None
+    """Its output, if this machine has it."""
     generation: int = 0
+    """The number of earlier servers with the same role; each has another URL."""
     gone: str | None = None
+    """Why no further server will come, if so."""
     log_from: int = 0
+    """The byte at which this server's output begins."""
 
     def cause(self) -> str:
         """The cause of a failure according to the log, to append to a sentence; "" without a log."""
@@ -185,14 +188,12 @@ def _remove(folder: Path) -> None:
 FOLLOW = 0.1  # seconds between checks of a growing log
 TAIL = 256 * 1024  # bytes at the end of a log that are searched for the cause
 ERROR = re.compile(r"(?:^|[\s\]])((?:[\w.]+\.)?\w*(?:Error|Exception): .+|[\w.]+: error: .+)$")
-DEFAULTS = re.compile(r"non-default args: (\{.*\})")
-PYDANTIC_WORDS = re.compile(
-    r"(?:pydantic_core\S*)?ValidationError: \d+ validation errors? for |Value error, |\[type=.*?\]"
-)
 NOT_THE_CAUSE = re.compile(r"Engine core initialization failed|EngineDeadError|CancelledError|KeyboardInterrupt")
 LINE_PREFIX = re.compile(r"^(?:\(\S+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[\S+\] )?")  # of vLLM's log lines
 SHARE = re.compile(r"\b(\d{1,3})% ?(?:Completed )?\|")  # of a progress bar
-PYDANTIC_LINES = 8  # lines after "validation error for" with the details
+REFUSED_OPTION = re.compile(r"error: (?:argument|unrecognized arguments)|validation errors? for")
+DETAILS = 6
+"""Lines after pydantic's "validation error for" that say which option, and why."""
 RENAMED = {
     "data_parallel_size": "engine.data_parallel",
     "dtype": "model.dtype",
@@ -203,14 +204,6 @@ RENAMED = {
     "trust_remote_code": "model.trust_remote_code",
 }
 """Options of vLLM that have a key with another name."""
-OPTIONS = {
-    **RENAMED,
-    "max_lora_rank": "model.lora.rank",
-    "model": "model",
-    "port": "engine.port",
-    **{name: f"engine.{name}" for name in ("enforce_eager", "gpu_memory_utilization", "max_model_len", "quantization")},
-}
-"""The config keys of vLLM's options; any other option is in engine.vllm_args."""
 ADVICE = (
     (r"GiB\) on kv cache allocation is less than", "too little memory for the KV cache: lower engine.cpu_kv_cache_gb"),
     (r"on startup is less than desired CPU memory", "too little free memory: lower engine.cpu_kv_cache_gb"),
@@ -308,39 +301,17 @@ def find_cause(log: Path, since: int = 0) -> tuple[str, str]:
     with log.open("rb") as file:
         file.seek(max(since, log.stat().st_size - TAIL))
         lines = [LINE_PREFIX.sub("", line) for line in file.read().decode(errors="replace").splitlines()]
-    found = [_whole(match[1], lines[at + 1 :]) for at, line in enumerate(lines) if (match := ERROR.search(line))]
-    found = [re.sub(r"\w+: Worker failed with error '(.*)', please check.*", r"\1", cause) for cause in found]
-    causes = [cause for cause in found if not NOT_THE_CAUSE.search(cause)]
-    given = next((match[1] for line in lines if (match := DEFAULTS.search(line))), "")
-    return (advice_for(causes[-1], given), causes[-1][:400]) if causes else ("", "")
-
-
-def _whole(error: str, following: list[str]) -> str:
-    """The whole error: pydantic gives its details in indented lines after the first."""
-    if "validation error" not in error:
-        return error
-    more = takewhile(re.compile(r"[\w.]+|\s+\S.*").fullmatch, following[:PYDANTIC_LINES])
-    details = [line.strip() for line in more if not line.startswith("    For further information")]
-    return " ".join(PYDANTIC_WORDS.sub("", " ".join([error, *details])).split())
-
-
-def advice_for(cause: str, given: str = "") -> str:
-    """The key to change, if known; else "". given: vLLM's list of the options that it was started with."""
-    advice = next((advice for pattern, advice in ADVICE if re.search(pattern, cause)), None)
-    return advice or _key(cause, given) or ""
-
-
-def _key(cause: str, given: str) -> str | None:
-    """The key of an option that vLLM refused; the user's if there are several."""
-    names = [
-        name.replace("-", "_")
-        for name in re.findall(r"error: (?:argument|unrecognized arguments:) --(?:no-)?([\w-]+)", cause)
-    ]
-    names += re.findall(r"(\w+) (?:Input|Value|Extra|Field) \w+", cause)
-    if not names:
-        return None
-    name = next((name for name in names if f"'{name}'" in given), names[0])
-    return OPTIONS.get(name, f"engine.vllm_args.{name}")
+    found = [(at, match[1]) for at, line in enumerate(lines) if (match := ERROR.search(line))]
+    causes = [(at, cause) for at, cause in found if not NOT_THE_CAUSE.search(cause)]
+    if not causes:
+        return "", ""
+    at, cause = causes[-1]
+    if "validation error" in cause:
+        cause = " ".join(" ".join([cause, *lines[at + 1 : at + 1 + DETAILS]]).split())
+    advice = next((advice for pattern, advice in ADVICE if re.search(pattern, cause)), "")
+    if REFUSED_OPTION.search(cause) and not advice:
+        advice = "vLLM refuses an option: change engine.vllm_args, or the key of this name"
+    return advice, re.sub(r"\w+: Worker failed with error '(.*)', please check.*", r"\1", cause)[:400]
 
 
 @contextlib.contextmanager
@@ -361,13 +332,12 @@ def printed_log(log: Path) -> Iterator[None]:
     """Print a growing log to stdout until the block ends."""
     ended = threading.Event()
     with log.open(errors="replace") as file:
-        thread = threading.Thread(target=_print_until, args=(file, ended), daemon=True)
-        thread.start()
+        printing = run_in_thread(partial(_print_until, file, ended), "log")
         try:
             yield
         finally:
             ended.set()
-            thread.join()
+            wait([printing])
 
 
 def _print_until(file: IO[str], ended: threading.Event) -> None:

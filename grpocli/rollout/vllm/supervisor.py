@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from grpocli.errors import ConfigError, EngineError, EngineGone, GrpoError
 from grpocli.files import read_shared, write_atomic
 from grpocli.processes.guard import guarded
 from grpocli.processes.reports import KINDS
+from grpocli.processes.threads import run_in_thread
 from grpocli.progress import unreported
 from grpocli.rollout.vllm.external import external_servers
 from grpocli.rollout.vllm.server import LOOPBACK, ServerSpec, free_port, serving
@@ -43,17 +44,15 @@ from grpocli.rollout.vllm.server_files import (
     run_files,
     shared_memory_patterns,
 )
-from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM
+from grpocli.rollout.vllm.weight_sync import PROBE_ROOM
 
 if TYPE_CHECKING:
     from grpocli.processes.guard import Guarded
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.client import ServerClient
     from grpocli.rollout.vllm.config import VllmOptions
 
 logger = logging.getLogger(__name__)
 
-PORT_TRIES = 3
 OUTLIVE = 15.0  # seconds after this process's death within which servers and trainer processes have ended too
 GRACE = 2.0  # seconds that a lost server has to exit
 POLL = 0.2  # seconds between checks of processes and files
@@ -101,21 +100,18 @@ def own_servers(
             start = partial(_started, options, job, i, gpus, stop_event, host)
             servers.append(SupervisedServer(first + i, job.run_dir, start, stop_event, options.max_restarts))
         stack.callback(_stop, servers, stop_event)
-        with ThreadPoolExecutor(len(servers)) as pool:
-            try:
-                for done in as_completed([pool.submit(server.start) for server in servers]):
-                    done.result()
-            except BaseException:
-                stop_event.set()  # otherwise the pool would wait for the other starts
-                raise
+        for done in as_completed([server.begin() for server in servers]):
+            done.result()
         yield servers
 
 
 def _stop(servers: Sequence[SupervisedServer], stop_event: threading.Event) -> None:
+    """End the servers, and starts under way."""
     stop_event.set()
-    with ThreadPoolExecutor(len(servers)) as pool:
-        for stopped in [pool.submit(server.stop) for server in servers]:
-            stopped.result()
+    futures = [run_in_thread(server.stop, server.name) for server in servers]
+    wait(futures)
+    for stopped in futures:
+        stopped.result()
 
 
 @contextlib.contextmanager
@@ -145,24 +141,15 @@ def _started(
 ) -> Iterator[tuple[Endpoint, Guarded]]:
     """Server number `index` of this machine, while the block runs.
 
-    A restart takes a new port, so that requests to the dead server cannot reach one with other weights. Another process
-    may take a free port before the server listens on it; then another port is tried.
+    A restart takes a new port, so that requests to the dead server cannot reach one with other weights.
     """
     options.check_room(job)
     room = options.max_model_len or max(job.max_tokens, PROBE_ROOM)
-    fixed = options.port + index if options.port and not restarts else 0
+    port = options.port + index if options.port and not restarts else free_port()
     machine = "" if host == LOOPBACK else f"{host}_"
     log = job.run_dir.absolute() / "logs" / f"vllm_{machine}{index}.log"
     progress = unreported if index else job.progress  # the first server's progress is shown
-    with contextlib.ExitStack() as stack:
-        for tries_left in reversed(range(1 if fixed else PORT_TRIES)):
-            spec = ServerSpec(job, fixed or free_port(), room, host, gpus=gpus)
-            try:
-                server = stack.enter_context(serving(spec, options, log, stop_event, progress=progress))
-                break
-            except GrpoError as error:
-                if not tries_left or "Address already in use" not in str(error):
-                    raise
+    with serving(ServerSpec(job, port, room, host, gpus=gpus), options, log, stop_event, progress=progress) as server:
         yield server
 
 
@@ -235,8 +222,13 @@ class SupervisedServer:
         self.name = f"vLLM server {index}"
         self._start_server = start_server
         self._running = contextlib.ExitStack()
-        self._thread = threading.Thread(target=self._supervise, name=self.name, daemon=True)
+        self._work: Future[None] | None = None  # in a thread
         self.attempts = 0
+
+    def begin(self) -> Future[None]:
+        """`start` in a thread."""
+        self._work = run_in_thread(self.start, self.name)
+        return self._work
 
     def start(self) -> None:
         """Return when the server is healthy and its endpoint file written. Raises ConfigError or EngineError."""
@@ -246,12 +238,12 @@ class SupervisedServer:
 
     def supervise(self) -> None:
         """Restart the server when it is lost, in a thread, until `stop`."""
-        self._thread.start()
+        self._work = run_in_thread(self._supervise, self.name)
 
     def stop(self) -> None:
-        """End the server; `stop_event` must be set."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        """End the server; `stop_event` must be set, which ends a start under way too."""
+        if self._work:
+            wait([self._work])
         self._running.close()
         for path in (run_file(self.run_dir, self.index), lost_file(self.run_dir, self.index)):
             path.unlink(missing_ok=True)
@@ -295,82 +287,72 @@ class Reconnector(ABC):
 
     def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
         self.options, self.job, self.stopping = options, job, stopping
+        self.waits = options.waits
+        """{config key: seconds}; the longest counts."""
 
-    def check(self, clients: Sequence[ServerClient]) -> None:  # noqa: B027 (own servers are never replaced unnoticed)
-        """Before a sync, mark clients as lost whose server was replaced unnoticed."""
-
-    @abstractmethod
     def wait(self, lost: Lost) -> list[Endpoint]:
         """The new endpoints of the lost servers, in order, within one deadline: other processes wait in a collective.
 
         Raises EngineGone at the deadline, if no server will come, or if the run is asked to stop.
         """
+        deadline = time.monotonic() + max(self.waits.values())
+        return [self._wait(index, former, reason, deadline) for index, (former, reason) in lost.items()]
 
-    def raise_if_stopping(self, reason: str) -> None:
-        """Raise EngineGone if the run is asked to stop."""
-        if self.stopping():
-            raise EngineGone(f"{reason}; the run was asked to stop, so it does not wait for another server")
+    def _wait(self, index: int, former: Endpoint, reason: str, deadline: float) -> Endpoint:
+        while True:
+            if self.stopping():
+                raise EngineGone(f"{reason}; the run was asked to stop, so it does not wait for another server")
+            found = self.look(index, former, reason, max(1, math.ceil(deadline - time.monotonic())))
+            if isinstance(found, Endpoint):
+                return found
+            if time.monotonic() > deadline:
+                waited = " or ".join(f"{seconds} s ({key})" for key, seconds in self.waits.items())
+                raise EngineGone(f"{reason}; no server came in its place within {waited}{found}")
+            time.sleep(POLL)
+
+    @abstractmethod
+    def look(self, index: int, former: Endpoint, reason: str, left: int) -> Endpoint | str:
+        """The endpoint of server number `index`, or why it is not there yet, to append to a sentence.
+
+        former, reason: see `Lost`. left: seconds for the look. Raises EngineGone if no server will come.
+        """
 
 
 class OwnServers(Reconnector):
     """Waits for the run's own servers, which `SupervisedServer` starts again at a new address."""
 
     def wait(self, lost: Lost) -> list[Endpoint]:
-        timeout = max(self.options.waits.values())
         for index, (former, reason) in lost.items():
             write_atomic(lost_file(self.job.run_dir, index), f"{former.generation} {reason}")
-        deadline = time.monotonic() + timeout
-        return [self._wait(index, former, reason, timeout, deadline) for index, (former, reason) in lost.items()]
+        return super().wait(lost)
 
-    def _wait(self, index: int, former: Endpoint, reason: str, timeout: float, deadline: float) -> Endpoint:
-        while time.monotonic() < deadline:
-            try:
-                endpoint = Endpoint.load(run_file(self.job.run_dir, index))
-            except FileNotFoundError as error:
-                raise EngineGone(f"{reason}; the run is being ended, so no other server is started") from error
-            if endpoint.gone:
-                raise EngineGone(endpoint.gone)
-            if endpoint.generation > former.generation:
-                return endpoint
-            self.raise_if_stopping(reason)
-            time.sleep(POLL)
-        raise EngineGone(
-            f"{reason}; no other server came in its place within {timeout:g} s "
-            f"(engine.start_timeout={self.options.start_timeout}, engine.max_restarts={self.options.max_restarts})"
-        )
+    def look(self, index: int, former: Endpoint, reason: str, left: int) -> Endpoint | str:
+        try:
+            endpoint = Endpoint.load(run_file(self.job.run_dir, index))
+        except FileNotFoundError as error:
+            raise EngineGone(f"{reason}; the run is being ended, so no other server is started") from error
+        if endpoint.gone:
+            raise EngineGone(endpoint.gone)
+        return endpoint if endpoint.generation > former.generation else ""
 
 
 class ExternalServers(Reconnector):
     """Waits for servers at `engine.base_url`, which may come back with another key and other weights."""
 
-    def check(self, clients: Sequence[ServerClient]) -> None:
-        for client in clients:
-            with contextlib.suppress(EngineError):  # the sync that follows raises the same error
-                if not client.lost:
-                    client.weight_version()
+    def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
+        super().__init__(options, job, stopping)
+        self.waits = {"engine.reconnect_timeout": options.reconnect_timeout}
 
-    def wait(self, lost: Lost) -> list[Endpoint]:
-        deadline = time.monotonic() + self.options.reconnect_timeout
-        return [self._wait(index, reason, deadline) for index, (_, reason) in lost.items()]
-
-    def _wait(self, index: int, reason: str, deadline: float) -> Endpoint:
-        url, timeout = self.options.urls[index], self.options.reconnect_timeout
-        while True:
-            self.raise_if_stopping(reason)  # also if the server answers here, and hangs in each sync
-            left = max(1, math.ceil(deadline - time.monotonic()))
-            only_this = replace(
-                self.options,
-                base_url=url,
-                api_key_file=self.options.key_file(url),
-                request_timeout=min(left, self.options.request_timeout),
-                patience=min(left, self.options.patience),
-            )
-            try:
-                return external_servers(only_this, self.job)[0]
-            except (ConfigError, EngineError) as error:
-                problem = error
-            if time.monotonic() > deadline:
-                raise EngineGone(
-                    f"{reason}; it did not come back within {timeout} s (engine.reconnect_timeout): {problem}"
-                ) from problem
-            time.sleep(POLL)
+    def look(self, index: int, former: Endpoint, reason: str, left: int) -> Endpoint | str:
+        url = self.options.urls[index]
+        only_this = replace(
+            self.options,
+            base_url=url,
+            api_key_file=self.options.key_file(url),
+            request_timeout=min(left, self.options.request_timeout),
+            patience=min(left, self.options.patience),
+        )
+        try:
+            return external_servers(only_this, self.job)[0]
+        except (ConfigError, EngineError) as error:
+            return f": {error}"

@@ -83,10 +83,10 @@ class TransferClient:
 
     def __init__(self) -> None:
         self.servers: Sequence[ServerClient] = ()
-        self.version: int | str = 0
+        self.version = 0
         self.failure: EngineError | None = None
 
-    def begin(self, servers: Sequence[ServerClient], version: int | str) -> None:
+    def begin(self, servers: Sequence[ServerClient], version: int) -> None:
         self.servers, self.version, self.failure = servers, version, None
 
     def check(self) -> None:
@@ -162,7 +162,7 @@ class NcclTransport(GpuTransport):
 
     collective = False
 
-    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int | str) -> None:
+    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int) -> None:
         self.client.begin(servers, version)
         self.source.stream = stream
         if self._engine is None or not all(server.prepared for server in servers):
@@ -212,7 +212,7 @@ class IpcTransport(GpuTransport):
         self.rank = rank
         self._exported: tuple[Any, ...] | None = None  # the bucket, as this process's GPU shares it
 
-    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int | str) -> None:
+    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int) -> None:
         self.client.begin(servers, version)
         self.source.stream = stream
         if self._engine is None:

@@ -12,7 +12,8 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpocli.errors import EngineError
+from grpocli.processes.threads import run_in_thread
 from grpocli.rollout.vllm.client import call_all
 from grpocli.rollout.vllm.server_files import SHM
 
@@ -53,9 +55,7 @@ class ShmTransport:
         self._slots: list[Files] = []
         self._mapped_plan: list[list[ParameterShape]] = []  # the plan whose slots the servers have mapped
 
-    def send(
-        self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int | str
-    ) -> None:
+    def send(self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         plan = buckets(self.weights.shapes(), self.weights.dtype, self.bucket_bytes)
         folders = list(dict.fromkeys(Path(server.endpoint.shm_dir) for server in servers))
         if plan != self._mapped_plan or not all(server.prepared for server in servers):
@@ -80,11 +80,9 @@ class ShmTransport:
         servers: Sequence[ServerClient],
         stream: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
-        loads: list[Future[None]] = []
-        with ThreadPoolExecutor(1) as loading:
+        loading: Future[None] | None = None
+        try:
             for index, shapes in enumerate(plan):
-                if index >= SLOTS:
-                    loads[index - SLOTS].result()
                 kept = self._slots[index % SLOTS] if self._slots else None
                 files = kept or make_files(folders, [shapes], self.weights.dtype)
                 first, *others = files.values()
@@ -93,9 +91,14 @@ class ShmTransport:
                     other.copy(first)
                 for file in [] if kept else files.values():
                     file.flush()
-                loads.append(loading.submit(_load, files, servers, kept is not None))
-        for load in loads:
-            load.result()
+                if loading:
+                    loading.result()
+                loading = run_in_thread(partial(_load, files, servers, kept is not None), "load weights")
+        finally:
+            if loading:
+                wait([loading])
+        if loading:
+            loading.result()
 
     def _make_slots(self, folders: list[Path], plan: list[list[ParameterShape]]) -> None:
         """Make the files in shared memory before any server begins an update, because there may be no space."""
@@ -179,7 +182,7 @@ class BucketFile:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise write_error("weights", path.parent, error) from error
+            raise write_error(path.parent, error) from error
 
     def write(self, shapes: Shapes, tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
         """Cast and copy one bucket, tensor by tensor as they come."""
@@ -199,7 +202,7 @@ class BucketFile:
         try:
             self._memory.flush()
         except OSError as error:
-            raise write_error("weights", self.path.parent, error) from error
+            raise write_error(self.path.parent, error) from error
 
     def copy(self, other: BucketFile) -> None:
         """Copy the bytes of a file of the same size."""
@@ -210,11 +213,11 @@ class BucketFile:
         self.path.unlink(missing_ok=True)
 
 
-def write_error(what: str, folder: Path, error: OSError) -> EngineError:
+def write_error(folder: Path, error: OSError) -> EngineError:
     """The error of a write of weights, with a way out if there is no space."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = "; make room there, or give the server another folder with sync=shm sync.folder=" if full else ""
-    return EngineError(f"cannot write {what} to {folder}: {error.strerror}{advice}")
+    return EngineError(f"cannot write weights to {folder}: {error.strerror}{advice}")
 
 
 def file_size(shapes: Shapes, dtype: torch.dtype) -> int:

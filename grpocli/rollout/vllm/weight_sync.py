@@ -1,28 +1,64 @@
-"""Sync all weights: stream the policy's parameters through a transport to every server, then verify them."""
+"""Sync all weights: stream the policy's parameters through a transport to every server, then verify them by a probe.
+
+The probe: servers and trainer must give a fixed sequence of tokens the same log-probs. A server that starts with random
+weights (`EngineJob.dummy`) proves its first sync so: a weight that never arrives moves the probe by nats.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from grpocli.errors import EngineError
-from grpocli.rollout.vllm.client import CANARY, call_all
-from grpocli.rollout.vllm.weight_verifier import SAMPLED, WeightVerifier, canary_tells, canary_weights
+from grpocli.errors import EngineError, GrpoError
+from grpocli.processes.threads import run_in_thread
+from grpocli.rollout.vllm.client import call_all
 
 if TYPE_CHECKING:
     from grpocli.distributed.world import World
-    from grpocli.rollout.engine import EngineContext, PolicyView
+    from grpocli.rollout.engine import EngineContext, EngineJob, PolicyView
     from grpocli.rollout.vllm.client import ServerClient
 
+PROBE_TOKENS = 32
+PROBE_ROOM = 2 * PROBE_TOKENS
+"""The least context of a server: the probe, and as many tokens sampled after it (`lora.py`)."""
+TOLERANCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.25}
+"""Nats by which the probe's log-probs may differ on average; any single one by `WORST` times as much.
+
+Measured, mean and worst: float32 3e-6 and 1e-5 (a tiny model). bfloat16 0.10 and 0.60 (SmolLM2-135M, the trainer
+under autocast with float32 weights; the probe's tokens are improbable, -15 nats, where rounding is coarsest), float16
+0.013 and 0.12 (the same). So in bfloat16 the probe finds wrong and missing tensors only if they move log-probs by more
+than 0.25 nats on average, in float16 by 0.03.
+"""
+FLOAT32_ON_GPU = 2e-2
+"""vLLM's attention in float32 multiplies in TF32, to about 1e-3. Not measured yet."""
+QUANTIZED = 0.5
+"""For servers that round weights to 8 bits or fewer (engine.quantization). Not measured yet."""
+WORST = 10
 
 ParameterShape = tuple[str, tuple[int, ...]]
 """The name and the whole shape of a parameter, known without a gather."""
+
+
+@contextmanager
+def together(world: World) -> Iterator[None]:
+    """A block whose error, in any process, is raised in every process. Collective."""
+    failure: GrpoError | None = None
+    try:
+        yield
+    except GrpoError as error:
+        failure = error
+    if found := world.gather_objects([] if failure is None else [failure]):
+        raise found[0]
+
+
+# What is sent
 
 
 class PolicyWeights:
@@ -118,9 +154,7 @@ class Transport(Protocol):
     collective: bool
     """Whether every process calls `send` (each sends the memory of its own GPU), or only the main process."""
 
-    def send(
-        self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int | str
-    ) -> None:
+    def send(self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Prepare new servers, then start, update and finish on every server; all are paused. Raises EngineError."""
         ...
 
@@ -129,11 +163,11 @@ class Transport(Protocol):
         ...
 
 
+# The sync
+
+
 class WeightSync:
     """Sends a version of the weights and verifies it. Every process calls it; the main one sends; all fail together.
-
-    A new server gets a canary first (`weight_verifier.py`): it must follow weights that are far from any that it may
-    have kept. One that starts with random weights (`EngineJob.dummy`) needs none.
 
     Running requests finish first. With `context.in_flight` they are frozen and resumed instead: vLLM then recomputes
     their keys and values with the new weights before it samples their next token.
@@ -142,16 +176,9 @@ class WeightSync:
     `release`.
     """
 
-    def __init__(
-        self, servers: Sequence[ServerClient], context: EngineContext, make_transport: Callable[[], Transport]
-    ) -> None:
-        """make_transport: called again for a canary that only some servers get."""
-        self.servers, self.policy, self.world = list(servers), context.policy, context.world
-        self._make_transport, self.transport = make_transport, make_transport()
-        self.weights = self.transport.weights
-        self._before_change = context.before_change
-        self._dummy = context.job.dummy  # whether a new server has random weights
-        self._stale_caches = False  # whether servers may have cached the keys of a canary or of random weights
+    def __init__(self, servers: Sequence[ServerClient], context: EngineContext, transport: Transport) -> None:
+        self.servers, self.world, self.transport = list(servers), context.world, transport
+        self.weights = transport.weights
         self.pause_mode = "keep" if context.in_flight else "wait"
         self.verifier = WeightVerifier(context)
 
@@ -161,152 +188,64 @@ class WeightSync:
         Raises EngineError in every process if the weights cannot be sent or verified.
         """
         began = time.perf_counter()
-        main = self.world.is_main
-        due = main and self.verifier.due(new=not all(server.prepared for server in self.servers))
-        unproven = [k for k, server in enumerate(self.servers) if not server.proven]
-        due, unproven = self.world.broadcast_object((due, unproven if self.verifier.canary else []))
-        if unproven:
-            self._prove([self.servers[k] for k in unproven])
-        proven = time.perf_counter()
-        self._transfer(self.transport, self.servers, version)
+        due = self.verifier.due(new=not all(server.prepared for server in self.servers))
+        due = self.world.broadcast_object(due)
+        self._send(version)
         updated = time.perf_counter()
         if due:
             self._verify(version)
             self.verifier.passed()
-        self._stale_caches = False
         return {
             "sync/bytes": float(self.weights.bytes()),
-            "sync/seconds/canary": proven - began,
-            "sync/seconds/update": updated - proven,
+            "sync/seconds/update": updated - began,
             "sync/seconds/probe": time.perf_counter() - updated,
         }
 
-    def _prove(self, servers: Sequence[ServerClient]) -> None:
-        """Prove that new servers, which take no requests yet, follow the weights that they are sent. Collective."""
-        if self._dummy:  # random weights prove the first sync as a canary would; caches get their keys
-            long_prompt = self.verifier.long_prompt
-            self._in_main(lambda: call_all(servers, lambda server: server.sample(long_prompt, SAMPLED)))
-            self._stale_caches = True
-        else:
-            self._send_canary(servers)
-        for server in servers:
-            server.proven = True
-
-    def _send_canary(self, servers: Sequence[ServerClient]) -> None:
-        """Send a canary and verify that the servers follow it. Collective.
-
-        If others go on with their weights, it goes through a transport of its own, after which all are prepared again.
-        """
-        self._before_change()
-        start = self._score()
-        with canary_weights(self.policy):
-            changed = self._score()
-            if not self.world.broadcast_object(canary_tells(start, changed)):
-                return
-            self._stale_caches = True
-            whole = len(servers) == len(self.servers)
-            transport = self.transport if whole else self._make_transport()
-            try:
-                self._transfer(transport, servers, CANARY)
-                self._in_main(lambda: self._verify_followed(servers, start, changed))
-                self._verify_caches(servers, CANARY)
-            finally:
-                if not whole:
-                    transport.close()
-                    for server in servers:
-                        server.prepared = False
-
-    def _score(self) -> list[float]:
-        """The trainer's log-probs of the probe, in the main process and in those that score with it."""
-        return self.policy.score(self.verifier.token_ids) if self.world.is_main or self.weights.sharded else []
-
-    def _transfer(self, transport: Transport, servers: Sequence[ServerClient], version: int | str) -> None:
+    def _send(self, version: int) -> None:
         """Send the policy's weights. Collective."""
-        self._in_main(lambda: self._pause(servers))  # before a collective send, which the main process would not join
-        failures, stream = list[str](), LockedIterator(self.weights.stream())
+        servers = self.servers if self.world.is_main else []
+        with together(self.world):  # before a collective send, which the main process would not join
+            call_all(servers, lambda server: server.weight_version())  # raises if another run has changed them
+            call_all(servers, lambda server: server.pause(self.pause_mode))
+        stream = LockedIterator(self.weights.stream())
         try:
-            if self.world.is_main or transport.collective:
-                transport.send(servers if self.world.is_main else [], stream, version)
-            if self.world.is_main:
-                call_all(servers, lambda server: server.reset_prefix_cache(running=self.pause_mode == "keep"))
-                call_all(servers, lambda server: verify_version(server, version))
-                call_all(servers, lambda server: server.resume())
-        except EngineError as error:
-            failures.append(str(error))
-        if self.world.size > 1 and self.weights.sharded:
-            for _ in stream:  # gathers are collective, so every process finishes them, also after a failure
-                pass
-        try:
-            raise_together(self.world, failures)
+            with together(self.world):
+                try:
+                    if self.world.is_main or self.transport.collective:
+                        self.transport.send(servers, stream, version)
+                    call_all(servers, lambda server: server.reset_prefix_cache(running=self.pause_mode == "keep"))
+                    call_all(servers, lambda server: verify_version(server, version))
+                    call_all(servers, lambda server: server.resume())
+                finally:
+                    if self.world.size > 1 and self.weights.sharded:
+                        for _ in stream:  # gathers are collective, so every process finishes them
+                            pass
         except EngineError:
-            if transport.collective:
-                transport.close()
+            if self.transport.collective:
+                self.transport.close()
             raise
-
-    def release(self) -> None:
-        """After a failed sync that is not repeated, let servers answer, so that no request hangs; nobody uses them."""
-        if self.world.is_main:
-            for server in self.servers:
-                with suppress(EngineError):  # the server is going away too; the failed sync has reported the cause
-                    if not server.lost:
-                        server.abandon_update()
-                        server.resume()
-
-    def close(self) -> None:
-        self.transport.close()
-
-    def _pause(self, servers: Sequence[ServerClient]) -> None:
-        call_all(servers, lambda server: server.weight_version())  # raises if another run has changed them
-        call_all(servers, lambda server: server.pause(self.pause_mode))
 
     def _verify(self, version: int) -> None:
         """Raise EngineError in every process unless the servers have the weights. Collective.
 
-        Called after the resume, since the probe is a request. Other processes score too, which may be collective.
+        Called after the resume, since the probe is a request. Other processes score sharded weights too.
         """
-        beside = self.pause_mode == "keep"
-        if not self.world.is_main:
-            self._score()
-        self._in_main(lambda: self.verifier.verify(self.servers, version, beside_requests=beside))
-        if self._stale_caches:
-            self._verify_caches(self.servers, version)
-
-    def _verify_followed(self, servers: Sequence[ServerClient], start: list[float], changed: list[float]) -> None:
-        beside = self.pause_mode == "keep"
-        for scored in call_all(servers, lambda server: server.score(self.verifier.token_ids, first=beside)):
-            self.verifier.verify_followed(scored, changed, start)
-
-    def _verify_caches(self, servers: Sequence[ServerClient], version: int | str) -> None:
-        """Verify the tokens that the servers sample after a long prompt, whose keys earlier weights have computed.
-
-        Collective; the other processes of a sharded policy score as often.
-        """
-        failures = []
-        for server in servers:
+        with together(self.world):
             if self.world.is_main:
-                try:
-                    self.verifier.verify_sampled(server.sample, version)
-                except EngineError as error:
-                    failures.append(str(error))
+                self.verifier.verify(self.servers, version, first=self.pause_mode == "keep")
             elif self.weights.sharded:
-                self.verifier.score_sampled([])
-        raise_together(self.world, failures)
+                self.verifier.score()
 
-    def _in_main(self, call: Callable[[], object]) -> None:
-        """Call in the main process; its EngineError is raised in every process. Collective."""
-        failures = []
-        if self.world.is_main:
-            try:
-                call()
-            except EngineError as error:
-                failures.append(str(error))
-        raise_together(self.world, failures)
+    def release(self) -> None:
+        """After a failed sync that is not repeated, let servers answer, so that no request hangs; nobody uses them."""
+        for server in self.servers if self.world.is_main else []:
+            with suppress(EngineError):  # the server is going away too; the failed sync has reported the cause
+                if not server.lost:
+                    server.abandon_update()
+                    server.resume()
 
-
-def raise_together(world: World, failures: Sequence[str]) -> None:
-    """Raise EngineError in every process if one of them has failed. Collective. failures: of this process."""
-    if found := world.gather_objects(failures[:1]):
-        raise EngineError(found[0])
+    def close(self) -> None:
+        self.transport.close()
 
 
 class LockedIterator:
@@ -323,11 +262,83 @@ class LockedIterator:
             return next(self._items)
 
 
-def verify_version(server: ServerClient, version: int | str) -> None:
+def verify_version(server: ServerClient, version: int) -> None:
     """Raise EngineError unless the server reports `version`."""
-    reported = server.weight_version()
-    if reported != version:
-        raise EngineError(
-            f"after a sync the vLLM server at {server.endpoint.url} has weight version {reported}, "
-            f"the trainer {version}"
-        )
+    if (reported := server.weight_version()) != version:
+        where = f"the vLLM server at {server.endpoint.url}"
+        raise EngineError(f"after a sync {where} has weight version {reported}, the trainer {version}")
+
+
+# The probe
+
+
+class WeightVerifier:
+    """Compares log-probs of the prompt `token_ids`, the same in every sync. tolerance: nats on average."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self.policy, sync = context.policy, context.sync
+        self.token_ids = probe_prompt(int(self.policy.model.config.get_text_config().vocab_size))
+        trains_on_gpu = next(self.policy.model.parameters()).device.type == "cuda"
+        usual = tolerance(context.job, gpu=trains_on_gpu or bool(context.job.gpus))
+        self.tolerance = usual if sync.tolerance is None else sync.tolerance
+        self._every, self._left = sync.verify_every, 0
+
+    def due(self, new: bool = False) -> bool:
+        """Whether to verify this sync: the first, then every `sync.verify_every`th, and one with a new server.
+
+        Call it once for each attempt. A due sync that fails leaves the next attempt due; `passed` ends that.
+        """
+        self._left = 0 if new else max(0, self._left - 1)
+        return self._left == 0
+
+    def passed(self) -> None:
+        """Count from this sync, which was due and is verified, to the next one that is due."""
+        self._left = self._every
+
+    def score(self) -> list[float]:
+        """The policy's log-probs of the probe. Collective if its weights are sharded."""
+        return self.policy.score(self.token_ids)
+
+    def verify(self, servers: Sequence[ServerClient], version: int, first: bool = False) -> None:
+        """Raise EngineError unless every server's log-probs are the policy's; they are computed at the same time.
+
+        first: before the requests that wait at the servers.
+        """
+        call = functools.partial(call_all, servers, lambda server: server.score(self.token_ids, first=first))
+        scores = run_in_thread(call, "probe")
+        expected = self.score()
+        for scored in scores.result():
+            require_close(scored, expected, self.tolerance, version)
+
+
+def tolerance(job: EngineJob, gpu: bool) -> float:
+    """Nats by which the probe's log-probs may differ on average if `sync.tolerance` is null."""
+    if job.quantized:
+        return QUANTIZED
+    return FLOAT32_ON_GPU if gpu and job.dtype == "float32" else TOLERANCE[job.dtype]
+
+
+def probe_prompt(vocabulary: int) -> list[int]:
+    """The same tokens from all over the vocabulary in every run."""
+    return [(1 + i * 2654435761) % vocabulary for i in range(PROBE_TOKENS)]
+
+
+def require_close(server: Sequence[float], trainer: Sequence[float], tolerance: float, version: int) -> None:
+    """Raise EngineError unless the log-probs agree within `tolerance` nats (see `TOLERANCE`); NaN never agrees."""
+    gaps = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in zip(server, trainer, strict=True)]
+    worst = max(range(len(gaps)), key=gaps.__getitem__)
+    if mean(gaps) <= tolerance and gaps[worst] <= WORST * tolerance:
+        return
+    raise EngineError(
+        f"the vLLM server does not have the trainer's weights after the sync to version {version}: over a probe of "
+        f"{len(gaps)} tokens the mean log-prob is {mean(server):.5f} on the server and {mean(trainer):.5f} in the "
+        f"trainer; the largest difference is at token {worst + 1}, {server[worst]:.5f} against "
+        f"{trainer[worst]:.5f}: {gaps[worst]:.5f}, on average {mean(gaps):.5f} (sync.tolerance is "
+        f"{tolerance:g} on average, {WORST * tolerance:g} for one). Likely causes: the server serves another model "
+        "or dtype, or quantizes it without engine.quantization; vLLM's loader skipped, renamed or kept a packed copy "
+        "of a parameter; another run syncs to the same server"
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
