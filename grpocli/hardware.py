@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import key_of, one_of, part, require
@@ -14,6 +15,8 @@ from grpocli.processes.node import Node
 
 if TYPE_CHECKING:
     import torch
+
+    from grpocli.config.schema import Run
 
 PARALLEL = ("ddp", "fsdp2", "zero2", "zero3")
 
@@ -34,11 +37,40 @@ class Hardware:
     timeout: int
     """Timeout in seconds for a process that waits for the others; the run stops when it expires."""
 
+    @property
+    def processes(self) -> int | None:
+        """Trainer processes on all machines; None if one for each GPU that trains."""
+        raise NotImplementedError
+
     def _check(self) -> None:
         one_of(self, "device", ("auto", "cpu", "cuda"))
         one_of(self, "parallel", PARALLEL)
         require(self, "context_parallel", 1 <= self.context_parallel <= 1024, "must be between 1 and 1024")
         require(self, "timeout", 1 <= self.timeout <= 10**9, "must be at least 1 second, and no more than 1e9")
+
+    def check_run(self, run: Run) -> None:
+        """Require that the other keys fit the processes, which wait longer for each other than for a lost server."""
+        parallel, n, processes = self.parallel, self.context_parallel, self.processes
+        for key, seconds in run.engine.waits.items() if (processes or 1) > 1 else ():
+            problem = f"must be above the {seconds:g} s that the run may wait ({key})"
+            require(self, "timeout", seconds < self.timeout, problem)
+        whole = parallel != "zero3" or run.algorithm.kl.sync_every == 0
+        problem = "a sharded reference cannot follow the policy (algorithm.kl.sync_every): take zero2, fsdp2 or ddp"
+        require(self, "parallel", whole, problem)
+        if n > 1:
+            works = parallel in ("ddp", "fsdp2")
+            require(self, "context_parallel", works, f"works with hardware.parallel=ddp or fsdp2, not with {parallel}")
+            require(self, "context_parallel", run.train.packed, "splits packed rows: set train.packed=true")
+            problem = "needs packed rows, and a repetition penalty padded ones: set rollout.repetition_penalty=1"
+            require(self, "context_parallel", run.rollout.repetition_penalty == 1, problem)
+            problem = f"must divide the number of trainer processes, {processes}"
+            require(self, "context_parallel", processes is None or processes % n == 0, problem)
+
+    def check_ready(self) -> None:
+        """Raise ConfigError without DeepSpeed, if the run needs it."""
+        there = not self.parallel.startswith("zero") or find_spec("deepspeed") is not None
+        hint = "pip install '.[deepspeed]' in a clone of grpocli, or choose fsdp2"
+        require(self, "parallel", there, "needs DeepSpeed, which is not installed", hint)
 
 
 @part("hardware", "single")

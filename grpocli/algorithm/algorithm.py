@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from grpocli.algorithm.advantage import NoAdvantage
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.contract import check_accuracy, check_rows, checked_rewards, loss_and_flags, try_part
-from grpocli.algorithm.keep import SCORE
+from grpocli.algorithm.keep import SCORE, Dynamic
 from grpocli.algorithm.kl import KL
 from grpocli.algorithm.statistics import centred_PG, constant_P1, rounding, std_P1
 from grpocli.config.parts import one_of, part, require
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from grpocli.config.schema import Run
 
 PARTS = ("advantage", "question_weight", "keep", "objective", "tokens", "correction", "kl", "entropy", "aggregate")
 
@@ -66,8 +69,29 @@ class Algorithm:
             given_a_value = isinstance(chosen, (str, int, float, list, dict)) or chosen is None
             require(self, kind, not given_a_value, f"is not a part; choose one with algorithm/{kind}={chosen}")
 
+    def check_run(self, run: Run) -> None:
+        """Refuse what needs samples of a policy in supervised training, and rewards that no advantage reads."""
+        if self.supervised:
+            problem = "supervised training samples no completions"
+            if isinstance(self.keep, Dynamic):
+                raise ConfigError(f"{problem}: choose algorithm/keep=all", key="algorithm/keep", value="dynamic")
+            if self.has_correction or self.takes_sampler_as_old:
+                raise ConfigError(f"{problem}: choose algorithm/correction=none", key="algorithm/correction")
+        has_advantage = not isinstance(self.advantage, NoAdvantage)
+        if not run.reward and has_advantage and not self.supervised:
+            problem = "without rewards there is no advantage: add algorithm/advantage=none, or choose a reward"
+            raise ConfigError(problem, key="reward", value="none")
+        informative = isinstance(self.keep, Dynamic) or getattr(self.aggregate, "informative_only", False)
+        if informative and not has_advantage:
+            problem = "no group has one: leave algorithm/keep=all and algorithm.aggregate.informative_only=false"
+            raise ConfigError(problem, key="algorithm/advantage", value="none")
+
     def check_ready(self) -> None:
-        """Raise ConfigError with its contract if a part of a user does not keep it."""
+        """Raise ConfigError if the policy would learn nothing, or if a part of a user breaks its contract."""
+        taught = self.needs_reference and (not isinstance(self.kl, KL) or self.kl.has_teacher)
+        if isinstance(self.advantage, NoAdvantage) and not (taught or self.needs_entropy_gradient):
+            problem = "nothing trains: choose algorithm/kl=reverse with algorithm.kl.model=TEACHER and a beta above 0"
+            raise ConfigError(problem, key="algorithm/advantage", value="none")
         for kind in PARTS:
             if not type(getattr(self, kind)).__module__.startswith("grpocli."):
                 try_part(kind, getattr(self, kind))

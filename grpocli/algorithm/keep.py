@@ -10,6 +10,8 @@ from grpocli.config.parts import one_of, part, require
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpocli.config.schema import Run
+
 SCORE = "score"
 """Value of `keep.reward` for the weighted sum of all rewards, unless a reward has this name."""
 
@@ -55,6 +57,11 @@ class Dynamic:
         require(self, "max_rounds", self.max_rounds >= 1, "must be at least 1")
         one_of(self, "on_exhausted", ("train_partial", "error"))
         one_of(self, "surplus", ("discard", "carry"))
+
+    def check_run(self, run: Run) -> None:
+        """Require a reward of this run."""
+        if self.reward not in (None, SCORE):
+            one_of(self, "reward", run.reward, "one of this run's rewards:")
 
     def __call__(self, rewards_PG: Tensor) -> Tensor:
         return ~constant_P1(rewards_PG).squeeze(1)

@@ -15,6 +15,8 @@ from grpocli.http import is_server_url
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpocli.config.schema import Run
+
 
 MAX_K3 = 10.0
 """Upper bound of a token's k3, in nats."""
@@ -69,6 +71,17 @@ class KL:
         require(self, "base_url", not both, "a task has one teacher: choose this or algorithm.kl.model")
         needs_a_name = "is a revision of algorithm.kl.model on the hub, which is null"
         require(self, "revision", self.revision is None or self.model is not None, needs_a_name)
+
+    def check_run(self, run: Run) -> None:
+        """Require, for a served teacher, the distribution that a server scores, and processes that wait for it."""
+        if not self.urls:
+            return
+        plain = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+        for name, value in plain.items():
+            problem = f"must be {value} with algorithm.kl.base_url: a server scores under the model's own distribution"
+            require(run.rollout, name, getattr(run.rollout, name) == value, problem)
+        waits = (run.hardware.processes or 1) == 1 or self.timeout < run.hardware.timeout
+        require(self, "timeout", waits, f"must be below hardware.timeout={run.hardware.timeout}")
 
     def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
         raise NotImplementedError

@@ -6,10 +6,12 @@ import math
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.statistics import constant_P1, count_P1, mean_P1
-from grpocli.config.parts import part, require
+from grpocli.config.parts import one_of, part, require
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from grpocli.config.schema import Run
 
 
 @part("algorithm/question_weight", "uniform")
@@ -31,6 +33,8 @@ class Difficulty:
     contains no correct answer to learn from. DGPO's DQW, MathForge (arXiv 2601.20614).
     """
 
+    needs_accuracy = True
+
     temperature: float = 2.0
     """Softmax temperature; a lower temperature gives hard questions more weight."""
     reward: str | None = None
@@ -39,6 +43,11 @@ class Difficulty:
 
     def __post_init__(self) -> None:
         require(self, "temperature", 1e-6 <= self.temperature < math.inf, "must be above 0 (at least 1e-6) and finite")
+
+    def check_run(self, run: Run) -> None:
+        """Require a reward of this run."""
+        if self.reward is not None:
+            one_of(self, "reward", run.reward, "one of this run's rewards:")
 
     def __call__(self, scores_PG: Tensor, accuracy_PG: Tensor) -> Tensor:
         informative_P = ~constant_P1(scores_PG).squeeze(1)

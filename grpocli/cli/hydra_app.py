@@ -1,4 +1,4 @@
-"""Runs a function as a Hydra app, with one-sentence errors and grpocli's exit codes."""
+"""The command line of Hydra: its options, help, sweeps and completion, with one-sentence errors and our exit codes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from omegaconf import DictConfig
 from grpocli.composition.compose import register_parts
 from grpocli.composition.hydra_errors import hydra_errors
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.composition.overrides import from_command_line, option_advice, rewrite
-from grpocli.config.overrides import in_quotes
+from grpocli.composition.overrides import from_command_line, in_quotes, option_advice, rewrite
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.text import clean
 
@@ -45,7 +44,7 @@ def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None
         raise ConfigError("; ".join(unknown))
 
 
-def options_first(argv: list[str], config_name: str) -> list[str]:
+def options_first(argv: list[str]) -> list[str]:
     """The command line with Hydra's options before the overrides, and the overrides as Hydra accepts them.
 
     Raises ConfigError for options that Hydra does not have.
@@ -55,7 +54,7 @@ def options_first(argv: list[str], config_name: str) -> list[str]:
     rest = list(argv)
     for override in overrides:
         rest.remove(override)
-    return [*rest, *from_command_line(overrides, config_name)]
+    return [*rest, *from_command_line(overrides)]
 
 
 def only_prints(args: Any) -> bool:
@@ -91,8 +90,9 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
 
     register_parts()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
-    completes = arguments(argv).shell_completion  # shells look up completions by the first word
-    sys.argv = ["grpocli" if completes else f"grpocli {config_name.replace('_', '-')}", *argv]
+    args = arguments(argv)
+    program = "grpocli" if args.shell_completion else f"grpocli {config_name.replace('_', '-')}"
+    sys.argv = [program, *argv]  # shells look up completions by the first word
     failures: list[GrpoError] = []
 
     def job(config: DictConfig) -> Any:
@@ -100,14 +100,14 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
             return task(config)
         except GrpoError as error:
             failures.append(error)
-            if isinstance(error, Stopped) and arguments(argv).multirun:
+            if isinstance(error, Stopped) and args.multirun:
                 raise _SweepEnded from error  # by a signal or a lost service
-            if arguments(argv).multirun:
+            if args.multirun:
                 print(f"grpocli: this job failed: {clean(str(error))}", file=sys.stderr)
             return None
 
     app = hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(job)
-    with hydra_errors([a for a in argv if not a.startswith("-")], config_name):
+    with hydra_errors(args.overrides, config_name):
         try:
             app()
         except _SweepEnded:
@@ -116,14 +116,14 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
             if isinstance(error, HydraException):  # a missing choice is an OSError too
                 raise
             folder = error.filename or "the output folder"
-            raise ConfigError(f"{folder} cannot be written: {error.strerror}", key="hydra.run.dir") from error
+            raise ConfigError(f"{folder} cannot be written: {error.strerror}", key="hydra.sweep.dir") from error
         finally:
-            _close_log()
+            close_log()
     if failures:
         raise failures[0]
 
 
-def _close_log() -> None:
+def close_log() -> None:
     """Close the log file that Hydra opened for the run."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h, logging.FileHandler)]:
@@ -149,7 +149,8 @@ def complete(argv: list[str], commands: Collection[str], env: Mapping[str, str] 
     if len(words) < 3:
         print(" ".join(name for name in commands if name.startswith(words[-1])))
     elif words[1] in commands and words[1] not in NO_OVERRIDES:
-        os.environ["COMP_LINE"] = " ".join(["grpocli", *_overrides(words[2:])])
+        before = rewrite([word for word in words[2:-1] if "=" in word and not word.startswith("-")])
+        os.environ["COMP_LINE"] = " ".join(["grpocli", *before, words[-1]])
         try:
             hydra_app(lambda config: None, CONFIGS.get(words[1], "train"), argv)
         except ConfigError:  # a wrong override: the command reports it when it runs
@@ -164,8 +165,3 @@ def _words(line: str) -> list[str]:
     except ValueError:  # an open quote
         words = line.split()
     return [*words, ""] if len(words) < 2 or line[-1:].isspace() else words
-
-
-def _overrides(words: list[str]) -> list[str]:
-    """The rewritten overrides before the word that is being typed, and that word."""
-    return [*rewrite([word for word in words[:-1] if "=" in word and not word.startswith("-")]), words[-1]]

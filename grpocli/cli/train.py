@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
-from grpocli.cli.hydra_app import (
-    arguments,
-    complete,
-    hydra_app,
-    only_prints,
-    options_first,
-    search_path,
-)
-from grpocli.composition.ready import check_ready, check_training
+from grpocli.cli.hydra_app import arguments, close_log, complete, hydra_app, only_prints, options_first, search_path
+from grpocli.composition.checks import check_files
+from grpocli.composition.compose import build_run, compose, run_job, sweep_folder, without_hydra, write_record
 from grpocli.composition.resume import Resume
 from grpocli.config.environment import raw_value
 from grpocli.errors import ConfigError
 from grpocli.hub import PREFIX
-from grpocli.publish.pull import fetched
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import SavedRun, ended_early
 from grpocli.text import clean
@@ -36,7 +30,7 @@ def main(argv: list[str]) -> int:
     """Check the config, then run. Returns the exit code."""
     if arguments(argv).shell_completion:
         return complete(argv, ())
-    argv = options_first(argv, "train")
+    argv = options_first(argv)
     args = arguments(argv)
     searched = search_path(args.config_dir)
     if only_prints(args):
@@ -46,52 +40,79 @@ def main(argv: list[str]) -> int:
         return 0
     if sys.stdout.isatty():  # the next output overwrites it
         print("reading the config ...", end="\r", flush=True)
-    if not args.multirun and any(text.startswith(f"resume={PREFIX}") for text in args.overrides):
-        given = fetched(args.overrides, searched)
-        argv = [text for text in argv if text not in args.overrides] + given
-        args = arguments(argv)
-    resume = Resume.requested(args.overrides)
-    if resume and args.multirun:
-        raise ConfigError("cannot be combined with -m", key="resume")
-    if "hydra/launcher=slurm" in args.overrides and not args.multirun:
-        raise ConfigError(
-            "only a multirun can be submitted", key="hydra/launcher", value="slurm", hint="add -m, also for one run"
-        )
-    if resume:
-        argv = [a for a in argv if a not in args.overrides] + resume.overrides(args.overrides)
-        args = arguments(argv)
-    run = _check([*searched, *args.overrides], args.multirun, resume)
-    if resume and run and (message := _finished(RunDir(resume.folder), run)):
-        print(clean(message))
-        from grpocli.publish.push import complete_push
-
-        complete_push(run.hub, RunDir(resume.folder))
-        return 0
-    if run:
-        check_ready(run)
-        check_training(run)
-    hydra_app(lambda config: _task(config, resume), "train", argv)
+    if args.multirun:
+        _sweep(argv, args.overrides, searched)
+    else:
+        _run(args.overrides, searched)
     return 0
 
 
-def _check(overrides: list[str], multirun: bool, resume: Resume | None) -> Run | None:
-    """Raise ConfigError before Hydra makes a folder, if the run cannot work or its folder has another run.
+def _run(overrides: list[str], searched: list[str]) -> None:
+    """Compose, build and check the run, each once, before a folder is made; then run it as a job of Hydra's."""
+    if "hydra/launcher=slurm" in overrides:
+        problem = "only a multirun can be submitted"
+        raise ConfigError(problem, key="hydra/launcher", value="slurm", hint="add -m, also for one run")
+    if any(text.startswith(f"resume={PREFIX}") for text in overrides):
+        from grpocli.publish.pull import fetched
 
-    Returns the run; None for a sweep, which has several.
-    """
-    from grpocli.composition.compose import build_run, compose, run_folder, sweep_folder
+        overrides = fetched(overrides, searched)
+    resume = Resume.requested(overrides)
+    composed = compose([*searched, *(resume.overrides(overrides) if resume else overrides)], with_hydra=True)
+    config = resume.merged(without_hydra(composed)) if resume else without_hydra(composed)
+    run, folder = build_run(config), Path(str(composed.hydra.run.dir)).absolute()
+    if resume and (message := _finished(RunDir(folder), run)):
+        from grpocli.publish.push import complete_push
 
-    if multirun:
-        run, folder = None, sweep_folder(overrides)
-    else:
-        config = compose(overrides, with_hydra=True)
-        folder = run_folder(config)
-        with open_dict(config):
-            del config["hydra"]
-        run = build_run(resume.merged(config) if resume else config)
-    if folder and not resume:
+        print(clean(message))
+        complete_push(run.hub, RunDir(folder))
+        return
+    if not resume:
         RunDir(folder).check_free()
-    return run
+        config.overrides = raw_value(composed.hydra.overrides, "task")
+    check_files(run, training=True)
+    try:
+        run_job(composed, lambda job: _train(config, run, resuming=resume is not None))
+    finally:
+        close_log()
+    if sys.stdout.isatty():
+        print(clean(_next_commands(folder)))
+
+
+def _sweep(argv: list[str], overrides: list[str], searched: list[str]) -> None:
+    if Resume.requested(overrides):
+        raise ConfigError("cannot be combined with -m", key="resume")
+    if folder := sweep_folder([*searched, *overrides]):
+        RunDir(folder).check_free()
+    hydra_app(_job_of_sweep, "train", argv)
+
+
+def _job_of_sweep(config: DictConfig) -> float | None:
+    from hydra.core.hydra_config import HydraConfig
+
+    from grpocli.processes.libraries import quiet_libraries
+
+    quiet_libraries()  # a launcher of Hydra's may have started this process
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        RunDir(folder).check_free()
+        run = build_run(config)
+        check_files(run, training=True)
+    except ConfigError:
+        with suppress(OSError):  # remove the folder that Hydra made, if it is empty
+            folder.rmdir()
+        raise
+    config.overrides = raw_value(HydraConfig.get().overrides, "task")
+    return _train(config, run)
+
+
+def _train(config: DictConfig, run: Run, resuming: bool = False) -> float | None:
+    """Train in the folder of Hydra's job."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from grpocli.launch.run import launch
+
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    return launch(config, run, folder, resuming, begin=None if resuming else partial(write_record, folder, config))
 
 
 def _finished(run_dir: RunDir, run: Run) -> str | None:
@@ -108,26 +129,6 @@ def _finished(run_dir: RunDir, run: Run) -> str | None:
         remedy = f"{higher}eval.stop_at.metric=null with eval.stop_at.threshold=null, trains on"
         return f"{run_dir.path} is finished after {done} of {run.train.steps} steps: {why}; {remedy}" if why else None
     return f"{run_dir.path} is finished after {done} steps; train.steps=N above {done} trains more"
-
-
-def _task(config: DictConfig, resume: Resume | None) -> float | None:
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    from grpocli.composition.compose import write_record
-    from grpocli.launch.run import launch
-    from grpocli.processes.libraries import quiet_libraries
-
-    quiet_libraries()  # a launcher of Hydra's may have started this process
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    if resume:
-        accuracy = launch(resume.merged(config), folder, resuming=True)
-    else:
-        config.overrides = raw_value(HydraConfig.get().overrides, "task")
-        accuracy = launch(config, folder, begin=partial(write_record, folder, config))
-    if sys.stdout.isatty() and HydraConfig.get().mode != RunMode.MULTIRUN:
-        print(clean(_next_commands(folder)))
-    return accuracy
 
 
 def _next_commands(folder: Path) -> str:

@@ -10,7 +10,7 @@ from grpocli.errors import ConfigError
 
 def main(argv: list[str]) -> int:
     """Serve until Ctrl-C. Returns the exit code."""
-    argv = options_first(argv, "vllm_serve")
+    argv = options_first(argv)
     args = arguments(argv)
     if args.multirun:
         raise ConfigError("vllm-serve starts one server", key="--multirun", hint="leave it out")

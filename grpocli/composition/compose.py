@@ -1,9 +1,9 @@
-"""Overrides to a config and its folder, and a config to live objects."""
+"""Overrides to a config, a config to live objects, and a config as the job of Hydra's that runs it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from grpocli.composition.checks import check_composed
 from grpocli.composition.hydra_errors import choices_in, hydra_errors, two_of_one_name
-from grpocli.composition.hydra_sources import cleared_hydra, conf_dir, extend_hydra
-from grpocli.composition.overrides import rewrite
-from grpocli.config.build import build
+from grpocli.composition.hydra_sources import composer, extend_hydra
+from grpocli.composition.overrides import rewrite, texts_of
+from grpocli.config.build import build, leaves
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
-from grpocli.config.overrides import texts_of
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
 from grpocli.plugins import load, plugins
@@ -51,94 +51,96 @@ def compose(overrides: list[str], config_name: str = "train", *, with_hydra: boo
 
     with_hydra: keep Hydra's own keys, such as the folder of the run.
     """
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
+    from hydra.types import RunMode
 
     register_parts()
-    overrides = rewrite(overrides, config_name)
-    with (
-        hydra_errors(overrides, config_name),
-        cleared_hydra(),
-        initialize_config_dir(conf_dir(), version_base="1.3"),
-    ):
+    overrides = rewrite(overrides)
+    with hydra_errors(overrides, config_name), composer(config_name) as hydra:
         try:
-            config = cast("DictConfig", hydra_compose(config_name, overrides, return_hydra_config=True))
-            resolve_hydra(config)
-            if not with_hydra:
-                with open_dict(config):
-                    del config["hydra"]
+            config = cast("DictConfig", hydra.compose_config(config_name, overrides, RunMode.RUN, from_shell=False))
         except (TypeError, ValueError) as error:  # Hydra raises these for a choice that is null or a list in a list
-            if str(error).startswith("Invalid defaults list"):
-                raise
-            hint = "a choice is GROUP=NAME or GROUP=[A,B]"
-            raise ConfigError("cannot be read", key=choices_in(overrides), hint=hint) from error
-    _refuse_equal_packages(overrides, config)
-    return config
+            raise ConfigError(f"Hydra cannot read the choices: {error}", key=choices_in(overrides)) from error
+        resolve_hydra(config)
+    chosen = next((one for one in reversed(overrides) if one.startswith("reward=[")), None)
+    removed = any(one.startswith("~reward") for one in overrides)
+    if chosen and not removed and len(set(texts_of(chosen))) > len(config.get("reward", {})):
+        raise two_of_one_name(chosen)  # such as a function with the name of another choice
+    return config if with_hydra else without_hydra(config)
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """A copy of the config without Hydra's own keys."""
+    kept = config.copy()
+    with open_dict(kept):
+        del kept["hydra"]
+    return kept
 
 
 def resolve_hydra(config: DictConfig) -> None:
     """Put the values of `${hydra:...}` into a config with Hydra's keys; otherwise only jobs of Hydra know them."""
-    found = [leaf for key in config if key != "hydra" for leaf in _of_hydra(config, key)]
-    if not found:
-        return
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    del plain["hydra"]
+    keys = dict.fromkeys(key for key, value in leaves(plain) if "${hydra:" in str(value))
     known = HydraConfig.instance()
     before = known.cfg  # the caller may be a Hydra app itself
     known.set_config(config)
     try:
-        for node, key in found:
-            node[key] = node[key]
+        for key in keys:
+            value = OmegaConf.select(config, key)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            OmegaConf.update(config, key, value)
     finally:
         known.cfg = before
 
 
-def _of_hydra(node: Any, key: Any) -> Iterator[tuple[Any, Any]]:
-    """The places below a key whose interpolation reads Hydra's config."""
-    leaf = node._get_node(key)
-    if OmegaConf.is_config(leaf) and not (leaf._is_none() or leaf._is_interpolation() or leaf._is_missing()):
-        inner = leaf.keys() if isinstance(leaf, DictConfig) else range(len(leaf))
-        yield from (place for name in inner for place in _of_hydra(leaf, name))
-    elif "${hydra:" in str(leaf._value()):
-        yield node, key
-
-
-def _refuse_equal_packages(overrides: list[str], config: DictConfig) -> None:
-    """Raise ConfigError if two rewards of a list have the same keys.
-
-    A function may have the name of another choice, and a copied YAML may keep its `# @package` line.
-    """
-    chosen = next((o for o in reversed(overrides) if o.startswith("reward=[")), None)
-    removed = any(o.startswith("~reward") for o in overrides)
-    if chosen and not removed and len(set(texts_of(chosen))) > len(config.reward):
-        raise two_of_one_name(chosen)
-
-
 def build_run(config: DictConfig) -> Run:
     """Build the run, and check keys that depend on each other. Raises ConfigError."""
-    from grpocli.composition.validate import check_run
+    run = _built(config)
+    check_composed(run)
+    return run
+
+
+def saved_run(run_dir: RunDir) -> Run:
+    """The run with the config in its folder, which the launching process has checked. Raises ConfigError."""
+    register_parts()
+    return _built(OmegaConf.load(run_dir.config))  # type: ignore[arg-type]
+
+
+def _built(config: DictConfig) -> Run:
+    """The run; with `reward=none` one without rewards, whose tasks need no column of answers."""
+    from grpocli.rewards.reward import NoReward
+    from grpocli.tasks.task import without_answers
 
     if config.get(OVERRIDES, None) is not None:  # the recorded command line may name an unset variable
         config = OmegaConf.merge(config, {OVERRIDES: []})  # type: ignore[assignment]
     run = cast("Run", build(config))
     for name, reward in run.reward.items():  # errors name the key in this run rather than the choice
         object.__setattr__(reward, "config_key", f"reward.{name}")
-    check_run(run)
-    return without_no_reward(run)
+    scoring = {name: reward for name, reward in run.reward.items() if not isinstance(reward, NoReward)}
+    return run if scoring else replace(run, reward={}, task=without_answers(run.task))
 
 
-def saved_run(run_dir: RunDir) -> Run:
-    """The run with the config in its folder. Raises ConfigError."""
-    register_parts()
-    return build_run(OmegaConf.load(run_dir.config))  # type: ignore[arg-type]
+def run_job(config: DictConfig, task: Callable[[DictConfig], Any]) -> Any:
+    """Run `task` as the job of a config with Hydra's keys: with its folder, its log and `HydraConfig`.
 
+    Raises the errors of `task`, and ConfigError for a folder that cannot be made.
+    """
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.utils import JobStatus
+    from hydra.core.utils import run_job as run_hydra_job
+    from hydra.types import HydraContext
 
-def without_no_reward(run: Run) -> Run:
-    """The run itself, or for `reward=none` a run without rewards, whose tasks need no column of answers."""
-    from grpocli.rewards.reward import NoReward
-    from grpocli.tasks.task import without_answers
-
-    if not any(isinstance(reward, NoReward) for reward in run.reward.values()):
-        return run
-    return replace(run, reward={}, task=without_answers(run.task))
+    with composer(config.hydra.job.config_name) as hydra:
+        context = HydraContext(hydra.config_loader, Callbacks(config))
+        try:
+            done = run_hydra_job(task, config, "hydra.run.dir", None, context)
+        except OSError as error:
+            folder = error.filename or "the output folder"
+            raise ConfigError(f"{folder} cannot be written: {error.strerror}", key="hydra.run.dir") from error
+    if done.status is JobStatus.FAILED:
+        raise done._return_value  # `return_value` prints a line of Hydra's, too
+    return done.return_value
 
 
 def build_algorithm(*overrides: str) -> Algorithm:
@@ -171,28 +173,13 @@ def mode_of(text: str) -> int:
     return 0o600 if needs_environment(text) else 0o644
 
 
-def run_folder(config: DictConfig) -> Path | None:
-    """The folder of the run with this config, which has Hydra's keys; None if Hydra will refuse its name."""
-    with suppress(OmegaConfBaseException):
-        return Path(str(config.hydra.run.dir)).absolute()
-    return None
-
-
 def sweep_folder(overrides: list[str]) -> Path | None:
     """The folder of a sweep's first run; None if Hydra will refuse the overrides."""
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
     register_parts()
-    with (
-        suppress(HydraException, OmegaConfBaseException),
-        cleared_hydra(),
-        initialize_config_dir(conf_dir(), version_base="1.3"),
-    ):
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
+    with suppress(HydraException, OmegaConfBaseException), composer("train") as hydra:
         config = hydra.compose_config("train", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
         return Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
     return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.structured_config_source import StructuredConfigSource
@@ -26,8 +26,6 @@ from grpocli.errors import ConfigError
 from grpocli.version import PACKAGE
 
 MODEL = re.compile(r"model/(.+)")
-PARSED: dict[tuple[str, Path], tuple[int, ConfigResult]] = {}
-"""{(source, path): (time of the last change, content)} of YAML files: a command composes its config three times."""
 
 
 def conf_dir() -> str:
@@ -37,14 +35,16 @@ def conf_dir() -> str:
 
 
 @contextmanager
-def cleared_hydra() -> Iterator[None]:
-    """Clear Hydra's global state within the block and restore it, because the caller may be a Hydra app itself."""
+def composer(config_name: str) -> Iterator[Any]:
+    """An object of Hydra's that composes, beside the one of a caller that may be a Hydra app itself."""
+    from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        yield
+        with initialize_config_dir(conf_dir(), job_name=config_name, version_base="1.3"):
+            yield GlobalHydra.instance().hydra
     finally:
         GlobalHydra.instance().hydra = before
 
@@ -94,20 +94,14 @@ class Models(ListedNowhere):
 
 
 class CheckedFiles(FileConfigSource):  # type: ignore[misc]
-    """Hydra's source of YAML files, which names the file of an error and parses each file once."""
+    """Hydra's source of YAML files, which names the file of an error."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The config of a file. Raises ConfigError if it is broken."""
-        file = Path(self.path, self._normalize_file_name(config_path))
         try:
-            if not file.is_file():
-                return super().load_config(config_path)
-            changed = file.stat().st_mtime_ns
-            known = PARSED.get((self.provider, file))
-            if known is None or known[0] != changed:
-                known = PARSED[self.provider, file] = changed, super().load_config(config_path)
-            return deepcopy(known[1])  # Hydra changes it
+            return super().load_config(config_path)
         except (*yaml_text.BROKEN, OmegaConfBaseException) as error:
+            file = Path(self.path, self._normalize_file_name(config_path))
             raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key=str(file), hint="repair it") from error
 
 

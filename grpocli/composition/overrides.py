@@ -1,4 +1,4 @@
-"""Rewrites the overrides that users type into overrides that Hydra accepts.
+"""Overrides: as Hydra reads and writes them, and rewritten from what users type into what Hydra accepts.
 
 Rewriting changes no valid override and is idempotent. Escapes are the exception: only `from_command_line` decodes
 them, once.
@@ -10,14 +10,16 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString, Transformer
+from hydra.errors import HydraException
 
-from grpocli.config.overrides import parse, texts_of, to_text, unescape
+from grpocli.config.build import Leaf, leaves
 from grpocli.config.parts import ESCAPED, USER_CODE, is_marked
 from grpocli.config.schema import Run
 from grpocli.config.user_code import absolute
@@ -25,20 +27,95 @@ from grpocli.config.user_parts import GROUP, is_spec, name_of
 from grpocli.errors import ConfigError
 from grpocli.plugins import hook
 
+PLAIN = re.compile(r"[\w/.:+-]+|\?\?\?", re.ASCII)
+"""Texts that Hydra reads without quotes, unless it reads something else than a text."""
 
-def rewrite(overrides: Sequence[str], config_name: str = "train") -> list[str]:
+
+def parse(override: str) -> Override | None:
+    """The override as Hydra reads it; None if it cannot."""
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException:
+        return None
+
+
+def leaves_of(override: Override) -> Iterator[Leaf]:
+    """The plain values that an override sets, with their keys."""
+    return leaves(override.value(), (override.package or override.key_or_group).replace("/", "."))
+
+
+def plain(value: Any) -> Any:
+    """A text without its quotes; other values unchanged."""
+    return value.text if isinstance(value, QuotedString) else value
+
+
+def texts_of(override: str) -> list[str]:
+    """The texts of an override's list, or its only text, without quotes; as typed if Hydra reads something else."""
+    found = parse(override)
+    value = found._value if found else None
+    texts = [plain(one) for one in (value if isinstance(value, list) else [value])]
+    return texts if all(isinstance(one, str) for one in texts) else [override.partition("=")[2]]
+
+
+def text_of(override: str) -> str:
+    """The only text of an override, or the first of its list; `[]` for an empty one."""
+    return next(iter(texts_of(override)), "[]")
+
+
+def in_quotes(text: str, quote: Quote = Quote.single) -> str:
+    """A text with the quotes of Hydra's syntax."""
+    quoted: str = QuotedString(text, quote).with_quotes()
+    return quoted
+
+
+def to_text(value: Any, quote: Quote = Quote.single) -> str:
+    """A value in Hydra's syntax, with quotes around a text that needs them."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(to_text(one, quote) for one in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{to_text(key, quote)}:{to_text(one, quote)}' for key, one in value.items())}}}"
+    if isinstance(value, int | float | QuotedString | None):
+        return str(value).lower() if isinstance(value, bool) else str(Transformer.str(value))
+    text = str(value)
+    found = parse(f"+key={text}") if PLAIN.fullmatch(text) else None
+    return text if found and found._value == text else in_quotes(text, quote)  # 5 and null are no texts
+
+
+LATEX = re.compile(
+    r"nabla|natural|ncong|ne|nearrow|neg|neq|newcommand|newline|nexists|ngeq|nleq|nmid|noindent|"
+    r"nonumber|normalsize|not|notag|notin|nparallel|nsubseteq|nu|nwarrow|tag|tan|tanh|tau|tbinom|"
+    r"text|textbf|textit|textrm|textsc|textsf|textstyle|texttt|tfrac|therefore|theta|thickapprox|"
+    r"tilde|times|tiny|to|top|triangle|triangleq|tt"
+)
+"""LaTeX commands that begin like an escape; prompts often have them."""
+ESCAPE = re.compile(r"\\(\\)(?=[nt])|\\([nt][A-Za-z]*(?:\.[A-Za-z])?)")
+"""A letter after a full stop is part of the word: `\\ne.g.` is a line break and `e.g.`, not LaTeX's `\\ne`."""
+CHARACTERS = {"n": "\n", "t": "\t"}
+
+
+def unescape(text: str) -> str:
+    r"""`\n` as a line break, `\t` as a tab, `\\n` as a backslash and an n; everything else unchanged.
+
+    LaTeX commands (`\neq`, `\text`) and all other backslashes (`\boxed`, `\frac`, `\\`, `\d`) stay.
+    """
+    return ESCAPE.sub(lambda found: found[1] or _character(found[2]) or found[0], text)
+
+
+def _character(word: str) -> str:
+    return "" if LATEX.fullmatch(word) else CHARACTERS[word[0]] + word[1:]
+
+
+def rewrite(overrides: Sequence[str]) -> list[str]:
     """The overrides as Hydra accepts them.
 
-    Raises ConfigError for a choice or folder without a name, a key of another trainer, and a list that names a task
-    twice.
+    Raises ConfigError for a choice or folder without a name, and a list that names a task twice.
     """
     _refuse_empty(overrides)
-    _refuse_foreign(overrides, config_name)
     overrides = [INFINITE.sub(r"\1inf", override) for override in expand_task_lists(overrides)]
     overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in overrides]
     # the resolver of ${hydra:...} knows nothing before a job begins, the node does
     overrides = [one.replace("${hydra:", "${hydra.") if one.startswith("hydra.") else one for one in overrides]
-    return _hf_for_path(overrides, config_name)
+    return _hf_for_path(overrides)
 
 
 PATH = re.compile(r"(?!hydra\.).*[._](path|file|folder|chat_template|response_template|kl\.model(\.\w+)?)")
@@ -49,9 +126,9 @@ INFINITE = re.compile(r"^(\+*algorithm\.[\w.]+=-?)\.inf$")
 """`.inf` as in a YAML; Hydra's overrides have `inf`."""
 
 
-def from_command_line(overrides: Sequence[str], config_name: str = "train") -> list[str]:
+def from_command_line(overrides: Sequence[str]) -> list[str]:
     """`rewrite` for a command line, in which escapes stand for line breaks and tabs."""
-    return rewrite([_unescaped(_quote(override)) for override in overrides], config_name)
+    return rewrite([_unescaped(_quote(override)) for override in overrides])
 
 
 ODD = re.compile(r"[^\w\s/\\+.$%*@?|:,\[\]{}()'\"-]", re.ASCII)
@@ -78,10 +155,11 @@ def _quote(override: str) -> str:
 
 
 def _unescaped(override: str) -> str:
-    return _changed(override, unescape) if "\\" in override and is_marked(_key(override), ESCAPED) else override
+    escaped = "\\" in override and is_marked(key_of_override(override), ESCAPED)
+    return _changed(override, unescape) if escaped else override
 
 
-def _key(override: str) -> str:
+def key_of_override(override: str) -> str:
     """The key or group, without `+` and `@PACKAGE`."""
     return override.partition("=")[0].lstrip("+").partition("@")[0]
 
@@ -113,7 +191,7 @@ def _each(value: Any, change: Callable[[str], str]) -> Any:
 
 def _absolute(override: str) -> str:
     """The override with absolute paths of user code, models and data, because a resume may start in another folder."""
-    key = _key(override)
+    key = key_of_override(override)
     if PATH.fullmatch(key):
         return _changed(override, _absolute_path)
     if key == "model":
@@ -147,14 +225,10 @@ def in_files(override: str, files: Mapping[str, str]) -> str:
     return _changed(override, moved) if any(place in override for place in files) else override
 
 
-def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:
-    """Add `model=hf` to `model.path=...`, unless the chosen model has this key, for example in a recipe."""
-    from grpocli.composition.hydra_errors import known_keys
-
-    keys = set(map(_key, overrides))
-    if "model.path" not in keys or keys & {"model", "resume"}:
-        return overrides
-    return overrides if "model.path" in known_keys(overrides, config_name) else ["model=hf", *overrides]
+def _hf_for_path(overrides: list[str]) -> list[str]:
+    """Add `model=hf` to `model.path=...`, unless another override chooses the model."""
+    keys = set(map(key_of_override, overrides))
+    return overrides if "model.path" not in keys or keys & {"model", "recipe", "resume"} else ["model=hf", *overrides]
 
 
 TASK_LIST = re.compile(r"task=\[(.*)\]\s*")
@@ -201,7 +275,7 @@ def _refuse_empty(overrides: Sequence[str]) -> None:
     """Raise ConfigError for an empty choice or folder, for example `resume=$UNSET`, where Hydra would use a default."""
     for override in overrides:
         key, equals, value = override.partition("=")
-        if equals and not value.strip(" '\"") and NEVER_EMPTY.fullmatch(_key(override)):
+        if equals and not value.strip(" '\"") and NEVER_EMPTY.fullmatch(key_of_override(override)):
             raise ConfigError(
                 "has no value", key=f"{key}=", hint=f"give one, or leave {key}= out (is a shell variable unset?)"
             )
@@ -209,16 +283,3 @@ def _refuse_empty(overrides: Sequence[str]) -> None:
 
 NEVER_EMPTY = re.compile(rf"{GROUP.pattern}|algorithm|recipe|resume|hydra/\w+|hydra\.(run|sweep)\.dir")
 """Keys whose value names a choice or a folder."""
-
-
-def _refuse_foreign(overrides: Sequence[str], config_name: str) -> None:
-    """Raise one ConfigError for all keys of other trainers; Hydra would stop at the first."""
-    if (names := hook("foreign_names")) is None:
-        return
-    valid = ("lora_rank", "dtype") if config_name == "vllm_serve" else ()  # keys of this command, too
-    given = [override.lstrip("+").partition("=") for override in overrides]
-    foreign = {key: advice for key, _, value in given if key not in valid and (advice := names.key_advice(key, value))}
-    if len(foreign) > 1:
-        raise ConfigError("there are no keys " + ", ".join(f"{key} ({advice})" for key, advice in foreign.items()))
-    for key, advice in foreign.items():
-        raise ConfigError(f"there is no key {key}", hint=advice)

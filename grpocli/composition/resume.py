@@ -13,11 +13,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpocli.composition.hydra_errors import known_keys
-from grpocli.composition.overrides import expand_task_lists, in_files
+from grpocli.composition.overrides import expand_task_lists, in_files, in_quotes, text_of, texts_of
 from grpocli.config import yaml_text
 from grpocli.config.build import TARGET, leaves
 from grpocli.config.environment import raw_value, unresolved
-from grpocli.config.overrides import in_quotes, text_of, texts_of
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.config.yaml_text import flat_values
 from grpocli.errors import ConfigError

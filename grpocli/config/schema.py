@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpocli.config.parts import Escaped, UserCode, one_of, part, require, require_part, section
+from grpocli.config.parts import Escaped, UserCode, nearest, one_of, part, require, require_part, section
 from grpocli.errors import ConfigError
 from grpocli.hub import REPO
 from grpocli.types import Sampling
@@ -45,6 +45,16 @@ class Train:
             require(self, field, getattr(self, field) >= 1, "must be at least 1")
         passes = self.data_epochs
         require(self, "data_epochs", passes is None or 0 < passes < math.inf, "must be above 0, or null")
+
+    def check_run(self, run: Run) -> None:
+        """Require a group for each update, and micro-batches that hold whole rows."""
+        prompts, longest, split = run.rollout.prompts_per_step, run.rollout.longest_row, run.hardware.context_parallel
+        problem = f"must be at most rollout.prompts_per_step={prompts}: an update needs a group"
+        require(self, "minibatches", self.minibatches <= prompts, problem)
+        limits = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
+        problem = f"must be at least ({limits}) / hardware.context_parallel = {-(-longest // split)}"
+        hint = "a micro-batch holds whole rows: raise it, or let more processes share each row"
+        require(self, "micro_batch_tokens", self.micro_batch_tokens * split >= longest, problem, hint)
 
     @property
     def updates_per_step(self) -> int:
@@ -122,9 +132,30 @@ class Rollouts:
         require(self, "stop", all(self.stop), "a stop string must not be empty")
         self._check_structure()
         require(self, "max_staleness", self.max_staleness >= 0, "must be 0 (exactly on-policy) or more")
+        problem = "no request runs while weights change unless rollout.max_staleness is above 0"
+        require(self, "in_flight", self.max_staleness > 0 or not self.in_flight, problem)
         bound = self.max_prob_error
         require(self, "max_prob_error", bound is None or bound > 1, "must be above 1 (where both agree), or null")
         require(self, "max_reward_errors", 0 <= self.max_reward_errors <= 1, "must be between 0 and 1")
+
+    def check_run(self, run: Run) -> None:
+        """Require groups and sampling that the algorithm can use, and completions for each trainer process."""
+        size, algorithm = self.group_size, run.algorithm
+        if algorithm.supervised:
+            problem = "supervised training has one answer for each prompt, from the data: set it to"
+            require(self, "group_size", size == 1, f"{problem} 1")
+            require(self, "max_staleness", self.max_staleness == 0, f"{problem} 0")
+        else:
+            require(self, "group_size", size >= 2, "a group is compared with itself: it needs at least 2")
+        if name := self.sampling.structure:
+            problem = "samples from a part of the policy's distribution: choose algorithm/correction=token_truncate"
+            require(self, name, algorithm.has_correction, problem)
+        problem = "leftover groups would be older than this when they train: set algorithm.keep.surplus=discard"
+        require(self, "max_staleness", not self.max_staleness or algorithm.keep.surplus != "carry", problem)
+        processes, groups = run.hardware.processes or 1, self.prompts_per_step // run.train.minibatches
+        problem = f"leaves some of {processes} trainer processes without data: an update has {groups} groups of {size}"
+        enough = processes <= groups * size * run.hardware.context_parallel
+        require(self, "prompts_per_step", enough, problem, "raise it, or train in fewer processes")
 
     @property
     def longest_row(self) -> int:
@@ -189,6 +220,17 @@ class StopAt:
         ok = self.metric is None or self.threshold is not None
         require(self, "metric", ok, "needs eval.stop_at.threshold, the share at which the run ends")
 
+    def check_run(self, run: Run) -> None:
+        """Require an accuracy that is measured within the run."""
+        if self.metric is None:
+            return
+        require(self, "metric", bool(run.reward), "ends the run at an accuracy, and reward=none measures none")
+        name, known = self.metric.rpartition("/")[2], run.eval.accuracies([])
+        require(self, "metric", name in known, f"choose one of {', '.join(known)}{nearest(name, known)}")
+        for key in ("every", "problems"):
+            problem = f"ends the run after an evaluation, and eval.{key}=0 leaves none within the run: raise it"
+            require(self, "metric", getattr(run.eval, key) != 0, problem)
+
     @property
     def name(self) -> str:
         """The metric's name in metrics.jsonl; empty for none."""
@@ -220,6 +262,11 @@ class Eval:
         require(self, "every", self.every >= 0, "must be 0 (only before and after) or more")
         require(self, "problems", (self.problems or 0) >= 0, "must be 0 (no evaluation) or more")
         require(self, "samples", self.samples >= 1, "must be at least 1")
+
+    def check_run(self, run: Run) -> None:
+        """Require a reward of this run."""
+        if self.reward is not None:
+            one_of(self, "reward", run.reward, "one of this run's rewards:")
 
     def n_problems(self, cpu: bool) -> int:
         """The number of problems. cpu: whether the model runs on a CPU."""

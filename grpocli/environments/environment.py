@@ -6,12 +6,15 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from grpocli.config.parts import Escaped, UserCode, part, require, section
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.types import Message
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
 
 STEP_SHARE = 0.9
 """Share of `timeout` after which a step of a library's environment fails alone; after all of it, its worker ends, and
@@ -112,6 +115,11 @@ def environment_of(task: object) -> EnvironmentConfig | None:
     return environment if environment and environment.name else None
 
 
+def tasks_in(chosen: object) -> list[object]:
+    """The tasks of a mixture, or the only one."""
+    return list(getattr(chosen, "tasks", {"": chosen}).values())
+
+
 def loaded_environment_of(task: object) -> EnvironmentConfig | None:
     """`environment_of`, with the tools of its episodes, for which a library may load its data."""
     environment, find = environment_of(task), getattr(task, TOOL_SCHEMAS, None)
@@ -127,6 +135,13 @@ class EnvironmentReward(BaseReward):
     key: str | None = None
     """Name of one of the environment's rewards; null: all of them together. For several with different weights, give
     each a YAML with `_target_: reward/environment` and its `key`."""
+
+    def check_run(self, run: Run) -> None:
+        """Require a task with an environment."""
+        found = [environment_of(task) for task in tasks_in(run.task)]
+        if all(one is None or one.name == TOOLS for one in found):
+            problem = "no task of this run has an environment: give task.environment.name"
+            raise ConfigError(problem, key="reward", value="[environment]")
 
     def score_sample(self, sample: Sample) -> Score:
         if sample.episode is None:
@@ -157,6 +172,13 @@ class Tools(BaseReward):
         super().__post_init__()
         for name in ("failure", "call"):
             require(self, name, math.isfinite(getattr(self, name)), "must be a finite number")
+
+    def check_run(self, run: Run) -> None:
+        """Require a task with tools."""
+        tasks = tasks_in(run.task)
+        if not any(getattr(task, "tools", None) or hasattr(task, TOOL_SCHEMAS) for task in tasks):
+            problem = "no task of this run has tools: give task.tools=[FILE.py:NAME]"
+            raise ConfigError(problem, key="reward", value="[tools]")
 
     def score_sample(self, sample: Sample) -> Score:
         episode = sample.episode

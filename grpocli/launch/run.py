@@ -16,17 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.composition.compose import build_run, mode_of, save
-from grpocli.composition.ready import check_ready, check_training
+from grpocli.composition.checks import check_devices, check_model
+from grpocli.composition.compose import mode_of, save
 from grpocli.composition.resume import changes
-from grpocli.composition.validate import (
-    check_context_parallel,
-    check_nodes,
-    check_prefetch,
-    check_schedule,
-    check_shares,
-    check_splits,
-)
 from grpocli.config.environment import without_environment
 from grpocli.config.user_parts import choice_of
 from grpocli.environments.environment import environment_of
@@ -76,30 +68,21 @@ LOCK_WITHIN = 120.0
 
 
 def launch(
-    config: DictConfig, folder: Path, resuming: bool = False, begin: Callable[[], None] = lambda: None
+    config: DictConfig, run: Run, folder: Path, resuming: bool = False, begin: Callable[[], None] | None = None
 ) -> float | None:
-    """Run `config` in `folder`. Returns the final `eval/accuracy`, which sweepers may optimise.
+    """Train `run`, which was built from `config` and checked. Returns the final accuracy, for sweepers.
 
     On several machines each calls this; the first one prepares and the others wait for it.
     begin: called when the folder belongs to this run; nothing is written in it before.
     Raises ConfigError, RunError or Stopped, after everything that was started has been stopped.
     """
     enable_crash_tracebacks()
-    run_dir = RunDir(folder, "resume") if resuming else RunDir(folder)
-    try:
-        if not resuming:
-            run_dir.check_free()
-        run = build_run(config)
-    except ConfigError:
-        with suppress(OSError):  # remove the folder that Hydra made, if it is empty
-            folder.rmdir()
-        raise
-    node = node_of(run.hardware)
+    run_dir, node = RunDir(folder, "resume") if resuming else RunDir(folder), node_of(run.hardware)
     if node and node.rank:
         return train_on_other_machine(run, run_dir, node)
     new = not resuming and run_dir.is_fresh()
     with run_dir.locked(timeout=LOCK_WITHIN if node else 0.0), run_errors(run_dir, new):
-        return _run_locked(config, run, run_dir, resuming, node, begin)
+        return _train_locked(config, run, run_dir, resuming, node, begin)
 
 
 @contextmanager
@@ -129,21 +112,20 @@ def run_errors(run_dir: RunDir, new: bool) -> Iterator[None]:
         raise as_grpo_error(error, run_dir) from error
 
 
-def _run_locked(
-    config: DictConfig, run: Run, run_dir: RunDir, resuming: bool, node: Node | None, begin: Callable[[], None]
+def _train_locked(
+    config: DictConfig,
+    run: Run,
+    run_dir: RunDir,
+    resuming: bool,
+    node: Node | None,
+    begin: Callable[[], None] | None,
 ) -> float | None:
-    """Prepare the run and train, in a folder that this process has locked."""
+    """The stages of a run, in a folder that this process has locked."""
     from grpocli.views.live_view import make_view
 
     view = make_view()
     try:
-        run_dir.check_writable(resuming=resuming)
-        run_dir.restore()  # after a kill
-        begin()
-        clean(run_dir.path)
-        check_ready(run)  # before heavy imports
-        check_training(run)
-        refuse_other_run(PUSH_KEY, run.hub, run_dir)
+        _clear_folder(run, run_dir, resuming, begin)
         run, devices = _with_choices(config, run, run_dir if resuming else None, view)
         job = prepare(run, run_dir, view, devices, node)
         point = _resume_point(run, run_dir, view, resuming)
@@ -161,6 +143,16 @@ def _run_locked(
     finally:
         view.stop()
         run_dir.restore()
+
+
+def _clear_folder(run: Run, run_dir: RunDir, resuming: bool, begin: Callable[[], None] | None) -> None:
+    """Make the folder ready to be written to: repair it after a kill, and remove what other sessions left."""
+    run_dir.check_writable(resuming=resuming)
+    run_dir.restore()
+    if begin:
+        begin()
+    clean(run_dir.path)
+    refuse_other_run(PUSH_KEY, run.hub, run_dir)
 
 
 def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> ResumePoint:
@@ -238,7 +230,6 @@ def _record_session(
 def _with_choices(config: DictConfig, run: Run, resumed: RunDir | None, view: View) -> tuple[Run, Devices]:
     """The run with what its keys leave open, and its devices. The config keeps what a resume elsewhere needs."""
     run = _with_steps(config, run, resumed)
-    check_schedule(run)
     if isinstance(run.engine, AutoEngine):
         run = replace(run, engine=run.engine.for_run(run, view.note))
     devices = devices_of(run.hardware, run.engine.resolved())
@@ -284,27 +275,18 @@ def prepare(
     run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None, split: str = "train"
 ) -> TrainerJob:
     """Check the run, load the examples of `split` and fetch the model's files. Raises ConfigError."""
-    from grpocli.models.loading import check_vocabulary, choose_dtype, choose_head_dtype, load_config
-    from grpocli.training.router_balance import check_has_routers
+    import torch
 
-    _check_device(run)
-    if getattr(run.model, "attn_implementation", None):
-        view.note("model.attn_implementation is now called model.attention")
-    check_prefetch(run, run.engine.resolved())
-    check_nodes(run, run.engine.resolved())
-    processes = devices.processes * (node.count if node else 1)
-    check_shares(run, processes)
-    check_context_parallel(run, processes)
+    from grpocli.models.loading import choose_dtype, choose_head_dtype
+
+    if run.hardware.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("torch finds no GPU", key="hardware.device", value="cuda", hint="choose cpu or auto")
+    check_devices(run, run.engine.resolved(), devices.processes * (node.count if node else 1))
     for name, task in tasks_of(run.task).items():
         with errors_below(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples(split)[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
-    check_vocabulary(run.model, model_path)
-    if run.hardware.context_parallel > 1:
-        check_splits(run, load_config(run.model, model_path))
-    _check_teachers(run, model_path, view)
-    if coefficient := run.algorithm.router_aux_loss_coef:
-        check_has_routers(run.model, model_path, coefficient)
+    check_model(run, model_path, view)
     dtype = choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device)
     nodes = run.hardware.rollout_nodes
     transport = run.sync.choose(locate_servers(run.hardware.device, run.engine.urls, devices.shared, nodes))
@@ -372,23 +354,6 @@ def _starts_dummy(run: Run, model_path: str) -> bool:
     return not model.state_dict().keys() & dict(model.named_buffers()).keys()
 
 
-def _check_teachers(run: Run, model_path: str, view: View) -> None:
-    """Make the built-in teacher, and check that teachers have the policy's tokenizer, before any weights are loaded."""
-    from grpocli.algorithm.kl import has_teacher
-
-    kl = run.algorithm.kl
-    if not (has_teacher(kl) and kl.beta):
-        return
-    from grpocli.models.loading import load_tokenizer
-    from grpocli.models.teacher import check_tokenizers, teachers_of
-    from grpocli.training.teachers import check_served
-
-    view.stage("comparing the teacher's tokenizer with the policy's")
-    tokenizer = load_tokenizer(run.model, model_path)
-    check_tokenizers(teachers_of(kl, run.model), tokenizer, lambda fraction, text: view.stage(text, fraction))
-    check_served(kl, tokenizer, run.rollout.longest_row)
-
-
 def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
     """Check the user's functions before the model is fetched. Rewards that load models are checked later."""
     from grpocli.rollout.multi_turn import check_environment
@@ -399,13 +364,6 @@ def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
             run.reward[scorer].check(columns_of(example))
     if environment := environment_of(task):
         check_environment(name, environment, example)
-
-
-def _check_device(run: Run) -> None:
-    import torch
-
-    if run.hardware.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("torch finds no GPU", key="hardware.device", value="cuda", hint="choose cpu or auto")
 
 
 def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devices, node: Node | None) -> float | None:

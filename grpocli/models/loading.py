@@ -22,6 +22,7 @@ from grpocli.user_frames import too_little_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from grpocli.config.schema import Run
 
 Progress = Callable[[float, str], None]
 """Called with a fraction from 0 to 1 and a phrase for the user."""
@@ -88,6 +89,20 @@ class ModelPart:
     def end_ids(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
         """The tokens that end a completion, see `end_token_ids`; no weights are made or fetched."""
         return end_token_ids(None, tokenizer)
+
+    def check_run(self, run: Run) -> None:
+        """Require, for quantized or compiled layers and for LoRA, a way to share the model that can have them."""
+        parallel, lora = run.hardware.parallel, self.lora.rank > 0
+        problem = "LoRA's updates cannot be added to sharded weights: take zero2, fsdp2 or ddp"
+        require(run.hardware, "parallel", not (lora and parallel == "zero3"), problem)
+        if self.quantization:
+            require(self, "quantization", lora, "its weights do not train: add model.lora.rank=16")
+            require(self, "quantization", parallel == "ddp", f"hardware.parallel={parallel} shards whole weights")
+            problem = "a moving reference (algorithm.kl.sync_every) is a copy with whole weights: leave one of them out"
+            require(self, "quantization", run.algorithm.kl.sync_every == 0, problem)
+            require(self, "compile", not self.compile, "torch cannot compile layers of 4 bits (model.quantization)")
+        problem = f"DeepSpeed's hooks (hardware.parallel={parallel}) would be compiled, too: take ddp or fsdp2"
+        require(self, "compile", not (self.compile and parallel.startswith("zero")), problem)
 
     def check_ready(self) -> None:
         """Raise ConfigError if a library that the keys need is not installed. Loads no slow library."""

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,11 @@ class Lora:
             except re.error as error:
                 problem = f"is not a regular expression: {error}"
                 raise ConfigError(problem, key="model.lora.target_modules", value=self.target_modules) from error
+
+    def check_ready(self) -> None:
+        """Raise ConfigError without peft, if there are updates."""
+        there = not self.rank or find_spec("peft") is not None
+        require(self, "rank", there, "needs peft, which is not installed: pip install peft")
 
     def _take_adapter(self, file: Path) -> None:
         """Take the rank, alpha and target modules of an adapter. Raises ConfigError for one that LoRA here is not."""

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpocli.algorithm.kl import BUILT_IN, key_of_teacher
+from grpocli.algorithm.kl import BUILT_IN, EVERY_TASK, key_of_teacher
+from grpocli.config.parts import nearest, require
 from grpocli.errors import ConfigError
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import ModelPart, Progress, load_config, load_model, load_tokenizer
@@ -58,6 +59,21 @@ class Teacher:
             if error.key != "model.path":
                 raise
             raise ConfigError(error.problem, key=self.key, value=self.name, hint=error.hint) from error
+
+
+def check_tasks(kl: KL, tasks: list[str]) -> None:
+    """Raise ConfigError unless each task has one teacher."""
+    taught = {**kl.models, **kl.urls}
+    field = "model" if kl.models else "base_url"
+    if EVERY_TASK in taught:
+        problem = "is the teacher of every task: give a mapping {task: URL} beside a mapping of models, or one of them"
+        require(kl, "base_url", len(taught) == 1, problem)
+        return
+    for task in taught:
+        one = "model" if task in kl.models else "base_url"
+        require(kl, one, task in tasks, f"this run has no task {task}, only {', '.join(tasks)}{nearest(task, tasks)}")
+    for task in tasks:
+        require(kl, field, task in taught, f"names no teacher for the task {task}: add {task}: PATH")
 
 
 def teachers_of(kl: KL, student: Any) -> list[Teacher]:

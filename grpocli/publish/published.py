@@ -97,7 +97,7 @@ def _secret_values(config: Mapping[str, Any], former: Sequence[Changes]) -> Iter
 
     Not those that parts of grpocli declare, which are names of variables and files: `reward.judge.api_key`.
     """
-    from grpocli.config.overrides import leaves_of, parse  # which loads Hydra
+    from grpocli.composition.overrides import leaves_of, parse  # which loads Hydra
 
     declared = set(_declared(config))
     nodes = ({name: node for name, node in config.items() if name != OVERRIDES}, *former)

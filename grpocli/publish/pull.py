@@ -23,11 +23,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.composition.compose import compose, register_parts
+from grpocli.composition.overrides import in_quotes, leaves_of, parse, text_of
 from grpocli.composition.resume import Resume, of_hydra
 from grpocli.config import yaml_text
 from grpocli.config.build import Leaf, leaves
 from grpocli.config.environment import OVERRIDES, raw_value, unresolved
-from grpocli.config.overrides import in_quotes, leaves_of, parse, text_of
 from grpocli.config.parts import CLASSES, USER_CODE, is_marked
 from grpocli.config.user_parts import GROUP, is_spec
 from grpocli.environments.environment import EnvironmentConfig

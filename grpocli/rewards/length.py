@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import interpolate, part, require, section
+from grpocli.config.parts import interpolate, one_of, part, require, section
 from grpocli.rewards.reward import BaseReward, Sample, Score
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
 
 
 @part("reward", "length", package="reward.length")
@@ -65,6 +69,11 @@ class GroupLength(BaseReward):
 
     reward: str | None = interpolate("eval.reward")
     """Name of the reward that says which answers are right: a score of 1 or more. null: the first of the task."""
+
+    def check_run(self, run: Run) -> None:
+        """Require another reward that says which answers are right."""
+        if self.reward is not None:
+            one_of(self, "reward", [name for name, reward in run.reward.items() if not reward.sees_group])
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         known = [(sample, right) for sample in samples if (right := self._right(sample)) is not None]

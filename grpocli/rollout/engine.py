@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from grpocli.config.parts import base
+from grpocli.config.parts import base, require
+from grpocli.config.user_parts import choice_of
 from grpocli.errors import ConfigError
+from grpocli.hardware import Multinode
 from grpocli.progress import UNWATCHED, Progress, Watch, unreported
 from grpocli.rollout.sync_config import SyncConfig
 from grpocli.types import Completion, Request, Sampling
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from grpocli.config.schema import Run
     from grpocli.distributed.world import World
 
 
@@ -196,6 +199,34 @@ class EnginePart:
 
     overlaps: ClassVar[bool] = False
     """Whether it samples beside the trainer, with its own weights and devices, as `rollout.max_staleness` needs."""
+
+    constrains: ClassVar[bool] = False
+    """Whether its completions can match a regex or a JSON schema."""
+
+    def check_run(self, run: Run) -> None:
+        """Raise ConfigError if other keys of the run ask what the engine cannot do."""
+        rollout, hardware, name = run.rollout, run.hardware, f"engine={choice_of('engine', self)}"
+        if structure := rollout.sampling.structure:
+            problem = f"{name} cannot constrain completions: choose engine=vllm, or set it to null"
+            require(rollout, structure, self.constrains, problem)
+        problem = f"{name} does not sample beside the trainer: choose engine=vllm, or rollout.max_staleness=0"
+        require(rollout, "max_staleness", self.overlaps or not rollout.max_staleness, problem)
+        problem = f"{name} cannot sample from sharded weights: take engine=vllm, or fsdp2"
+        require(hardware, "parallel", self.overlaps or hardware.parallel != "zero3", problem)
+        lora = run.model.lora.rank > 0 and self.overlaps
+        problem = f"{name} is sent LoRA's updates by one process, which must have them whole: take ddp or zero2"
+        require(hardware, "parallel", not (lora and hardware.parallel == "fsdp2"), problem)
+        group, limit = max(rollout.group_size, run.eval.samples), self.max_num_seqs
+        if limit is not None and limit < group:
+            problem = f"must be at least {group}, the completions of a request: rollout.group_size or eval.samples"
+            raise ConfigError(problem, key="engine.vllm_args.max_num_seqs", value=limit)
+        if isinstance(hardware, Multinode):
+            starts = self.server_gpus > 0
+            problem = f"{name} starts {'servers, which need machines' if starts else 'no servers for these machines'}"
+            require(hardware, "rollout_nodes", (hardware.rollout_nodes > 0) == starts, problem)
+            fits = not starts or hardware.device == "cpu" or self.server_gpus == hardware.devices_per_node
+            problem = f"engine.replicas x tensor_parallel x data_parallel = {self.server_gpus} must be all of them"
+            require(hardware, "devices_per_node", fits, problem)
 
     @property
     def urls(self) -> list[str]:

@@ -136,7 +136,8 @@ class AutoEngine(EnginePart):
     keys.
     """
 
-    overlaps = True  # checked again for the resolved engine
+    def check_run(self, run: Run) -> None:
+        """Nothing: its choice is checked when this machine is known."""
 
     def resolved(self) -> EnginePart:
         """The choice for this machine. Imports torch, which is slow."""

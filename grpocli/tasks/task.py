@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field, is_dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import Escaped, UserCode, interpolate, named, one_of, require, require_part, section
+from grpocli.config.parts import Escaped, UserCode, interpolate, named, nearest, one_of, require, require_part, section
 from grpocli.config.user_code import check_exists
 from grpocli.config.user_parts import choice_of, name_of
 from grpocli.environments.environment import TOOLS_KEY, EnvironmentConfig
@@ -19,6 +19,9 @@ from grpocli.environments.tools import READY
 from grpocli.errors import ConfigError
 from grpocli.rewards.score_stats import ErrorLimit
 from grpocli.tasks.loading import Row, check_path, is_one_file
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
 
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+(?<!\.py)")
 """A function of an installed package: PACKAGE.MODULE.NAME."""
@@ -115,6 +118,31 @@ class BaseTask:
         require(self, "max_tool_tokens", self.max_tool_tokens >= 1, "must be at least 1")
         share = self.max_reward_errors
         require(self, "max_reward_errors", share is None or 0 <= share <= 1, "must be between 0 and 1, or null")
+
+    def check_run(self, run: Run) -> None:
+        """Require rewards of this run that can do what the keys ask: measure accuracy, or find pass rates."""
+        names = list(run.reward) if self.rewards is None else self.rewards
+        for name in names:
+            problem = f"choose some of this run's rewards: {', '.join(run.reward)}{nearest(name, run.reward)}"
+            require(self, "rewards", name in run.reward, problem)
+        measures = run.eval.reward if run.eval.reward in names else next(iter(names), None)
+        if measures is not None and run.reward[measures].sees_group:
+            problem = "scores a group by its other rewards, so it cannot measure accuracy: put another one first"
+            raise ConfigError(problem, key="reward", value=f"[{measures}]")
+        weight = run.algorithm.question_weight
+        if measures is not None and getattr(weight, "needs_accuracy", False):
+            reward = run.reward[weight.reward or measures]
+            if (getattr(reward, "right", 1), getattr(reward, "wrong", 0)) != (1, 0):
+                problem = "algorithm.question_weight reads an accuracy from it: leave right=1 and wrong=0"
+                raise ConfigError(problem, key=reward.config_key)
+        if run.algorithm.supervised and self.environment.name is not None:
+            problem = "supervised training has one answer for each prompt, and this task is played in turns"
+            raise ConfigError(problem, key="task.environment.name", value=self.environment.name)
+        known = bool(names) and not run.algorithm.supervised
+        problem = "needs the pass rates of problems, and no reward scores them"
+        by_rate = self.order == "difficulty" and self.difficulty_column is None
+        require(self, "order", known or not by_rate, problem)
+        require(self, "no_resampling_pass_rate", known or self.no_resampling_pass_rate is None, problem)
 
 
 @section("task")

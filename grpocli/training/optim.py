@@ -12,11 +12,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from grpocli.config.parts import nearest, one_of, part, require, section
+from grpocli.config.user_parts import choice_of
 from grpocli.errors import ConfigError
 from grpocli.models.quantization import check_bitsandbytes, import_bitsandbytes
 
 if TYPE_CHECKING:
     import torch
+
+    from grpocli.config.schema import Run
 
 QUANTIZED_FROM, BLOCK = 4096, 256
 """bitsandbytes: numbers from which a state has 8 bits, and numbers that share a scale."""
@@ -113,9 +116,15 @@ class Optimizer:
         """The learning rate of update number `update` (from 0) of `total`: a pure function, without state to save."""
         return scheduled(self.lr, self.schedule, self.schedule_arguments, self.warmup_steps, update, total)
 
-    def check_total(self, total: int) -> None:
-        """Raise ConfigError for a schedule that does not fit into `total` updates."""
-        check_total(self.schedule, self.schedule_arguments, self.warmup_steps, total)
+    def check_run(self, run: Run) -> None:
+        """Require weights that its state is sharded with, and a schedule that fits into the run's updates."""
+        parallel = run.hardware.parallel
+        if parallel not in self.parallel:
+            problem = f"works with hardware.parallel={' or '.join(self.parallel)}, not {parallel}"
+            raise ConfigError(problem, key="optim", value=choice_of("optim", self))
+        if run.train.data_epochs is None:  # otherwise the steps are known once the data is read
+            total = run.train.steps * run.train.updates_per_step
+            check_total(self.schedule, self.schedule_arguments, self.warmup_steps, total)
 
     def groups(self, parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
         """The parameters with gradients in groups: norms and biases have no weight decay."""

@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     for name in ("prompts", "rows", "example"):
         if (getattr(args, name) or 0) < 0:
             parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
+    from grpocli.composition.checks import check_data
     from grpocli.composition.compose import build_run
-    from grpocli.composition.ready import check_data
     from grpocli.runs.metrics import to_json
     from grpocli.views.live_view import status_view
     from grpocli_tools.data_view.data_view import SPLITS, DataView

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.kl import BUILT_IN, has_teacher
-from grpocli.config.overrides import text_of
+from grpocli.composition.overrides import text_of
 from grpocli.errors import ConfigError
 from grpocli.hardware import Single, split
 from grpocli.hub import hub_path

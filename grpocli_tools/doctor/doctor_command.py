@@ -61,17 +61,10 @@ def _examined(overrides: list[str], config_dir: str | None) -> list[FindingGroup
 
 def _config(overrides: list[str], config_dir: str | None) -> CheckedConfig:
     """The config of these overrides. Raises ConfigError if it cannot be composed."""
-    from functools import partial
-
-    from grpocli.algorithm.kl import has_teacher
+    from grpocli.composition.checks import file_checks
     from grpocli.composition.compose import build_run
-    from grpocli.composition.ready import check_data, check_teachers
-    from grpocli_tools.doctor.config import CheckedConfig, runs_in
+    from grpocli_tools.doctor.config import FIXES, CheckedConfig, runs_in
 
     run = build_run(composed(overrides, config_dir))
-    ready = {"tracker": run.tracker.check, "data and rewards": partial(check_data, run)}
-    if model := getattr(run.model, "check_ready", None):
-        ready["model"] = model
-    if has_teacher(run.algorithm.kl):
-        ready["teacher"] = partial(check_teachers, run)
+    ready = {name: check for name, check in file_checks(run).items() if name in FIXES}
     return CheckedConfig(run, overrides, ready, "hydra/launcher=slurm" in overrides, runs_in(overrides, Path.cwd()))

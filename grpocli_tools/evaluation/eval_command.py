@@ -81,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
+    from grpocli.composition.checks import check_files
     from grpocli.composition.compose import build_run
-    from grpocli.composition.ready import check_ready
     from grpocli.runs.saved_run import check_is_run
 
     overrides = list(args.overrides)
@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
         raise ConfigError(
             "an evaluation runs in one process; leave it null", key="hardware.processes", value=run.hardware.processes
         )
-    check_ready(run)
+    check_files(run)
     return config, _with_whole_weights(run) if args.run and not args.checkpoints else run
 
 

@@ -85,8 +85,8 @@ def _made(run: Run, args: argparse.Namespace, view: View) -> tuple[Plan, list[st
     view.stage("loading libraries")
     import transformers.models.auto.modeling_auto  # noqa: F401  # most of a plan's time
 
+    from grpocli.composition.checks import check_devices, check_splits
     from grpocli.composition.compose import build_run
-    from grpocli.composition.validate import check_context_parallel, check_shares, check_splits
     from grpocli_tools.plan.plan import make_plan
     from grpocli_tools.plan.report import advice, larger
 
@@ -97,8 +97,7 @@ def _made(run: Run, args: argparse.Namespace, view: View) -> tuple[Plan, list[st
         return planned(build_run(composed([*args.overrides, *change], args.config_dir)), plan.resources.devices)
 
     plan = planned(run, args.devices, view.stage)
-    check_shares(run, plan.resources.trainers)
-    check_context_parallel(run, plan.resources.trainers)
+    check_devices(run, run.engine, plan.resources.trainers)
     if run.hardware.context_parallel > 1:
         check_splits(run, plan.size.config)
     if args.no_advice or args.simulate:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import yaml
 from hydra.core.override_parser.types import Quote
 
-from grpocli.config.overrides import to_text
+from grpocli.composition.overrides import to_text
 from grpocli.text import clean
 from grpocli_tools.porting.equivalent import UNSTATED, Equivalent
 from grpocli_tools.porting.source import Unread, number_of

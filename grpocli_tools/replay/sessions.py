@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.overrides import to_text
+from grpocli.composition.overrides import to_text
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import SavedRun

@@ -10,7 +10,7 @@ from itertools import chain, islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.overrides import unescape
+from grpocli.composition.overrides import unescape
 from grpocli.errors import ConfigError
 from grpocli_tools.command_line import composed, parser_of, warn_of_rewards
 
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--threshold {args.threshold}: must be between 0 and 1")
     if args.examples < 0:
         parser.error(f"--examples {args.examples}: must be 0 (all) or more")
+    from grpocli.composition.checks import check_data
     from grpocli.composition.compose import build_run
-    from grpocli.composition.ready import check_data
     from grpocli.tasks.prompt_source import doubtful_choices
     from grpocli.views.live_view import status_view
 

@@ -10,8 +10,8 @@ import torch
 from grpocli.algorithm.aggregate import Constant
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.contract import try_part
+from grpocli.composition.checks import check_files
 from grpocli.composition.compose import build_run, compose
-from grpocli.composition.ready import check_ready
 from grpocli.config.parts import registered
 from grpocli.errors import ConfigError
 
@@ -45,10 +45,10 @@ def test_a_part_of_a_user_is_tried(what: str, tmp_path: Path) -> None:
     file.write_text(f"class Mine:\n    {more}\n    def __call__(self, {arguments[1:-1]}): return {result}\n")
     run = build_run(compose([f"algorithm/{kind}={file}:Mine"]))
     if kept:
-        check_ready(run)
+        check_files(run)
     else:
         with pytest.raises(ConfigError) as raised:
-            check_ready(run)
+            check_files(run)
         assert raised.value.key == f"algorithm/{kind}"
         assert "AttributeError" not in str(raised.value)
 

@@ -139,7 +139,7 @@ def test_a_missing_vllm_is_reported(grpocli, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_missing_deepspeed_is_reported(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpocli.composition.ready.find_spec", lambda name: None)
+    monkeypatch.setattr("grpocli.hardware.find_spec", lambda name: None)
     code, said = failed(grpocli, *SMALL_RUN, "hardware.parallel=zero2")
     assert code == 2
     assert "hardware.parallel=zero2: needs DeepSpeed, which is not installed; pip install" in said

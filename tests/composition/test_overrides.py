@@ -12,9 +12,8 @@ from tables import table
 
 from grpocli.cli.hydra_app import search_path
 from grpocli.composition.compose import build_run, compose, register_parts, save
-from grpocli.composition.overrides import from_command_line, rewrite
+from grpocli.composition.overrides import from_command_line, rewrite, unescape
 from grpocli.composition.resume import Resume
-from grpocli.config.overrides import unescape
 from grpocli.config.parts import ESCAPED, is_marked
 from grpocli.errors import ConfigError
 
@@ -122,31 +121,20 @@ def test_a_resume_keeps_the_text(tmp_path: Path) -> None:
     assert compose(again).task.prefix == "one\ntwo \\n"
 
 
-QUOTED = [
-    ("task.prompt_template", "Q: {q}, A:", "Q: {q}, A:"),
-    ("task.prompt_template", "{question}", "{question}"),
-    ("task.system_prompt", "First think, then answer", "First think, then answer"),
-    ("task.system_prompt", "[INST]", "[INST]"),
-    ("task.system_prompt", 'say "it\'s {x}", please', 'say "it\'s {x}", please'),
-    ("task.prefix", "a\n{b}\n", "a\n{b}\n"),
-    ("rollout.regex", "(yes|no){2,3}", "(yes|no){2,3}"),
-    ("rollout.stop", "[</s>,User:]", ["</s>", "User:"]),
-    ("rollout.stop", "###", ["###"]),
-]
-
-
-@pytest.mark.parametrize(("key", "value", "meant"), table(QUOTED, fast=3))
-def test_the_advice_about_quotes_is_a_valid_command(key: str, value: str, meant: object) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("task.prompt_template", "Q: {q}, A:"),
+        ("task.system_prompt", 'say "it\'s {x}", please'),
+        ("task.prefix", "a\n{b}\n"),
+        ("rollout.regex", "(yes|no){2,3}"),
+    ],
+)
+def test_the_advice_about_quotes_is_a_valid_command(key: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([*JSONL, f"{key}={value}"])
-    (advised,) = shlex.split(caught.value.hint.removeprefix("write "))
-    read = OmegaConf.select(compose(from_command_line([*JSONL, advised])), key)
-    assert (list(read) if isinstance(meant, list) else read) == meant
-
-
-def test_several_values_need_multirun() -> None:
-    with pytest.raises(ConfigError, match=r"^optim\.lr=1e-6,1e-5: give one value; -m tries several in turn$"):
-        compose(["optim.lr=1e-6,1e-5"])
+    advised = shlex.split(caught.value.hint.partition("two quotes: ")[2].partition("; -m")[0])
+    assert OmegaConf.select(compose(from_command_line([*JSONL, *advised])), key) == value
 
 
 @pytest.mark.parametrize(
@@ -173,12 +161,6 @@ def test_a_model_may_be_a_path(given: list[str], path: str, tmp_path: Path, monk
     assert model.lora.rank == (16 if "model.lora=16" in given else 0)
 
 
-def test_a_model_path_keeps_the_model_of_a_recipe() -> None:
-    given = ["recipe=gsm8k-qwen2.5-1.5b", "model.path=mine"]
-    assert rewrite(given) == given
-    assert rewrite(["model.path=mine"], "vllm_serve") == ["model=hf", "model.path=mine"]
-
-
 @pytest.mark.slow
 def test_a_sweep_may_mix_models_by_name_and_by_path(grpocli: Run, tmp_path: Path) -> None:
     code, _, err = grpocli(
@@ -198,7 +180,7 @@ def test_an_empty_choice_or_folder_is_refused(override: str) -> None:
         rewrite(["train.steps=2", override])
 
 
-FOLDERS = ["josé", "中文", "a=b", "a,b", "it's", "a[1]", "a{b}", "a&b", "a#b", "a b", "a~b", "lr=0.1,seed=1"]
+FOLDERS = ["josé", "a=b", "it's", "a[1]", "a b", "lr=0.1,seed=1"]
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -9,7 +9,6 @@ import pytest
 
 from grpocli import hardware
 from grpocli.composition.compose import build_run, compose
-from grpocli.composition.validate import check_nodes, check_shares
 from grpocli.errors import ConfigError, Stopped
 from grpocli.hardware import Devices, Multinode, Single, devices_of, node_of, split
 from grpocli.launch import run as launch_run
@@ -101,31 +100,11 @@ def test_invalid_devices_are_refused(value: str) -> None:
         build_run(compose([f"hardware.train_devices={value}"]))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("engine=transformers", r"hardware\.rollout_nodes=1: engine=transformers runs in the trainer processes"),
-        ("engine=vllm engine.base_url=http://a:1", r"hardware\.rollout_nodes=1: engine=vllm has its servers already"),
-        ("engine=vllm hardware.rollout_nodes=0", r"hardware\.rollout_nodes=0: engine=vllm needs machines for its"),
-        ("engine=vllm", r"engine\.replicas=1: must be all GPUs of a machine, hardware\.devices_per_node=8"),
-        ("engine=vllm engine.tensor_parallel=8 hardware.train_nodes=0", r"hardware\.train_nodes=0: must be at least 1"),
-        (
-            "engine=vllm hardware.device=cpu hardware.train_nodes=4 rollout.prompts_per_step=7 train.minibatches=2",
-            r"rollout\.prompts_per_step=7: leaves some of 32 trainer processes without data: an update has 3 groups of",
-        ),
-    ],
-)
-def test_invalid_runs_on_several_machines_are_refused(overrides: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_run(compose(["hardware=multinode", *overrides.split()]))
-
-
 def test_the_printed_plan_names_devices_and_machines() -> None:
     run = build_run(compose(["hardware=multinode", "engine=vllm", "engine.tensor_parallel=8"]))
     lines = plan_lines(run, Devices(8, tuple(EIGHT)))
     assert any("1 machine, each: train on GPUs 0,1,2,3,4,5,6,7; serve on 1 machine" in line for line in lines)
     assert any("8 processes" in line for line in lines)
-    check_shares(run, 8)
 
 
 def test_the_node_is_read_from_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,12 +139,6 @@ def test_an_engine_folder_with_open_files_is_reused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as over NFS, where open files stay
     new_engine_folder(tmp_path)
     assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o700
-
-
-def test_engine_auto_that_chooses_vllm_needs_rollout_nodes() -> None:
-    run = build_run(compose(["hardware=multinode", "hardware.rollout_nodes=0", "engine=auto"]))
-    with pytest.raises(ConfigError, match=r"hardware\.rollout_nodes=0: engine=vllm needs machines for its servers"):
-        check_nodes(run, Vllm())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from grpocli.composition.compose import compose
-from grpocli.config.overrides import to_text
+from grpocli.composition.overrides import to_text
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync_config import AutoSyncConfig

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import part
-from grpocli.rollout.vllm.config import ColocateOptions, VllmOptions
+from grpocli.rollout.vllm.config import ColocateOptions, VllmOptions, check_plugin, check_vllm
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine, EngineContext, EngineJob
@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 class Vllm(VllmOptions):
     """A vLLM server: the run's own, or the one at `base_url` (started with `grpocli vllm-serve`)."""
 
-    overlaps = True
+    overlaps = constrains = True
+
+    def check_ready(self) -> None:
+        """Raise ConfigError if the run starts servers, and vLLM or its plugin is not installed."""
+        if self.base_url is None:
+            check_plugin()
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
         from grpocli.rollout.vllm.supervisor import launch
@@ -32,6 +37,12 @@ class Vllm(VllmOptions):
 @part("engine", "vllm_colocate")
 class VllmColocate(ColocateOptions):
     """vLLM with a whole model in every trainer process, which loads the trainer's weights directly."""
+
+    constrains = True
+
+    def check_ready(self) -> None:
+        """Raise ConfigError if vLLM is not installed."""
+        check_vllm("vllm_colocate")
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
         from grpocli.rollout.vllm.colocate import launch

@@ -237,7 +237,10 @@ def test_text_ends_with_the_number_of_errors(
         (["train.stepps=3"], 'there is no key train.stepps; did you mean "train.steps"?'),
         (["algorithm=dapoo"], "dapo"),
         (["--jsn"], "--jsn"),
-        (["hardware.parallel=zero3"], "hardware.parallel=zero3: engine=transformers cannot sample"),
+        (
+            ["engine=transformers", "hardware.parallel=zero3"],
+            "hardware.parallel=zero3: engine=transformers cannot sample",
+        ),
     ],
 )
 def test_exit_code_2_and_one_sentence_for_wrong_usage(

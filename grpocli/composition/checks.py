@@ -1,0 +1,147 @@
+"""Whether a run is right: the stages that every command walks as far as it goes. Each raises ConfigError.
+
+    composed   `check_run(run)` of every part and section, beside its fields: keys against keys
+    files      `check_ready()` of every part: files, packages and servers; imports no user code, loads no data
+    devices    composed again, with the processes and the engine that the config left open
+    model      what the model's config and tokenizer say, before weights are loaded
+    server     `launch` and `connect` of the engine
+
+A field alone is checked when its part is built, by `require` in `__post_init__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from grpocli.config.parts import require
+from grpocli.config.user_code import check_exists
+from grpocli.hardware import Single
+from grpocli.tasks.task import errors_below, key_of, tasks_of
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+    from grpocli.rollout.engine import EnginePart
+    from grpocli.views.view import View
+
+
+def check_composed(run: Run) -> None:
+    """Stage `composed`."""
+    for field in fields(run):
+        if field.name != "task":
+            for part in _parts(getattr(run, field.name)):
+                _call(part, "check_run", run)
+    for name, task in tasks_of(run.task).items():
+        with errors_below(key_of(run.task, name)):
+            _call(task, "check_run", run)
+
+
+def file_checks(run: Run) -> dict[str, Callable[[], None]]:
+    """The checks of stage `files`, by what they look at."""
+    return {
+        "tracker": run.tracker.check,
+        "hardware": partial(_check_ready, run.hardware),
+        "engine": partial(_check_ready, run.engine),
+        "model": partial(_check_ready, run.model),
+        "optimizer": partial(_check_ready, run.optim),
+        "algorithm": partial(_check_ready, run.algorithm),
+        "teacher": partial(_check_teachers, run),
+        "data and rewards": partial(check_data, run),
+    }
+
+
+def check_files(run: Run, training: bool = False) -> None:
+    """Stage `files`. training: also what only a training needs, its callbacks and a token that may push it."""
+    for check in file_checks(run).values():
+        check()
+    if training:
+        for spec in run.callbacks:
+            check_exists(spec, "callbacks")
+    if training and run.hub.push is not None:
+        from grpocli.hub import PUSH_KEY, check_may_push
+
+        check_may_push(PUSH_KEY, run.hub.push, run.hub.revision, private=run.hub.private)
+
+
+def check_data(run: Run) -> None:
+    """Stage `files` for tasks and rewards alone."""
+    for name, task in tasks_of(run.task).items():
+        with errors_below(key_of(run.task, name)):
+            _check_ready(task)
+    _check_ready(run.reward)
+
+
+def check_devices(run: Run, engine: EnginePart, processes: int) -> None:
+    """Stage `devices`. engine: the one that samples. processes: trainer processes on all machines."""
+    hardware = replace(run.hardware, processes=processes) if isinstance(run.hardware, Single) else run.hardware
+    train = replace(run.train, data_epochs=None)  # its steps are known by now
+    check_composed(replace(run, engine=engine, hardware=hardware, train=train))
+
+
+def check_model(run: Run, model_path: str, view: View) -> None:
+    """Stage `model`. Makes the built-in teacher."""
+    from grpocli.models.loading import check_vocabulary, load_config, load_tokenizer
+    from grpocli.models.teacher import check_tokenizers, teachers_of
+    from grpocli.training.router_balance import check_has_routers
+    from grpocli.training.teachers import check_served
+
+    check_vocabulary(run.model, model_path)
+    if run.hardware.context_parallel > 1:
+        check_splits(run, load_config(run.model, model_path))
+    if coefficient := run.algorithm.router_aux_loss_coef:
+        check_has_routers(run.model, model_path, coefficient)
+    kl = run.algorithm.kl
+    if getattr(kl, "has_teacher", False) and kl.beta:
+        view.stage("comparing the teacher's tokenizer with the policy's")
+        tokenizer = load_tokenizer(run.model, model_path)
+        check_tokenizers(teachers_of(kl, run.model), tokenizer, lambda fraction, text: view.stage(text, fraction))
+        check_served(kl, tokenizer, run.rollout.longest_row)
+
+
+def check_splits(run: Run, config: Any) -> None:
+    """Require a model whose sequences `hardware.context_parallel` can split. config: the model's, of transformers."""
+    from grpocli.models.shared_prompt_attention import supports
+
+    hardware, n = run.hardware, run.hardware.context_parallel
+    problem = "not every layer of this model is full attention, whose heads can be dealt out: set it to 1"
+    require(hardware, "context_parallel", supports(config, run.rollout.longest_row), problem)
+    heads = getattr(config.get_text_config(), "num_attention_heads", n)
+    if isinstance(heads, int):  # otherwise each layer has its own, and the trial of the model decides
+        problem = f"must divide the {heads} attention heads of this model"
+        require(hardware, "context_parallel", heads % n == 0, problem)
+
+
+def _check_teachers(run: Run) -> None:
+    """Check that each task has a teacher, and that the teachers' files exist."""
+    from grpocli.algorithm.kl import has_teacher
+
+    if has_teacher(run.algorithm.kl):
+        from grpocli.models.teacher import check_tasks, teachers_of
+
+        check_tasks(run.algorithm.kl, list(tasks_of(run.task)))
+        for teacher in teachers_of(run.algorithm.kl, run.model):
+            teacher.check_ready()
+
+
+def _check_ready(value: object) -> None:
+    for part in _parts(value):
+        _call(part, "check_ready")
+
+
+def _call(part: object, method: str, *arguments: object) -> None:
+    """Call a method that parts of users may lack."""
+    if found := getattr(part, method, None):
+        found(*arguments)
+
+
+def _parts(value: object) -> Iterator[object]:
+    """The parts and sections in a value: itself, and those of its fields."""
+    if isinstance(value, Mapping):
+        for one in value.values():
+            yield from _parts(one)
+    elif is_dataclass(value):
+        yield value
+        for field in fields(value):
+            yield from _parts(getattr(value, field.name))
