@@ -39,7 +39,7 @@ def test_optuna_finds_the_best_of_its_trials(tmp_path: Path) -> None:
 def test_a_signal_ends_the_whole_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Path] = []
 
-    def stopped(config: object, folder: Path, **options: object) -> None:
+    def stopped(config: object, run: object, folder: Path, *_: object, **__: object) -> None:
         runs.append(folder)
         raise Stopped("SIGTERM after step 1")
 
