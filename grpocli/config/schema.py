@@ -335,8 +335,6 @@ class Run:
     """Callbacks of your own, FILE.py:CLASS with a class derived from grpocli.Callback, called in this order."""
     callbacks_strict: bool = False
     """An error in a callback ends the run; false: it is logged, and the run goes on."""
-    callbacks_timeout: float = 300.0
-    """Seconds for a call of a callback, after which it counts as failed."""
     name: str | None = None
     """Name of the run in tables, pages and trackers; null: its folder."""
     tags: list[str] = dataclasses.field(default_factory=list)
@@ -363,6 +361,4 @@ class Run:
         for spec in self.callbacks:
             if ":" not in spec:
                 raise ConfigError("must be FILE.py:CLASS or module:CLASS", key="callbacks", value=spec)
-        limit = self.callbacks_timeout
-        require(self, "callbacks_timeout", 0 < limit < math.inf, "must be above 0 and finite")
         require(self, "seed", self.seed >= 0, "must be 0 or more")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import random
 import re
 import symtable
 import sys
-import threading
 import tokenize
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +129,7 @@ def _no_name(function: str, place: str, name: str, names: Iterable[str], key: st
 
 def _module(name: str) -> Any:
     _reachable(Path.cwd())
-    with nullcontext() if name in sys.modules else staying(f"importing {name}"):
-        return importlib.import_module(name)  # also waits for an import in another thread
+    return importlib.import_module(name)
 
 
 def _reachable(folder: Path) -> None:
@@ -155,66 +152,11 @@ def _file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up modules by name
     try:
-        with staying(f"importing {path}"):
-            spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # the next import raises the error again instead of finding half a module
         raise
     return module
-
-
-EXITS = {name: getattr(os, name) for name in ("_exit", "execv", "execve")}
-"""The functions of `os` that end the program at once. Every `os.exec*` calls one of the last two."""
-_staying = 0
-_counting = threading.Lock()
-
-
-@contextmanager
-def staying(name: str) -> Iterator[None]:
-    """Keep user code from ending this process silently, or from returning in a forked copy. name: for messages.
-
-    Within the block `os._exit` and `os.exec*` raise SystemExit, except in processes that the code forks. A forked
-    process that reaches the end of the block is ended, since it would be a second trainer in the same folder. Several
-    threads may enter such blocks at the same time.
-    """
-    process = os.getpid()
-    _count(1)
-    try:
-        yield
-    except SystemExit as error:
-        if os.getpid() != process:
-            EXITS["_exit"](error.code if isinstance(error.code, int) else error.code is not None)
-        raise
-    finally:
-        if os.getpid() != process:
-            os.write(
-                2, f"grpocli: {name} forked a process that returned from it; grpocli ended that process\n".encode()
-            )
-            EXITS["_exit"](70)
-        _count(-1)
-
-
-def _count(more: int) -> None:
-    """Replace the functions in the first block, and restore them after the last one."""
-    global _staying
-    with _counting:
-        before, _staying = _staying, _staying + more
-        if before == 0:
-            for name in EXITS:
-                setattr(os, name, _refusing(name, os.getpid()))
-        elif _staying == 0:
-            for name, leave in EXITS.items():
-                setattr(os, name, leave)
-
-
-def _refusing(name: str, process: int) -> Callable[..., Any]:
-    def refuse(*arguments: Any, **named: Any) -> None:
-        if os.getpid() != process:
-            EXITS[name](*arguments, **named)
-        shown = ", ".join(map(repr, [*arguments, *named.values()]))
-        raise SystemExit(f"os.{name}({shown}), which would have ended the run without an error")
-
-    return refuse
 
 
 @contextmanager

@@ -386,6 +386,8 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
         from grpocli.launch.trainer_launcher import train_in_processes
 
         job.save(run_dir.path)
+        for reward in run.reward.values():
+            reward.close()  # its worker process, which the trainer processes have, too
         view.stop(f"starting {devices.processes} trainer processes")  # the first of them uses the terminal from now on
         return train_in_processes(run, run_dir, stop, devices, node)
 

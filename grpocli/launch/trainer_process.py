@@ -177,7 +177,6 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     recorder.callbacks = Callbacks(
         make_callbacks(run.callbacks),
         run.callbacks_strict,
-        run.callbacks_timeout,
         show=view.stage,
         restore=recorder.show_stage,
         warn=view.warn,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 import os
+import pickle
 import random
 import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -17,14 +18,16 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import UserCode, nearest, part, require
 from grpocli.config.user_code import check_exists, load, short
-from grpocli.errors import ConfigError
-from grpocli.processes.deadline import within
-from grpocli.rewards.reward import BaseReward, Failure, Overrun, Sample, Score, as_score
+from grpocli.errors import ConfigError, RunError
+from grpocli.rewards.reward import BaseReward, Failure, Overrun, Sample, Score, as_score, seed_for
 from grpocli.rewards.worker_pool import WorkerPool
 from grpocli.user_frames import raised
 
 TRL_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that TRL passes to a reward function and grpocli does not."""
+IDS = "completion_ids"
+Parameter = tuple[str, str, bool]
+"""Name and kind of a function's parameter, and whether a call has to give it."""
 SCORES = "scores"
 """The argument that a function gets with `per_group`. TRL does not pass it."""
 
@@ -47,9 +50,10 @@ class PythonReward(BaseReward):
     function: UserCode = MISSING
     """FILE.py:NAME or module:NAME."""
     timeout: float = 300.0
-    """Seconds for a call."""
-    process: bool = False
-    """Run the function in a separate process, which is killed at the timeout; arguments are JSON values."""
+    """Seconds for a call in a process of its own."""
+    process: bool = True
+    """Call the function in a process of its own, which lives as long as the run and is killed at the timeout. false:
+    call it in the trainer process, without a time limit, as TRL does."""
     per_group: bool = False
     """Call the function once for each group, with the scores of the run's other rewards as `scores`."""
 
@@ -78,25 +82,24 @@ class PythonReward(BaseReward):
         def refused(problem: str, hint: str = "") -> ConfigError:
             return ConfigError(problem, key=self.key, value=self.function, hint=hint)
 
-        function = load(self.function, self.key)
-        if isinstance(function, type):
+        parameters = self._parameters
+        if parameters is None:
             name = short(self.function)
             raise refused(
                 f"is a class; one derived from BaseReward is chosen as reward=[{name}], others need a function"
             )
-        given = {"prompts", "completions", "completion_ids", *columns}
+        given = {"prompts", "completions", IDS, *columns}
         if self.per_group and SCORES in given:
             problem = f"passes the scores of the other rewards as {SCORES!r}, which is also a column of the task"
             raise ConfigError(problem, key=f"{self.config_key}.per_group", value="true", hint="rename the column")
         given |= {SCORES} if self.per_group else set()
-        for name, parameter in inspect.signature(function).parameters.items():
-            if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+        for name, kind, required in parameters:
+            if kind == "POSITIONAL_ONLY":
                 raise refused(f"is called with keyword arguments, but {name!r} before `/` is positional only")
             if name == SCORES and name not in given:
                 hint = f"set {self.config_key}.per_group=true"
                 raise refused(f"takes {SCORES!r}, which only a call for each group passes", hint)
-            variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-            if parameter.default is not inspect.Parameter.empty or parameter.kind in variable or name in given:
+            if not required or name in given:
                 continue
             if name in TRL_ONLY:
                 raise refused(
@@ -105,68 +108,101 @@ class PythonReward(BaseReward):
             raise refused(f"needs {name!r}, but the task has no such column{nearest(name, given)}")
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        result = self._in_process(samples) if self.process else self._within_time(samples)
-        return [result] * len(samples) if isinstance(result, Failure) else result
+        names = {name for name, _, _ in self._parameters or ()}
+        takes_all = any(kind == "VAR_KEYWORD" for _, kind, _ in self._parameters or ())
+        given = {name: value for name, value in self._arguments(samples).items() if takes_all or name in names}
+        if not self.process:
+            return scores_of(load(self.function, self.key), given, len(samples))
+        if IDS in given:
+            given[IDS] = [array("i", one) for one in given[IDS]]  # many times faster to pickle than lists
+        pickled = pickle.dumps(given)
+        (found,) = self._pool.map([["scores", self.function, self.key, seed_for(samples), len(samples), pickled]])
+        if isinstance(found, Failure):
+            late = isinstance(found, Overrun) and found.late
+            return [Failure(f"{found.reason} ({self.config_key}.timeout)") if late else found] * len(samples)
+        return [Failure(one) if isinstance(one, str) else one for one in found]
 
     def close(self) -> None:
         self._pool.close()
-
-    def _within_time(self, samples: Sequence[Sample]) -> list[Score] | Failure:
-        """The scores of a call in this process. The timeout includes reading the result, which may be lazy."""
-        function, given = load(self.function, self.key), self._arguments(samples)
-        late = f"no answer within {self.timeout:g} s ({self.config_key}.timeout)"
-        remedy = f"{self.config_key}.process=true runs it in a process that can be killed"
-        return within(self.timeout, late, lambda: _scores(_called(function, given), len(samples)), remedy)
-
-    def _in_process(self, samples: Sequence[Sample]) -> list[Score] | Failure:
-        from grpocli.rewards.isolate_state import seed_for
-
-        given = json.loads(json.dumps(self._arguments(samples), default=str))
-        (result,) = self._pool.map([[self.function, self.key, seed_for(samples), given]])
-        if isinstance(result, Overrun) and result.late:
-            return Failure(f"{result.reason} ({self.config_key}.timeout)")
-        if isinstance(result, Failure):
-            return result
-        return _scores(result, len(samples))
 
     def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
         scores = {name: [sample.scores[name] for sample in samples] for name in samples[0].scores}
         return arguments(samples) | ({SCORES: scores} if self.per_group else {})
 
     @cached_property
+    def _parameters(self) -> list[Parameter] | None:
+        """The function's parameters; None for a class. Raises ConfigError if it cannot be imported."""
+        if not self.process:
+            return parameters_of(load(self.function, self.key))
+        try:
+            (found,) = self._pool.map([self._import])
+        except RunError as error:
+            raise ConfigError(f"importing it failed: {error}", key=self.key, value=self.function) from error
+        if isinstance(found, Failure):
+            raise ConfigError(found.reason, key=self.key, value=self.function)
+        if isinstance(found, dict):
+            raise ConfigError(found["problem"], key=self.key, value=self.function, hint=found["hint"])
+        parameters: list[Parameter] | None = found
+        return parameters
+
+    @property
+    def _import(self) -> list[str]:
+        return ["parameters", self.function, self.key]
+
+    @cached_property
     def _pool(self) -> WorkerPool:
-        return WorkerPool("grpocli.rewards.python:call_in_worker", 1, self.timeout, variables=os.environ)
+        function = "grpocli.rewards.python:in_worker"
+        return WorkerPool(function, 1, self.timeout, variables=os.environ, trusted=True, first=self._import)
 
 
-def call_in_worker(spec: str, key: str, seed: int, given: dict[str, Any]) -> Any:
-    """The function's result, as JSON values. Raises RuntimeError if it raises. Runs in a worker process."""
+def in_worker(kind: str, spec: str, key: str, *given: Any) -> Any:
+    """The parameters of a function (as an object with `problem` if it cannot be imported) or its scores, as JSON.
+
+    A score that is none is a text with the reason. Runs in a worker process.
+    """
     try:
         function = load(spec, key)
-        random.seed(seed)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(seed)
-        if torch := sys.modules.get("torch"):
-            torch.manual_seed(seed)
-        result = _called(function, given)
+    except ConfigError as error:
+        return {"problem": error.problem, "hint": error.hint}
+    if kind == "parameters":
+        return parameters_of(function)
+    seed, count, pickled = given
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+    try:
+        arguments = pickle.loads(pickled)  # noqa: S301 - by the trainer
+        if IDS in arguments:
+            arguments[IDS] = [one.tolist() for one in arguments[IDS]]
+        scores = scores_of(function, arguments, count)
     except (Exception, SystemExit) as error:
         raise RuntimeError(f"it raised {raised(error)}") from error
-    if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
-        return result
-    return [float(score) if hasattr(score, "__float__") else score for score in result]
+    return [one.reason if isinstance(one, Failure) else one for one in scores]
 
 
-def _scores(result: Any, count: int) -> list[Score] | Failure:
-    """The `count` scores that a function returned."""
+def parameters_of(function: Callable[..., Any]) -> list[Parameter] | None:
+    """Name and kind of each parameter of a function, and whether a call has to give it; None for a class."""
+    if isinstance(function, type):
+        return None
+    kinds = inspect.Parameter
+    return [
+        (name, one.kind.name, one.default is kinds.empty and one.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD))
+        for name, one in inspect.signature(function).parameters.items()
+    ]
+
+
+def scores_of(function: Callable[..., Any], given: Mapping[str, Any], count: int) -> list[Score]:
+    """The `count` scores that a function returns, plain or async; Failures if it returns something else."""
+    result = function(**given)
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
     if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
-        return Failure(f"it returned {result!r}, expected a list of numbers")
+        return [Failure(f"it returned {result!r}, expected a list of numbers")] * count
     if len(result) != count:
-        return Failure(f"it returned {len(result)} values for {count} samples")
+        return [Failure(f"it returned {len(result)} values for {count} samples")] * count
     return [as_score(value) for value in result]
-
-
-def _called(function: Callable[..., Any], given: dict[str, Any]) -> Any:
-    result = function(**_accepted(function, given))
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
 
 async def _awaited(result: Any) -> Any:
@@ -180,13 +216,5 @@ def arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         **{name: [s.columns.get(name) for s in samples] for name in columns},
         "prompts": [s.prompt for s in samples],
         "completions": [s.completion for s in samples],
-        "completion_ids": [list(s.token_ids) for s in samples],
+        IDS: [list(s.token_ids) for s in samples],
     }
-
-
-def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return given
-    names = {p.name for p in parameters}
-    return {name: values for name, values in given.items() if name in names}

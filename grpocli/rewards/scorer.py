@@ -15,14 +15,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+from grpocli.config.user_code import keep_random_state
 from grpocli.errors import RewardError, RewardGone
 from grpocli.progress import Progress, unreported
-from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, as_score
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, as_score, seed_for
 from grpocli.rewards.score_stats import ErrorLimit, RewardStats, ScoreStats, excerpt
 from grpocli.types import Completion, Rollout
 from grpocli.user_frames import raised
@@ -277,18 +279,14 @@ class StreamingScorer:
 
 def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
     """The scores of one call of a reward; Failures if it raises, or returns something else than numbers and None."""
-    from grpocli.rewards.isolate_state import ProcessDamaged, isolated_state
     from grpocli.rewards.worker_pool import PoolClosed
 
     if not samples:
         return []
     try:
-        if reward.scores_independently:
+        with nullcontext() if reward.scores_independently else keep_random_state(seed_for(samples)):
             return [as_score(score) for score in reward(samples)]
-        own = [_copy_of(sample) for sample in samples]
-        with isolated_state(reward.label, samples):
-            return [as_score(score) for score in reward(own)]
-    except (ProcessDamaged, PoolClosed):
+    except PoolClosed:
         raise
     except (Exception, SystemExit) as error:
         logger.exception("%s raised", reward.label)
@@ -318,23 +316,3 @@ def _log_failures(name: str, rollouts: Sequence[ScoredRollout]) -> None:
     failed = [(one.sample, score) for one in rollouts if isinstance(score := one.scores[name], Failure)]
     for sample, failure in failed[:3]:
         logger.warning("reward.%s could not score %s: %s", name, excerpt(sample.text), failure.reason)
-
-
-def _copy_of(sample: Sample) -> Sample:
-    """A copy that a reward may change, since the rollout file and later rewards use the original."""
-    return replace(
-        sample,
-        prompt=_copied(sample.prompt),
-        completion=_copied(sample.completion),
-        columns=_copied(sample.columns),
-        token_ids=list(sample.token_ids),
-        mask=None if sample.mask is None else list(sample.mask),
-        scores=dict(sample.scores),
-    )
-
-
-def _copied(value: Any) -> Any:
-    """Copies lists and dicts, at any depth; other values are shared."""
-    if isinstance(value, dict):
-        return {name: _copied(one) for name, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list) else value

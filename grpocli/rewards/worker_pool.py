@@ -1,39 +1,46 @@
 """A pool of worker processes with a deadline for each item; an item that hangs or crashes costs only its own result.
 
-A worker is `python -m grpocli.rewards.worker_process module:function`. It imports that module, reads items and
-writes results as JSON lines, and dies with its parent. README.md here says why this is not pebble.
+A worker runs `serve`: it imports a module, reads items and writes results as JSON lines, and dies with its parent.
+README.md here says why this is not pebble.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
-import selectors
+import resource
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
-from typing import Any
+from queue import LifoQueue
+from typing import IO, Any
 
 from grpocli.errors import RunError
+from grpocli.processes.reaper import die_with_parent
+from grpocli.processes.signals import handle_stops
+from grpocli.processes.threads import run_in_thread
 from grpocli.rewards.reward import Failure, Forfeit, Overrun
-from grpocli.rewards.worker_process import READY
 from grpocli.version import PACKAGE
 
 START_TIMEOUT = 120.0
+PIPE = 2**20
+"""Bytes that a pipe to or from a worker holds; the most that Linux gives a user."""
 FULL_TIMEOUTS = 8
 """Overruns in one `map` after which the remaining items get REDUCED times the timeout."""
 REDUCED = 0.1
-MOST_REMEMBERED = 10_000
-"""Items whose overrun is remembered, so that they are not tried again."""
+MOST_MEMORY = 4 * 2**30
+"""Bytes of address space of a worker: a power tower in a completion can request all of the machine's memory."""
+FORKED = 70
+"""Exit code of a process that the function has forked and that returned from it."""
 PASSED_ON = re.compile(
     r"(PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|TZ|TMPDIR|SSL_CERT_FILE|SSL_CERT_DIR|VIRTUAL_ENV|HF_HOME|HF_HUB_OFFLINE"
     r"|LD_LIBRARY_PATH|LD_PRELOAD|PYTHON[A-Z]+|(LC|OMP|MKL|OPENBLAS|XDG|GRPOCLI|CUDA|NVIDIA)_\w+)"
@@ -56,49 +63,77 @@ class PoolClosed(RunError):
 
 
 class Worker:
-    """A worker process and the item that it computes.
+    """A worker process."""
 
-    variables: names of environment variables that it gets besides PASSED_ON.
-    """
-
-    def __init__(self, function: str, variables: Collection[str]) -> None:
+    def __init__(self, function: str, variables: Collection[str], trusted: bool, first: Any) -> None:
         # -P: a random.py in the working directory must not hide the library's
-        command = [sys.executable, "-P", "-m", "grpocli.rewards.worker_process", function]
+        start = f"from grpocli.rewards.worker_pool import serve; serve({function!r}, limited={not trusted})"
         path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        seen = {name: value for name, value in os.environ.items() if name in variables or PASSED_ON.fullmatch(name)}
-        env = {**seen, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": path}
+        env = {name: value for name, value in os.environ.items() if name in variables or PASSED_ON.fullmatch(name)}
+        env |= {"PYTHONPATH": path} | ({} if trusted else {"OMP_NUM_THREADS": "1"})
         # output of libraries would disturb the live view; errors are part of the results
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
+            [sys.executable, "-P", "-c", start],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if trusted else subprocess.DEVNULL,
+            env={"PYTHONHASHSEED": "0", **env},
+            pipesize=PIPE,
         )
-        self.item: int | None = None
+        if stderr := self.process.stderr:
+            run_in_thread(lambda: _print(stderr), "worker output")
         self.ready = False
-        self.timeout = START_TIMEOUT
-        self.deadline = time.monotonic() + self.timeout
-        self._buffer = b""
+        self._first, self._buffer = first, b""
+        if first is not None:
+            self._send(first)
 
-    def fileno(self) -> int:
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
+    def start(self, function: str) -> None:
+        """Wait until it has imported its module and done its first item. Raises RunError if it cannot."""
+        try:
+            problem = self._receive(START_TIMEOUT)
+            if not problem and self._first is not None:
+                self._receive(START_TIMEOUT)
+        except EOFError:
+            problem = "its process died"
+        except TimeoutError:
+            problem = f"it took longer than {START_TIMEOUT:g} s"
+        if problem:
+            raise RunError(f"a worker process for {function} did not start: {problem}")
+        self.ready = True
 
-    def send(self, index: int, item: Any, timeout: float) -> None:
+    def call(self, item: Any, seconds: float) -> Any:
+        """The function's result for an item, or a Failure if it raises.
+
+        Raises TimeoutError after `seconds`, EOFError if the process ends.
+        """
+        self._send(item)
+        result, problem = self._receive(seconds)
+        return Failure(problem) if problem else result
+
+    def _send(self, item: Any) -> None:
         assert self.process.stdin is not None
-        self.item, self.timeout, self.deadline = index, timeout, time.monotonic() + timeout
-        self.process.stdin.write(json.dumps(item).encode() + b"\n")
-        self.process.stdin.flush()
+        *plain, payload = item if isinstance(item[-1], bytes) else (*item, b"")
+        with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when it is read from
+            self.process.stdin.write(json.dumps([len(payload), *plain]).encode() + b"\n" + payload)
+            self.process.stdin.flush()
 
-    def receive(self) -> Any:
-        """The next message, [result] or [null, reason]; None if it is incomplete. Raises EOFError at the end."""
-        piece = os.read(self.fileno(), 65536)
-        if not piece:
-            raise EOFError
-        self._buffer += piece
-        if b"\n" not in self._buffer:
-            return None
+    def _receive(self, seconds: float) -> Any:
+        """The next message. Raises TimeoutError or EOFError."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + seconds
+        incoming = select.poll()
+        incoming.register(self.process.stdout, select.POLLIN)
+        while b"\n" not in self._buffer:
+            if not incoming.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError
+            if not (piece := os.read(self.process.stdout.fileno(), 65536)):
+                raise EOFError
+            self._buffer += piece
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
     def kill(self) -> None:
+        """Kill the process and collect it. No other thread may be using it."""
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
@@ -107,164 +142,127 @@ class Worker:
                 stream.close()
 
 
-@dataclass
-class Items:
-    """The items of one `WorkerPool.map`, as JSON, and their results (None: pending).
-
-    waiting: indices of items that no worker has got yet. retried: indices of items whose first worker died.
-    overruns: number of items that took too long.
-    """
-
-    keys: list[str]
-    results: list[Any]
-    retried: set[int] = field(default_factory=set)
-    overruns: int = 0
-
-    def __post_init__(self) -> None:
-        self.waiting = deque(i for i, result in enumerate(self.results) if result is None)
+def _print(stderr: IO[bytes]) -> None:
+    """Print what a worker prints, where this process prints: above a live view, or to the log."""
+    with stderr:
+        for line in stderr:
+            print(line.decode(errors="replace"), end="", file=sys.stderr, flush=True)
 
 
 class WorkerPool:
     """Calls a function in worker processes, which live until `close`. They start at the first `map`, or with `start`.
 
     function: `module:name`. timeout: seconds for an item. variables: names of environment variables that the workers
-    get besides PASSED_ON. remember: whether an item that took too long is not tried again, since it would again.
+    get besides PASSED_ON. trusted: whether the function is the user's, which may take any memory and may print. first:
+    an item for each worker that starts, such as one that loads a file, which does not count towards a later item's
+    time.
     """
 
     def __init__(
-        self, function: str, workers: int, timeout: float, variables: Collection[str] = (), remember: bool = True
+        self,
+        function: str,
+        workers: int,
+        timeout: float,
+        variables: Collection[str] = (),
+        trusted: bool = False,
+        first: Any = None,
     ) -> None:
         self.function, self.size, self.timeout, self.variables = function, workers, timeout, variables
-        self.remember = remember
+        self.trusted, self.first = trusted, first
         self._workers: list[Worker] = []
-        self._overruns: dict[str, Overrun] = {}
+        self._idle: LifoQueue[Worker] = LifoQueue()
         self._closed = False
         self._mapping = threading.RLock()
         self._starter = ThreadPoolExecutor(1, "pool")  # a worker dies with the thread that started it
+        self._callers = ThreadPoolExecutor(workers, "workers")
 
     def map(self, items: Sequence[Any]) -> list[Any]:
-        """The function's result for each item, in order, or a Failure; items and results are JSON values.
+        """The function's result for each item, in order, or a Failure.
 
-        An Overrun is the Failure of an item that took too long, in this or an earlier call, or that crashed its worker.
-        After FULL_TIMEOUTS overruns in one call the timeout is a tenth. An item whose worker dies is tried once more;
-        if the second worker is killed from outside, the result is a Failure and no Overrun.
+        Items are lists of JSON values, of which the last may be bytes instead; results are JSON values.
+        An Overrun is the Failure of an item that took too long or that crashed its worker. After FULL_TIMEOUTS overruns
+        in one call the timeout is a tenth. An item whose worker dies is tried once more; if the second worker is killed
+        from outside, the result is a Failure and no Overrun.
 
         Raises RunError if no worker starts, PoolClosed if another thread closes the pool.
         """
         with self._mapping:
             self._closed = False
+            self._fill(min(self.size, len(items)))
+            overruns: list[Overrun] = []
+            calls = [self._callers.submit(self._call, item, overruns) for item in items]
             try:
-                return self._map(items)
-            except BaseException:
+                return [call.result() for call in calls]
+            except BaseException as error:
+                ended = self._closed
+                for call in calls:
+                    call.cancel()
+                self._kill()
+                wait(calls)
                 self.close()  # a late result must not be taken for a result of the next call
+                if ended and isinstance(error, RunError):
+                    raise PoolClosed(f"{self.function} was ended while it scored") from error
                 raise
-
-    def _map(self, given: Sequence[Any]) -> list[Any]:
-        keys = [json.dumps(item) for item in given]
-        items = Items(keys, [self._overruns.get(key) for key in keys])
-        while any(result is None for result in items.results):
-            if self._closed:
-                raise self._ended()
-            self._fill(min(self.size, len(given)))
-            for worker in self._workers:
-                if worker.ready and worker.item is None and items.waiting:
-                    index = items.waiting.popleft()
-                    share = REDUCED if items.overruns >= FULL_TIMEOUTS else 1.0
-                    with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when it is read from
-                        worker.send(index, given[index], self.timeout * share)
-            self._receive(items)
-        return items.results
 
     def start(self) -> None:
         """Start the workers without waiting for their imports, which take seconds."""
         self._fill(self.size)
 
     def _fill(self, n: int) -> None:
-        """Start missing workers and replace idle ones that have died."""
-        for worker in [w for w in self._workers if w.ready and w.item is None]:
-            if worker.process.poll() is not None:
-                worker.kill()
-                self._workers.remove(worker)
+        """Start missing workers, and replace those that have died."""
         while len(self._workers) < n:
-            self._workers.append(self._starter.submit(Worker, self.function, self.variables).result())
+            self._idle.put(self._new())
 
-    def _receive(self, items: Items) -> None:
-        """Wait for results until the first deadline, and kill the workers that miss theirs."""
-        busy = [w for w in self._workers if w.item is not None or not w.ready]
-        if not busy:
-            return
-        with selectors.DefaultSelector() as selector:
-            for worker in busy:
-                selector.register(worker, selectors.EVENT_READ)
-            seconds = max(0.0, min(w.deadline for w in busy) - time.monotonic())
-            readable = [key.fileobj for key, _ in selector.select(seconds)]
-        for worker in busy:
-            if worker in readable:
-                self._take(worker, items)
-            elif time.monotonic() >= worker.deadline:
-                self._remove(worker, f"it took longer than {worker.timeout:g} s")
-                self._overrun(worker, items, Overrun(f"it took longer than {worker.timeout:g} s"))
+    def _new(self) -> Worker:
+        worker = self._starter.submit(Worker, self.function, self.variables, self.trusted, self.first).result()
+        self._workers.append(worker)
+        return worker
 
-    def _take(self, worker: Worker, items: Items) -> None:
+    def _call(self, item: Any, overruns: list[Overrun]) -> Any:
+        """The result of one item, from an idle worker. overruns: those of this `map`, to which it adds."""
+        seconds = self.timeout * (REDUCED if len(overruns) >= FULL_TIMEOUTS else 1.0)
+        worker = self._idle.get()
         try:
-            message = worker.receive()
-        except EOFError:
-            self._remove(worker, "its worker process died")
-            self._retry(worker, items)
-            return
-        if message is None:
-            return
-        if not worker.ready:
-            if message != READY:
-                self._remove(worker, message[1])
-            worker.ready = True
-            return
-        assert worker.item is not None
-        items.results[worker.item] = Failure(message[1]) if message[0] is None else message[0]
-        worker.item = None
+            for retries_left in (1, 0):
+                try:
+                    if not worker.ready:
+                        worker.start(self.function)
+                    return worker.call(item, seconds)
+                except TimeoutError:
+                    overruns.append(Overrun(f"it took longer than {seconds:g} s"))
+                    worker = self._replaced(worker)
+                    return overruns[-1]
+                except EOFError:
+                    code, worker = worker.process.wait(), self._replaced(worker)
+                    if not retries_left and code in KILLED:
+                        return Failure("its worker process was killed twice")
+            overruns.append(Overrun("its worker process died", late=False))
+            return overruns[-1]
+        finally:
+            self._idle.put(worker)
 
-    def _ended(self) -> PoolClosed:
-        return PoolClosed(f"{self.function} was ended while it scored")
-
-    def _remove(self, worker: Worker, reason: str) -> None:
-        """Kill a worker. Raises RunError if it had not started, PoolClosed if another thread has closed the pool."""
+    def _replaced(self, worker: Worker) -> Worker:
+        """A new worker instead of one that hangs or has died. Raises RunError if the pool is being closed."""
+        if self._closed:
+            raise RunError("the pool is closed")
         worker.kill()
         self._workers.remove(worker)
-        if self._closed:
-            raise self._ended()
-        if worker.item is None:
-            raise RunError(f"a worker process for {self.function} did not start: {reason}")
+        return self._new()
 
-    def _retry(self, worker: Worker, items: Items) -> None:
-        """Try the item of a dead worker once more."""
-        assert worker.item is not None
-        if worker.item not in items.retried:
-            items.retried.add(worker.item)
-            items.waiting.append(worker.item)
-        elif worker.process.returncode in KILLED:
-            items.results[worker.item] = Failure("its worker process was killed twice")
-        else:
-            self._overrun(worker, items, Overrun("its worker process died", late=False))
-
-    def _overrun(self, worker: Worker, items: Items, overrun: Overrun) -> None:
-        """Record an overrun; one of the full timeout is remembered for later calls."""
-        assert worker.item is not None
-        items.results[worker.item] = overrun
-        items.overruns += 1
-        if self.remember and worker.timeout >= self.timeout and len(self._overruns) < MOST_REMEMBERED:
-            self._overruns[items.keys[worker.item]] = overrun
+    def _kill(self) -> None:
+        self._closed = True
+        for worker in list(self._workers):
+            worker.process.kill()
 
     def close(self) -> None:
         """Kill the workers. A `map` that runs in another thread raises PoolClosed."""
-        self._closed = True
+        self._kill()
         if not self._mapping.acquire(blocking=False):
-            for worker in list(self._workers):
-                worker.process.kill()
             return
         try:
             for worker in self._workers:
                 worker.kill()
-            self._workers = []
+            self._workers, self._idle = [], LifoQueue()
         finally:
             self._mapping.release()
 
@@ -300,3 +298,36 @@ def _map_distinct(pool: WorkerPool, items: Sequence[Any]) -> list[Any]:
     distinct = dict(zip(keys, items, strict=True))
     results = dict(zip(distinct, pool.map(list(distinct.values())), strict=True))
     return [results[key] for key in keys]
+
+
+def serve(function: str, limited: bool) -> None:
+    """Serve `module:name` in this process, a worker, until its input ends.
+
+    It writes null, or why the module cannot be imported; then for each item [result, null] or [null, reason].
+    limited: whether its memory is.
+    """
+    die_with_parent()
+    handle_stops(signal.SIG_IGN)  # the run finishes its step and then ends its workers
+    if limited:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY if hard < 0 else min(MOST_MEMORY, hard), hard))
+    given, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what the function prints must not mix with the results
+    try:
+        module, _, name = function.partition(":")
+        called: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except Exception as error:  # noqa: BLE001 - the parent reports it
+        print(json.dumps(f"{type(error).__name__}: {error}"), file=out, flush=True)
+        return
+    print("null", file=out, flush=True)
+    process = os.getpid()
+    for line in given:
+        try:
+            size, *item = json.loads(line)
+            message = json.dumps([called(*item, *([given.read(size)] if size else [])), None])
+        except Exception as error:  # noqa: BLE001 - the parent counts it
+            message = json.dumps([None, str(error) or type(error).__name__])
+        if os.getpid() != process:  # a process that the function forked must not serve items
+            os._exit(FORKED)
+        print(message, file=out, flush=True)

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 @lru_cache(maxsize=8)
 def _pools(workers: int, timeout: float, variables: tuple[str, ...], stateful: bool) -> tuple[WorkerPool, ...]:
     sizes = [1] * workers if stateful else [workers]
-    # a server that was late may be on time in the next episode
-    return tuple(WorkerPool(WORKER, size, timeout, variables, remember=False) for size in sizes)
+    return tuple(WorkerPool(WORKER, size, timeout, variables) for size in sizes)
 
 
 def _pools_of(environment: EnvironmentConfig) -> tuple[WorkerPool, ...]:

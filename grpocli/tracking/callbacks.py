@@ -9,14 +9,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpocli.config.parts import nearest
-from grpocli.config.user_code import keep_random_state, load, short, staying
+from grpocli.config.user_code import keep_random_state, load, short
 from grpocli.errors import ConfigError, RunError
-from grpocli.processes.deadline import within
 from grpocli.runs.metrics import to_json
 from grpocli.user_frames import raised
 
@@ -116,13 +114,12 @@ class Callback:
 class Callbacks:
     """Calls the callbacks of a run. callbacks: with their names.
 
-    strict: end the run at an error. timeout: seconds for a call. show, restore: show what the run waits for, and again
+    strict: end the run at an error. show, restore: show what the run waits for, and again
     what it did before. warn: shows a warning. failures: by callback and method. stop: why a callback ends the run.
     """
 
     callbacks: Sequence[tuple[str, Callback]] = ()
     strict: bool = False
-    timeout: float = 300.0
     show: Callable[[str], None] = lambda text: None
     restore: Callable[[], None] = lambda: None
     warn: Callable[[str], None] = lambda text: None
@@ -163,10 +160,8 @@ class Callbacks:
                 continue
             self.show(f"callback {name}, {method}")
             try:
-                with staying(f"the callback {name}"), keep_random_state():
-                    what = f"no end within callbacks_timeout={self.timeout:g} seconds"
-                    remedy = f"{method} of the callback {name} catches every exception, as a bare `except:` does"
-                    within(self.timeout, what, partial(getattr(callback, method), event), remedy)
+                with keep_random_state():
+                    getattr(callback, method)(event)
             except StopTraining as asked:
                 self._end(name, " ".join(str(asked).split()) or "without a reason")
             except (Exception, SystemExit) as error:  # noqa: BLE001 - reported; with callbacks_strict it is raised
@@ -207,8 +202,7 @@ def check_callback(spec: str) -> None:
 def _made(spec: str) -> Callback:
     make = load(spec, KEY)
     try:
-        with staying(f"the callback {short(spec)}"):
-            callback = make()
+        callback = make()
     except (Exception, SystemExit) as error:
         raise ConfigError(f"making it raised {raised(error)}", key=KEY, value=spec) from error
     if not isinstance(callback, Callback):

@@ -130,7 +130,7 @@ def test_a_tracker_gets_names_instead_of_values(tmp_path: Path) -> None:
     tracker = SimpleNamespace(start=lambda name, folder, config, done: given.append(config))
     rollout = SimpleNamespace(sampling=SimpleNamespace(structure=None))
     algorithm = SimpleNamespace(kl=NoKL())
-    plain = {"name": "", "callbacks": [], "callbacks_strict": False, "callbacks_timeout": 1.0}
+    plain = {"name": "", "callbacks": [], "callbacks_strict": False}
     parts = {"tracker": tracker, "rollout": rollout, "algorithm": algorithm, "reward": {}}
     run = SimpleNamespace(**parts, hub=SimpleNamespace(push=None), **plain)
     job = SimpleNamespace(checkpoint=None, engine=SimpleNamespace(dtype="float32"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rewards.test_streaming_scorer import PROMPTS, Recording, Scripted, sampler
 
+from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.rewards.length import GroupLength, KimiLength, LengthPenalty
 from grpocli.rewards.python import PythonReward
@@ -123,18 +124,6 @@ def test_its_random_numbers_depend_on_its_group_alone() -> None:
     assert drawn(first, second) == [*drawn(first), *drawn(second)]
 
 
-def test_it_may_change_its_copies() -> None:
-    def spoil(samples: Sequence[Sample]) -> list[Score]:
-        for sample in samples:
-            sample.scores.clear()  # type: ignore[attr-defined]
-            sample.columns.clear()
-        return [0.0] * len(samples)
-
-    after = Whole()
-    Scorer({"size": Each(lambda s: 1.0), "spoil": Whole(spoil), "after": after}, 0.0).score(group("0", "a"), 10)
-    assert after.seen == [(["a"], [{"size": 1.0}])]  # type: ignore[attr-defined]
-
-
 # Length rewards
 
 
@@ -210,7 +199,7 @@ def plain(completions):
 @pytest.fixture
 def function(tmp_path: Path) -> Callable[..., PythonReward]:
     (tmp_path / "mine.py").write_text(SOURCE)
-    return lambda name, **fields: PythonReward(function=f"{tmp_path}/mine.py:{name}", **fields)
+    return lambda name, **fields: PythonReward(function=f"{tmp_path}/mine.py:{name}", **{"process": False, **fields})
 
 
 def test_a_function_is_called_for_each_group_and_may_take_the_scores(function: Callable[..., PythonReward]) -> None:
@@ -248,15 +237,13 @@ def test_the_example_of_the_docs_runs_here_and_in_trl(tmp_path: Path) -> None:
     source = page[begin : page.index("<!-- -->", begin)]
     path = tmp_path / "diversity.py"
     path.write_text("\n".join(line[4:] for line in source.splitlines()))
-    reward = PythonReward(function=f"{path}:diversity", per_group=True)
+    reward = PythonReward(function=f"{path}:diversity", per_group=True, process=False)
     reward.check(["answer"])
     right = Each(lambda s: float("wrong" not in s.text))
     texts = [*group("0", "2+2=4", "2+2=4", "four", "wrong"), *group("1", "alone", "wrong")]
     results, _ = Scorer({"right": right, "diversity": reward}, 0.0).score(texts, 10)
     found = [one.rewards["diversity"] for one in results]
     assert found == [0.5, 0.5, 1.0, 0.0, 0.0, 0.0]
-    from grpocli.rewards.python import load
-
     called = load(reward.function, "reward")
     chat = [[{"role": "assistant", "content": one.text}] for one in texts]
     prompts = [one.prompt.uid for one in texts]

@@ -107,25 +107,6 @@ def test_an_exception_fails_every_sample_and_is_named() -> None:
         scorer.check_errors(scorer.score(rollouts("a", "b"), 10)[1])
 
 
-def test_a_reward_gets_its_own_copy_of_the_samples() -> None:
-    def spoil(sample: Sample) -> Score:
-        assert isinstance(sample.prompt, list)
-        sample.prompt[0]["content"] = "hacked"
-        sample.columns["answer"] = "hacked"
-        sample.token_ids.clear()
-        return 1.0
-
-    given = rollouts("a", prompt=[{"role": "user", "content": "Why?"}])
-    seen: list[Sample] = []
-    after = Scripted(lambda sample: seen.append(sample) or 0.0)
-    Scorer({"r": Scripted(spoil), "s": after}, 0.1).score(given, 10)
-    for prompt, answer, ids in (
-        (given[0].prompt.text, given[0].prompt.columns["answer"], given[0].completion.token_ids),
-        (seen[0].prompt, seen[0].columns["answer"], seen[0].token_ids),
-    ):
-        assert (prompt, answer, ids) == ([{"role": "user", "content": "Why?"}], "a", [5, 6])
-
-
 def test_a_pool_that_closes_at_the_end_of_a_run_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     def closed(sample: Sample) -> Score:
         raise PoolClosed("math was ended while it scored")

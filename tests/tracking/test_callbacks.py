@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +58,6 @@ def test_an_error_is_shown_once_and_counted_and_the_others_are_called(caplog: py
 def test_with_strict_an_error_ends_the_run() -> None:
     with pytest.raises(RunError, match=r"^the callback x\.py:Broken failed in before_step: ValueError: step 1 is odd"):
         Callbacks([("x.py:Broken", Broken())], strict=True).before_step(1)
-
-
-class Slow(Callback):
-    def before_step(self, step: int) -> None:
-        time.sleep(60)
-
-
-def test_a_call_has_a_deadline() -> None:
-    shown: list[str] = []
-    Callbacks([("x.py:Slow", Slow())], timeout=0.05, warn=shown.append).before_step(1)
-    assert "TimeoutError: no end within callbacks_timeout=0.05 seconds" in shown[0]
 
 
 class Stops(Callback):
