@@ -16,16 +16,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import groupby
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from grpocli.config.user_code import keep_random_state
 from grpocli.errors import RewardError, RewardGone
 from grpocli.progress import Progress, unreported
-from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, as_score, seed_for
-from grpocli.rewards.score_stats import ErrorLimit, RewardStats, ScoreStats, excerpt
+from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score, Unreachable, as_score, seed_for
 from grpocli.types import Completion, Rollout
 from grpocli.user_frames import raised
 
@@ -33,6 +32,91 @@ logger = logging.getLogger(__name__)
 
 BATCH = 256
 """Samples in one call of a reward with worker processes; progress is reported between calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorLimit:
+    """The share of samples that may fail to score, and the config key that sets it."""
+
+    key: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.share:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardStats:
+    """Counts of one reward over the samples of one task."""
+
+    timed: bool = False
+    """Whether the reward has a time limit for each sample."""
+    errors: int = 0
+    """Samples that could not be scored."""
+    unreachable: int = 0
+    """Those of them that failed because a service was unavailable."""
+    timeouts: int = 0
+    """Samples that are wrong because scoring took too long."""
+    silent: int = 0
+    """Samples that the reward should score and for which it returned None."""
+    first_error: str = ""
+    """The first error as a sentence."""
+    first_timeout: str = ""
+    """The first timeout as a sentence."""
+
+    def __add__(self, later: RewardStats) -> RewardStats:
+        pairs = zip(astuple(self), astuple(later), strict=True)
+        summed: list[Any] = [a or b if isinstance(a, str | bool) else a + b for a, b in pairs]
+        return RewardStats(*summed)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreStats:
+    """Counts over the samples of a round of sampling, or of a step."""
+
+    samples: Counter[str] = field(default_factory=Counter)
+    """Number of samples by task."""
+    seconds: float = 0.0
+    """Time that scoring took."""
+    rewards: Mapping[tuple[str, str], RewardStats] = field(default_factory=dict)
+    """Counts by (reward, task)."""
+    unscored: Counter[str] = field(default_factory=Counter)
+    """Number of samples by task to which no reward applies."""
+
+    def add_round(self, later: ScoreStats) -> ScoreStats:
+        """The summed counts of two rounds."""
+        pairs = dict.fromkeys([*self.rewards, *later.rewards])
+        rewards = {pair: self.of(*pair) + later.of(*pair) for pair in pairs}
+        seconds = self.seconds + later.seconds
+        return ScoreStats(self.samples + later.samples, seconds, rewards, self.unscored + later.unscored)
+
+    def add_process(self, other: ScoreStats) -> ScoreStats:
+        """The counts of two processes that score at the same time."""
+        return replace(self.add_round(other), seconds=max(self.seconds, other.seconds))
+
+    def of(self, reward: str, task: str) -> RewardStats:
+        """The counts of a reward over one task."""
+        return self.rewards.get((reward, task), RewardStats())
+
+    def of_tasks(self, reward: str, tasks: Collection[str]) -> RewardStats:
+        """The counts of a reward over several tasks."""
+        return sum((self.of(reward, task) for task in tasks), RewardStats())
+
+    def n_samples(self, tasks: Collection[str]) -> int:
+        return sum(self.samples[task] for task in tasks)
+
+    def errors_of(self, task: str) -> int:
+        """The number of missing scores of a task's samples."""
+        return sum(stats.errors for (_, of_task), stats in self.rewards.items() if of_task == task)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        by_reward = {name: self.of_tasks(name, self.samples) for name, _ in self.rewards}
+        errors = {f"rewards/{name}/errors": float(stats.errors) for name, stats in by_reward.items()}
+        timeouts = {
+            f"rewards/{name}/timeouts": float(stats.timeouts) for name, stats in by_reward.items() if stats.timed
+        }
+        return {"time/reward": self.seconds} | errors | timeouts
 
 
 @dataclass(slots=True)
@@ -43,23 +127,18 @@ class ScoredRollout:
     sample: Sample
     scores: dict[str, Score] = field(default_factory=dict)
 
-    def result(self, names: Iterable[str]) -> Rollout:
-        """The rollout with these rewards as numbers; NaN where a reward does not apply or failed."""
-        return replace(self.rollout, rewards={name: _number(self.scores[name]) for name in names})
-
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """The rewards of a run by name, and the share of a step's samples that may fail.
-
-    tasks: names of the rewards that score a task's samples; a task that is not listed uses all rewards.
-    limits: error limits of tasks that have their own.
-    """
+    """The rewards of a run by name, and how many of a step's samples may fail."""
 
     rewards: dict[str, BaseReward]
     max_errors: float
+    """The share of samples that may fail."""
     tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the rewards that score a task's samples; a task that is not listed uses all rewards."""
     limits: Mapping[str, ErrorLimit] = field(default_factory=dict)
+    """Error limits of tasks that have their own."""
 
     def score(
         self,
@@ -69,7 +148,7 @@ class Scorer:
         progress: Progress = unreported,
         known: Iterable[str] = (),
     ) -> tuple[list[Rollout], ScoreStats]:
-        """The rollouts with their rewards, and counts of errors.
+        """The rollouts with their rewards, NaN where one does not apply or failed, and counts of errors.
 
         max_tokens: length limit of sampling. enter: called with the name of each reward before its call.
         progress: called with the number of samples scored. known: rewards whose scores the rollouts have already, for
@@ -89,8 +168,12 @@ class Scorer:
         for name in sorted(self.rewards, key=self.sees_group):  # the others first, each kind in the config's order
             enter(f"reward.{name}")
             self.add_scores(name, rollouts, progress)
-            _log_failures(name, rollouts)
-        return [one.result(self.rewards) for one in rollouts], self._stats(rollouts, time.perf_counter() - start)
+            failed = [(one.sample, score) for one in rollouts if isinstance(score := one.scores[name], Failure)]
+            for sample, failure in failed[:3]:
+                logger.warning("reward.%s could not score %s: %s", name, excerpt(sample.text), failure.reason)
+        numbers = [{name: _number(one.scores[name]) for name in self.rewards} for one in rollouts]
+        found = [replace(one.rollout, rewards=rewards) for one, rewards in zip(rollouts, numbers, strict=True)]
+        return found, self._stats(rollouts, time.perf_counter() - start)
 
     def add_scores(self, name: str, rollouts: Iterable[ScoredRollout], progress: Progress = unreported) -> None:
         """Add the score of one reward to each rollout that lacks it.
@@ -108,8 +191,7 @@ class Scorer:
                 one.scores[name] = Failure(one.sample.episode.problem)
             else:
                 missing.append(one)
-        reward = self.rewards[name]
-        begin = 0
+        reward, begin = self.rewards[name], 0
         for batch in _batches(reward, missing):
             progress(begin, len(missing), f"scores of reward.{name}")
             begin += len(batch)
@@ -120,34 +202,47 @@ class Scorer:
     def sees_group(self, name: str) -> bool:
         return name in self.rewards and self.rewards[name].sees_group
 
+    def rewards_for(self, task: str) -> Collection[str]:
+        """The names of the rewards that score a task's samples."""
+        return self.tasks.get(task, self.rewards)
+
     def _with_scores(self, one: ScoredRollout) -> Sample:
         """The sample with the scores of the rewards that do not see the group."""
         names = self.tasks.get(one.sample.task, one.scores)
-        seen = {
-            name: _without_nan(_number(one.scores[name]))
-            for name in names
-            if name in one.scores and not self.sees_group(name)
-        }
-        return replace(one.sample, scores=seen)
+        seen = [name for name in names if name in one.scores and not self.sees_group(name)]
+        return replace(one.sample, scores={name: _without_nan(_number(one.scores[name])) for name in seen})
 
     def _stats(self, rollouts: Sequence[ScoredRollout], seconds: float) -> ScoreStats:
         by_task: dict[str, list[ScoredRollout]] = {}
         for one in rollouts:
             by_task.setdefault(one.sample.task, []).append(one)
-        rewards = {}
-        for name, reward in self.rewards.items():
-            for task, own in by_task.items():
-                scores = [one.scores[name] for one in own]
-                silent = scores.count(None) if name in self.rewards_for(task) else 0
-                rewards[name, task] = RewardStats.of(
-                    [one.sample for one in own], scores, reward.scores_independently, silent
-                )
-        unscored = {
-            task: sum(all(score is None for score in one.scores.values()) for one in own)
-            for task, own in by_task.items()
-            if self.rewards
+        samples = Counter({task: len(own) for task, own in by_task.items()})
+        rewards = {
+            (name, task): self._counts(name, task, own) for name in self.rewards for task, own in by_task.items()
         }
-        return ScoreStats(Counter({t: len(own) for t, own in by_task.items()}), seconds, rewards, Counter(unscored))
+        unscored = Counter(
+            {
+                task: sum(all(score is None for score in one.scores.values()) for one in own)
+                for task, own in by_task.items()
+                if self.rewards
+            }
+        )
+        return ScoreStats(samples, seconds, rewards, unscored)
+
+    def _counts(self, name: str, task: str, rollouts: Sequence[ScoredRollout]) -> RewardStats:
+        """The counts of one reward over the rollouts of one task."""
+        failed = [(one.sample, score) for one in rollouts if isinstance(score := one.scores[name], Failure)]
+        late = [(one.sample, score) for one in rollouts if isinstance(score := one.scores[name], Forfeit)]
+        scored_here = name in self.rewards_for(task)
+        return RewardStats(
+            timed=self.rewards[name].scores_independently,
+            errors=len(failed),
+            unreachable=sum(isinstance(failure, Unreachable) for _, failure in failed),
+            timeouts=len(late),
+            silent=sum(one.scores[name] is None for one in rollouts) if scored_here else 0,
+            first_error=next((_sentence(sample, score.reason) for sample, score in failed), ""),
+            first_timeout=next((_sentence(sample, score.reason) for sample, score in late), ""),
+        )
 
     def check_errors(self, stats: ScoreStats, expected: int = 0) -> None:
         """Raise RewardError if too many samples of a reward failed; RewardGone if the cause is an unavailable service.
@@ -179,33 +274,27 @@ class Scorer:
             if count
         }
         for name, reward in self.rewards.items():
+            subject = f"reward.{name} ({reward.label})"
             tasks = [task for task in stats.samples if name in self.rewards_for(task)]
             silent = stats.of_tasks(name, tasks).silent
             if silent == stats.n_samples(tasks) and silent > sum(stats.unscored[task] for task in tasks):
                 samples = f"all {silent} samples of task {', '.join(tasks)}"
-                effect = f"returned None for {samples}: it does not affect their score"
-                found[f"silent {name}"] = f"reward.{name} ({reward.label}) {effect}"
-        for task, limit in self.limits.items():
-            for name in self.rewards:
+                found[f"silent {name}"] = f"{subject} returned None for {samples}: it does not affect their score"
+            for task, limit in self.limits.items():
                 if stats.of(name, task).errors > self.max_errors * stats.samples[task]:
                     text = self._errors_text(stats, name, [task], f" of task {task}, which {limit} allows")
                     found[f"errors {name} {task}"] = text
-        for (name, task), late in stats.rewards.items():
-            if late.timeouts:
-                samples = f"{late.timeouts} of {stats.samples[task]} samples" + (f" of task {task}" if task else "")
-                reason = f"as wrong because scoring them took too long: {late.first_timeout}"
-                label = self.rewards[name].label
-                found[f"timeouts {name} {task}"] = f"reward.{name} ({label}) scored {samples} {reason}"
+            for task, count in stats.samples.items():
+                if (late := stats.of(name, task)).timeouts:
+                    samples = f"{late.timeouts} of {count} samples" + (f" of task {task}" if task else "")
+                    reason = f"as wrong because scoring them took too long: {late.first_timeout}"
+                    found[f"timeouts {name} {task}"] = f"{subject} scored {samples} {reason}"
         return found
 
     def _errors_text(self, stats: ScoreStats, name: str, tasks: Collection[str], limit_text: str) -> str:
         found = stats.of_tasks(name, tasks)
         failed = f"could not score {found.errors} of {stats.n_samples(tasks)} samples"
         return f"reward.{name} ({self.rewards[name].label}) {failed}{limit_text}: {found.first_error}"
-
-    def rewards_for(self, task: str) -> Collection[str]:
-        """The names of the rewards that score a task's samples."""
-        return self.tasks.get(task, self.rewards)
 
     def close(self) -> None:
         for reward in self.rewards.values():
@@ -312,7 +401,12 @@ def _without_nan(score: float) -> float | None:
     return None if math.isnan(score) else score
 
 
-def _log_failures(name: str, rollouts: Sequence[ScoredRollout]) -> None:
-    failed = [(one.sample, score) for one in rollouts if isinstance(score := one.scores[name], Failure)]
-    for sample, failure in failed[:3]:
-        logger.warning("reward.%s could not score %s: %s", name, excerpt(sample.text), failure.reason)
+def _sentence(sample: Sample, reason: str) -> str:
+    task = f" (task {sample.task})" if sample.task else ""
+    first = f"the first was the completion {excerpt(sample.text)} of {excerpt(str(sample.prompt))}{task}"
+    return f"{reason}; {first}"
+
+
+def excerpt(text: str, length: int = 80) -> str:
+    """The beginning of a text, on one line."""
+    return repr(text if len(text) <= length else text[:length] + "...")

@@ -14,7 +14,7 @@ from grpocli.environments.environment import loaded_environment_of
 from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Correctness
-from grpocli.rewards.score_stats import excerpt
+from grpocli.rewards.scorer import excerpt
 from grpocli.tasks.curriculum import (
     Curriculum,
     Order,

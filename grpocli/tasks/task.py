@@ -17,7 +17,7 @@ from grpocli.config.user_parts import choice_of, name_of
 from grpocli.environments.environment import TOOLS_KEY, EnvironmentConfig
 from grpocli.environments.tools import READY
 from grpocli.errors import ConfigError
-from grpocli.rewards.score_stats import ErrorLimit
+from grpocli.rewards.scorer import ErrorLimit
 from grpocli.tasks.loading import Row, check_path, is_one_file
 
 if TYPE_CHECKING:

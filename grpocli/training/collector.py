@@ -19,8 +19,7 @@ from grpocli.environments.tools import UNKNOWN
 from grpocli.errors import RewardError
 from grpocli.models.loading import end_token_ids
 from grpocli.progress import UNWATCHED, Cancelled, Watch
-from grpocli.rewards.score_stats import ScoreStats
-from grpocli.rewards.scorer import StreamingScorer
+from grpocli.rewards.scorer import ScoreStats, StreamingScorer
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.rollout.sampling import derive_seed

@@ -13,7 +13,7 @@ import torch
 
 from grpocli.errors import GrpoError
 from grpocli.progress import UNWATCHED, Watch
-from grpocli.rewards.score_stats import ScoreStats
+from grpocli.rewards.scorer import ScoreStats
 from grpocli.rollout.sampling import derive_seed
 from grpocli.training.build_trainer import make_collector
 from grpocli.training.collector import RolloutBatch, Sampler

@@ -209,7 +209,7 @@ def _failure_line(one: Agreement, answers: Sequence[ScoredAnswer], source: Seque
 
 def _line(one: Agreement, answer: ScoredAnswer, reward: BaseReward, source: Sequence[Example]) -> str:
     """The line for a wrong score."""
-    from grpocli.rewards.score_stats import excerpt
+    from grpocli.rewards.scorer import excerpt
 
     what = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}.get(
         answer.kind, f"its own answer ({answer.kind})"

@@ -12,8 +12,7 @@ import pytest
 
 from grpocli.errors import RewardError
 from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score
-from grpocli.rewards.score_stats import ErrorLimit, RewardStats, ScoreStats
-from grpocli.rewards.scorer import Scorer
+from grpocli.rewards.scorer import ErrorLimit, RewardStats, Scorer, ScoreStats
 from grpocli.rewards.worker_pool import PoolClosed
 from grpocli.types import Completion, Prompt, Rollout
 

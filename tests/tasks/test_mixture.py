@@ -13,7 +13,7 @@ from grpocli.composition.compose import build_run, compose
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.composition.overrides import expand_task_lists
 from grpocli.errors import ConfigError
-from grpocli.rewards.score_stats import ErrorLimit
+from grpocli.rewards.scorer import ErrorLimit
 from grpocli.tasks.prompt_source import PromptSource
 from grpocli.tasks.task import error_limits_of, errors_below, tasks_of
 

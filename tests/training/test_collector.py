@@ -12,8 +12,7 @@ from composed import built
 
 from grpocli.errors import ConfigError, RewardError, RunError
 from grpocli.progress import Watch
-from grpocli.rewards.score_stats import RewardStats, ScoreStats
-from grpocli.rewards.scorer import Scorer
+from grpocli.rewards.scorer import RewardStats, Scorer, ScoreStats
 from grpocli.rewards.text_match import ExactMatch
 from grpocli.rollout.sampling import derive_seed
 from grpocli.training import saved_rollouts

@@ -10,7 +10,7 @@ import pytest
 
 from grpocli.config.schema import Eval, StopAt
 from grpocli.progress import Watch
-from grpocli.rewards.score_stats import ScoreStats
+from grpocli.rewards.scorer import ScoreStats
 from grpocli.rewards.text_match import ExactMatch
 from grpocli.training.accuracy import AccuracyRewards, Evaluator, eval_seeds, problem_id
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling

@@ -16,7 +16,7 @@ import torch
 from composed import built
 
 from grpocli.errors import EngineError, RunError
-from grpocli.rewards.score_stats import ScoreStats
+from grpocli.rewards.scorer import ScoreStats
 from grpocli.runs.rollouts import write_rollouts
 from grpocli.training import saved_rollouts
 from grpocli.training.collector import Collector, RolloutBatch, records_of

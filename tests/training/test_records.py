@@ -15,7 +15,7 @@ from composed import built
 from training.recomputed import recomputed
 
 from grpocli.progress import Watch
-from grpocli.rewards.score_stats import ScoreStats
+from grpocli.rewards.scorer import ScoreStats
 from grpocli.runs.rollouts import read_rollouts, write_rollouts
 from grpocli.training.collector import Collector, RolloutBatch, records_of, status_of
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row, Sampling
