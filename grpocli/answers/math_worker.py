@@ -95,12 +95,12 @@ def _equal(a: Value, b: Value, strict: bool) -> bool:
         named = not a.sides or _names(a)
         return named and any(_equal(one, other, strict) for one in a.answers for other in b.answers)
     if (_is_set(a) or _is_set(b)) and (ours := _set(a)) is not None and (theirs := _set(b)) is not None:
-        if strict and a.members and not b.members and theirs.is_finite_set:  # {1} \cup {2}
+        if strict and a.members and not b.members and theirs.is_finite_set:  # {1} \cup {2} is left to compute
             return False
         return ours.is_finite_set == theirs.is_finite_set and bool(sympy_expr_eq(ours, theirs, 6, 15))
-    if a.members or b.members:
-        return _members_equal(a, b, strict)
-    return _expressions_equal(a, b, strict)
+    if strict and _leaves_work(a, b):
+        return False
+    return _members_equal(a, b, strict) if a.members or b.members else _expressions_equal(a, b)
 
 
 def _chains_equal(a: Value, b: Value, strict: bool) -> bool:
@@ -175,8 +175,6 @@ def _members_equal(a: Value, b: Value, strict: bool) -> bool:
         return _equal(a.members[0], b, strict)
     if len(b.members) == 1 and b.brackets in ("", "{}") and not (a.members or _is_set(a)):
         return _equal(a, b.members[0], strict)
-    if strict and b.expression is not None and not _calls(b) <= _calls(a):
-        return False
     kinds = {a.brackets, b.brackets} - {""}
     vector = kinds & {"column", "row", "rows"} and kinds & {"()", "[]"}
     if (len(kinds) > 1 and not vector) or not (a.members and b.members):
@@ -202,14 +200,10 @@ def _by_name(elements: list[Value]) -> list[Value]:
     return sorted(elements, key=lambda one: one.sides[0].key) if len(names) == len(elements) else elements
 
 
-def _expressions_equal(a: Value, b: Value, strict: bool) -> bool:
+def _expressions_equal(a: Value, b: Value) -> bool:
     """Whether expressions are equal, directly or as percents, and their bases and named units agree."""
     x, y = a.source, b.source
     if a.expression is None or b.expression is None or x.base != y.base:
-        return False
-    if strict and not _unknowns(b) <= _unknowns(a):
-        return False
-    if strict and x.text and a.is_number and _is_evaluated(a, set()) and not _is_evaluated(b, _calls(a)):
         return False
     if x.unit and y.unit:
         if x.unit[1] != y.unit[1] and {*x.unit[1], *y.unit[1]} not in [*TEMPERATURES, ANGLES]:
@@ -247,24 +241,44 @@ def _numbers_equal(a: Any, b: Any, decimal: bool) -> bool:
     return not exact and bool(abs(x - y) <= max(abs(x), abs(y)) / 10 ** (DIGITS // 2))
 
 
-def _is_evaluated(value: Value, calls: set[str]) -> bool:
-    """Whether nothing is left to compute in a number: no call but `calls`, and no numbers to combine."""
-    text = value.source.text
-    if not _calls(value) <= calls:
-        return False
-    if plain_number(text) is not None or not text or not value.is_number:
+def _leaves_work(reference: Value, answer: Value) -> bool:
+    """Whether more is left to compute in an answer than in its reference: a call, an unknown, a sum of numbers."""
+    a, b = reference, answer
+    calls = _calls(a)
+    if a.members or b.members:
+        return b.expression is not None and not _calls(b) <= calls
+    if not _unknowns(b) <= _unknowns(a):
         return True
-    if any(int(above or one) >= int(below or other) for above, one, below, other in MIXED.findall(text)):
-        return False  # 51 23/1 is a sum, not a mixed number
-    if SIDE_BY_SIDE.search(text) and _is_rational(value.expression):
+    evaluated = bool(a.source.text) and a.is_number and not calls and not _combines(a)
+    return evaluated and (not _calls(b) <= calls or _combines(b))
+
+
+def _calls(value: Value) -> set[str]:
+    return set(CALL.findall(value.source.text))
+
+
+def _unknowns(value: Value) -> set[Any]:
+    """The letters of an expression, and the kinds of its derivatives and integrals."""
+    operators = value.expression.atoms(sympy.Derivative, sympy.Integral) if isinstance(value.expression, Basic) else ()
+    return {one.name for one in getattr(value.expression, "free_symbols", ())} | set(map(type, operators))
+
+
+def _combines(value: Value) -> bool:
+    """Whether the text of a number has numbers to combine, as a sum or a product has. A fraction or a power is one."""
+    text = value.source.text
+    if plain_number(text) is not None or not text or not value.is_number:
         return False
+    if any(int(above or one) >= int(below or other) for above, one, below, other in MIXED.findall(text)):
+        return True  # 51 23/1 is a sum, not a mixed number
+    if SIDE_BY_SIDE.search(text) and _is_rational(value.expression):
+        return True
     # without points, since the parser evaluates decimals at once
     structure = parse_latex(POINT.sub(lambda found: (found[1] + found[2]).lstrip("0") or "0", text))
     signs = bool(PRODUCT.search(text))
-    return not any(_combines_numbers(node, signs) for node in sympy.preorder_traversal(structure))
+    return any(_has_several(node, signs) for node in sympy.preorder_traversal(structure))
 
 
-def _combines_numbers(node: Basic, signs: bool) -> bool:
+def _has_several(node: Basic, signs: bool) -> bool:
     """Whether a sum or product has two rational members, or irrational ones that cancel, as in \\frac{5\\pi}{\\pi}.
 
     A sign, a denominator and a power of ten are no members of a product. signs: of multiplication, in the text.
@@ -286,13 +300,3 @@ def _is_rational(node: Basic) -> bool:
     """Whether its value is rational, as for \\sqrt{9}, \\pi/\\pi and i^2."""
     node = imaginary(node)
     return is_number(node) and bool(node.doit().is_Rational)
-
-
-def _calls(value: Value) -> set[str]:
-    return set(CALL.findall(value.source.text))
-
-
-def _unknowns(value: Value) -> set[Any]:
-    """The letters of an expression, and the kinds of its derivatives and integrals."""
-    operators = value.expression.atoms(sympy.Derivative, sympy.Integral) if isinstance(value.expression, Basic) else ()
-    return {one.name for one in getattr(value.expression, "free_symbols", ())} | set(map(type, operators))
