@@ -21,7 +21,7 @@ from grpocli.rewards.python import PythonReward
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.rewards.scorer import call as score
 from grpocli.runs.run_dir import RunDir
-from grpocli.tasks.dataset import processed
+from grpocli.tasks.dataset import process
 from grpocli.user_frames import where
 
 SOURCE = """\
@@ -72,7 +72,9 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def of_reward(function: str) -> str:
     sample = Sample("1+1=", "2", "2", {}, [1], 8, False)
-    (found,) = score(PythonReward(function=function), [sample])
+    reward = PythonReward(function=function, process=function.endswith("below"))
+    (found,) = score(reward, [sample])
+    reward.close()
     assert isinstance(found, Failure)
     return found.reason
 
@@ -112,8 +114,8 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
     "async": (lambda: of_reward("framed_mine.py:later"), f"IndexError: string index out of range ({FIRST}; called at"),
     "a library that the function calls": (lambda: of_reward("framed_mine.py:below"), "(framed_mine.py:15, in "),
     "row": (
-        lambda: message_of(processed, "framed_mine.py:row", 60.0, {"a": 1}, "line 3"),
-        'raised KeyError for line 3: \'gone\' (framed_mine.py:18, in row: return {"prompt": row["gone"]})',
+        lambda: message_of(process, "framed_mine.py:row", {"a": 1}, "line 3"),
+        'raised KeyError: \'gone\' (framed_mine.py:18, in row: return {"prompt": row["gone"]})',
     ),
     "environment in __init__": (
         lambda: message_of(call, "reset", "framed_mine.py:Board", '{"bad": true}', {}),

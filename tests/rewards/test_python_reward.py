@@ -228,7 +228,8 @@ def test_a_function_that_misbehaves_costs_its_own_samples_at_most(tmp_path: Path
     (tmp_path / "mine.py").write_text(f"{imports}\n{bodies}\n")
     before = state()
     for name, (_, expected) in ATTACKS.items():
-        made = PythonReward(function=f"{tmp_path}/mine.py:{re.sub(' ', '_', name)}", timeout=2)
+        timeout = 2 if "longer than" in expected else 60
+        made = PythonReward(function=f"{tmp_path}/mine.py:{re.sub(' ', '_', name)}", timeout=timeout)
         scores = call(made, [sample("a"), sample("b")])
         made.close()
         if isinstance(expected, list):
