@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
@@ -170,6 +171,7 @@ class WorkerPool:
         self.function, self.size, self.timeout, self.variables = function, workers, timeout, variables
         self.trusted, self.first = trusted, first
         self._workers: list[Worker] = []
+        weakref.finalize(self, _kill_all, self._workers)  # where an error ended a run before `close`
         self._idle: LifoQueue[Worker] = LifoQueue()
         self._closed = False
         self._mapping = threading.RLock()
@@ -260,11 +262,15 @@ class WorkerPool:
         if not self._mapping.acquire(blocking=False):
             return
         try:
-            for worker in self._workers:
-                worker.kill()
-            self._workers, self._idle = [], LifoQueue()
+            _kill_all(self._workers)
+            self._idle = LifoQueue()
         finally:
             self._mapping.release()
+
+
+def _kill_all(workers: list[Worker]) -> None:
+    while workers:
+        workers.pop().kill()
 
 
 def default_workers() -> int:
