@@ -9,18 +9,24 @@ from pathlib import Path
 from grpocli.composition.compose import register_parts
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.files import write_atomic
-from grpocli_tools.explain.choice_files import spelled
-from grpocli_tools.explain.foreign import TABLES, of
+from grpocli_tools.explain.entries import default_there
 from grpocli_tools.explain.keys import ReferenceIndex
 from grpocli_tools.explain.render import table
-from grpocli_tools.porting.equivalent import UNSTATED, Equivalent
-from grpocli_tools.porting.nemo_rl_names import NEMO_RL
-from grpocli_tools.porting.trl_names import EARLIER, GRPO_CONFIG, LORA_CONFIG, MODEL_CONFIG, TRAINER, TRAINING_ARGUMENTS
+from grpocli_tools.porting.foreign_names import (
+    EARLIER,
+    GRPO_CONFIG,
+    LORA_CONFIG,
+    MODEL_CONFIG,
+    NEMO_RL,
+    TRAINER,
+    TRAINING_ARGUMENTS,
+    Equivalent,
+)
 
 FROM_TRL = """\
 # From TRL and NeMo RL
 
-`make docs` writes this page from the tables `*_names.py` in `grpocli_tools/porting/`. `grpocli explain --from-trl NAME`
+`make docs` writes this page from the tables `*.yaml` in `grpocli_tools/porting/`. `grpocli explain --from-trl NAME`
 prints one row.
 `grpocli from-trl FILE` prints the command for a script of TRL, or a YAML of TRL or NeMo RL. Every setting is an
 override, or is named with the reason. A script is never run. Its calls of `GRPOConfig`, `LoraConfig`, `GRPOTrainer`
@@ -102,13 +108,13 @@ PORTED = """\
 | `trainer.train()` | `grpocli train` with all of these |
 """
 SECTIONS = {
-    "GRPOConfig": ("TRL", GRPO_CONFIG),
-    "TrainingArguments": ("TRL", TRAINING_ARGUMENTS),
-    "ModelConfig and ScriptArguments": ("TRL", MODEL_CONFIG),
-    "GRPOTrainer": ("TRL", TRAINER),
-    "LoraConfig": ("PEFT", LORA_CONFIG),
-    "Earlier names": ("other names", EARLIER),
-    "NeMo RL": ("NeMo RL", NEMO_RL),
+    "GRPOConfig": GRPO_CONFIG,
+    "TrainingArguments": TRAINING_ARGUMENTS,
+    "ModelConfig and ScriptArguments": MODEL_CONFIG,
+    "GRPOTrainer": TRAINER,
+    "LoraConfig": LORA_CONFIG,
+    "Earlier names": EARLIER,
+    "NeMo RL": NEMO_RL,
 }
 
 
@@ -119,24 +125,23 @@ def _anchor(name: str) -> str:
 def from_trl_page(reference: ReferenceIndex) -> str:
     """docs/from-trl.md: every foreign name with its equivalent and both defaults."""
     pieces = [FROM_TRL, PORTED, DIFFERENT]
-    for title, (trainer, names) in SECTIONS.items():
-        pieces.append(f"## {title}\n\n" + "\n".join(_foreign_table(trainer, names, reference)))
+    for title, names in SECTIONS.items():
+        pieces.append(f"## {title}\n\n" + "\n".join(_foreign_table(names, reference)))
     contents = [piece.split("\n")[0].removeprefix("## ") for piece in pieces[1:]]
     links = "\n".join(f"- [{name}](#{_anchor(name.replace(',', ''))})" for name in ["Batches and steps", *contents])
     head, _, rest = FROM_TRL.partition("## ")
     return "\n".join(piece.rstrip() + "\n" for piece in [head, links, f"## {rest}", *pieces[1:]])
 
 
-def _foreign_table(trainer: str, names: Mapping[str, Equivalent], reference: ReferenceIndex) -> Iterator[str]:
+def _foreign_table(names: Mapping[str, Equivalent], reference: ReferenceIndex) -> Iterator[str]:
     rows = []
     for name, one in names.items():
-        full = next(known for known in TABLES[trainer] if known == name or f"({name}=)" in known)
-        ours = ", ".join(f"`{key}={default}`" for key, default in of(trainer, full, reference).ours)
+        defaults = {key: reference.default_of(key) for key in one.keys}
+        ours = ", ".join(f"`{key}={default}`" for key, default in defaults.items() if default is not None)
         values = "; ".join(f"{value}: `{overrides}`" for value, overrides in one.values.items() if overrides)
-        written = f"`{one.overrides.replace('{}', 'VALUE')}`" if one.overrides else "-"
-        stated = "" if one.default is UNSTATED else f"`{spelled(one.default)}`"
-        remark = "; ".join(filter(None, [one.note, values, one.why]))
-        rows.append([f"`{name}`", stated, written, ours, remark])
+        written = f"`{one.here.replace('{}', 'VALUE')}`" if one.here else "-"
+        stated = f"`{default_there(one)}`" if default_there(one) else ""
+        rows.append([f"`{name}`", stated, written, ours, "; ".join(filter(None, [one.remark, values, one.why]))])
     yield from table(["name", "default there", "here", "default here", "remark"], rows)
 
 

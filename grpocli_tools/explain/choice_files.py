@@ -22,24 +22,24 @@ HYDRA = {
     "hydra.sweep.subdir": "Folder of each run in the folder of a sweep.",
 }
 """The keys of Hydra that belong to a run; conf/train.yaml has their defaults."""
-
-
 GENERATED = "# Written by `make conf`"
 
 
 class ChoiceFiles:
-    """What the YAML files of conf/ choose and set, read as data.
-
-    values: {key or group: [(choice, value)]}. defaults: {group: choice of the default run}.
-    groups: {group: {choice: summary}}.
-    """
+    """What the YAML files of conf/ choose and set, read as data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.values: dict[str, list[tuple[str, str]]] = {}
-        self.defaults: dict[str, str] = {}
+        """{key or group: [(choice, value)]}."""
+        train = self._read(folder / "train.yaml")
+        self.defaults = dict(_chosen(train))
+        """{group: choice of the default run}."""
+        algorithm = self._read(folder / "algorithm" / f"{self.defaults['algorithm']}.yaml")
+        self.defaults |= {f"algorithm/{group}": choice for group, choice in _chosen(algorithm)}
+        self.hydra = {key: str(value) for key, value in flat_values(train).items() if key in HYDRA}
         self.groups: dict[str, dict[str, str]] = {}
-        self._train()
+        """{group: {choice: summary}}."""
         for file in sorted(folder.rglob("*.yaml"), key=_recipes_last):
             group = str(file.parent.relative_to(folder))
             if group != "." and not group.startswith("hydra"):
@@ -49,15 +49,6 @@ class ChoiceFiles:
             if slash and name != "algorithm/parts":
                 self.groups.setdefault(group, {}).setdefault(choice, summary(cls))
         self.groups.setdefault("hydra/launcher", {"basic": "One run after the other."})["slurm"] = "SLURM jobs."
-
-    def _train(self) -> None:
-        config = self._read(self.folder / "train.yaml")
-        for group, choice in _chosen(config):
-            self.defaults[group] = choice
-        for group, choice in _chosen(self._read(self.folder / "algorithm" / f"{self.defaults['algorithm']}.yaml")):
-            self.defaults[f"algorithm/{group}"] = choice
-        values = flat_values(config)
-        self.hydra = {key: str(values[key]) for key in HYDRA}
 
     def _choice(self, group: str, file: Path) -> None:
         text = file.read_text(encoding="utf-8")

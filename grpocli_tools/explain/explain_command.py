@@ -12,6 +12,7 @@ from grpocli.errors import ConfigError
 from grpocli_tools.command_line import composed, parser_of
 
 if TYPE_CHECKING:
+    from grpocli_tools.explain.entries import Entry
     from grpocli_tools.explain.explanation import Explanation
     from grpocli_tools.explain.keys import ReferenceIndex
 
@@ -35,16 +36,31 @@ def main(argv: Sequence[str]) -> int:
     """Print an objective or a comparison. Returns the exit code. Raises ConfigError."""
     args = _parser().parse_intermixed_args(argv)
     keys = [word for word in args.overrides if _is_key(word)]
-    if args.from_trl is not None:
-        return _print_foreign([args.from_trl, *args.overrides], args)
-    if keys and len(keys) == len(args.overrides):
-        return _print_keys(keys, args)
+    if args.from_trl is not None or (keys and len(keys) == len(args.overrides)):
+        from grpocli_tools.explain.entries import entry, foreign_entries
+
+        reference = _reference()
+        if args.from_trl is None:
+            return _print([entry(reference.find(key)) for key in keys], args)
+        words = [args.from_trl, *args.overrides]
+        return _print([one for word in words for one in foreign_entries(word, reference)], args)
     if args.json:
         raise ConfigError("is for keys and names", key="--json", hint="grpocli explain train.minibatches --json")
     _refuse_keys_beside_overrides(keys, args.overrides)
     sides = _sides(args.overrides)
     shown = [_explained(side, args.config_dir) for side in sides]
-    print(_markdown(shown) if args.markdown else _text(shown), end="")
+    from grpocli_tools.explain.explanation import compared
+    from grpocli_tools.explain.render import (
+        comparison_markdown,
+        comparison_text,
+        explanation_markdown,
+        explanation_text,
+    )
+
+    if len(shown) == 1:
+        print((explanation_markdown if args.markdown else explanation_text)(shown[0]), end="")
+    else:
+        print((comparison_markdown if args.markdown else comparison_text)(compared(*shown)), end="")
     return 0
 
 
@@ -79,27 +95,11 @@ def _refuse_keys_beside_overrides(keys: Sequence[str], words: Sequence[str]) -> 
         raise ConfigError(f"a key cannot stand beside {other}", key=known[0], hint=hint)
 
 
-def _print_keys(words: Sequence[str], args: argparse.Namespace) -> int:
-    from grpocli_tools.explain.key_pages import as_json, markdown, text
-
-    reference = _reference()
-    shown = [reference.find(word) for word in words]
+def _print(entries: Sequence[Entry], args: argparse.Namespace) -> int:
     if args.json:
-        print(json.dumps([as_json(one) for one in shown], indent=2, ensure_ascii=False))
+        print(json.dumps([one.as_json() for one in entries], indent=2, ensure_ascii=False))
     else:
-        print("\n".join((markdown if args.markdown else text)(one) for one in shown), end="")
-    return 0
-
-
-def _print_foreign(words: Sequence[str], args: argparse.Namespace) -> int:
-    from grpocli_tools.explain.foreign import as_json, find, markdown, text
-
-    reference = _reference()
-    shown = [one for word in words for one in find(word, reference)]
-    if args.json:
-        print(json.dumps([as_json(one) for one in shown], indent=2, ensure_ascii=False))
-    else:
-        print("\n".join((markdown if args.markdown else text)(one) for one in shown), end="")
+        print("\n".join(one.markdown() if args.markdown else one.text() for one in entries), end="")
     return 0
 
 
@@ -124,17 +124,3 @@ def _explained(overrides: list[str], config_dir: str | None) -> Explanation:
 
     config = composed(overrides, config_dir)
     return explanation(build_run(config), config, overrides)
-
-
-def _markdown(shown: Sequence[Explanation]) -> str:
-    from grpocli_tools.explain.explanation import compared
-    from grpocli_tools.explain.render import comparison_markdown, explanation_markdown
-
-    return explanation_markdown(shown[0]) if len(shown) == 1 else comparison_markdown(compared(*shown))
-
-
-def _text(shown: Sequence[Explanation]) -> str:
-    from grpocli_tools.explain.explanation import compared
-    from grpocli_tools.explain.render import comparison_text, explanation_text
-
-    return explanation_text(shown[0]) if len(shown) == 1 else comparison_text(compared(*shown))

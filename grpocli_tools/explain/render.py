@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,8 +16,6 @@ from grpocli_tools.explain.explanation import ABSENT, Comparison, Explanation, P
 
 LABEL = 18  # the longest name of a choice, normalize_then_sum
 WIDTH = 80
-REFERENCE, ENTRY = 100, 13
-"""The widest text about a key or foreign name, and the columns of its labels."""
 WIDEST = 120
 """Columns of tables if the output is not a terminal, and the maximum on a terminal."""
 
@@ -196,27 +193,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 def _keys(rows: Sequence[Sequence[str]], column: int) -> list[list[str]]:
     """The rows with one column as code."""
     return [[f"`{cell}`" if i == column else cell for i, cell in enumerate(row)] for row in rows]
-
-
-def entry_text(name: str, meaning: str, rows: Iterable[tuple[str, str]]) -> str:
-    """A key or foreign name for a terminal: the name, the meaning, and a line for each fact."""
-    width = min(shutil.get_terminal_size().columns, REFERENCE) if sys.stdout.isatty() else REFERENCE
-    lines = [name, *textwrap.wrap(meaning, width, initial_indent="  ", subsequent_indent="  ")]
-    before = ""
-    for label, value in rows:
-        first, rest = f"  {'' if label == before else label:<{ENTRY}}", " " * (ENTRY + 4)
-        lines += textwrap.wrap(
-            value,
-            width,
-            initial_indent=first,
-            subsequent_indent=rest,
-            break_on_hyphens=False,
-            break_long_words=False,
-        ) or [first]
-        before = label
-    return "".join(f"{line.rstrip()}\n" for line in lines)
-
-
-def entry_markdown(name: str, meaning: str, rows: Iterable[tuple[str, str]]) -> str:
-    """The same as a heading, the meaning and a table."""
-    return "\n".join([f"### `{name}`", "", *([meaning, ""] if meaning else []), *table(["", ""], list(rows))])

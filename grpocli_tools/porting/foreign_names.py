@@ -1,53 +1,109 @@
-"""The equivalents of keys and choices of TRL, NeMo RL, verl and transformers: the hook `foreign_names`.
+"""What grpocli has in place of names of TRL, NeMo RL, verl and transformers: the hook `foreign_names`.
 
-Errors of the command line, `grpocli explain KEY`, `grpocli from-trl` and docs/from-trl.md read the tables beside this
-file. Tests compose every override, and compare fields and defaults of TRL with an installed TRL.
+The tables are the YAML files beside this one; trl.yaml says what its columns are. Errors of the command line, `grpocli
+explain KEY`, `grpocli from-trl` and docs/from-trl.md read them. Tests compose every override, and compare fields and
+defaults of TRL with an installed TRL.
 """
 
 from __future__ import annotations
 
 import difflib
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
-from grpocli_tools.porting.equivalent import ALGORITHMS, UNSTATED, Equivalent, missing
-from grpocli_tools.porting.nemo_rl_names import NEMO_RL
-from grpocli_tools.porting.trl_names import ALIASES, TRL
-from grpocli_tools.porting.verl_names import VERL
+import yaml
 
-NO_CRITIC = Equivalent(
-    "algorithm=grpo", "there is no value model: the group is the baseline, under PPO's clipped objective"
+from grpocli.config.yaml_text import LOADER
+
+UNSTATED: Final = object()
+"""Marks a foreign name whose default is not stated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """What grpocli has in place of a foreign name."""
+
+    here: str = ""
+    """Overrides, in which `{}` is the value; empty if there is nothing to set."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """{value in lower case: overrides for it}."""
+    note: str = ""
+    """A remark on the overrides, or what to do."""
+    needless: str = ""
+    """Why nothing has to be set."""
+    lacks: str = ""
+    """Why grpocli has no counterpart, or what to do instead."""
+    default: Any = UNSTATED
+    """The default of the other trainer."""
+    why: str = ""
+    """Why the default here differs; empty if it does not."""
+
+    @property
+    def remark(self) -> str:
+        """The sentence beside the overrides."""
+        if self.lacks:
+            return f"no counterpart: {self.lacks}"
+        return f"nothing to set: {self.needless}" if self.needless else self.note
+
+    def sentence(self, value: str) -> str:
+        """The advice for a value, such as `write optim.lr=1e-6`."""
+        written = " ".join(shlex.quote(one) for one in self.written(value))
+        return "; ".join(filter(None, [f"write {written}" if written else "", self.remark]))
+
+    def written(self, value: str) -> list[str]:
+        """The overrides for a value."""
+        overrides = self.values.get(value.strip("'\"").lower(), self.here)
+        return [one.format(value) for one in overrides.split()]
+
+    def examples(self) -> Iterator[str]:
+        """All overrides that may be advised."""
+        yield from filter(None, [self.here, *self.values.values()])
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys that get the value; without any, all keys that are set."""
+        given = [one.partition("=")[0] for one in self.here.split() if "{}" in one]
+        chosen = [one.partition("=")[0] for text in self.examples() for one in text.split()]
+        return list(dict.fromkeys(given or chosen))
+
+
+SHARED = ("here", "values", "note", "needless", "lacks")
+"""The columns that a row takes over from the one that it is `like`."""
+Table = dict[str, Equivalent]
+
+
+def _tables(*names: str) -> Iterator[tuple[str, Table]]:
+    """(section, its rows) of the files. `like` names a row of the section, or of any section before it."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name in names:
+        text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        for section, written in yaml.load(text, LOADER).items():
+            table: Table = {}
+            for foreign, row in written.items():
+                row = {"here": row} if isinstance(row, str) else dict(row)
+                like = {key: value for key, value in rows.get(row.pop("like", ""), {}).items() if key in SHARED}
+                rows[foreign] = like | row
+                table[foreign] = Equivalent(**rows[foreign])
+            yield section, table
+
+
+_NAMES = dict(_tables("trl.yaml", "nemo_rl.yaml", "verl.yaml"))
+GRPO_CONFIG, TRAINING_ARGUMENTS, MODEL_CONFIG = (
+    _NAMES[name] for name in ("GRPOConfig", "TrainingArguments", "ModelConfig")
 )
-PREFERENCES = missing(
-    UNSTATED, "it learns from pairs of a better and a worse answer; grpocli trains from rewards, or by sft"
-)
+TRAINER, LORA_CONFIG, EARLIER = _NAMES["GRPOTrainer"], _NAMES["LoraConfig"], _NAMES["earlier"]
+NEMO_RL, VERL = _NAMES["NeMo RL"], _NAMES["verl"]
+TRL = GRPO_CONFIG | TRAINING_ARGUMENTS | MODEL_CONFIG
+ALIASES = EARLIER | _NAMES["others"]
+"""Names of earlier versions, and others that people type."""
+CHOICES = dict(_tables("choices.yaml"))
 TRAINERS = {"TRL": TRL, "NeMo RL": NEMO_RL, "verl": VERL}
 SHARED_NAMES = ("seed", "optim", "model")
 """Foreign names that are also keys or config groups of grpocli."""
-KEYS = {name: equivalent for name, equivalent in (ALIASES | TRL | NEMO_RL | VERL).items() if name not in SHARED_NAMES}
-
-CHOICES = {
-    **{("algorithm", name): Equivalent(overrides) for name, overrides in ALGORITHMS.items()},
-    ("algorithm", "ppo"): NO_CRITIC,
-    ("algorithm", "gae"): NO_CRITIC,
-    **{("algorithm", name): PREFERENCES for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
-    ("algorithm", "reinforce"): Equivalent(ALGORITHMS["rloo"], "REINFORCE with the rest of the group as the baseline"),
-    ("algorithm", "reinforce++"): Equivalent(ALGORITHMS["reinforce_plus_plus"]),
-    ("engine", "hf"): Equivalent("engine=transformers"),
-    ("engine", "huggingface"): Equivalent("engine=transformers"),
-    ("engine", "sglang"): Equivalent("engine=vllm"),
-    ("hardware", "cpu"): Equivalent("hardware.device=cpu"),
-    ("hardware", "cuda"): Equivalent("hardware.device=cuda"),
-    ("hardware", "gpu"): Equivalent("hardware.device=cuda"),
-    ("optim", "adam"): Equivalent("optim=adamw"),
-    ("optim", "adamw_torch"): Equivalent("optim=adamw"),
-    ("optim", "adamw_torch_fused"): Equivalent("optim=adamw"),
-    ("optim", "adamw_bnb_8bit"): Equivalent("optim=adamw_8bit"),
-    ("optim", "adam8bit"): Equivalent("optim=adamw_8bit"),
-    ("optim", "paged_adamw_8bit"): Equivalent("optim=adamw_8bit", "its state stays in the device's memory"),
-    ("reward", "accuracy"): Equivalent("reward=[math]"),
-    ("reward", "accuracy_reward"): Equivalent("reward=[math]"),
-    ("reward", "think_format_reward"): Equivalent("reward=[format]"),
-    ("reward", "soft_overlong_punishment"): Equivalent("reward=[math,overlong]"),
-}
+KEYS = {name: here for name, here in (ALIASES | TRL | NEMO_RL | VERL).items() if name not in SHARED_NAMES}
 
 
 def key_advice(key: str, value: str) -> str | None:
@@ -64,5 +120,5 @@ def advice_of_like(name: str, value: str) -> str | None:
 
 def choice_advice(group: str, choice: str) -> str | None:
     """The advice for a choice of another trainer; None for an unknown choice."""
-    here = CHOICES.get((group, choice.lower().replace("-", "_")))
+    here = CHOICES.get(group, {}).get(choice.lower().replace("-", "_"))
     return here.sentence(choice) if here else None

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpocli.types import DTYPES
-from grpocli_tools.porting.equivalent import UNSTATED
-from grpocli_tools.porting.nemo_rl_names import NEMO_RL
-from grpocli_tools.porting.source import Unread
-from grpocli_tools.porting.translation import MISSING, Numbers, Port
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-PRODUCT = re.compile(r"\$\{mul:\s*(.+?),\s*(.+?)\s*\}")
+from grpocli.types import DTYPES
+from grpocli_tools.porting.foreign_names import NEMO_RL, UNSTATED
+from grpocli_tools.porting.port import MISSING, Port, Unread, with_numbers
+
 DATASETS = {
     "OpenMathInstruct-2": ("hub", "nvidia/OpenMathInstruct-2", "problem", "expected_answer", "train_1M"),
     "DeepScaler": ("hub", "agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer", "train"),
@@ -23,6 +20,21 @@ DATASETS = {
 OWN_TASKS = {"DAPOMath17K": "dapo-math-17k", "gsm8k": "gsm8k", "openai/gsm8k": "gsm8k"}
 SCHEDULERS = {"ConstantLR": "constant", "CosineAnnealingLR": "cosine", "LinearLR": "linear"}
 TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab")
+STATED = (
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "grpo.advantage_clip_low",
+    "grpo.advantage_clip_high",
+    "loss_fn.ratio_clip_min",
+    "loss_fn.ratio_clip_max",
+    "loss_fn.ratio_clip_c",
+    "loss_fn.token_level_loss",
+    "policy.optimizer.kwargs.lr",
+    "policy.optimizer.kwargs.weight_decay",
+    "env.math.num_workers",
+)
+"""Settings that are written by their row of the table, also where the file leaves them out."""
+BOTH_PARTS = "rollout.max_prompt_tokens and rollout.max_completion_tokens bound the two parts"
 
 
 def is_nemo_rl(values: Mapping[str, Any]) -> bool:
@@ -42,182 +54,144 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-class NemoRl(Numbers):
+def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{dotted name: value}, with interpolations such as `${mul:a, b}` replaced; Unread where that fails."""
+    OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
+    config = DictConfig({})
+    for name, value in values.items():
+        OmegaConf.update(config, name, value, force_add=True)
+    found: dict[str, Any] = {}
+    for name in values:
+        try:
+            value = OmegaConf.select(config, name)
+        except (OmegaConfBaseException, TypeError):
+            value = Unread(str(values[name]), 0)
+        found[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return found
+
+
+class NemoRl:
     """Translates one config. prompts: those of the dataset, if known."""
 
-    default_text = "{:g} of grpo_math_1B.yaml"
-
     def __init__(self, values: Mapping[str, Any], prompts: int | None = None) -> None:
-        self.given = flat(values)
-        self.settings = {name: self._resolved(value) for name, value in self.given.items()}
-        self.prompts = prompts
-        self.port = Port()
-
-    def _resolved(self, value: Any, depth: int = 0) -> Any:
-        """A value with `${name}` and `${mul:a, b}` replaced; Unread for another interpolation."""
-        if not isinstance(value, str) or "${" not in value:
-            return value
-        if depth < 10 and (one := REFERENCE.fullmatch(value)):
-            return self._resolved(self._raw(one[1]), depth + 1)
-        if depth < 10 and (two := PRODUCT.fullmatch(value)):
-            factors = [self._resolved(text, depth + 1) for text in two.groups()]
-            numbers = [int(one) if str(one).isdecimal() and len(str(one)) < 16 else one for one in factors]
-            if all(isinstance(one, int) for one in numbers):
-                return math.prod(numbers)
-        return Unread(value, 0)
-
-    def _raw(self, name: str) -> Any:
-        if name in self.given:
-            return self.given[name]
-        default = NEMO_RL[name].default if name in NEMO_RL else Unread(f"${{{name}}}", 0)
-        return None if default is UNSTATED else default
+        self.port, self.prompts = Port(), prompts
+        stated = {name: one.default for name, one in NEMO_RL.items() if one.default is not UNSTATED}
+        given = flat(values)
+        every = resolved(stated | given)
+        self.read = {name: every.pop(name) for name in given}
+        defaults = resolved(stated) | every
+        self.settings = with_numbers(self.read, defaults, self.port)
+        self.all = defaults | {name: value for name, value in self.settings.items() if value is not None}
 
     def get(self, name: str) -> Any:
         """A setting; the value of grpo_math_1B.yaml if the file lacks it or it is not a literal."""
-        value = self.settings.get(name, self._resolved(self._raw(name)))
-        return self.default(name) if isinstance(value, Unread) else value
+        return self.all.get(name)
 
-    def default(self, name: str) -> Any:
-        return self._resolved(NEMO_RL[name].default)
+    def whole(self, name: str) -> int:
+        """A setting as a whole number from 1 on."""
+        return max(1, int(self.get(name)))
 
     def translate(self) -> Port:
-        self._model()
         self._data()
-        self._rewards()
         self._objective()
-        self._clip()
-        self._sampling_parts()
         self._batches()
         self._lengths()
+        for name in STATED:
+            if self.get(name) is not None:
+                self.port.carry(name, self.get(name), NEMO_RL[name])
         self._scheduler()
         self._engine()
         self._hardware()
         self._evaluation()
         self._checkpoints()
-        self._trackers()
-        self._report()
+        self._rest()
         return self.port
-
-    def _model(self) -> None:
-        self.port.set("model", "hf")
-        self.port.set("model.path", self.get("policy.model_name"), "policy.model_name")
-        dtype = self.get("policy.precision")
-        if dtype in DTYPES:
-            self.port.set("model.dtype", dtype, "policy.precision")
-        else:
-            self.port.lack("policy.precision", dtype, f"training is in {', '.join(DTYPES)}")
 
     def _data(self) -> None:
         port, name, path = self.port, self.get("data.dataset_name"), self.get("data.train_data_path")
-        prompt, answer, split = self.get("data.input_key"), self.get("data.output_key"), self.get("data.train_split")
+        port.set("model", "hf")
+        port.set("model.path", self.get("policy.model_name"), "policy.model_name")
+        if (dtype := self.get("policy.precision")) in DTYPES:
+            port.set("model.dtype", dtype, "policy.precision")
+        else:
+            port.lack("policy.precision", dtype, f"training is in {', '.join(DTYPES)}")
         if path:
             port.set("task", "jsonl" if str(path).endswith((".jsonl", ".json")) else "hub", "data.dataset_name")
             port.set("task.path", path, "data.train_data_path")
-            port.set("task.prompt_column", prompt or "input", "data.input_key")
-            port.set("task.answer_column", answer or "output", "data.output_key")
+            port.set("task.prompt_column", self.get("data.input_key") or "input", "data.input_key")
+            port.set("task.answer_column", self.get("data.output_key") or "output", "data.output_key")
         elif name in OWN_TASKS:
             port.set("task", OWN_TASKS[name], "data.dataset_name")
         elif name in DATASETS:
-            task, there, column, solution, part = DATASETS[name]
+            task, there, prompt, answer, split = DATASETS[name]
             port.set("task", task, "data.dataset_name")
             port.set("task.path", there)
-            port.set("task.prompt_column", column)
-            port.set("task.answer_column", solution)
-            port.set("task.split", split or part)
+            port.set("task.prompt_column", prompt)
+            port.set("task.answer_column", answer)
+            port.set("task.split", self.get("data.train_split") or split)
         else:
             port.set("task", MISSING, note="the dataset is not known here")
             port.check("data.dataset_name", name, f"it is not known here; {NEMO_RL['data.dataset_name'].note}")
         for key in ("data.prompt_file", "data.system_prompt_file"):
             if self.get(key) is not None:
                 port.check(key, self.get(key), f"write its text: {NEMO_RL[key].note}")
-
-    def _rewards(self) -> None:
-        names = sorted({name.split(".")[1] for name in self.settings if name.startswith("env.")})
-        other = [name for name in names if name not in ("math", "should_use_nemo_gym")]
-        if other and "math" not in names:
+        environments = {one.split(".")[1] for one in self.read if one.startswith("env.")}
+        if environments and "math" not in environments:
             hint = "set reward=[FILE.py:NAME] or task.environment.name=FILE.py:CLASS"
-            self.port.check("env", ", ".join(other), f"environments of NeMo RL are not read; {hint}")
-        chosen = ["math"]
-        if self.get("grpo.reward_shaping.enabled"):
-            chosen.append("overlong")
-        self.port.set("reward", chosen, "env.math.math_verify_impl", "grpo.reward_shaping.enabled")
-        self.port.set("reward.math.workers", self.whole("env.math.num_workers"), "env.math.num_workers")
+            port.check("env", ", ".join(sorted(environments)), f"environments of NeMo RL are not read; {hint}")
+        chosen = ["math", *(["overlong"] if self.get("grpo.reward_shaping.enabled") else [])]
+        port.set("reward", chosen, "env.math.math_verify_impl", "grpo.reward_shaping.enabled")
 
     def _objective(self) -> None:
-        port, beta = self.port, self.number("loss_fn.reference_policy_kl_penalty")
+        port, beta = self.port, self.get("loss_fn.reference_policy_kl_penalty")
+        approximation = "loss_fn.use_on_policy_kl_approximation"
         port.set("algorithm", "grpo")
         if beta:
             port.set("algorithm.kl.beta", beta, "loss_fn.reference_policy_kl_penalty")
-            name = "loss_fn.use_on_policy_kl_approximation"
-            port.set("algorithm.kl.on_policy", True, name)
+            port.set("algorithm.kl.on_policy", True, approximation)
         else:
-            port.set(
-                "algorithm/kl", "none", "loss_fn.reference_policy_kl_penalty", "loss_fn.use_on_policy_kl_approximation"
-            )
-        tokens = bool(self.get("loss_fn.token_level_loss"))
-        port.set("algorithm/aggregate", "token_mean" if tokens else "sequence_mean", "loss_fn.token_level_loss")
-        scaled, others = self.get("grpo.normalize_rewards"), self.get("grpo.use_leave_one_out_baseline")
-        if others:
-            port.set("algorithm/advantage", "leave_one_out", "grpo.use_leave_one_out_baseline")
-            if scaled:
-                port.set("algorithm.advantage.scale", "others", "grpo.normalize_rewards")
-        else:
-            names = ("grpo.normalize_rewards", "grpo.use_leave_one_out_baseline")
-            port.set("algorithm/advantage", "std" if scaled else "center", *names)
-
-        for name, key in (("low", "min"), ("high", "max")):
-            if self.get(f"grpo.advantage_clip_{name}") is not None:
-                bound = self.number(f"grpo.advantage_clip_{name}")
-                port.set(f"algorithm.advantage_{key}", bound, f"grpo.advantage_clip_{name}")
-
-    def _clip(self) -> None:
-        port = self.port
-        port.set("algorithm.objective.low", self.number("loss_fn.ratio_clip_min"), "loss_fn.ratio_clip_min")
-        port.set("algorithm.objective.high", self.number("loss_fn.ratio_clip_max"), "loss_fn.ratio_clip_max")
-        if self.get("loss_fn.ratio_clip_c") is not None:
-            port.set("algorithm.objective.dual", self.number("loss_fn.ratio_clip_c"), "loss_fn.ratio_clip_c")
-        name = "loss_fn.use_importance_sampling_correction"
-        if self.get(name):
-            bound = self.get("loss_fn.truncated_importance_sampling_ratio")
-            port.set("algorithm/correction", "token_truncate", name)
-            capped = "loss_fn.truncated_importance_sampling_ratio"
-            port.set("algorithm.correction.max", 1e9 if bound is None else bound, capped)
-        else:
-            port.set("algorithm/correction", "none", name, "loss_fn.truncated_importance_sampling_ratio")
-
-    def _sampling_parts(self) -> None:
-        port = self.port
+            port.set("algorithm/kl", "none", "loss_fn.reference_policy_kl_penalty", approximation)
+        names = ("grpo.use_leave_one_out_baseline", "grpo.normalize_rewards")
+        others, scaled = map(self.get, names)
+        port.set("algorithm/advantage", "leave_one_out" if others else "std" if scaled else "center", *names)
+        if others and scaled:
+            port.set("algorithm.advantage.scale", "others", "grpo.normalize_rewards")
+        names = ("loss_fn.use_importance_sampling_correction", "loss_fn.truncated_importance_sampling_ratio")
+        corrected, bound = map(self.get, names)
+        port.set("algorithm/correction", "token_truncate" if corrected else "none", *names)
+        if corrected:
+            port.set("algorithm.correction.max", 1e9 if bound is None else bound, names[1])
+        age = "grpo.async_grpo.max_trajectory_age_steps"
         if self.get("grpo.use_dynamic_sampling"):
             port.set("algorithm/keep", "dynamic", "grpo.use_dynamic_sampling")
-        elif "grpo.dynamic_sampling_max_gen_batches" in self.settings:
-            name = "grpo.dynamic_sampling_max_gen_batches"
-            port.skip(name, self.get(name), "it has no effect without grpo.use_dynamic_sampling")
-        age = "grpo.async_grpo.max_trajectory_age_steps"
+        else:
+            self._skip("grpo.dynamic_sampling_max_gen_batches", "it has no effect without grpo.use_dynamic_sampling")
         if self.get("grpo.async_grpo.enabled"):
             port.set("rollout.max_staleness", self.whole(age), "grpo.async_grpo.enabled", age)
-        elif age in self.settings:
-            port.skip(age, self.get(age), "it has no effect without grpo.async_grpo.enabled")
-        turns = self.whole("grpo.max_rollout_turns")
-        if turns == 1 and "grpo.max_rollout_turns" in self.settings:
-            port.skip("grpo.max_rollout_turns", 1, "one turn needs no environment")
+        else:
+            self._skip(age, "it has no effect without grpo.async_grpo.enabled")
+        if self.whole("grpo.max_rollout_turns") == 1:
+            self._skip("grpo.max_rollout_turns", "one turn needs no environment")
+
+    def _skip(self, name: str, reason: str) -> None:
+        """Name a setting of the file that has no effect."""
+        if name in self.settings:
+            self.port.skip(name, self.get(name), reason)
 
     def _batches(self) -> None:
-        port, prompts = self.port, self.whole("grpo.num_prompts_per_step")
-        group, batch = self.whole("grpo.num_generations_per_prompt"), self.whole("policy.train_global_batch_size")
-        port.set("rollout.prompts_per_step", prompts, "grpo.num_prompts_per_step")
-        port.set("rollout.group_size", group, "grpo.num_generations_per_prompt")
+        port, prompts, group = self.port, *map(self.whole, STATED[:2])
+        batch = self.whole("policy.train_global_batch_size")
         updates = min(prompts, max(1, prompts * group // batch))
         port.set("train.minibatches", updates, "policy.train_global_batch_size", note=f"{prompts} x {group} / {batch}")
         steps, epochs = self.whole("grpo.max_num_steps"), self.whole("grpo.max_num_epochs")
+        names = ["grpo.max_num_steps"]
         if self.prompts:
             steps = max(1, min(steps, epochs * (self.prompts // prompts)))
-            port.set("train.steps", steps, "grpo.max_num_steps", "grpo.max_num_epochs", note=f"{self.prompts} prompts")
-            return
-        port.set("train.steps", steps, "grpo.max_num_steps")
-        advice = (
-            f"train.steps is at most {epochs} x prompts / {prompts}; give the number of its prompts with --prompts N"
-        )
-        port.check("grpo.max_num_epochs", epochs, advice)
+            names.append("grpo.max_num_epochs")
+        else:
+            known = f"train.steps is at most {epochs} x prompts / {prompts}"
+            port.check("grpo.max_num_epochs", epochs, f"{known}; give the number of its prompts with --prompts N")
+        port.set("train.steps", steps, *names)
 
     def _lengths(self) -> None:
         port, total = self.port, self.whole("policy.max_total_sequence_length")
@@ -225,13 +199,10 @@ class NemoRl(Numbers):
         prompt = min(self.whole("data.max_input_seq_length"), total)
         port.set("rollout.max_completion_tokens", completion, "policy.generation.max_new_tokens")
         port.set("rollout.max_prompt_tokens", prompt, "data.max_input_seq_length")
-        packed = self.get("policy.sequence_packing.train_mb_tokens")
-        tokens = max(packed if isinstance(packed, int) else 0, prompt + completion)
         name = "policy.sequence_packing.train_mb_tokens"
+        tokens = max(self.whole(name), prompt + completion)
         port.set("train.micro_batch_tokens", tokens, name, note="at least a completion with its prompt")
-        if "policy.max_total_sequence_length" in self.settings:
-            reason = "rollout.max_prompt_tokens and rollout.max_completion_tokens bound the two parts"
-            port.skip("policy.max_total_sequence_length", total, reason)
+        self._skip("policy.max_total_sequence_length", BOTH_PARTS)
 
     def _scheduler(self) -> None:
         phases = self.settings.get("policy.scheduler")
@@ -239,10 +210,9 @@ class NemoRl(Numbers):
             return
         schedule, warmup = "constant", 0
         for phase in [one for one in phases if isinstance(one, dict) and "name" in one]:
-            kind = str(phase["name"]).rpartition(".")[2]
-            kwargs = phase["kwargs"] if isinstance(phase.get("kwargs"), dict) else {}
+            kind, kwargs = str(phase["name"]).rpartition(".")[2], phase.get("kwargs") or {}
             if kind == "LinearLR" and kwargs.get("end_factor", 1.0) == 1.0:
-                warmup = kwargs["total_iters"] if isinstance(kwargs.get("total_iters"), int) else 5
+                warmup = kwargs.get("total_iters", 5)
             elif kind in SCHEDULERS:
                 schedule = SCHEDULERS[kind]
             else:
@@ -251,89 +221,76 @@ class NemoRl(Numbers):
         self.port.set("optim.warmup_steps", warmup, "policy.scheduler", note="from 0 instead of start_factor")
 
     def _engine(self) -> None:
-        backend, together = self.get("policy.generation.backend"), self.get("policy.generation.colocated.enabled")
-        engine = ("vllm_colocate" if together else "vllm") if backend in ("vllm", "sglang") else "transformers"
         names = ("policy.generation.backend", "policy.generation.colocated.enabled")
+        backend, together = map(self.get, names)
+        engine = ("vllm_colocate" if together else "vllm") if backend in ("vllm", "sglang") else "transformers"
         self.port.set("engine", engine, *names)
         if backend not in ("vllm", "hf"):
             self.port.lack("policy.generation.backend", backend, f"engine={engine} is used instead")
         if engine == "transformers":
             for name in [one for one in self.settings if one.startswith("policy.generation.vllm_")]:
-                self.port.skip(name, self.settings[name], f"it has no effect with {backend}")
+                self._skip(name, f"it has no effect with {backend}")
         kwargs = self.settings.get("policy.generation.vllm_kwargs")
-        if isinstance(kwargs, dict) and engine != "transformers":
+        if isinstance(kwargs, dict) and kwargs and engine != "transformers":
             self.port.named.add("policy.generation.vllm_kwargs")
             for key, value in kwargs.items():
                 self.port.set(f"engine.vllm_args.{key}", value, f"policy.generation.vllm_kwargs.{key}")
-            if not kwargs:
-                self.port.skip("policy.generation.vllm_kwargs", "{}", "it is empty")
 
     def _hardware(self) -> None:
         port, gpus, nodes = self.port, self.whole("cluster.gpus_per_node"), self.whole("cluster.num_nodes")
         if nodes > 1:
             port.set("hardware", "multinode", "cluster.num_nodes")
             port.set("hardware.train_nodes", nodes, "cluster.num_nodes")
-        elif "cluster.num_nodes" in self.settings:
-            port.skip("cluster.num_nodes", nodes, "hardware=single is one node")
-        if "cluster.gpus_per_node" in self.settings:
-            reason = "hardware.processes is all GPUs of a machine unless it is set"
-            port.skip("cluster.gpus_per_node", gpus, reason)
+        else:
+            self._skip("cluster.num_nodes", "hardware=single is one node")
+        self._skip("cluster.gpus_per_node", "hardware.processes is all GPUs of a machine unless it is set")
+        if gpus * nodes == 1:
+            self._skip("policy.dtensor_cfg.enabled", "one GPU has all weights")
         megatron = [name for name in self.settings if name.startswith("policy.megatron_cfg.")]
         if megatron and not self.settings.get("policy.megatron_cfg.enabled"):
             port.named.update(megatron)
             port.skip("policy.megatron_cfg.enabled", False, "nor has any other key of policy.megatron_cfg an effect")
-        if gpus * nodes == 1 and "policy.dtensor_cfg.enabled" in self.settings:
-            port.skip("policy.dtensor_cfg.enabled", self.get("policy.dtensor_cfg.enabled"), "one GPU has all weights")
 
     def _evaluation(self) -> None:
-        period = int(self.number("grpo.val_period"))
+        port, period = self.port, int(self.get("grpo.val_period"))
+        samples = "grpo.val_num_generations_per_prompt"
         if period <= 0:
-            self.port.set("eval.problems", 0, "grpo.val_period", "grpo.max_val_samples")
+            port.set("eval.problems", 0, "grpo.val_period", "grpo.max_val_samples")
         else:
-            self.port.set("eval.every", period, "grpo.val_period")
-            self.port.set("eval.problems", self.get("grpo.max_val_samples"), "grpo.max_val_samples")
-            if (samples := "grpo.val_num_generations_per_prompt") in self.settings:
-                self.port.set("eval.samples", self.whole(samples), samples)
-        self._stop_at(period > 0)
-
-    def _stop_at(self, evaluates: bool) -> None:
-        name, limit = "grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold"
-        metric = self.get(name)
-        if metric is None or self.get(limit) is None or not evaluates:
-            reason = "it ends a run with the other one, and with grpo.val_period above 0"
-            for one in (name, limit):
-                if one in self.settings:
-                    self.port.skip(one, self.get(one), reason)
-            return
-        samples = self.whole("grpo.val_num_generations_per_prompt")
-        self.port.set("eval.stop_at.metric", f"pass@{samples}" if metric == "pass_k" else metric, name)
-        self.port.set("eval.stop_at.threshold", self.number(limit), limit)
+            port.set("eval.every", period, "grpo.val_period")
+            port.set("eval.problems", self.get("grpo.max_val_samples"), "grpo.max_val_samples")
+        names = ("grpo.stop_at_validation_metric", "grpo.stop_at_validation_threshold")
+        metric, limit = map(self.get, names)
+        if metric is None or limit is None or period <= 0:
+            for name in names:
+                self._skip(name, "it ends a run with the other one, and with grpo.val_period above 0")
+        else:
+            wanted = f"pass@{self.whole(samples)}" if metric == "pass_k" else metric
+            port.set("eval.stop_at.metric", wanted, names[0])
+            port.set("eval.stop_at.threshold", limit, names[1])
 
     def _checkpoints(self) -> None:
-        if self.get("checkpointing.enabled"):
-            self.port.set("checkpoint.every", self.whole("checkpointing.save_period"), "checkpointing.save_period")
-            keep = self.get("checkpointing.keep_top_k")
-            self.port.set("checkpoint.keep", keep or 0, "checkpointing.keep_top_k", note="the newest, not the best")
+        port, names = self.port, ("checkpointing.enabled", "checkpointing.save_period")
+        if self.get(names[0]):
+            port.set("checkpoint.every", self.whole(names[1]), *names)
+            keep = self.get("checkpointing.keep_top_k") or 0
+            port.set("checkpoint.keep", keep, "checkpointing.keep_top_k", note="the newest, not the best")
         else:
-            self.port.set(
-                "checkpoint.every", 0, "checkpointing.enabled", "checkpointing.save_period", note="only at the end"
-            )
-
-    def _trackers(self) -> None:
+            port.set("checkpoint.every", 0, *names, note="only at the end")
         chosen = [name for name in TRACKERS if self.get(f"logger.{name}_enabled")]
-        self.port.set("tracker", chosen[0] if chosen else "none", *(f"logger.{n}_enabled" for n in TRACKERS))
+        port.set("tracker", chosen[0] if chosen else "none", *(f"logger.{name}_enabled" for name in TRACKERS))
         if len(chosen) > 1:
-            self.port.lack("logger", chosen[1:], "a run has one tracker, and metrics.jsonl")
-        for name, value in self.settings.items():
+            port.lack("logger", chosen[1:], "a run has one tracker, and metrics.jsonl")
+        for name in self.settings:
             tracker = name.split(".")[1] if name.startswith("logger.") else ""
             if tracker in TRACKERS and tracker not in chosen[:1]:
-                self.port.skip(name, value, f"the tracker is {chosen[0] if chosen else 'none'}")
+                self._skip(name, f"the tracker is {chosen[0] if chosen else 'none'}")
 
-    def _report(self) -> None:
+    def _rest(self) -> None:
         """Carry over, or name, every setting that nothing has named so far."""
         if "defaults" in self.settings:
             advice = "settings that this file lacks have the values of grpo_math_1B.yaml"
             self.port.check("defaults", self.settings["defaults"], advice)
-        for name, value in self.settings.items():
+        for name, value in self.read.items():
             beginning = next((row for row in NEMO_RL if name.startswith(f"{row}.")), None)
-            self.port.carry(name, value, NEMO_RL.get(name) or NEMO_RL.get(beginning or ""))
+            self.port.carry(name, self.settings.get(name, value), NEMO_RL.get(name) or NEMO_RL.get(beginning or ""))

@@ -9,28 +9,16 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from grpocli.config import yaml_text
 from grpocli.errors import ConfigError
-from grpocli_tools.porting.source import (
-    Data,
-    RewardCall,
-    ScriptSource,
-    Unread,
-    add_arguments,
-    put,
-    read_mapping,
-    read_text,
-)
-from grpocli_tools.porting.translation import shortened
+from grpocli_tools.porting.port import Unread, short
+from grpocli_tools.porting.source import Data, RewardCall, ScriptSource, put, read_mapping, read_text
 
-TOO_DEEP = "an expression is nested too deep, or has too many terms, to be read"
 IPYTHON = re.compile(r"^([ \t]*)[!%](?:.*\\\n)*.*$", re.MULTILINE)
-FOREIGN_CELLS = ("%%bash", "%%sh", "%%writefile", "%%html", "%%javascript", "%%script")
-"""Beginnings of a notebook's cells that are not Python."""
+"""Lines for the shell or for IPython in a notebook."""
 POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
 """Arguments of GRPOTrainer that are given by position."""
 FROM_COMMAND_LINE = (
@@ -47,17 +35,15 @@ def of_script(file: Path, words: Sequence[str] = ()) -> ScriptSource:
 
     Raises ConfigError if it cannot be read or has neither GRPOConfig nor GRPOTrainer.
     """
-    try:
-        source = Script(file).source()
-    except RecursionError as error:
-        raise ConfigError(TOO_DEEP, key=str(file)) from error
+    source = Script(file).source()
     given = arguments_of(words)
     if isinstance(config := given.pop("config", None), str):  # as TrlParser reads it, here or beside the script
         beside = file.parent / config
         given = read_mapping(beside if beside.is_file() and not Path(config).is_file() else Path(config)) | given
     if given and FROM_COMMAND_LINE in source.notes:
         source.notes.remove(FROM_COMMAND_LINE)
-    add_arguments(source, given)
+    for name, value in given.items():
+        put(source, name, value)
     return source
 
 
@@ -92,15 +78,16 @@ class Script:
         except SyntaxError as error:
             raise ConfigError(f"line {error.lineno}: {error.msg}", key=str(file)) from error
         except (RecursionError, MemoryError) as error:
-            raise ConfigError(TOO_DEEP, key=str(file)) from error
+            raise ConfigError("an expression is nested too deep to be read", key=str(file)) from error
         self.nodes = list(ast.walk(self.tree))
         self.assigned = self._assigned()
         self.constants: dict[str, Any] = {}
         for name, node in self.assigned.items():
             if not isinstance(value := self.value(node), Unread):
                 self.constants[name] = value
+        self.definitions = self._definitions()
         self.imported = {
-            alias.asname or alias.name: (node.module or "", alias.name)
+            alias.asname or alias.name: node.module or ""
             for node in self.nodes
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
@@ -122,47 +109,55 @@ class Script:
                     found[name] = value
         return {name: node for name, node in found.items() if bound[name] == 1}
 
+    def _definitions(self) -> dict[str, ast.stmt]:
+        """The statements at the script's outermost level that bind a name: functions, classes, constants, imports."""
+        found: dict[str, ast.stmt] = {}
+        for statement in self.tree.body:
+            match statement:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    found[name] = statement
+                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                    found[name] = statement
+                case ast.Import() | ast.ImportFrom() | ast.Try():
+                    aliases = [one for one in ast.walk(statement) if isinstance(one, ast.alias)]
+                    found |= {(one.asname or one.name).partition(".")[0]: statement for one in aliases}
+        return found
+
     def source(self) -> ScriptSource:
         """Everything that the calls set."""
-        source = ScriptSource(self.file, is_script=True)
+        source = ScriptSource(self.file)
         trainers, configs = self.calls("GRPOTrainer"), self.calls("GRPOConfig")
         if not trainers and not configs:
-            raise self._without_grpo()
-        for name, calls in (("GRPOTrainer", trainers), ("GRPOConfig", configs)):
-            if len(calls) > 1:
-                source.notes.append(f"the script has {len(calls)} {name} calls, and this reads the last")
+            raise ConfigError("has no GRPOConfig(...) and no GRPOTrainer(...)", key=str(self.file))
+        if len(trainers) > 1 or len(configs) > 1:
+            source.notes.append("the script has several GRPOTrainer or GRPOConfig calls, and this reads the last")
         if configs:
             given = self.arguments(configs[-1], ("output_dir",))
             source.settings = {name: self.value(node) for name, node in given.items()}
         else:
             source.notes.append(FROM_COMMAND_LINE)
-        if trainers:
-            self._read_trainer(source, self.arguments(trainers[-1], POSITIONS))
+        for name, node in self.arguments(trainers[-1], POSITIONS).items() if trainers else ():
+            self._read_argument(source, name, node)
         source.notes.append(ONLY_CALLS)
         return source
 
-    def _without_grpo(self) -> ConfigError:
-        found = [name for name in ("SFTTrainer", "DPOTrainer", "PPOTrainer", "RLOOTrainer") if self.calls(name)]
-        problem = "has no GRPOConfig(...) and no GRPOTrainer(...)"
-        return ConfigError(f"{problem}{f', but {found[0]}' if found else ''}", key=str(self.file))
-
-    def _read_trainer(self, source: ScriptSource, arguments: dict[str, ast.expr]) -> None:
-        for name, node in arguments.items():
-            match name:
-                case "args":
-                    source.settings |= self._changes(node)
-                case "model":
-                    self._read_model(source, node)
-                case "reward_funcs":
-                    source.rewards = list(self._rewards(self.made(node)))
-                case "train_dataset":
-                    source.data = self._data(node)
-                case "eval_dataset":
-                    source.eval_data = self._loaded(self.made(node)) or self._unread(node)
-                case "peft_config":
-                    self._read_lora(source, node)
-                case _:
-                    source.ignored[name] = self.value(node)
+    def _read_argument(self, source: ScriptSource, name: str, node: ast.expr) -> None:
+        """An argument of GRPOTrainer."""
+        match name:
+            case "args":
+                source.settings |= self._changes(node)
+            case "model":
+                self._read_model(source, node)
+            case "reward_funcs":
+                source.rewards = list(self._rewards(self.made(node)))
+            case "train_dataset":
+                source.data = self._data(node)
+            case "eval_dataset":
+                source.eval_data = self._loaded(self.made(node)) or self._unread(node)
+            case "peft_config":
+                self._read_lora(source, node)
+            case _:
+                source.ignored[name] = self.value(node)
 
     def _changes(self, args: ast.expr) -> dict[str, Unread]:
         """Settings that are assigned to the config after it is made."""
@@ -171,9 +166,7 @@ class Script:
             for node in self.nodes
             if isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
-            and isinstance(args, ast.Name)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == args.id
+            and ast.unparse(node.value) == ast.unparse(args)
         }
 
     def _read_model(self, source: ScriptSource, node: ast.expr) -> None:
@@ -202,11 +195,8 @@ class Script:
             case ast.List() | ast.Tuple():
                 for one in node.elts:
                     yield from self._rewards(one)
-            case ast.Name(id=name) if name in self.imported:
-                module, there = self.imported[name]
-                yield RewardCall(there, module)
-            case ast.Name(id=name) if name in self.definitions():
-                yield RewardCall(name)
+            case ast.Name(id=name) if name in self.imported or name in self.definitions:
+                yield RewardCall(name, self.imported.get(name, ""))
             case _ if isinstance(path := self.value(node), str):
                 yield RewardCall("model", path=path)
             case _:
@@ -229,40 +219,32 @@ class Script:
             return None
         given = self.arguments(node, ("path", "name", "data_dir", "data_files", "split"))
         values = {name: value for name, one in given.items() if (value := self.value(one)) is not None}
-        if not isinstance(values.get("path"), str) or isinstance(values.get("data_files"), Unread):
+        path, files = values.pop("path", None), values.pop("data_files", None)
+        if not isinstance(path, str) or isinstance(files, Unread):
             return None
-        texts = {key: value for key in ("name", "split") if isinstance(value := values.get(key), str)}
-        used = {"path", "data_files", *texts}
-        if isinstance(values.get("streaming"), bool):
-            used.add("streaming")
-        return Data(
-            values["path"],
-            texts.get("name"),
-            texts.get("split"),
-            values.get("data_files"),
-            values.get("streaming") is True,
-            others={key: value for key, value in values.items() if key not in used},
-        )
+        read = {key: values.pop(key) for key in ("name", "split") if isinstance(values.get(key), str)}
+        streaming = values.pop("streaming") if isinstance(values.get("streaming"), bool) else False
+        return Data(path, read.get("name"), read.get("split"), files, streaming, others=values)
 
     def value(self, node: ast.expr) -> Any:
         """The value of a literal or of a constant; Unread for anything else."""
-        values: Any = None
         match node:
-            case ast.Constant():
-                return node.value
             case ast.Name(id=name) if name in self.constants:
                 return self.constants[name]
             case ast.Attribute(value=ast.Name(id="torch")):  # torch.bfloat16
                 return node.attr
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-                return -number
-            case ast.List() | ast.Tuple() | ast.Set():
-                values = [self.value(one) for one in node.elts]
-            case ast.Dict() if all(isinstance(key, ast.Constant) for key in node.keys):
-                keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
-                values = dict(zip(keys, map(self.value, node.values), strict=True))
-        inner = values.values() if isinstance(values, dict) else values
-        return self._unread(node) if inner is None or any(isinstance(one, Unread) for one in inner) else values
+            case ast.Dict(keys=keys, values=nodes):
+                names = [None if key is None else self.value(key) for key in keys]
+                found = dict(zip(names, map(self.value, nodes), strict=True))
+                readable = all(isinstance(key, str | int) for key in names)
+                return self._unread(node) if not readable or _any_unread(found.values()) else found
+            case ast.List(elts=nodes) | ast.Tuple(elts=nodes) | ast.Set(elts=nodes):
+                values = [self.value(one) for one in nodes]
+                return self._unread(node) if _any_unread(values) else values
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            return self._unread(node)
 
     def made(self, node: ast.expr) -> ast.expr:
         """The expression behind a name that is bound once."""
@@ -286,22 +268,8 @@ class Script:
                 found[f"**{ast.unparse(keyword.value)}"] = keyword.value
         return found
 
-    def definitions(self) -> dict[str, ast.stmt]:
-        """The statements at the script's outermost level that bind a name: functions, classes, constants, imports."""
-        found: dict[str, ast.stmt] = {}
-        for statement in self.tree.body:
-            match statement:
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                    found[name] = statement
-                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                    found[name] = statement
-                case ast.Import() | ast.ImportFrom() | ast.Try():
-                    aliases = [one for one in ast.walk(statement) if isinstance(one, ast.alias)]
-                    found |= {(one.asname or one.name).partition(".")[0]: statement for one in aliases}
-        return found
-
     def _unread(self, node: ast.AST) -> Unread:
-        return Unread(shortened(ast.unparse(node)), getattr(node, "lineno", 0))
+        return Unread(short(ast.unparse(node)), getattr(node, "lineno", 0))
 
 
 def functions_file(source: ScriptSource) -> tuple[str, list[str]]:
@@ -314,45 +282,49 @@ def functions_file(source: ScriptSource) -> tuple[str, list[str]]:
     if not names:
         return "", []
     script = Script(source.file)
-    defined = script.definitions()
     chosen: set[ast.stmt] = set()
-    left: list[str] = []
+    left: dict[str, None] = {}
     while names:
         name = names.pop()
-        statement = defined.get(name)
+        statement = script.definitions.get(name)
         if statement is None or statement in chosen:
             continue
-        calls = [one.func for one in ast.walk(statement) if isinstance(one, ast.Call)]
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and any(ast.unparse(one) != "re.compile" for one in calls):
-            left += [] if (text := f"{name} (line {statement.lineno}), which a call makes") in left else [text]
+        calls = [ast.unparse(one.func) for one in ast.walk(statement) if isinstance(one, ast.Call)]
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and set(calls) - {"re.compile"}:
+            left[f"{name} (line {statement.lineno}), which a call makes"] = None
             continue
         chosen.add(statement)
         names += [one.id for one in ast.walk(statement) if isinstance(one, ast.Name)]
+    future = [one for one in script.tree.body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
     lines = script.text.splitlines()
-    texts = [f'"""The reward functions of {source.file.name}, moved by grpocli from-trl."""', *_future(script.tree)]
-    for statement in sorted(chosen, key=lambda one: one.lineno):
+    texts = [f'"""The reward functions of {source.file.name}, moved by grpocli from-trl."""']
+    for statement in sorted({*future, *chosen}, key=lambda one: one.lineno):
         first = min([statement.lineno, *(one.lineno for one in getattr(statement, "decorator_list", []))])
         texts.append("\n".join(lines[first - 1 : statement.end_lineno]))
-    return "\n\n".join(texts) + "\n", left
-
-
-def _future(tree: ast.Module) -> list[str]:
-    return [ast.unparse(one) for one in tree.body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
+    return "\n\n".join(texts) + "\n", list(left)
 
 
 def script_text(file: Path) -> str:
-    """The text of a script, or of the code cells of a notebook; lines for IPython (`!pip`, `%cd`) are `pass`."""
-    text = read_text(file)
+    """The text of a script, or of the Python cells of a notebook; lines for IPython (`!pip`, `%cd`) are `pass`."""
     if file.suffix == ".ipynb":
         cells = [one for one in read_mapping(file).get("cells", ()) if one.get("cell_type") == "code"]
         sources = ["".join(one.get("source", ())) for one in cells]
-        text = "\n".join(one for one in sources if not one.lstrip().startswith(FOREIGN_CELLS))
-    with suppress(SyntaxError, RecursionError, MemoryError):
+        text = "\n".join(one for one in sources if not one.startswith("%%") or one.startswith("%%capture"))
+    else:
+        text = read_text(file)
+    try:
         ast.parse(text)
-        return text
-    return IPYTHON.sub(lambda found: f"{found[1]}pass" + "\n" * found[0].count("\n"), text)
+    except SyntaxError:
+        return IPYTHON.sub(lambda found: f"{found[1]}pass" + "\n" * found[0].count("\n"), text)
+    except (RecursionError, MemoryError):
+        pass  # which `Script` says
+    return text
 
 
 def last_name(node: ast.expr) -> str:
     """`b` of the expressions `b` and `a.b`; "" for others."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _any_unread(values: Any) -> bool:
+    return any(isinstance(one, Unread) for one in values)

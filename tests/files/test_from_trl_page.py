@@ -10,8 +10,7 @@ from from_trl_page import from_trl_page
 from grpocli.composition.compose import register_parts
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli_tools.explain.keys import ReferenceIndex
-from grpocli_tools.porting.nemo_rl_names import NEMO_RL
-from grpocli_tools.porting.trl_names import GRPO_CONFIG
+from grpocli_tools.porting.foreign_names import GRPO_CONFIG, NEMO_RL
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -6,8 +6,7 @@ import dataclasses
 
 from parity.table import Table
 
-from grpocli_tools.porting.equivalent import UNSTATED
-from grpocli_tools.porting.trl_names import GRPO_CONFIG, TRAINING_ARGUMENTS
+from grpocli_tools.porting.foreign_names import GRPO_CONFIG, TRAINING_ARGUMENTS, UNSTATED
 
 
 def test_every_field_of_grpo_config_is_in_the_table_with_its_default(table: Table) -> None:

@@ -27,7 +27,7 @@ SETTINGS = {
 def test_the_loss_is_the_one_of_trl(name: str, table: Table, folder: Path) -> None:
     settings = SETTINGS[name]
     source = of_mapping(Path("grpo.yaml"), {"max_completion_length": LENGTH, **settings})
-    lines = Translation(source).translate().lines
+    lines = Translation(source).translate().lines.values()
     overrides = [line.override for line in lines if line.key.startswith(("algorithm", "rollout.max_completion"))]
     peer = case(name, str(settings.get("loss_type", "dapo")), settings, ()).peer(folder)
     batch = case(name, "dapo", {}, ()).batch(torch.float64, 0)

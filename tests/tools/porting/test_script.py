@@ -1,4 +1,4 @@
-"""Scripts: literals and constants of four calls are read, the rest is named; rewards work from their own file."""
+"""`grpocli from-trl` reads literals and constants of four calls, and names the rest; rewards get their own file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from porting.printed import checks, overrides, printed
 
 from grpocli.composition.compose import build_run, compose
+from grpocli.composition.overrides import from_command_line
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
-from grpocli_tools.porting.from_trl_command import ported, shell_script
+from grpocli_tools.porting.from_trl_command import ported
 
 Command = Callable[..., tuple[int, str, str]]
 HEAD = """
@@ -54,11 +56,11 @@ SCRIPTS: dict[str, tuple[dict[str, str], set[str], tuple[str, ...]]] = {
     ),
     "a dataset that is not read": ({"ds": "ds = load_dataset(PATH)\n"}, {"task=???"}, ("train_dataset=ds",)),
     "epochs": ({"steps": "steps = {}\n"}, {"train.steps=???"}, ("num_train_epochs=3",)),
-    "a call": ({"steps": "steps = {'max_steps': made()}\n"}, {"train.steps=???"}, ("**steps=", "num_train_epochs=3")),
+    "a call": ({"steps": "steps = {'max_steps': made()}\n"}, {"train.steps=???"}, ("num_train_epochs=3", "**steps=")),
     "a changed dictionary": (
         {"steps": "steps = {'max_steps': 9}\nsteps['max_steps'] = 10\n"},
         {"train.steps=???"},
-        ("**steps=", "num_train_epochs=3"),
+        ("num_train_epochs=3", "**steps="),
     ),
     "format first": (
         {"rewards": "def shape(completions, **kw): return [1.0]\nrewards = [shape, correct]\n"},
@@ -77,56 +79,220 @@ SCRIPTS: dict[str, tuple[dict[str, str], set[str], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("what", SCRIPTS)
 def test_the_command_is_right_or_names_what_it_leaves_out(what: str, tmp_path: Path) -> None:
-    changed, wanted, checks = SCRIPTS[what]
-    (tmp_path / "train.py").write_text("".join([HEAD, *(PARTS | changed).values(), TAIL]))
-    text = shell_script(ported(tmp_path / "train.py")[0])
-    chosen = shlex.split(text.partition("overrides=(")[2].partition("\n)\n")[0], comments=True)
-    assert wanted <= set(chosen)
-    said = [line.removeprefix("# check: ") for line in text.splitlines() if line.startswith("# check: ")]
-    said = [one for one in said if not one.startswith(("train_rewards.py", "this assumes", "prompts over", "only the"))]
-    assert all(any(one.startswith(check) for one in said) for check in checks), said
-    assert len(said) == len(checks), said
+    changed, wanted, expected = SCRIPTS[what]
+    text = printed(tmp_path / "train.py", "".join([HEAD, *(PARTS | changed).values(), TAIL]))
+    assert wanted <= set(overrides(text))
+    said = checks(text)
+    assert len(said) == len(expected), said
+    assert all(one.startswith(check) for one, check in zip(said, expected, strict=True)), said
 
 
 def test_a_setting_that_is_changed_later_is_named(tmp_path: Path) -> None:
     changed = TAIL.replace("\nGRPOTrainer", "\nconfig.learning_rate = 1e-5\nGRPOTrainer")
-    (tmp_path / "train.py").write_text("".join([HEAD, *PARTS.values(), changed]))
-    text = shell_script(ported(tmp_path / "train.py")[0])
-    line = next(line for line in text.splitlines() if "optim.lr=" in line)
-    assert line.endswith("# TRL's default, since learning_rate is not read")
-    assert "# check: learning_rate=config.learning_rate (line" in text
+    text = printed(tmp_path / "train.py", "".join([HEAD, *PARTS.values(), changed]))
+    assert next(line for line in text.splitlines() if "optim.lr=" in line).endswith(
+        "# TRL's default, since learning_rate is not read"
+    )
+    assert [one.partition(" (line")[0] for one in checks(text)] == ["learning_rate=config.learning_rate"]
 
 
 def test_evaluation_on_the_training_data_is_named(tmp_path: Path) -> None:
     parts = PARTS | {"ds": "ds = load_dataset('json', data_files={'train': 'd.jsonl'}, split='train[:9]')\n"}
     tail = TAIL.replace("train_dataset=ds", "train_dataset=ds, eval_dataset=ds")
-    (tmp_path / "train.py").write_text("".join([HEAD, *parts.values(), tail]))
-    port, _ = ported(tmp_path / "train.py")
-    assert port.value("task.path") == "d.jsonl"
-    assert "task.eval_split" not in shell_script(port)
-    assert "# check: eval_dataset=d.jsonl: it is the training data" in shell_script(port)
+    text = printed(tmp_path / "train.py", "".join([HEAD, *parts.values(), tail]))
+    assert "task.path=d.jsonl" in overrides(text)
+    assert "task.eval_split" not in text
+    assert [one.partition(":")[0] for one in checks(text)] == ["eval_dataset=d.jsonl"]
 
 
-MAGIC = """%%capture
-!pip install trl \\
-    datasets
-if True:
-    !nvidia-smi
-%cd /content
-"""
+MAGIC = "%%capture\n!pip install trl \\\n    datasets\nif True:\n    !nvidia-smi\n%cd /content\n"
 
 
 @pytest.mark.parametrize("name", ["colab.py", "colab.ipynb"])
 def test_a_notebook_is_read(name: str, tmp_path: Path) -> None:
-    body = "".join(PARTS.values())
-    cells = [MAGIC, "%%bash\nls -l", "%%writefile x.py\nGRPOConfig('other')", HEAD, body, TAIL]
+    cells = [MAGIC, "%%bash\nls -l", "%%writefile x.py\nGRPOConfig('other')", HEAD, "".join(PARTS.values()), TAIL]
     written = [{"cell_type": "code", "source": one.splitlines(keepends=True)} for one in cells]
     notebook = json.dumps({"cells": [{"cell_type": "markdown", "source": ["# GRPO"]}, *written]})
-    (tmp_path / name).write_text(notebook if name.endswith("ipynb") else f"{MAGIC}{HEAD}{body}{TAIL}")
+    script = "".join([MAGIC, *cells[3:]])
+    (tmp_path / name).write_text(notebook if name.endswith("ipynb") else script)
     port, functions = ported(tmp_path / name)
     assert (port.value("model.path"), port.value("train.steps"), port.value("task.path")) == ("a/b", 9, "c/d")
     compile(functions, name, "exec")
     assert "def correct(" in functions
+
+
+SCRIPT = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+raise SystemExit("this script must never run")
+def correct(completions, answer, **kw): return [1.0 for c in completions]
+data = load_dataset("openai/gsm8k", "main", split="train").map(prompt)
+args = GRPOConfig("out", learning_rate=LR(), num_generations=8, per_device_train_batch_size=4,
+                  gradient_accumulation_steps=8, steps_per_generation=16, num_iterations=2, max_steps=100, SETTINGS)
+GRPOTrainer(model="a/b", reward_funcs=[correct], args=args, train_dataset=data).train()
+"""
+# settings: overrides that are printed
+VARIANTS: dict[str, set[str]] = {
+    "beta=0.04": {"algorithm.kl.beta=0.04"},
+    "loss_type='dr_grpo', scale_rewards=False": {"algorithm/aggregate=constant", "algorithm/advantage=center"},
+    "loss_type='bnpo'": {"algorithm.aggregate.scope=micro_batch"},
+    "loss_type='luspo', importance_sampling_level='sequence'": {"algorithm.objective.level=sequence"},
+    "loss_type='cispo', epsilon_high=5.0": {"algorithm/objective=cispo", "algorithm.objective.high=4.0"},
+    "loss_type='cispo'": {"algorithm/aggregate=token_mean"},
+    "loss_type='sapo', beta=0.001": {"algorithm/objective=sapo"},
+    "loss_type='vespo'": {"algorithm=grpo"},
+    "epsilon_high=0.28, delta=1.5, off_policy_mask_threshold=0.5, top_entropy_quantile=0.2, entropy_coef=0.01": {
+        "algorithm.objective.high=0.28"
+    },
+    "use_vllm=True, vllm_gpu_memory_utilization=0.4": {"engine=vllm_colocate"},
+    "use_vllm=True, vllm_mode='server', vllm_importance_sampling_mode='token_mask'": {"engine=vllm"},
+    "max_completion_length=16384, warmup_ratio=0.1, lr_scheduler_type='cosine', bf16=True": {
+        "model.dtype=bfloat16",
+        "optim.warmup_steps=10",
+    },
+    "fp16=True": {"model.dtype=float16"},
+    "model_init_kwargs={'dtype': 'float16'}": {"model.dtype=float16"},
+}
+
+
+@pytest.mark.parametrize("settings", VARIANTS)
+def test_a_scripts_overrides_compose_and_build(settings: str, tmp_path: Path) -> None:
+    text = printed(tmp_path / "train.py", SCRIPT.replace("SETTINGS", settings))
+    assert VARIANTS[settings] <= set(overrides(text))
+    assert any(one.startswith("learning_rate=LR() (line 7): it is not a literal") for one in checks(text))
+    chosen = [one for one in overrides(text) if not one.startswith("hydra.")]
+    chosen[chosen.index("reward=[train_rewards.py:correct]")] = "reward=[math]"
+    run = build_run(compose(chosen))
+    assert (run.rollout.prompts_per_step, run.rollout.group_size) == (8, 8)
+    assert (run.train.minibatches, run.train.epochs, run.train.steps) == (2, 2, 25)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with scripts, their rows and configs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.py").write_text(
+        "def short(completions, **kwargs): return [1.0 for text in completions]\n"
+        'config = GRPOConfig("out", num_generations=4, num_train_epochs=2, generation_kwargs={"stop": ["\\n\\n"]})\n'
+        'rows = load_dataset("json", data_files="rows.jsonl", split="train")\n'
+        'GRPOTrainer("a/b", short, config, rows).train()\n'
+    )
+    (tmp_path / "parsed.py").write_text(
+        "from trl.rewards import accuracy_reward\n"
+        "script_args, training_args, model_args = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse()\n"
+        "GRPOTrainer(model_args.model_name_or_path, accuracy_reward, training_args,\n"
+        "            load_dataset(script_args.dataset_name), peft_config=get_peft_config(model_args))\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(12)))
+    (tmp_path / "dapo.yaml").write_text(
+        "model_name_or_path: a/b\nattn_implementation: eager\ndataset_name: c/d\ncolumn: problem\nmax_steps: 40\n"
+        "gradient_accumulation_steps: 2\nsteps_per_generation: 8\nper_device_train_batch_size: 4\nbeta: 0.1\n"
+    )
+    (tmp_path / "zero3.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 6\nnum_machines: 1\nmixed_precision: fp16\n"
+        "deepspeed_config:\n  zero_stage: 3\n  offload_param_device: cpu\n  offload_optimizer_device: none\n"
+    )
+    return tmp_path
+
+
+def test_the_command_to_try_first_builds_a_run(folder: Path, grpocli: Command) -> None:
+    text = grpocli("from-trl", "plain.py", "--rewards", "own.py")[1]
+    assert "train.steps=???" in overrides(text)
+    command = text.rpartition("# try the data and rewards first: grpocli train ")[2]
+    run = build_run(compose(from_command_line(shlex.split(command))))
+    assert (list(run.reward), run.train.steps) == (["short"], 2)
+    stop = next(one for one in overrides(text) if one.startswith("rollout.stop="))
+    assert list(compose(from_command_line([stop])).rollout.stop) == ["\n\n"]
+    assert "train.steps=20" in overrides(grpocli("from-trl", "plain.py", "--prompts", "20")[1])  # 2 epochs, 2 a step
+
+
+PARSED = ["parsed.py", "--", "--model_name_or_path", "a/b", "--learning_rate", "1e-5", "--use_peft"]
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted", "said"),
+    [
+        (["parsed.py"], {"model=???"}, "give the arguments after `--`"),
+        (
+            [*PARSED, "--lora_target_modules", "q,", "v"],
+            {"model.path=a/b", "optim.lr=1e-05", "model.lora.rank=16", "model.lora.target_modules=[q,v]"},
+            "",
+        ),
+        (
+            ["parsed.py", "--", "--config", "dapo.yaml", "--max_steps", "80"],
+            {"model.path=a/b", "model.attention=eager", "task.path=c/d", "train.minibatches=4", "train.steps=20"},
+            "# check: column=problem: grpocli does not know this setting",
+        ),
+        (
+            ["plain.py", "--accelerate", "zero3.yaml"],
+            {"hardware.processes=6", "hardware.parallel=zero3", "rollout.prompts_per_step=12", "model.dtype=float16"},
+            "# no counterpart: offload_param_device=cpu",
+        ),
+    ],
+)
+def test_arguments_and_configs_are_read(
+    words: list[str], wanted: set[str], said: str, folder: Path, grpocli: Command
+) -> None:
+    code, text, _ = grpocli("from-trl", *words)
+    assert code == 0
+    assert wanted <= set(overrides(text))
+    assert said in text
+    assert ("after `--`" in text) == (words == ["parsed.py"])
+
+
+def test_a_recipe_is_written_and_only_files_of_from_trl_are_replaced(folder: Path, grpocli: Command) -> None:
+    code, text, _ = grpocli("from-trl", "dapo.yaml", "--out", "recipe/mine.yaml")
+    assert code == 0
+    assert "# grpocli train --config-dir . recipe=mine" in text
+    config = compose([f"hydra.searchpath=[file://{folder}]", "recipe=mine", "reward=[math]"])
+    assert config.algorithm == compose([*overrides(text), "reward=[math]"]).algorithm
+    assert build_run(config).algorithm.kl.beta == 0.1
+    assert grpocli("from-trl", "dapo.yaml", "--out", "recipe/mine.yaml")[0] == 2
+    assert grpocli("from-trl", "plain.py", "--out", "recipe/mine.yaml", "--overwrite", "--prompts", "40")[0] == 0
+    assert "steps: 40" in (folder / "recipe" / "mine.yaml").read_text()
+    (folder / "recipe" / "mine_rewards.py").write_text("mine = 1\n")
+    assert grpocli("from-trl", "plain.py", "--out", "recipe/mine.yaml", "--overwrite")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "said"),
+    [
+        (b"x = (\n", ["a.py"], "line 1: "),
+        (b"x = 1\n", ["a.py"], "has no GRPOConfig(...) and no GRPOTrainer(...)"),
+        (b"\xff\xfe", ["a.py"], "is not UTF-8"),
+        (b"- 1\n", ["a.yaml"], "is a list, not a mapping"),
+        (b"x = " + b"+".join([b"1"] * 30_000), ["a.py"], "nested too deep"),
+        (b"a: 1\n", ["a.yaml"], "has no key of TRL"),
+        (b"", ["."], ".: cannot be read: Is a directory"),
+        (b"", ["nowhere.py"], "nowhere.py: cannot be read: No such file"),
+        (b"", ["zero3.yaml"], "give the script, and --accelerate zero3.yaml beside it"),
+        (b"", ["plain.py", "--accelerate", "dapo.yaml"], "is not a config of accelerate"),
+        (b"", ["plain.py", "--rewards", "rows.jsonl"], "exists already"),
+        (b"", ["dapo.yaml", "--out", "mine.yaml"], "write --out recipe/mine.yaml"),
+        (b"", ["parsed.py", "--", "1e-5"], "must be --NAME"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(
+    content: bytes, words: list[str], said: str, folder: Path, grpocli: Command
+) -> None:
+    if content:
+        (folder / words[0]).write_bytes(content)
+    code, out, err = grpocli("from-trl", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("setting", "check"),
+    [
+        ("max_steps: many", "max_steps=many: it is not a finite number, and is left out"),
+        ("grpo: {num_prompts_per_step: .nan}", "grpo.num_prompts_per_step=nan: it is not a finite number"),
+    ],
+)
+def test_a_number_that_trains_nothing_is_left_out(setting: str, check: str, tmp_path: Path) -> None:
+    text = printed(tmp_path / "a.yaml", f"{setting}\n")
+    assert f"# check: {check}" in text
+    assert "nan" not in "".join(overrides(text))
 
 
 @pytest.mark.parametrize("key", ["model", "task", "reward", "train.steps"])
@@ -167,26 +333,18 @@ GRPOTrainer("a/b", [right, short], GRPOConfig("out", max_steps=3), load_dataset(
 '''
 
 
-def test_the_functions_of_a_script_run_from_their_file(
-    tmp_path: Path, grpocli: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(WHOLE)
-    code, text, _ = grpocli("from-trl", "train.py")
-    assert code == 0
-    assert "reward=[train_rewards.py:right,train_rewards.py:short]" in text
+def test_the_functions_of_a_script_run_from_their_file(folder: Path, grpocli: Command) -> None:
+    (folder / "train.py").write_text(WHOLE)
+    text = grpocli("from-trl", "train.py")[1]
+    assert "reward=[train_rewards.py:right,train_rewards.py:short]" in overrides(text)
     assert "--rewards train_rewards.py moves the functions of train.py there" in text
     code, text, _ = grpocli("from-trl", "train.py", "--out", "recipe/mine.yaml")
     assert code == 0
-    own = tmp_path / "recipe" / "mine_rewards.py"
+    own = folder / "recipe" / "mine_rewards.py"
     assert load(f"{own}:right", "reward")(completions=["2", "3"], gold=["2", "2"]) == [1.0, -1.0]
-    assert "            An indented line." not in own.read_text()
-    assert "        An indented line." in own.read_text()
+    assert "\n        An indented line." in own.read_text()
     assert "mine_rewards.py lacks tokenizer (line 12), which a call makes; define it there" in text
-    assert not (tmp_path / "MARKER").exists()
-    chosen = shlex.split(text.partition("overrides=(")[2].partition("\n)\n")[0], comments=True)
-    run = build_run(compose([*(one for one in chosen if not one.startswith(("model", "hydra."))), "model=tiny"]))
+    assert not (folder / "MARKER").exists()
+    chosen = [one for one in overrides(text) if not one.startswith(("model", "hydra."))]
+    run = build_run(compose([*chosen, "model=tiny"]))
     assert list(run.reward) == ["right", "short"]
-    code, out, err = grpocli("from-trl", "train.py", "--rewards", str(own))
-    assert (code, out) == (2, "")
-    assert "exists already" in err

@@ -1,0 +1,177 @@
+"""Every setting of a file is an override or is named with a reason, and the overrides compose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from porting.printed import checks, overrides, printed
+from tables import table
+
+from grpocli.composition.compose import compose
+from grpocli_tools.porting.foreign_names import LORA_CONFIG, NEMO_RL, TRAINER, TRL, UNSTATED
+from grpocli_tools.porting.nemo_rl import NemoRl
+
+SAMPLES: dict[str, Any] = {
+    "accelerator_config": {"split_batches": True},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "eval_strategy": "steps",
+    "generation_kwargs": {"stop": ["END"], "num_beams": 2},
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "importance_sampling_level": "sequence",
+    "loss_type": "grpo",
+    "lr_scheduler_type": "polynomial",
+    "model_init_kwargs": {"attn_implementation": "eager", "device_map": "auto", "variant": "fp16"},
+    "multi_objective_aggregation": "normalize_then_sum",
+    "optim": "paged_adamw_8bit",
+    "output_dir": "out",
+    "report_to": ["wandb", "tensorboard"],
+    "reward_model_name_or_path": "e/f",
+    "save_strategy": "epoch",
+    "scale_rewards": "batch",
+    "target_modules": ["q_proj"],
+    "lora_target_modules": ["q_proj"],
+    "vllm_importance_sampling_mode": "token_mask",
+    "vllm_mode": "server",
+    "vllm_server_base_url": "http://127.0.0.1:8000",
+}
+FRACTIONS = ("top_entropy_quantile", "top_p", "adam_beta1", "adam_beta2")
+SETTINGS = [
+    name for name in TRL if name not in ("reward_funcs", "model_name_or_path", "dataset_name", "reward_weights")
+]
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"use_vllm": True, "beta": 0.1, "eval_strategy": "steps", "sync_ref_model": True, "use_peft": True},
+]
+SCRIPT = """
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+GRPOTrainer(model="a/b", reward_funcs=accuracy_reward, train_dataset=load_dataset("c/d", LOADED),
+            args=GRPOConfig(SETTINGS), peft_config=LoraConfig(LORA), TRAINER)
+"""
+
+
+def sample(name: str, default: Any) -> Any:
+    """A value that is not the default."""
+    if name in SAMPLES:
+        return SAMPLES[name]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return 0.5 if name in FRACTIONS else default + 1
+    return 3 if default is None else "x"
+
+
+def script(tmp_path: Path, **arguments: Mapping[str, Any] | str) -> str:
+    """What from-trl prints for a script with the arguments, in the places of SCRIPT."""
+    text = SCRIPT
+    for place in ("SETTINGS", "LORA", "LOADED", "TRAINER"):
+        given = arguments.get(place, {})
+        words = given if isinstance(given, str) else ", ".join(f"{name}={value!r}" for name, value in given.items())
+        text = text.replace(place, words)
+    return printed(tmp_path / "train.py", text, prompts=100)
+
+
+def unnamed(text: str, names: Any) -> list[str]:
+    """The names that no comment of the printed script has."""
+    comments = "\n".join(line.partition("#")[2] for line in text.splitlines())
+    return [name for name in names if not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", comments)]
+
+
+@pytest.mark.parametrize("others", OTHERS, ids=["alone", "with vLLM, KL, LoRA"])
+def test_every_setting_of_trl_is_in_the_output(others: dict[str, Any], tmp_path: Path) -> None:
+    for name in SETTINGS:
+        values = [sample(name, TRL[name].default), TRL[name].default]
+        for value in values if TRL[name].default is not UNSTATED else values[:1]:
+            assert not unnamed(script(tmp_path, SETTINGS={**others, name: value}), [name])
+
+
+@pytest.mark.parametrize("name", table(SETTINGS, fast=10, other_tier=pytest.mark.survival))
+@pytest.mark.parametrize("others", OTHERS, ids=["alone", "with vLLM, KL, LoRA"])
+def test_every_setting_of_trl_composes(name: str, others: dict[str, Any], tmp_path: Path) -> None:
+    compose(overrides(script(tmp_path, SETTINGS={**others, name: sample(name, TRL[name].default)})))
+
+
+def test_every_argument_of_the_trainer_lora_and_the_dataset_is_in_the_output(tmp_path: Path) -> None:
+    text = script(tmp_path, LORA={name: sample(name, one.default) for name, one in LORA_CONFIG.items()})
+    assert not unnamed(text, LORA_CONFIG)
+    others = [name for name in TRAINER if name not in ("model", "args", "train_dataset", "peft_config")]
+    assert not unnamed(script(tmp_path, TRAINER=", ".join(f"{name}=made()" for name in others)), others)
+    text = script(tmp_path, LOADED={"name": "main", "streaming": True, "revision": "v1", "token": "T", "data_dir": "x"})
+    assert all(name in text for name in ("streaming", "load_dataset(revision)", "load_dataset(token)"))
+    assert "task.name=main" in overrides(text)
+    compose(overrides(text))
+
+
+def test_unknown_names_are_listed(tmp_path: Path) -> None:
+    text = script(tmp_path, SETTINGS={"use_magic": 3}, LORA={"init": "x"}, TRAINER={"wand": 1})
+    assert {one.partition("=")[0] for one in checks(text)} >= {"use_magic", "init", "wand"}
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        *sections, last = name.split(".")
+        inner = found
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+    return found
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_every_key_of_nemo_rl_is_in_the_output(changed: bool, tmp_path: Path) -> None:
+    values = {name: {} if one.default is UNSTATED else one.default for name, one in NEMO_RL.items()}
+    if changed:
+        numbers = {name: value for name, value in values.items() if isinstance(value, bool | int | float)}
+        values |= {name: sample("", value) for name, value in numbers.items()}
+        values |= {"policy.precision": "float32"}
+    values |= {
+        "policy.scheduler": [{"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 9}}],
+        "data.train_data_path": "a.jsonl",
+        "data.val_data_path": "b.jsonl",
+        "data.train_split": "train",
+        "data.val_split": "test",
+        "data.input_key": "q",
+        "data.output_key": "a",
+        "loss_fn.truncated_importance_sampling_ratio": 2,
+        "grpo.dynamic_sampling_max_gen_batches": 2,
+        "grpo.use_dynamic_sampling": changed,
+        "grpo.reward_shaping.enabled": changed,
+        "env.game.rounds": 3,
+        "policy.generation.vllm_kwargs": {"seed": 3},
+    }
+    text = printed(tmp_path / "grpo.yaml", yaml.safe_dump(nested(values)), prompts=1000)
+    assert unnamed(text, values) in ([], ["policy.generation.vllm_kwargs"])
+    assert "engine.vllm_args.seed=3" in overrides(text)
+    compose(overrides(text))
+
+
+def of_nemo_rl(**grpo: Any) -> dict[str, str]:
+    lines = NemoRl({"grpo": grpo}).translate().lines.values()
+    return dict(line.override.split("=", 1) for line in lines)
+
+
+def test_the_metric_that_ends_a_run_of_nemo_rl_has_its_name_here() -> None:
+    stop = {"stop_at_validation_metric": "accuracy", "stop_at_validation_threshold": 0.9}
+    found = of_nemo_rl(**stop)
+    assert (found["eval.stop_at.metric"], found["eval.stop_at.threshold"]) == ("accuracy", "0.9")
+    grouped = of_nemo_rl(**stop | {"stop_at_validation_metric": "pass_k", "val_num_generations_per_prompt": 8})
+    assert (grouped["eval.samples"], grouped["eval.stop_at.metric"].strip('"')) == ("8", "pass@8")
+    for without in ({**stop, "val_period": 0}, {"stop_at_validation_metric": "accuracy"}):
+        assert not any(key.startswith("eval.stop_at") for key in of_nemo_rl(**without)), "NeMo RL refuses both"
+
+
+def test_interpolations_of_nemo_rl_are_read() -> None:
+    sizes = {"max_total_sequence_length": 900, "train_micro_batch_size": 20, "model_name": "${oc.env:NO_SUCH_NAME}"}
+    packed = {"train_mb_tokens": "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}"}
+    port = NemoRl({"policy": {**sizes, "sequence_packing": packed}}).translate()
+    assert port.value("train.micro_batch_tokens") == 18_000
+    assert port.value("rollout.max_completion_tokens") == 900
+    assert any("policy.model_name=${oc.env" in one for one in port.notes)
