@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.types import Quote
 
-from grpocli.config.overrides import to_text
+from grpocli.composition.overrides import to_text
 from grpocli.rollout.vllm.engine_parts import VllmColocate
 from grpocli.text import clean, one_line
 from grpocli_tools.porting.foreign_names import UNSTATED, Equivalent
