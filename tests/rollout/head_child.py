@@ -18,7 +18,7 @@ from grpocli.models.head import widen_head
 from grpocli.processes.libraries import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
-from grpocli.rollout.vllm.external import head_misfit
+from grpocli.rollout.vllm.external import misfit
 from grpocli.training.policy import Policy
 from grpocli.types import Request, Sampling
 
@@ -43,9 +43,9 @@ def main(name: str, head_dtype: str | None, model: Path, run: Path) -> dict[str,
         engine.sync(1)
         groups = engine.generate([Request(prompt, 4, seed=i) for i, prompt in enumerate(prompts)], Sampling(24))
         if name == "vllm":
-            served = engine.pool.clients[0].get("/server_info?config_format=json")["vllm_config"]["model_config"]
+            served = engine.pool.clients[0].get("/server_info?config_format=json")["vllm_config"]
             jobs = {one: EngineJob("m", "bfloat16", 1, run, 0, head_dtype=one) for one in (None, "float32")}
-            found["misfit"] = {str(one): head_misfit(served, job) for one, job in jobs.items()}
+            found["misfit"] = {str(one): misfit(served, job) for one, job in jobs.items()}
         engine.close()
     for one, policy in policies.items():
         gaps = [gap(policy, p, c.token_ids, c.logprobs) for p, g in zip(prompts, groups, strict=True) for c in g]

@@ -114,9 +114,6 @@ TEXTS = {
 }
 """Words of requests, answers and metrics, by file; "": in every version."""
 
-GONE = {"0.33": ("on startup is less than desired CPU memory",)}
-"""Messages that a newer version no longer has."""
-
 
 @cache
 def nodes(folder: str) -> list[ast.AST]:
@@ -278,7 +275,7 @@ def test_every_environment_variable_exists(vllm: VllmFiles) -> None:
 
 def test_every_message_exists(vllm: VllmFiles) -> None:
     """Stages of a start, causes of a failure, and words of answers."""
-    patterns = [pattern for pattern, _ in (*PHASES, *ADVICE) if pattern not in GONE.get(minor(vllm), ())]
+    patterns = [pattern for pattern, _ in (*PHASES, *ADVICE)]
     assert [pattern for pattern in patterns if not re.search(pattern, vllm.messages)] == []
     words: list[Any] = TEXTS[""] + TEXTS.get(minor(vllm), [])
     assert [(file, word) for file, word in words if word not in vllm.texts[file]] == []

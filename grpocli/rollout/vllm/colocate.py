@@ -28,7 +28,7 @@ from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.client import check_refusal, check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.config import check_vllm
 from grpocli.rollout.vllm.plugin import leave_out_ranks
-from grpocli.rollout.vllm.server import HF_OVERRIDES, caches_prefixes, hf_overrides, max_num_seqs_option, on_cpu
+from grpocli.rollout.vllm.server import HF_OVERRIDES, common_options, on_cpu
 from grpocli.rollout.vllm.weight_sync import PROBE_ROOM, PolicyWeights, WeightVerifier, require_close, together
 from grpocli.types import Completion, Request, Sampling
 
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 IN_PROCESS_BACKEND = "direct"  # the name under which vLLM finds `weight_transfer.InProcessWeightTransfer`
 DISCARD_LEVEL = 2  # vLLM keeps neither weights nor cache; `InProcessLLM.load` sends the weights again
-Variables = dict[str, str | None]  # None: not set
 
 SETTINGS: Mapping[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in this process
@@ -247,35 +246,22 @@ def start(options: ColocateOptions, job: EngineJob, world: World) -> InProcessLL
 def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: bool) -> dict[str, Any]:
     """The arguments of `vllm.LLM`."""
     given = {
+        **common_options(options, job, job.model_path, cpu),
         "model": job.model_path,
         "revision": job.revision,
-        "trust_remote_code": job.trust_remote_code,
-        "dtype": job.dtype,
-        HF_OVERRIDES: hf_overrides(options, job),
-        "seed": job.seed,
         "max_model_len": options.max_model_len or max(job.max_tokens, PROBE_ROOM),
-        "quantization": options.quantization,
-        "max_num_seqs": max_num_seqs_option(job.max_num_seqs, cpu),
-        "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_sleep_mode": not cpu if options.sleep is None else options.sleep,
-        "enable_prefix_caching": caches_prefixes(job.model_path, cpu),
-        "enable_chunked_prefill": False if cpu else None,  # with seeds, chunked prompts crash vLLM on a CPU
-        "generation_config": "vllm",  # otherwise the model's folder may change sampling
-        "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that is sampled from
         "weight_transfer_config": {"backend": IN_PROCESS_BACKEND},
         "load_format": "dummy",  # random weights, so that a parameter missing from a sync is detected
         "use_tqdm_on_load": False,
     }
-    # on a CPU vLLM's default is a share of the whole machine's memory
-    memory = (
-        {"kv_cache_memory_bytes": options.cpu_kv_cache_gb * 2**30}
-        if cpu
-        else {"gpu_memory_utilization": options.gpu_memory_utilization}
-    )
-    # vLLM uses this process's device and the trainers' process group, in which each engine is a group of one
-    several = {"distributed_executor_backend": "external_launcher"} if processes > 1 else {}
-    others = {name: value for name, value in options.vllm_args.items() if name != HF_OVERRIDES}
-    return given | memory | several | others
+    if cpu:  # vLLM's default is a share of the whole machine's memory
+        given["kv_cache_memory_bytes"] = options.cpu_kv_cache_gb * 2**30
+    else:
+        given["gpu_memory_utilization"] = options.gpu_memory_utilization
+    if processes > 1:  # vLLM uses this process's device and the trainers' process group, each engine alone in a group
+        given["distributed_executor_backend"] = "external_launcher"
+    return given | {name: value for name, value in options.vllm_args.items() if name != HF_OVERRIDES}
 
 
 def _parameters(given: Mapping[str, Any]) -> Any:
@@ -348,22 +334,21 @@ class VllmEnvironment:
     """
 
     def __init__(self) -> None:
-        self._variables: Variables = dict(SETTINGS)
+        self._variables: dict[str, str | None] = dict(SETTINGS)  # vLLM's; None: not set
         self._stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         # vLLM seeds all random generators at its start, and its sampler draws from torch's
         with warnings.catch_warnings(), keep_random_state(), _keep_torch_settings(), self._own_stream():
-            before: Variables = dict(os.environ)
-            hook = sys.excepthook
-            _apply(self._variables)
+            before, hook = dict(os.environ), sys.excepthook
+            _set(self._variables)
             try:
                 yield
             finally:
-                after: Variables = dict(os.environ)
-                self._variables = _difference(before, after)
-                _apply(_difference(after, before))
+                changed = {name for name in before | os.environ if before.get(name) != os.environ.get(name)}
+                self._variables = {name: os.environ.get(name) for name in changed}
+                _set({name: before.get(name) for name in changed})
                 sys.excepthook = hook
 
     @contextlib.contextmanager
@@ -387,13 +372,9 @@ def _switch(before: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
         torch.cuda.set_stream(after)
 
 
-def _difference(before: Variables, after: Variables) -> Variables:
-    """The variables to set to get from `before` to `after`."""
-    return {name: after.get(name) for name in before | after if before.get(name) != after.get(name)}
-
-
-def _apply(changes: Variables) -> None:
-    for name, value in changes.items():
+def _set(variables: Mapping[str, str | None]) -> None:
+    """Change the process's environment; None removes a variable."""
+    for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
         else:

@@ -19,7 +19,6 @@ from grpocli.processes.signals import handle_stops, restore
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.client import MODEL, Refused, ServerClient
 from grpocli.rollout.vllm.config import check_vllm, vllm_version
-from grpocli.rollout.vllm.lora import lora_misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server import POLL, ServerSpec, check_port, free_port, model_config, serving
 from grpocli.rollout.vllm.server_files import Endpoint, fresh_log, printed_log, serve_file
@@ -31,11 +30,15 @@ if TYPE_CHECKING:
     from grpocli.rollout.vllm.config import Serve, VllmOptions
 
 SHAPE = (
-    *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+    "architectures",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "tie_word_embeddings",
 )
+"""Entries of a model's config by which another model is recognized."""
 SERVE = "`grpocli vllm-serve`"
-NO_SERVER = f"the server there is not a vLLM server for training: start one with {SERVE}"
 HEALTH_TIMEOUT = 30.0  # seconds; even a busy server answers /health at once
 
 
@@ -48,9 +51,14 @@ def external_servers(options: VllmOptions, job: EngineJob) -> list[Endpoint]:
 
 
 def _external_server(options: VllmOptions, url: str, job: EngineJob) -> Endpoint:
-    _check_alive(url, options.request_timeout)
+    try:
+        ServerClient(Endpoint(url, "none", ""), min(options.request_timeout, HEALTH_TIMEOUT)).get("/health")
+    except EngineError as error:
+        problem = f"no vLLM server answers there: start one with {SERVE}, or unset it and the run starts its own"
+        raise ConfigError(f"{problem} ({error})", key="engine.base_url", value=url) from error
     endpoint = find_endpoint(options, url, job.sync_folder)
-    _check(ServerClient(endpoint, options.request_timeout, patience=options.patience), job)
+    if problem := _problem(ServerClient(endpoint, options.request_timeout, patience=options.patience), job):
+        raise ConfigError(problem, key="engine.base_url", value=url)
     if (job.transport == "shm" or job.lora_rank) and not (endpoint.shm_dir and Path(endpoint.shm_dir).is_dir()):
         problem = f"must be the folder that the server at {url} reads weights from, as this machine sees it"
         raise ConfigError(f"{problem}; {SERVE} prints it", key="sync.folder", value=job.sync_folder)
@@ -59,26 +67,17 @@ def _external_server(options: VllmOptions, url: str, job: EngineJob) -> Endpoint
 
 def find_endpoint(options: VllmOptions, url: str, folder: str | None = None) -> Endpoint:
     """The key and the folder of a server, from the config, from vllm-serve's file here, or from the environment."""
-    file = options.key_file(url)
-    known = _record(file, url)
+    file, parts = options.key_file(url), urlsplit(url)
+    known = None
+    if file is not None or is_loopback(parts.hostname or ""):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or a file with only the key
+            known = Endpoint.load(Path(file).expanduser() if file else serve_file(parts.port or 80))
     key = known.api_key if known else _plain_key(file)
     if not key or not key.isascii() or not key.isprintable():
         problem = "holds no key" if key else f"no key for {url} is known here"
         advice = f"give the file that {SERVE} printed, or set VLLM_API_KEY"
         raise ConfigError(f"{problem}: {advice}", key="engine.api_key_file", value=file)
     return Endpoint(url, key, folder or (known.shm_dir if known else ""))
-
-
-def _record(file: str | None, url: str) -> Endpoint | None:
-    """The endpoint that vllm-serve wrote for this server, if any."""
-    parts = urlsplit(url)
-    if file is None and not is_loopback(parts.hostname or ""):
-        return None
-    path = Path(file).expanduser() if file else serve_file(parts.port or 80)
-    try:
-        return Endpoint.load(path)
-    except (OSError, ValueError):
-        return None  # no such file, or a file with only the key
 
 
 def _plain_key(file: str | None) -> str:
@@ -90,32 +89,18 @@ def _plain_key(file: str | None) -> str:
         raise ConfigError(f"cannot be read: {error}", key="engine.api_key_file", value=file) from error
 
 
-def _check_alive(url: str, timeout: float) -> None:
-    """Raise ConfigError if no server answers `/health`, which needs no key."""
-    client = ServerClient(Endpoint(url, "none", ""), min(timeout, HEALTH_TIMEOUT))
-    try:
-        client.get("/health")
-    except EngineError as error:
-        problem = f"no vLLM server answers there: start one with {SERVE}, or unset it and the run starts its own"
-        raise ConfigError(f"{problem} ({error})", key="engine.base_url", value=url) from error
-
-
-def _check(client: ServerClient, job: EngineJob) -> None:
-    url = client.endpoint.url
+def _problem(client: ServerClient, job: EngineJob) -> str:
+    """The reason why a server that answers cannot serve the job; "" if it can."""
     try:
         client.weight_version()
         served = client.get("/server_info?config_format=json")["vllm_config"]
-        problem = misfit(served, job) or lora_misfit(served, job)
-        if not problem and job.transport != "shm" and not job.lora_rank:
-            problem = version_misfit(str(client.get("/version")["version"])[:40], job.transport)
-    except Refused as error:
-        locked = error.status in (401, 403)
-        key = "that server refuses the key: set engine.api_key_file to the file that its start printed"
-        raise ConfigError(key if locked else f"{NO_SERVER} ({error})", key="engine.base_url", value=url) from error
+        if (problem := misfit(served, job)) or job.transport == "shm" or job.lora_rank:
+            return problem
+        return version_misfit(str(client.get("/version")["version"])[:40], job.transport)
     except (EngineError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{NO_SERVER} ({error})", key="engine.base_url", value=url) from error
-    if problem:
-        raise ConfigError(problem, key="engine.base_url", value=url)
+        if isinstance(error, Refused) and error.status in (401, 403):
+            return "that server refuses the key: set engine.api_key_file to the file that its start printed"
+        return f"the server there is not a vLLM server for training: start one with {SERVE} ({error})"
 
 
 def version_misfit(theirs: str, transport: str) -> str:
@@ -141,6 +126,8 @@ def misfit(served: dict[str, Any], job: EngineJob) -> str:
     backend = (served.get("weight_transfer_config") or {}).get("backend")
     transport = next((name for name, known in BACKENDS.items() if known == backend), None)
     named = model.get("served_model_name", MODEL)
+    head, our_head = (model.get("hf_overrides") or {}).get("head_dtype", "model"), job.head_dtype or "model"
+    limit = (served.get("lora_config") or {}).get("max_lora_rank", 0)
     if transport is None or model["logprobs_mode"] != "processed_logprobs" or named not in (MODEL, [MODEL]):
         return f"that server was not started for training: start it with {SERVE}"
     if transport != job.transport:
@@ -150,35 +137,25 @@ def misfit(served: dict[str, Any], job: EngineJob) -> str:
         )
     if dtype != job.dtype:
         return f"that server computes in {dtype}, the run in {job.dtype}: serve with dtype={job.dtype}"
-    if (head := head_misfit(model, job)) is not None:
-        return head
+    if dtype != "float32" and head != our_head:
+        return (
+            f"that server's output head has dtype {head}, the run's {our_head}: give vllm-serve and train the same "
+            f"model.head_dtype, {job.head_dtype or 'null'}"
+        )
     if model["max_model_len"] < job.max_tokens:
         return (
             f"that server takes {model['max_model_len']} tokens, the run needs {job.max_tokens}: serve with "
             f"max_model_len={job.max_tokens}, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
         )
-    return _other_model(str(model["model"]), job.model_path)
-
-
-def head_misfit(model: dict[str, Any], job: EngineJob) -> str | None:
-    """The reason why a server's output head does not fit the job's; None if it does. model: its model_config."""
-    theirs = (model.get("hf_overrides") or {}).get("head_dtype", "model")
-    ours = job.head_dtype or "model"
-    if job.dtype == "float32" or theirs == ours:
-        return None
-    words = {"model": "its dtype", "float32": "float32"}
-    return (
-        f"that server's output head computes in {words.get(theirs, theirs)}, the run's in {words[ours]}: give "
-        f"vllm-serve and train the same model.head_dtype, {job.head_dtype or 'null'}"
-    )
-
-
-def _other_model(theirs: str, ours: str) -> str:
-    """Compare the two config files if this machine can read both; the first sync finds other differences."""
-    a, b = model_config(theirs), model_config(ours)
-    for name in SHAPE:
-        if name in a and name in b and a[name] != b[name]:
-            return f"that server's model has {name}={a[name]}, the run's {b[name]}: give both the same model="
+    theirs, ours = model_config(str(model["model"])), model_config(job.model_path)  # if this machine can read both
+    for name in SHAPE:  # the first sync finds other differences
+        if name in theirs and name in ours and theirs[name] != ours[name]:
+            return f"that server's model has {name}={theirs[name]}, the run's {ours[name]}: give both the same model="
+    if job.lora_rank > limit:
+        takes = f"takes adapters up to rank {limit}" if limit else "takes no adapters"
+        return f"that server {takes}, the run has model.lora.rank={job.lora_rank}: serve with lora_rank={job.lora_rank}"
+    if limit and not job.lora_rank:
+        return "that server takes adapters, the run trains all weights (model.lora.rank=0): serve without lora_rank"
     return ""
 
 
@@ -218,7 +195,9 @@ def serve(
         printed_log(log) if config.verbose else contextlib.nullcontext(),
         serving(spec, options, log, remove=[record], progress=progress) as (endpoint, process),
     ):
-        description = served(endpoint)
+        client = ServerClient(endpoint, timeout=60)
+        description = client.get("/server_info?config_format=json")["vllm_config"]["model_config"]
+        description |= client.get("/version")
         try:
             endpoint.save(record)
             ready()
@@ -247,41 +226,34 @@ def _interrupted_by_term() -> Iterator[None]:
         restore(before)
 
 
-def served(endpoint: Endpoint) -> dict[str, Any]:
-    """vLLM's version and its description of the model that it serves."""
-    client = ServerClient(endpoint, timeout=60)
-    config = client.get("/server_info?config_format=json")["vllm_config"]
-    return {"version": client.get("/version")["version"], **config["model_config"]}
-
-
 def how_to_use(endpoint: Endpoint, record: Path, job: EngineJob, description: dict[str, Any]) -> str:
-    """The printed description of the server, and the overrides with which runs use it. record: holds the key."""
-    rank, shm = job.lora_rank, job.transport == "shm"
-    head = job.head_dtype or "null"
+    """The printed description of the server, and the overrides with which runs use it.
+
+    record: holds the key. description: vLLM's `version` and `max_model_len`.
+    """
+    rank, shm, head = job.lora_rank, job.transport == "shm", job.head_dtype or "null"
     facts = {
         "vLLM": description["version"],
         "model": job.model_path,
         "dtype": f"{job.dtype} (the run's model.dtype must be the same)",
-        **({} if job.dtype == "float32" else {"head_dtype": f"{head} (the run's model.head_dtype must be the same)"}),
+        "head_dtype": "" if job.dtype == "float32" else f"{head} (the run's model.head_dtype must be the same)",
         "max_model_len": f"{description['max_model_len']} tokens of prompt and completion",
         "weights": f"sync={job.transport}" + (f", through {endpoint.shm_dir}" if shm else ""),
         "adapters": f"up to rank {rank} (the run's model.lora.rank)" if rank else "none: runs send all weights",
         "key": f"{record} (mode 0600; a run on this machine finds it)",
-        **({"log": f"{endpoint.log} (verbose=true prints it)"} if endpoint.log else {}),
+        "log": f"{endpoint.log} (verbose=true prints it)" if endpoint.log else "",
     }
     other_head = job.dtype != "float32" and job.head_dtype != ModelPart().head_dtype
     choices = [f"model.head_dtype={head}"] * other_head
     choices += [f"model.lora.rank={rank}"] * bool(rank) + [f"sync={job.transport}"] * (not shm)
-    port = urlsplit(endpoint.url).port
-    return "\n".join(
-        [
-            f"\nvLLM serves at {endpoint.url}",
-            *(f"  {name:<15}{fact}" for name, fact in facts.items()),
-            "train with it, with the same model=:",
-            "  " + " ".join(["grpocli train engine=vllm", f"engine.base_url={endpoint.url}", *choices]),
-            "from another machine, where this one serves with host=0.0.0.0:",
-            f"  engine.base_url=http://THIS_MACHINE:{port} engine.api_key_file=COPY_OF_THE_KEY",
-            *(["  and here and there sync=shm sync.folder=A_FOLDER_THAT_BOTH_SEE"] if shm else []),
-            "stop with Ctrl-C\n",
-        ]
-    )
+    lines = [
+        f"\nvLLM serves at {endpoint.url}",
+        *(f"  {name:<15}{fact}" for name, fact in facts.items() if fact),
+        "train with it, with the same model=:",
+        "  " + " ".join(["grpocli train engine=vllm", f"engine.base_url={endpoint.url}", *choices]),
+        "from another machine, where this one serves with host=0.0.0.0:",
+        f"  engine.base_url=http://THIS_MACHINE:{urlsplit(endpoint.url).port} engine.api_key_file=COPY_OF_THE_KEY",
+        *(["  and here and there sync=shm sync.folder=A_FOLDER_THAT_BOTH_SEE"] if shm else []),
+        "stop with Ctrl-C\n",
+    ]
+    return "\n".join(lines)

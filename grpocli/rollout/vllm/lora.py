@@ -33,7 +33,7 @@ from grpocli.rollout.vllm.transport_shm import write_error
 from grpocli.rollout.vllm.weight_sync import WeightVerifier, mean, require_close, together, verify_version
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import EngineContext, EngineJob, PolicyView
+    from grpocli.rollout.engine import EngineContext, PolicyView
     from grpocli.rollout.vllm.client import ServerClient
 
 logger = logging.getLogger(__name__)
@@ -73,18 +73,7 @@ def lora_flags(rank: int, dtype: str, cpu: bool) -> dict[str, Any]:
         problem = "vLLM's LoRA kernels on a GPU compute in bfloat16 or float16: take bfloat16, or engine=transformers"
         raise ConfigError(problem, key="model.dtype", value=dtype)
     fits = next(size for size in RANKS if size >= rank)
-    return {"enable-lora": True, "max-lora-rank": fits, "max-loras": LOADED, "max-cpu-loras": LOADED}
-
-
-def lora_misfit(served: dict[str, Any], job: EngineJob) -> str:
-    """The reason why an external server cannot serve the job's adapters, from its description; "" if it can."""
-    limit = (served.get("lora_config") or {}).get("max_lora_rank", 0)
-    if job.lora_rank > limit:
-        takes = f"takes adapters up to rank {limit}" if limit else "takes no adapters"
-        return f"that server {takes}, the run has model.lora.rank={job.lora_rank}: serve with lora_rank={job.lora_rank}"
-    if limit and not job.lora_rank:
-        return "that server takes adapters, the run trains all weights (model.lora.rank=0): serve without lora_rank"
-    return ""
+    return {"enable_lora": True, "max_lora_rank": fits, "max_loras": LOADED, "max_cpu_loras": LOADED}
 
 
 class AdapterSync:

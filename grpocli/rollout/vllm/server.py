@@ -35,7 +35,7 @@ from grpocli.rollout.vllm.transport_shm import WEIGHTS_FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.config import CommonOptions, VllmOptions
+    from grpocli.rollout.vllm.config import ColocateOptions, CommonOptions, VllmOptions
 
 HF_OVERRIDES = "hf_overrides"
 """vLLM's option for entries of a model's config, among them the dtype of its output head."""
@@ -57,18 +57,17 @@ UNSAFE_VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """The job of a server, and its address.
-
-    max_model_len: tokens of context; None takes the model's own. port_key: the config key of the port. gpus:
-    CUDA_VISIBLE_DEVICES for the server; None: this process's.
-    """
+    """The job of a server, and its address."""
 
     job: EngineJob
     port: int
     max_model_len: int | None = None
+    """Tokens of context; None takes the model's own."""
     host: str = LOOPBACK
     port_key: str = "engine.port"
+    """The config key of the port."""
     gpus: str | None = None
+    """CUDA_VISIBLE_DEVICES for the server; None: this process's."""
 
 
 def on_cpu() -> bool:
@@ -77,44 +76,54 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
+def common_options(
+    options: VllmOptions | ColocateOptions, job: EngineJob, model_path: str, cpu: bool
+) -> dict[str, Any]:
+    """vLLM's options that a server and the in-process engine share."""
+    return {
+        "dtype": job.dtype,
+        HF_OVERRIDES: hf_overrides(options, job),
+        "seed": job.seed,
+        "trust_remote_code": job.trust_remote_code,
+        "quantization": options.quantization,
+        "max_num_seqs": max_num_seqs_option(job.max_num_seqs, cpu),
+        "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
+        "enable_prefix_caching": caches_prefixes(model_path, cpu),
+        "enable_chunked_prefill": False if cpu else None,  # with seeds, chunked prompts crash vLLM on a CPU
+        "generation_config": "vllm",  # otherwise the model's folder may change sampling
+        "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that is sampled from
+    }
+
+
 def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
     """The server's command line, without the key, because any user may list processes."""
-    revision = None if spec.job.served_path else spec.job.revision
-    flags: dict[str, Any] = {
-        "model": spec.job.served,
-        "served-model-name": MODEL,
+    job = spec.job
+    revision = None if job.served_path else job.revision
+    given: dict[str, Any] = {
+        **common_options(options, job, job.served, cpu),
+        "model": job.served,
+        "served_model_name": MODEL,
         "host": spec.host,
         "port": spec.port,
         "revision": revision,
-        "tokenizer-revision": revision,
-        "trust-remote-code": spec.job.trust_remote_code or None,
-        "dtype": spec.job.dtype,
-        "load-format": "dummy" if spec.job.dummy else None,
-        "hf-overrides": hf_overrides(options, spec.job),
-        "seed": spec.job.seed,
-        "max-model-len": spec.max_model_len,
-        "quantization": options.quantization,
-        "speculative-config": options.speculative or None,
-        "tensor-parallel-size": options.tensor_parallel,
-        "data-parallel-size": None if options.data_parallel == 1 else options.data_parallel,
-        "gpu-memory-utilization": None if cpu else options.memory_share(spec.job.shares_gpus),
-        "max-num-seqs": max_num_seqs_option(spec.job.max_num_seqs, cpu),
-        "enforce-eager": (cpu if options.enforce_eager is None else options.enforce_eager) or None,
-        "enable-prefix-caching": caches_prefixes(spec.job.served, cpu),
-        "enable-chunked-prefill": False if cpu else None,  # with seeds, chunked prompts crash vLLM on a CPU
-        "generation-config": "vllm",  # otherwise the model's folder may change sampling
-        "logprobs-mode": "processed_logprobs",  # log-probs of the distribution that is sampled from
-        "weight-transfer-config": {"backend": BACKENDS[spec.job.transport]},
-        "enable-scale-out": True,  # token ids in, token ids out
-        "scheduling-policy": "priority",  # the probe goes before waiting requests
-        "disable-uvicorn-access-log": True,
+        "tokenizer_revision": revision,
+        "load_format": "dummy" if job.dummy else None,
+        "max_model_len": spec.max_model_len,
+        "speculative_config": options.speculative or None,
+        "tensor_parallel_size": options.tensor_parallel,
+        "data_parallel_size": None if options.data_parallel == 1 else options.data_parallel,
+        "gpu_memory_utilization": None if cpu else options.memory_share(job.shares_gpus),
+        "weight_transfer_config": {"backend": BACKENDS[job.transport]},
+        "enable_scale_out": True,  # token ids in, token ids out
+        "scheduling_policy": "priority",  # the probe goes before waiting requests
+        "disable_uvicorn_access_log": True,
         "middleware": "grpocli.rollout.vllm.api_server.RequireKey",
-        **lora_flags(spec.job.lora_rank, spec.job.dtype, cpu),
+        **lora_flags(job.lora_rank, job.dtype, cpu),
     }
     others = {name: value for name, value in options.vllm_args.items() if name.replace("-", "_") != HF_OVERRIDES}
     # -P: do not import from the current folder
     start = [sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server"]
-    return [*start, *(word for one in (*flags.items(), *others.items()) for word in option_words(*one))]
+    return [*start, *(word for one in (*given.items(), *others.items()) for word in option_words(*one))]
 
 
 def option_words(name: str, value: Any) -> list[str]:
@@ -176,8 +185,11 @@ def environment(
     env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, *UNSAFE_VARIABLES)}
     if plugins := env.get("VLLM_PLUGINS"):
         env["VLLM_PLUGINS"] = f"{plugins},grpocli"
+    # with sync=nccl the trainer joins from another process, maybe on another machine, so NCCL stays reachable
+    sockets = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * (transport != "nccl")
+    loopback = dict.fromkeys(sockets, "lo") if Path("/sys/class/net/lo").exists() else {}
     return (
-        _loopback(transport)
+        loopback
         | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}  # waiting processes sleep, see `plugin.wait_asleep`
         | env
         | {
@@ -192,17 +204,6 @@ def environment(
             "VLLM_HOST_IP": LOOPBACK,  # its processes communicate on this machine only
         }
     )
-
-
-def _loopback(transport: str) -> dict[str, str]:
-    """Have Gloo and NCCL listen on loopback only; variables of the user's environment take precedence.
-
-    With sync=nccl the trainer joins from another process, maybe on another machine, so NCCL stays reachable.
-    """
-    if not Path("/sys/class/net/lo").exists():
-        return {}
-    names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * (transport != "nccl")
-    return dict.fromkeys(names, "lo")
 
 
 @contextlib.contextmanager
@@ -226,36 +227,27 @@ def serving(
     words = command(spec, options, cpu)  # may raise, so before any folder is made
     shm_dir = _sync_folder(spec.job.sync_folder) if spec.job.sync_folder else None
     log_from = log.stat().st_size if log.exists() else 0
-    with contextlib.ExitStack() as stack:
-        own = stack.enter_context(private_folder())
-        devices = {} if spec.gpus is None else {"CUDA_VISIBLE_DEVICES": spec.gpus}
+    with private_folder() as own:
         env = environment(key, shm_dir or own.path, own.path, options, spec.job.transport, lora=spec.job.lora_rank > 0)
-        process = stack.enter_context(
-            guarded(
-                words,
-                name="vllm",
-                env=env | devices,
-                log=log,
-                remove=[*remove, own.path],
-                hold=[own.lock],
-            )
-        )
-        url = address(spec.host, spec.port)
-        endpoint = Endpoint(url, key, str(shm_dir or own.path), str(log), log_from=log_from)
-        wait_healthy(process, endpoint, log, options.start_timeout, stop_event, progress)
-        run_in_thread(lambda: ServerClient(endpoint, options.request_timeout).score(FIRST_REQUEST), "first request")
-        yield endpoint, process
+        if spec.gpus is not None:
+            env["CUDA_VISIBLE_DEVICES"] = spec.gpus
+        files = [*remove, own.path]
+        with guarded(words, name="vllm", env=env, log=log, remove=files, hold=[own.lock]) as process:
+            url = address(spec.host, spec.port)
+            endpoint = Endpoint(url, key, str(shm_dir or own.path), str(log), log_from=log_from)
+            wait_healthy(process, endpoint, log, options.start_timeout, stop_event, progress)
+            client = ServerClient(endpoint, options.request_timeout)
+            run_in_thread(lambda: client.score(FIRST_REQUEST), "first request")
+            yield endpoint, process
 
 
 def _sync_folder(name: str) -> Path:
-    """Make the user's folder for weights. Raises ConfigError if it cannot be made or written."""
+    """Make the user's folder for weights. Raises ConfigError if it cannot be made."""
     folder = Path(name).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise ConfigError(f"cannot be made: {error.strerror}", key="sync.folder", value=name) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError("cannot be written: choose another folder", key="sync.folder", value=name)
     return folder
 
 

@@ -134,12 +134,20 @@ def private_folder() -> Iterator[PrivateFolder]:
     Folders of dead owners are removed first.
     """
     sweep()
-    folder = _make_folder()
+    in_memory = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= ROOM
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=FOLDER, dir=SHM if in_memory else None))
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):  # on a file system without locks `sweep` cannot lock it either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            break
+        os.close(lock)  # another process has swept it before the lock
     try:
-        yield folder
+        yield PrivateFolder(path, lock)
     finally:
-        _remove(folder.path)
-        os.close(folder.lock)
+        _remove(path)
+        os.close(lock)
 
 
 def sweep() -> None:
@@ -164,18 +172,6 @@ def shared_memory_patterns(folder: Path) -> list[str]:
     """Glob patterns of a server's files in SHM."""
     name = shared_memory_name(folder)
     return [f"{name}_*", f"sem.{name}-*"]
-
-
-def _make_folder() -> PrivateFolder:
-    in_memory = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= ROOM
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=FOLDER, dir=SHM if in_memory else None))
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        with contextlib.suppress(OSError):  # on a file system without locks `sweep` cannot lock it either
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock).st_nlink:  # otherwise another process has swept it before the lock
-            return PrivateFolder(path, lock)
-        os.close(lock)
 
 
 def _remove(folder: Path) -> None:
@@ -204,44 +200,34 @@ RENAMED = {
     "trust_remote_code": "model.trust_remote_code",
 }
 """Options of vLLM that have a key with another name."""
+MORE_MEMORY = "raise engine.gpu_memory_utilization (CPU: engine.cpu_kv_cache_gb)"
 ADVICE = (
     (r"GiB\) on kv cache allocation is less than", "too little memory for the KV cache: lower engine.cpu_kv_cache_gb"),
-    (r"on startup is less than desired CPU memory", "too little free memory: lower engine.cpu_kv_cache_gb"),
     (
         r"Free memory on device .* is less than|CUDA out of memory|OutOfMemoryError",
         "too little free GPU memory: lower engine.gpu_memory_utilization, or free the GPU of other programs",
     ),
     (
         r"is larger than the available KV cache memory",
-        (
-            "the KV cache cannot hold one request: raise engine.gpu_memory_utilization (CPU: engine.cpu_kv_cache_gb), "
-            "or lower engine.max_model_len or rollout.max_completion_tokens"
-        ),
+        f"the KV cache cannot hold one request: {MORE_MEMORY}, or lower engine.max_model_len",
     ),
-    (
-        r"No available memory for the cache blocks",
-        "no memory is left for the KV cache: raise engine.gpu_memory_utilization (CPU: engine.cpu_kv_cache_gb)",
-    ),
+    (r"No available memory for the cache blocks", f"no memory is left for the KV cache: {MORE_MEMORY}"),
     (
         r"(?i)unsupported (cpu attention configuration: )?head.?(dim|size)|head.?(dim|size).{0,20}not supported",
         "vLLM's attention has no kernel for this model's head size: take engine=transformers, which supports any",
     ),
     (
         r"is greater than the derived max_model_len",
-        (
-            "the model's own context is too short: lower rollout.max_prompt_tokens, rollout.max_completion_tokens or "
-            "engine.max_model_len"
-        ),
+        "the model's own context is too short: lower rollout.max_prompt_tokens or rollout.max_completion_tokens",
     ),
     (
         r"World size .* is larger than the number of available GPUs|Invalid device id|invalid device ordinal",
         "there are fewer GPUs than engine.tensor_parallel times engine.data_parallel: lower them",
     ),
     (
-        r"Model architectures .* failed to be inspected",
-        "vLLM's code for this model does not load here (Qwen3.5 needs torchvision): take engine=transformers",
+        r"Model architectures .* (failed to be inspected|are not supported)",
+        "vLLM does not know this model, or a package of it is missing: take engine=transformers",
     ),
-    (r"Model architectures .* are not supported", "vLLM does not know this model: take engine=transformers"),
     (r"Bfloat16 is only supported", "this GPU has no bfloat16: set model.dtype=float16"),
     (r"does not support float16", "its activations overflow float16: set model.dtype=bfloat16, or float32"),
     (r"requires BF16", "vLLM computes recurrent layers on a CPU in bfloat16 only: set model.dtype=bfloat16"),
