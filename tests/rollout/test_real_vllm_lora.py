@@ -246,19 +246,3 @@ def test_target_modules_that_vllm_lacks_are_named(running: Running, monkeypatch:
     assert (client.adapters(), running.folders()) == ({}, [])
     sync(1)
     sync.close()
-
-
-def test_another_base_model_is_refused(running: Running, tmp_path: Path) -> None:
-    policy = LoraPolicy(build_model(tmp_path / "other", tied=True, seed=1))
-    _, sync = running.connect(policy=policy)
-    with pytest.raises(EngineError, match="another base model than the run"):
-        sync(1)
-    assert running.folders() == []
-
-
-def test_the_ranks_equal_those_of_vllm() -> None:
-    from typing import get_args
-
-    from vllm.config.lora import MaxLoRARanks
-
-    assert get_args(MaxLoRARanks) == lora.RANKS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -194,28 +193,6 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(running: Running) -> 
     assert other != together
 
 
-def test_more_prompts_than_fit_into_a_batch_are_computed(running: Running) -> None:
-    """By default vLLM splits such prompts, and on a CPU it crashes if a split prompt has a seed."""
-    asked = [Request([2 + (7 * i + j) % 90 for j in range(120)], 1, seed=i) for i in range(60)]
-    groups = running.engine.generate(asked, Sampling(2))
-    assert [len(group) for group in groups] == [1] * len(asked)
-    for request, (one,) in list(zip(asked, groups, strict=True))[::20]:
-        expected = expected_logprobs(running.policy, request.token_ids, one.token_ids, Sampling(2))
-        assert one.logprobs == pytest.approx(expected, abs=1e-3)
-    assert running.engine.restarts == 0
-
-
-def test_greedy_takes_the_likeliest_tokens(running: Running) -> None:
-    group = running.engine.generate([Request([5, 6, 7, 8], 3, seed=0)], Sampling(8, temperature=0.0))[0]
-    ids = [5, 6, 7, 8]
-    for _ in range(8):
-        with torch.no_grad():
-            ids.append(int(running.policy.model(torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] == TOKENIZER.eos_token_id:
-            break
-    assert [c.token_ids for c in group] == [ids[4:]] * 3
-
-
 @pytest.mark.parametrize("bucket", [2**29, 20_000], ids=["one file", "many files"])
 def test_a_sync_brings_the_changed_weights(running: Running, monkeypatch: pytest.MonkeyPatch, bucket: int) -> None:
     monkeypatch.setattr(running.engine._synchronizer.transport, "bucket_bytes", bucket)  # type: ignore[attr-defined]
@@ -246,17 +223,6 @@ def test_a_corrupted_sync_is_refused_with_the_log_probs_of_both_sides(running: R
     for number in (running.policy.score(probe), running.engine.pool.clients[0].score(probe)):
         assert f"{sum(number) / len(number):.5f}" in str(caught.value)
     running.engine.sync(51)
-
-
-def test_a_sync_without_a_parameter_is_refused(running: Running) -> None:
-    running.policy.change(seed=7)
-    running.policy.sent = {
-        name: p for name, p in running.policy.model.named_parameters() if "layers.0.self_attn.o_proj" not in name
-    }
-    with pytest.raises(EngineError, match="does not have the trainer's weights"):
-        running.engine.sync(60)
-    running.policy.sent = None
-    running.engine.sync(61)
 
 
 def test_weights_change_under_running_requests(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,13 +274,6 @@ def test_the_server_reads_weights_only_from_its_own_folder(running: Running, tmp
     running.engine.sync(80)
 
 
-def test_a_prompt_or_completion_longer_than_the_context_is_refused(running: Running) -> None:
-    with pytest.raises(EngineError, match=r"refused /inference/v1/generate \(400\).*128"):
-        running.engine.generate([Request([5] * 130, 1, seed=0)], Sampling(24))
-    with pytest.raises(EngineError, match="after 8 of 24 tokens"):
-        running.engine.generate([Request([5] * 120, 8, seed=0)], Sampling(24))
-
-
 def test_every_route_needs_the_key(running: Running) -> None:
     url, key = running.endpoint.url, running.endpoint.api_key
     with httpx.Client(base_url=url, trust_env=False, timeout=30) as http:
@@ -336,26 +295,6 @@ def test_the_key_is_private(running: Running) -> None:
     assert "grpocli.rollout.vllm.api_server" in lines
     assert running.endpoint.api_key not in lines
     assert running.endpoint.api_key not in Path(str(running.endpoint.log)).read_text()
-
-
-def test_an_unsuitable_external_server_is_refused(running: Running, tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text(running.endpoint.api_key)
-    other = build_model(tmp_path / "other", tied=True)
-    good = Vllm(base_url=running.endpoint.url, api_key_file=str(key))
-    job = replace(running.job, run_dir=tmp_path / "run", sync_folder=running.endpoint.shm_dir)
-    cases = [
-        (good, replace(job, dtype="bfloat16"), "computes in float32, the run in bfloat16: serve with dtype"),
-        (good, replace(job, max_tokens=1000), "takes 128 tokens, the run needs 1000"),
-        (good, replace(job, model_path=str(other)), "tie_word_embeddings=False, the run's True"),
-        (good, replace(job, sync_folder=None), "sync.folder=None"),
-    ]
-    for options, needs, message in cases:
-        with pytest.raises(ConfigError, match=message), options.launch(needs):
-            pass
-    key.write_text("wrong")
-    with pytest.raises(ConfigError, match=r"refuses the key: set engine\.api_key_file"), good.launch(job):
-        pass
 
 
 # Penalties, stop strings, structured outputs
@@ -396,12 +335,6 @@ def test_log_probs_with_a_penalty_are_the_trainers(fresh: Running, sampling: Sam
         assert one.logprobs == pytest.approx(expected_logprobs(fresh.policy, prompt, one.token_ids, sampling), abs=1e-3)
 
 
-def test_greedy_with_a_penalty_is_the_same_in_both_engines(fresh: Running, transformers: Any) -> None:
-    sampling = replace(FREE, temperature=0.0, repetition_penalty=1.7)
-    both = [[c.token_ids for _, c in flat(e.generate(requests(n=2), sampling))] for e in (fresh.engine, transformers)]
-    assert both[0] == both[1]
-
-
 @pytest.mark.parametrize(
     ("stop", "regex"), [(("a",), None), (("fc", "3"), None), (("dé", "bé"), "[a-d]{1,3}é[a-p]{3}")], ids=str
 )
@@ -422,14 +355,6 @@ def test_stop_strings_end_a_completion_and_keep_every_token(
     assert (True, "stop") in reasons
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_completions_match_a_regex(fresh: Running, temperature: float) -> None:
-    sampling = replace(FREE, temperature=temperature, regex=r"[a-d]{2,4}-\d{1,3}", stop=())
-    for _, one in flat(fresh.engine.generate(requests(), sampling)):
-        assert one.finish_reason == "stop"
-        assert re.fullmatch(str(sampling.regex), TOKENIZER.decode(one.token_ids, skip_special_tokens=True))
-
-
 def test_completions_match_a_json_schema(fresh: Running) -> None:
     schema = {
         "type": "object",
@@ -443,24 +368,6 @@ def test_completions_match_a_json_schema(fresh: Running) -> None:
         assert set(value) == {"a", "b"}
         assert 0 <= value["a"] <= 99
         assert value["b"] in ("c", "d")
-
-
-def test_log_probs_of_structured_outputs_are_over_the_allowed_tokens(fresh: Running) -> None:
-    """The sampler's log-probs are over the allowed tokens; the trainer's are over all tokens, so they are lower."""
-    one = fresh.engine.generate([Request(PROMPTS[0], 1, 0)], replace(FREE, regex="[abc]-"))[0][0]
-    allowed = [
-        TOKENIZER.convert_tokens_to_ids(["a", "b", "c"]),
-        TOKENIZER.convert_tokens_to_ids(["-"]),
-        [TOKENIZER.eos_token_id],
-    ]
-    assert len(one.token_ids) == len(allowed)
-    ids = torch.tensor([PROMPTS[0] + one.token_ids])
-    with torch.no_grad():
-        logp_TV = fresh.policy.model(input_ids=ids).logits[0, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
-    of_all = expected_logprobs(fresh.policy, PROMPTS[0], one.token_ids, FREE)
-    for t, tokens in enumerate(allowed):
-        assert one.logprobs[t] == pytest.approx(of_all[t] - float(logp_TV[t, tokens].logsumexp(-1)), abs=1e-3)
-    assert sum(of_all) < sum(one.logprobs)
 
 
 def test_a_refused_sampling_key_is_named(fresh: Running) -> None:

@@ -38,26 +38,18 @@ def bearer(key: str, scheme: str = "Bearer") -> list[tuple[bytes, bytes]]:
     return [(b"authorization", f"{scheme} {key}".encode())]
 
 
-@pytest.mark.parametrize(
-    "path", ["/update_weights", "/v1/completions", "/", "/health/", "/healthy", "//health", "/HEALTH"]
-)
-@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "DELETE"])
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [],
-        bearer("wrong"),
-        bearer(KEY[:-1]),
-        bearer(KEY + "x"),
-        bearer(""),
-        bearer(KEY, "Basic"),
-        [(b"authorization", KEY.encode())],
-        [(b"x-api-key", KEY.encode())],
-        bearer("wrong") + bearer(KEY),
-    ],
-)
-def test_http_without_the_key_is_401(path: str, method: str, headers: list[tuple[bytes, bytes]]) -> None:
-    start, body = ask("http", path, headers, method)
+UPPER = f"Bearer {KEY.upper()}"
+REFUSED = [
+    *([], bearer("wrong"), bearer(KEY[:-1]), bearer(KEY + "x"), bearer(""), bearer(KEY, "Basic")),
+    *([(b"authorization", KEY.encode())], [(b"x-api-key", KEY.encode())], [(b"cookie", f"key={KEY}".encode())]),
+    *(bearer("wrong") + bearer(KEY), bearer(f"{KEY}, Bearer wrong"), [(b"authorization", UPPER.encode())]),
+]
+
+
+@pytest.mark.parametrize("headers", REFUSED)
+def test_http_without_the_key_is_401(headers: list[tuple[bytes, bytes]]) -> None:
+    query = {"query_string": f"key={KEY}&api_key={KEY}".encode()}
+    start, body = ask("http", "/update_weights", headers, "POST", **query)
     assert (start["type"], start["status"]) == ("http.response.start", 401)
     assert KEY.encode() not in body["body"]
 
@@ -68,34 +60,16 @@ def test_http_without_the_key_is_401(path: str, method: str, headers: list[tuple
 def test_the_right_key_is_accepted(headers: list[tuple[bytes, bytes]]) -> None:
     assert ask("http", "/update_weights", headers, "POST") == [{"type": "reached"}]
     assert ask("websocket", "/v1/realtime", headers) == [{"type": "reached"}]
-
-
-def test_health_needs_no_key_for_reading_only() -> None:
-    assert ask("http", "/health", []) == [{"type": "reached"}]
-    assert ask("http", "/health", [], "POST")[0]["status"] == 401
-    assert ask("websocket", "/health", [])[0]["type"] == "websocket.close"
-
-
-def test_a_websocket_without_the_key_is_closed() -> None:
-    assert ask("websocket", "/v1/realtime", bearer("wrong")) == [{"type": "websocket.close", "code": 1008}]
-
-
-def test_lifespan_events_need_no_key() -> None:
     assert ask("lifespan", "", []) == [{"type": "reached"}]
 
 
 @pytest.mark.parametrize("value", [None, ""])
 def test_without_a_key_no_server_starts(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    if value is not None:
-        monkeypatch.setenv("VLLM_API_KEY", value)
-    with pytest.raises(RuntimeError, match="VLLM_API_KEY"):
-        RequireKey(app)
-
-
-def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     assert RequireKey(app)._is_authorized({"headers": bearer(KEY)})
+    monkeypatch.delenv("VLLM_API_KEY") if value is None else monkeypatch.setenv("VLLM_API_KEY", value)
+    with pytest.raises(RuntimeError, match="VLLM_API_KEY"):
+        RequireKey(app)
 
 
 class Routes:
@@ -140,32 +114,32 @@ class Routes:
 
 
 TRICKY = [
-    *("/update_weights", "/health/../update_weights", "/health/..", "/health//", "//health", "/./health", "/health/."),
-    *("/health/inner", "/health/inner/", "/metrics", "/metrics/", "/health;x", "/health?x", "/health#", "/health%2f"),
-    *("/Health", " /health", "/health ", "/health\x00", "\\health", "", "*", "http://x/health", "/x/health"),
+    *(
+        "/update_weights",
+        "/health/../update_weights",
+        "/health//",
+        "//health",
+        "/./health",
+        "/health/inner",
+        "/metrics",
+    ),
+    *("/health;x", "/health?x", "/health%2f", "/Health", "/health ", "/health\x00", "", "http://x/health", "/x/health"),
 ]
 
 
-@pytest.mark.parametrize("path", TRICKY)
-@pytest.mark.parametrize("root_path", ["", "/x", "/health"])
-def test_no_path_or_method_bypasses_the_key(path: str, root_path: str) -> None:
+@pytest.mark.parametrize("root_path", ["", "/health"])
+def test_no_path_or_method_bypasses_the_key(root_path: str) -> None:
+    """Servers decode the path first, so the checked path is the routed one."""
     routes = Routes(root_path)
-    for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "get", "X"):
-        assert routes.ask(path, method) == 401, method
-        assert routes.ask(path, method, root_path="/health") == 401, method
+    for path, method in [*((path, "GET") for path in TRICKY), *(("/update_weights", m) for m in ("POST", "PUT", "X"))]:
+        assert routes.ask(path, method) == 401, (path, method)
+    assert routes.ask("/health", "POST") == 401
+    assert routes.ask("/update_weights", raw_path=b"/health") == 401
     assert routes.ask("/v1/realtime", kind="websocket") is None
     assert routes.ask("/health", kind="websocket") is None
     assert routes.reached == []
-    assert routes.ask("/health", "GET") in (200, 404)  # open where it exists
+    assert routes.ask("/health", "GET", raw_path=b"/%68ealth") in (200, 404)  # open where it exists
     assert routes.reached in ([], ["health"])
-
-
-def test_only_health_itself_is_open_however_it_is_encoded() -> None:
-    """Servers decode the path first, so the checked path is the routed one."""
-    routes = Routes()
-    assert routes.ask("/health", "GET", raw_path=b"/%68ealth") == 200
-    assert routes.ask("/update_weights", raw_path=b"/health") == 401
-    assert routes.reached == ["health"]
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,14 +155,6 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         ask("http", "/pause", bearer(key), "POST")
     assert len(compared) == 4
     assert {len(one) for pair in compared for one in pair} == {32}
-
-
-def test_a_key_in_another_header_or_the_query_is_refused() -> None:
-    query = {"query_string": f"key={KEY}&api_key={KEY}&token={KEY}".encode()}
-    assert ask("http", "/pause", [], "POST", **query)[0]["status"] == 401
-    assert ask("http", "/pause", [(b"cookie", f"key={KEY}".encode())], "POST")[0]["status"] == 401
-    for value in (f"Bearer {KEY}, Bearer wrong", f"Bearer wrong {KEY}", f"Bearer{KEY}", f"Bearer {KEY.upper()}"):
-        assert ask("http", "/pause", [(b"authorization", value.encode())], "POST")[0]["status"] == 401
 
 
 def test_repr_and_str_do_not_show_the_key() -> None:

@@ -6,9 +6,7 @@ import gc
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, build_model
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm import colocate
-from grpocli.rollout.vllm.colocate import ColocateEngine, InProcessLLM, VllmEnvironment, arguments
+from grpocli.rollout.vllm.colocate import ColocateEngine, InProcessLLM, VllmEnvironment
 from grpocli.rollout.vllm.engine_parts import VllmColocate
 from grpocli.types import Request, Sampling
 
@@ -82,37 +80,6 @@ def recorded(tmp_path: Path) -> tuple[ColocateEngine, Recorded]:
     return ColocateEngine(server, EngineContext(job, policy, TOKENIZER, Alone())), llm  # type: ignore[arg-type]
 
 
-class SleepingMemory(Recorded):
-    """Memory that cannot be freed while it is unmapped, as vLLM's allocator on a GPU has it."""
-
-    def __init__(self, room: bool) -> None:
-        super().__init__()
-        self.room, self.mapped = room, True
-        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shutdown))
-
-    def sleep(self, level: int) -> None:
-        self.mapped = False
-
-    def wake_up(self, tags: Sequence[str] = ("all",)) -> None:
-        if not self.room:
-            raise RuntimeError("CUDA Error: out of memory")
-        self.mapped = True
-
-    def shutdown(self) -> None:
-        self.calls.append("freed" if self.mapped else "CUDA Error: invalid argument")
-
-
-@pytest.mark.parametrize(("room", "end"), [(True, "freed"), (False, "CUDA Error: invalid argument")])
-def test_it_wakes_up_before_it_ends(room: bool, end: str, tmp_path: Path) -> None:
-    """A run that has failed for want of memory still ends with its own error."""
-    pytest.importorskip("vllm")
-    llm = SleepingMemory(room)
-    server = InProcessLLM(llm, VllmEnvironment(), torch.float32, can_sleep=True, log=tmp_path / "log")
-    server.sleep()
-    server.close()
-    assert llm.calls == [end]
-
-
 LOAD = ["start", "update", "finish"]
 AWAKE = ["wake weights", *LOAD, "wake kv_cache", "reset"]
 
@@ -133,21 +100,6 @@ def test_it_sleeps_while_the_trainer_trains(recorded: tuple[ColocateEngine, Reco
     assert llm.calls == [*AWAKE, "probe", "generate", "sleep 2"]
 
 
-def test_a_generation_after_an_update_needs_a_sync(recorded: tuple[ColocateEngine, Recorded]) -> None:
-    """Its weights would be those of before, or the new ones under the old version."""
-    engine, llm = recorded
-    ask = [Request([5, 6], 1, seed=0)]
-    engine.sync(7)
-    engine.generate(ask, Sampling(4))
-    engine.release_memory()
-    llm.calls.clear()
-    with pytest.raises(EngineError, match="call sync before generate"):
-        engine.generate(ask, Sampling(4))
-    engine.sync(8)
-    assert engine.generate(ask, Sampling(4))[0][0].version == 8
-    assert llm.calls == [*AWAKE, "probe", "generate"]
-
-
 def test_parameters_are_sent_one_at_a_time(recorded: tuple[ColocateEngine, Recorded]) -> None:
     engine, llm = recorded
     engine.llm.dtype = torch.bfloat16  # casting makes a copy, whose lifetime is measured
@@ -165,32 +117,6 @@ def test_a_failure_in_any_process_stops_all(recorded: tuple[ColocateEngine, Reco
     with pytest.raises(EngineError, match="the other process could not"):
         engine.sync(1)
     assert engine.version is None
-
-
-def test_a_failure_to_sleep_in_any_process_stops_all_before_the_update(
-    recorded: tuple[ColocateEngine, Recorded], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, llm = recorded
-    gathered: list[list[str]] = []
-
-    def gather(items: list[str]) -> list[str]:
-        gathered.append(items)
-        return [EngineError("the other process could not")] if len(gathered) == 1 else items
-
-    engine.sync(1)
-    monkeypatch.setattr(engine.world, "gather_objects", gather, raising=False)
-    with pytest.raises(EngineError, match="the other process could not"):
-        engine.release_memory()
-    assert gathered == [[]]
-
-    def broken(level: int) -> None:
-        raise RuntimeError("no sleep")
-
-    engine.llm.asleep = False
-    monkeypatch.setattr(llm, "sleep", broken)
-    with pytest.raises(EngineError, match="could not sleep: no sleep"):
-        engine.release_memory()
-    assert len(gathered) == 2, "a process that fails takes part too"
 
 
 class Stream:
@@ -221,23 +147,6 @@ def test_vllm_and_the_trainer_keep_their_streams(monkeypatch: pytest.MonkeyPatch
         raise EngineError("failed")
     assert current[-1] is trainers
     assert waits == ["the trainer waits for vLLM", "vLLM waits for the trainer", "the trainer waits for vLLM"]
-
-
-def test_engines_of_several_processes_use_the_trainers_group(tmp_path: Path) -> None:
-    job = EngineJob("model", "bfloat16", 40, tmp_path, seed=3)
-    one, two = (arguments(VllmColocate(), job, processes, cpu=False) for processes in (1, 2))
-    assert "distributed_executor_backend" not in one
-    assert two["distributed_executor_backend"] == "external_launcher"
-    assert one["enable_sleep_mode"] is True
-    assert arguments(VllmColocate(), job, 1, cpu=True)["enable_sleep_mode"] is False
-
-
-@pytest.mark.parametrize(("head_dtype", "name"), [(None, "model"), ("float32", "float32")])
-def test_the_output_head_has_the_dtype_of_the_job(tmp_path: Path, head_dtype: str | None, name: str) -> None:
-    job = EngineJob("model", "bfloat16", 40, tmp_path, seed=3, head_dtype=head_dtype)
-    given = arguments(VllmColocate(vllm_args={"hf_overrides": {"rope_theta": 1.0}}), job, 1, cpu=True)
-    assert given["hf_overrides"] == {"rope_theta": 1.0, "head_dtype": name}
-    assert arguments(VllmColocate(), replace(job, dtype="float32"), 1, cpu=True)["hf_overrides"] is None
 
 
 @pytest.mark.parametrize(

@@ -107,21 +107,6 @@ def test_a_suitable_server_is_accepted(stand_in: StandIn, job: EngineJob) -> Non
     ]
 
 
-def test_every_server_of_a_list_is_checked(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
-    second = StandIn(tmp_path)
-    try:
-        Endpoint(second.url, KEY, str(tmp_path)).save(serve_file(second.port))
-        options = Vllm(base_url=[stand_in.url, second.url])
-        assert [endpoint.url for endpoint in external_servers(options, job)] == [stand_in.url, second.url]
-        second.answers["/server_info"] = (200, {"vllm_config": served(max_model_len=64)})
-        with pytest.raises(ConfigError, match=rf"engine\.base_url={second.url}: that server takes 64 tokens"):
-            external_servers(options, job)
-    finally:
-        second.close()
-    with pytest.raises(ConfigError, match=rf"engine\.base_url={second.url}: no vLLM server answers"):
-        external_servers(options, job)
-
-
 def test_a_dead_server_is_not_reported_as_a_missing_key(stand_in: StandIn, job: EngineJob) -> None:
     serve_file(stand_in.port).unlink()
     options = Vllm(base_url=stand_in.url)
@@ -174,14 +159,6 @@ def test_a_folder_of_weights_that_this_machine_lacks_is_refused(
     assert external_servers(options, replace(job, sync_folder=str(tmp_path)))[0].shm_dir == str(tmp_path)
 
 
-def test_gpu_transports_need_no_folder(stand_in: StandIn, job: EngineJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external, "check_vllm", lambda engine: None)
-    monkeypatch.setattr(external, "vllm_version", lambda: "0.1.7+cpu")
-    Endpoint(stand_in.url, KEY, "/of/another/machine").save(serve_file(stand_in.port))
-    stand_in.answers["/server_info"] = 200, {"vllm_config": served() | {"weight_transfer_config": {"backend": "nccl"}}}
-    assert external_servers(Vllm(base_url=stand_in.url), replace(job, transport="nccl"))[0].url == stand_in.url
-
-
 @pytest.mark.parametrize(("transport", "rank"), [("nccl", 0), ("ipc", 0), ("shm", 0), ("nccl", 8)])
 def test_another_minor_version_of_vllm_cannot_send_weights(
     stand_in: StandIn, job: EngineJob, monkeypatch: pytest.MonkeyPatch, transport: str, rank: int
@@ -228,23 +205,20 @@ def test_a_key_comes_from_a_file_or_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "key"),
     [
-        ({"base_url": []}, r"engine\.base_url=\[\]: must be an address or a list"),
-        ({"base_url": "http://127.0.0.1:99999"}, r"engine\.base_url=http://127\.0\.0\.1:99999: must be an address"),
-        ({"base_url": "http://127.0.0.1:abc"}, r"engine\.base_url=http://127\.0\.0\.1:abc: must be an address"),
-        ({"base_url": 8000}, r"engine\.base_url=8000: must be an address or a list"),
-        ({"base_url": ["http://a:1", "b:1"]}, r"engine\.base_url=b:1: must be an address such as http://"),
-        ({"base_url": ["http://a:1"], "api_key_file": ["a", "b"]}, r"engine\.api_key_file=.*another length .*\(1\)"),
-        ({"base_url": "http://a:1", "api_key_file": []}, r"engine\.api_key_file=\[\]: has another length"),
-        ({"base_url": "http://a:1", "replicas": 2}, r"engine\.replicas=2: does not change a server that runs already"),
-        ({"base_url": "http://a:1", "vllm_args": {"a": 1}}, r"engine\.vllm_args=.*give it to `grpocli vllm-serve`"),
-        ({"base_url": "http://a:1", "tensor_parallel": 2}, r"engine\.tensor_parallel=2: does not change"),
+        ({"base_url": []}, "engine.base_url"),
+        ({"base_url": "http://127.0.0.1:99999"}, "engine.base_url"),
+        ({"base_url": ["http://a:1", "b:1"]}, "engine.base_url"),
+        ({"base_url": ["http://a:1"], "api_key_file": ["a", "b"]}, "engine.api_key_file"),
+        ({"base_url": "http://a:1", "replicas": 2}, "engine.replicas"),
+        ({"base_url": "http://a:1", "vllm_args": {"a": 1}}, "engine.vllm_args"),
     ],
 )
-def test_contradicting_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{message}"):
+def test_contradicting_options_are_refused(options: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         Vllm(**options)
+    assert caught.value.key == key
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,6 @@ from grpocli.rollout.vllm.client import ServerGone
 from grpocli.rollout.vllm.lora import AdapterSync, lora_flags
 
 
-@pytest.mark.parametrize(("rank", "fits"), [(1, 1), (3, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
-def test_a_server_starts_with_the_next_rank_that_vllm_supports(rank: int, fits: int) -> None:
-    assert lora_flags(rank, "float32", cpu=True)["max_lora_rank"] == fits
-
-
 def test_the_first_of_several_failures_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that dies during a load also fails to resume."""
 
@@ -45,10 +40,6 @@ def test_the_first_of_several_failures_is_raised(monkeypatch: pytest.MonkeyPatch
     context: Any = EngineContext(job, policy, object(), Alone())  # type: ignore[arg-type]
     with pytest.raises(ServerGone, match="it died during /pause"):
         AdapterSync([Dies()], context)._send(1, set())  # type: ignore[list-item]
-
-
-def test_a_server_without_lora_takes_no_adapters() -> None:
-    assert lora_flags(0, "float32", cpu=False) == {}
 
 
 def test_ranks_and_dtypes_that_vllm_cannot_serve_are_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,7 +16,6 @@ import httpx
 import pytest
 
 from grpocli.composition.compose import compose
-from grpocli.composition.overrides import to_text
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync_config import AutoSyncConfig
@@ -63,15 +61,6 @@ def test_defaults_equal_those_of_the_engine_and_the_model() -> None:
     assert (job.transport, job.sync_folder, job.lora_rank, job.seed) == ("shm", None, 0, 0)
 
 
-def test_the_server_gets_the_settings_of_later_runs() -> None:
-    job = composed("lora_rank=8", "sync=shm", "sync.folder=/shared", "seed=3").job("/m", "bfloat16")
-    assert (job.lora_rank, job.transport, job.sync_folder, job.seed) == (8, "shm", "/shared", 3)
-    assert composed("model.lora.rank=4").job("/m", "float32").lora_rank == 4
-    assert composed("model.dtype=bfloat16").dtype == "bfloat16"
-    remote = composed("model=hf", "model.path=/m", "model.revision=v2", "model.trust_remote_code=true")
-    assert (remote.job("/m", "float32").revision, remote.job("/m", "float32").trust_remote_code) == ("v2", True)
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -95,25 +84,6 @@ def test_the_server_gets_the_settings_of_later_runs() -> None:
 def test_wrong_overrides_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         composed(override)
-
-
-@pytest.fixture
-def help_text() -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "grpocli", "vllm-serve", "--help"], capture_output=True, text=True, check=True
-    )
-    return done.stdout
-
-
-@pytest.mark.processes
-def test_help_names_every_short_key_and_fits_a_terminal(help_text: str) -> None:
-    assert [line for line in help_text.splitlines() if len(line) > 80] == []
-    for name in (*SHORT, "model", "dtype", "host", "port", "lora_rank", "sync"):
-        assert f"\n  {name}=" in help_text, name
-    for name in ("tensor_parallel", "data_parallel", "gpu_memory_utilization", "cpu_kv_cache_gb"):
-        assert f"{name}={to_text(getattr(Vllm(), name))} " in help_text, "the help shows another default"
-    assert "engine.vllm_args.NAME=VALUE" in help_text
-    assert "engine.base_url=http://127.0.0.1:8000" in help_text
 
 
 DESCRIPTION = {"version": "0.32.0", "max_model_len": 128}
@@ -264,14 +234,6 @@ def test_the_whole_log_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[
             file.write("last")
     assert capsys.readouterr().out == "last"
     assert not log.exists()
-
-
-@pytest.mark.processes
-def test_verbose_prints_the_log_too(fake: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    thread = when_it_serves(fake, lambda: (time.sleep(0.3), signal.raise_signal(signal.SIGINT)))
-    assert serve(replace(fake, verbose=True), "/m", "float32") == 0
-    thread.join()
-    assert "starting up" in capsys.readouterr().out
 
 
 INFO = "INFO 11-27 06:30:28 "

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import resource
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +15,8 @@ from rollout.vllm_tiny import Alone
 from grpocli.errors import EngineError, EngineGone
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener
-from grpocli.rollout.vllm import client as vllm_client
 from grpocli.rollout.vllm import engine as vllm_engine
-from grpocli.rollout.vllm.client import GENERATE, Refused, ServerClient
+from grpocli.rollout.vllm.client import Refused, ServerClient
 from grpocli.rollout.vllm.engine import ServerPool, VllmEngine
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.supervisor import Lost
@@ -121,13 +118,6 @@ def bodies(*sizes: int) -> list[dict[str, Any]]:
     return [{"token_ids": [i], "sampling_params": {"n": n}} for i, n in enumerate(sizes)]
 
 
-def test_a_group_goes_to_the_server_with_the_fewest_outstanding_completions(serve: Callable[..., Vllm]) -> None:
-    one, two = serve(seconds=0.3), serve(seconds=0.3)
-    ServerPool(clients_of(one, two)).complete(bodies(8, 4, 2, 2, 8))
-    assert sorted(one.asked) == [0, 4]
-    assert sorted(two.asked) == [1, 2, 3]
-
-
 def test_a_fast_server_gets_more_requests_and_answers_keep_their_order(
     serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,26 +142,6 @@ def test_a_fast_server_gets_more_requests_and_answers_keep_their_order(
     assert len(slow.asked) == 4
     assert len(fast.asked) == count - 4
     assert fast.max_in_flight <= 4
-
-
-def test_a_group_is_returned_before_the_slowest_is_complete(serve: Callable[..., Vllm]) -> None:
-    server = serve()
-    first = threading.Event()
-
-    def answer(path: str, body: Any) -> tuple[int, Any]:
-        assert body["token_ids"] != [11] or first.wait(30)
-        return server.respond(path, body)
-
-    server.answer = answer
-    engine, _ = engine_of([server], Comes())
-    handed: list[int] = []
-
-    def take(k: int, done: list[Completion]) -> None:
-        handed.append(k)
-        first.set()
-
-    assert prompts_of(engine.generate(requests(2), Sampling(2), take)) == [10, 11]
-    assert handed == [0, 1]
 
 
 def test_only_a_dead_servers_unanswered_requests_are_repeated(serve: Callable[..., Vllm]) -> None:
@@ -215,68 +185,6 @@ def test_a_server_that_dies_during_a_sync_is_replaced(serve: Callable[..., Vllm]
     assert len(new.asked) == len(living.asked) == 4
 
 
-def test_a_failed_sync_of_living_servers_is_an_error(serve: Callable[..., Vllm]) -> None:
-    server = serve()
-    waiting = Comes(serve())
-    engine, _ = engine_of([server], waiting)
-    server.answer = lambda path, body: (400, {"error": "no such weights"})
-    with pytest.raises(Refused, match="no such weights"):
-        engine.sync(4)
-    assert waiting.waited == []
-
-
-def test_a_server_without_a_replacement_is_an_error(serve: Callable[..., Vllm]) -> None:
-    engine, _ = engine_of([serve(lives=1)], Comes())
-    with pytest.raises(EngineGone, match=r"none is left \(the vLLM server at http.* is gone"):
-        engine.generate(requests(3), Sampling(2))
-    with pytest.raises(EngineGone, match="none is left"):
-        engine.sync(4)
-
-
-def test_a_server_that_dies_at_every_attempt_is_named(serve: Callable[..., Vllm]) -> None:
-    def answer(path: str, body: Any) -> tuple[int, Any]:
-        if path == "/inference/v1/generate":
-            raise ConnectionAbortedError
-        return 200, {}
-
-    servers = [serve() for _ in range(11)]
-    for server in servers:
-        server.answer = answer
-    engine, _ = engine_of(servers[:1], Comes(*servers[1:]))
-    with pytest.raises(EngineGone, match=r"the vLLM server at http.* is gone .*; gave up after 10 attempts"):
-        engine.generate(requests(1), Sampling(1))
-
-
-def test_a_stuck_server_is_lost_after_the_timeout(serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_client, "CHECK", 0.1)
-    hangs, lives = serve(), serve()
-    hangs.answer = lambda path, body: (200, {}) if path == "/health" or hangs.closed.wait(60) else (500, {})
-    engine, _ = engine_of([hangs], Comes(lives))
-    engine.pool.clients[0].timeout = 0.3  # reports that it is healthy, but does nothing
-    assert prompts_of(engine.generate(requests(3), Sampling(2))) == [10, 11, 12]
-    assert len(lives.asked) == 3
-
-
-def test_a_refused_request_ends_the_run_and_no_server(serve: Callable[..., Vllm]) -> None:
-    one, two = serve(), serve()
-    asked = threading.Event()
-
-    def never(path: str, body: Any) -> tuple[int, Any]:
-        if path == GENERATE:
-            asked.set()
-            two.closed.wait(60)
-        return 200, {}
-
-    two.answer = never
-    one.answer = lambda path, body: (400 if asked.wait(60) else 500, {"error": "prompt too long"})
-    waiting = Comes(serve())
-    engine, _ = engine_of([one, two], waiting)
-    with pytest.raises(Refused, match="prompt too long"):
-        engine.generate(requests(4), Sampling(2))
-    assert two.in_flight, "the request is still in flight"
-    assert waiting.waited == []
-
-
 def test_a_generating_thread_leaves_recovery_to_the_main_thread(serve: Callable[..., Vllm]) -> None:
     """Weights may only be read between two updates, so the thread waits for the main thread. New weights have a new
     version.
@@ -299,46 +207,6 @@ def test_a_generating_thread_leaves_recovery_to_the_main_thread(serve: Callable[
     thread.join(5)
     assert prompts_of(found[0]) == [10 + i for i in range(6)]
     assert sync.versions == [4]
-
-
-def test_a_new_server_gets_no_requests_before_it_has_the_weights(serve: Callable[..., Vllm]) -> None:
-    new = serve()
-    one = ServerPool(clients_of(serve(lives=0)))
-    one.replace(0, Endpoint(new.url, "key", "/nowhere"))
-    assert one.complete(bodies(1)) == [None]
-    one.open_all()
-    assert one.complete(bodies(1)) != [None]
-
-
-def test_a_queued_request_does_not_go_to_a_replaced_server(
-    serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_engine, "REQUESTS", 1)
-    dies, lives, new = serve(), serve(), serve()
-    under_way, replaced = threading.Event(), threading.Event()
-    two = ServerPool(clients_of(dies, lives))
-
-    def die(path: str, body: Any) -> tuple[int, Any]:
-        if path == "/inference/v1/generate":
-            under_way.set()
-            assert replaced.wait(10)
-        return 503, {}
-
-    def wait(path: str, body: Any) -> tuple[int, Any]:
-        assert replaced.wait(10)
-        return lives.respond(path, body)
-
-    dies.answer, lives.answer = die, wait
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(two.complete(bodies(1, 2, 1))))
-    thread.start()  # the dying server gets the first request; the third queues behind it
-    assert under_way.wait(10)
-    two.replace(0, Endpoint(new.url, "key", "/nowhere"))
-    replaced.set()
-    thread.join(20)
-    assert new.asked == []
-    assert sorted(lives.asked) == [0, 1, 2]
-    assert None not in found
 
 
 def test_answers_during_a_failed_sync_are_discarded(serve: Callable[..., Vllm]) -> None:
@@ -423,15 +291,6 @@ def test_processes_recover_together_or_fail_together(serve: Callable[..., Vllm],
         assert str(results[0]) == str(results[1])
 
 
-def test_endpoints_are_in_order_and_readable_by_their_owner_only(tmp_path: Path) -> None:
-    from grpocli.rollout.vllm.server_files import run_file, run_files
-
-    for index in (11, 2, 0):
-        Endpoint(f"http://127.0.0.1:{index}", "key", "/nowhere").save(run_file(tmp_path, index))
-    assert [path.name for path in run_files(tmp_path)] == ["endpoint_0.json", "endpoint_2.json", "endpoint_11.json"]
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in run_files(tmp_path))
-
-
 def test_a_cancelled_watch_leaves_requests_unanswered(serve: Callable[..., Vllm]) -> None:
     """The server would never answer them."""
     server, over, asked = serve(), threading.Event(), threading.Event()
@@ -449,24 +308,3 @@ def test_a_cancelled_watch_leaves_requests_unanswered(serve: Callable[..., Vllm]
         assert not engine.pool.lost, "the server is healthy"
     finally:
         over.set()
-
-
-def test_answers_are_counted_as_they_arrive(serve: Callable[..., Vllm]) -> None:
-    told: list[tuple[float, float, str]] = []
-    watch = Watch(lambda done, total, unit, detail="": told.append((done, total, unit)))
-    engine, _ = engine_of([serve()], Comes())
-    engine.generate(requests(4, n=2), Sampling(2), Listener(watch=watch))
-    counts = [done for done, total, unit in told if (total, unit) == (8, "completions")]
-    assert sorted(set(counts) - {0}) == [2, 4, 6, 8]
-    assert len(counts) == len(told)
-
-
-def test_many_connections_do_not_run_out_of_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-        ServerPool([])
-        raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert raised >= 1024 or raised == hard

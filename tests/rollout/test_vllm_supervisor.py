@@ -10,9 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -156,13 +154,6 @@ def test_a_server_that_a_trainer_reports_is_replaced_once(tmp_path: Path) -> Non
         assert starts.running[1].poll() is None
 
 
-@pytest.mark.processes
-def test_a_trainer_gets_the_reason_why_no_server_starts(tmp_path: Path) -> None:
-    starts, own = Starts(), OwnServers(Vllm(), job_in(tmp_path), never)
-    with watched(tmp_path, starts, max_restarts=0), pytest.raises(EngineGone, match=r"it hangs; .*max_restarts=0"):
-        own.wait({0: (told(tmp_path), "it hangs")})
-
-
 def test_all_lost_servers_share_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Other processes wait in a collective call, so every loss is reported before the first wait."""
     monkeypatch.setattr(vllm_config, "STOPPING", 0)
@@ -174,13 +165,6 @@ def test_all_lost_servers_share_one_deadline(tmp_path: Path, monkeypatch: pytest
         OwnServers(Vllm(start_timeout=1, max_restarts=1), job_in(tmp_path), never).wait(lost)
     assert 1 <= clock.now < 1.9
     assert all(lost_file(tmp_path, index).exists() for index in range(3))
-
-
-def test_a_trainer_that_outlives_its_launcher_does_not_wait(tmp_path: Path) -> None:
-    lost = {0: (Endpoint("http://x", "key", "/nowhere"), "it is gone")}
-    run_file(tmp_path).parent.mkdir()
-    with pytest.raises(EngineGone, match=r"^it is gone; the run is being ended"):
-        OwnServers(Vllm(), job_in(tmp_path), never).wait(lost)
 
 
 def test_an_external_server_that_comes_back_is_found(
@@ -227,12 +211,6 @@ def test_a_failed_start_cancels_the_others(tmp_path: Path, monkeypatch: pytest.M
     assert run_files(tmp_path) == []
 
 
-def test_replicas_share_the_gpus() -> None:
-    assert supervisor.gpu_slices(Vllm(replicas=2, tensor_parallel=2), ("0", "1", "2", "3")) == ["0,1", "2,3"]
-    assert supervisor.gpu_slices(Vllm(replicas=3), ("7", "5", "3")) == ["7", "5", "3"]
-    assert supervisor.gpu_slices(Vllm(replicas=3), ()) == [None] * 3
-
-
 KEEPS = """
 import sys, time
 from grpocli.rollout.vllm import supervisor as launch
@@ -255,26 +233,6 @@ def test_the_folder_for_weights_is_removed_with_the_run(seconds: float) -> None:
             process.send_signal(signal.SIGKILL)
         process.wait(20)
     until(lambda: not folder.exists(), 5)
-
-
-def test_a_restarted_server_has_another_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same port, a request to the old server could be answered with other weights."""
-    ports: list[int] = []
-
-    @contextlib.contextmanager
-    def serve(spec: object, *_: object, **__: object) -> Iterator[object]:
-        ports.append(spec.port)  # type: ignore[attr-defined]
-        yield SimpleNamespace(), None
-
-    monkeypatch.setattr(supervisor, "serving", serve)
-    start = partial(
-        supervisor._started, Vllm(port=9000), job_in(tmp_path), 2, None, threading.Event(), supervisor.LOOPBACK
-    )
-    for restarts in (0, 1):
-        with start(restarts):
-            pass
-    assert ports[0] == 9002
-    assert ports[1] != 9002
 
 
 def test_files_of_a_killed_run_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
