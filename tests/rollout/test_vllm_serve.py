@@ -62,28 +62,22 @@ def test_defaults_equal_those_of_the_engine_and_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "key"),
     [
-        ("tensor_parallel=0", "^tensor_parallel=0: must be at least 1"),
-        ("engine.tensor_parallel=0", r"^engine\.tensor_parallel=0: must be at least 1"),
-        ("tensor_parallel=two", "^tensor_parallel=two: must be of type integer"),
-        ("tensor_paralel=2", 'no key tensor_paralel; did you mean "tensor_parallel"'),
-        ("max_model_len=1", "^max_model_len=1: must be above 1"),
-        ("port=70000", "^port=70000: must be 0"),
-        ("host=''", "^host=: must be an address"),
-        ("dtype=float8", "^dtype=float8: choose one of auto, float32, bfloat16"),
-        ("lora_rank=-1", "^lora_rank=-1: must be 0"),
-        ("engine.replicas=2", r"^engine\.replicas=2: not for vllm-serve: each command starts one server"),
-        ("engine.base_url=http://a:1", r"^engine\.base_url=http://a:1: not for vllm-serve"),
-        ("engine.base_url=[http://a:1,http://b:1]", r"^engine\.base_url=.*: not for vllm-serve"),
-        ("engine.port=8001", r"^engine\.port=8001: not for vllm-serve: set port"),
-        ("engine=transformers", "^engine: vllm-serve serves with engine=vllm"),
-        ("engine.vllm_args.dtype=half", r"^engine\.vllm_args\.dtype: set model\.dtype"),
+        ("tensor_parallel=0", "tensor_parallel"),
+        ("engine.tensor_parallel=0", "engine.tensor_parallel"),
+        ("port=70000", "port"),
+        ("dtype=float8", "dtype"),
+        ("lora_rank=-1", "lora_rank"),
+        ("engine.replicas=2", "engine.replicas"),
+        ("engine.base_url=[http://a:1,http://b:1]", "engine.base_url"),
+        ("engine=transformers", "engine"),
     ],
 )
-def test_wrong_overrides_are_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_wrong_overrides_are_refused(override: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         composed(override)
+    assert caught.value.key == key
 
 
 DESCRIPTION = {"version": "0.32.0", "max_model_len": 128}
