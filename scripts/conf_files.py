@@ -22,7 +22,7 @@ from grpocli.composition.compose import register_parts
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config import yaml_text
 from grpocli.config.build import TARGET, flat_keys
-from grpocli.config.parts import CLASSES, SCHEMAS, choices_of, typed_choice
+from grpocli.config.parts import CHOICES, CLASSES, SCHEMAS, choices_of, config_node
 from grpocli_tools.explain.documentation import class_doc, field_docs, summary
 
 WIDTH = 120
@@ -46,11 +46,11 @@ def files() -> dict[str, str]:
 
 def content(group: str, choice: str) -> str:
     """The YAML of a choice: its keys with their defaults, each below its documentation as a comment."""
-    typed = typed_choice(group, choice)
-    package = [f"# @package {typed.package}"] if typed.package else []
-    key = typed.package or group.replace("/", ".")
-    text = _yaml(CLASSES[f"{group}/{choice}"], f"/{SCHEMAS}/{group}/{choice}@_here_", _values(typed.node), f"{key}.")
-    return "\n".join([*package, text])
+    cls, package = CHOICES[group, choice]
+    head = [f"# @package {package}"] if package else []
+    key = package or group.replace("/", ".")
+    text = _yaml(cls, f"/{SCHEMAS}/{group}/{choice}@_here_", _values(config_node(cls)), f"{key}.")
+    return "\n".join([*head, text])
 
 
 def run_content() -> str:

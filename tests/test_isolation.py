@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from isolation import isolated
 
-from grpocli.config.parts import ESCAPED, MARKED, stored
+from grpocli.config.parts import ESCAPED, is_marked, stored
 from grpocli.config.user_code import check_exists, load
 from grpocli.errors import ConfigError
 
@@ -39,7 +39,7 @@ def imported(folder: Path) -> None:
     check_exists("left_behind:LeftBehind", "algorithm/advantage")
     __import__("left_behind")
     assert "left_behind" in stored("algorithm/advantage")
-    assert ("algorithm", "text") in MARKED[ESCAPED]
+    assert is_marked("algorithm.advantage.text", ESCAPED)
 
 
 def test_user_code_is_forgotten(left_behind: Path, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_user_code_is_forgotten(left_behind: Path, tmp_path: Path) -> None:
         assert sys.path == path
         assert not [name for name in set(sys.modules) - modules if "left_behind" in name]
         assert "left_behind" not in stored("algorithm/advantage")
-        assert ("algorithm", "text") not in MARKED[ESCAPED]
+        assert not is_marked("algorithm.advantage.text", ESCAPED)
         with pytest.raises(ConfigError, match="No module named 'left_behind'"):
             check_exists("left_behind:LeftBehind", "algorithm/advantage")
 

@@ -21,12 +21,12 @@ from grpocli.user_frames import from_user_code, raised, too_little_memory
 from grpocli.version import __version__
 
 COMMANDS = {
-    "train": ("grpocli.cli.train", "train a model; `-m` runs a sweep, `resume=RUN_DIR` continues a run"),
-    "sft": ("grpocli.cli.sft", "teach a model the answers of a task, for example before `train`"),
-    "vllm-serve": ("grpocli.cli.vllm_serve", "start a vLLM server for several runs"),
-    "push": ("grpocli.cli.push", "push a run to the Hugging Face hub: model, card, report, completions"),
+    "train": ("train:main", "train a model; `-m` runs a sweep, `resume=RUN_DIR` continues a run"),
+    "sft": ("train:sft", "teach a model the answers of a task, for example before `train`"),
+    "vllm-serve": ("vllm_serve:main", "start a vLLM server for several runs"),
+    "push": ("push:main", "push a run to the Hugging Face hub: model, card, report, completions"),
 }
-"""The trainer's commands. Those of installed packages are entry points of the group `grpocli.commands`."""
+"""{command: (module:function, what it does)}. Those of installed packages are entry points of `grpocli.commands`."""
 
 ELSEWHERE = {
     "resume": "grpocli train resume=RUN",
@@ -144,7 +144,8 @@ def _main_of(command: str) -> Callable[[list[str]], int]:
     """The function that runs a command. Raises ConfigError if there is none."""
     main: Callable[[list[str]], int]
     if command in COMMANDS:
-        main = importlib.import_module(COMMANDS[command][0]).main
+        module, _, name = COMMANDS[command][0].partition(":")
+        main = getattr(importlib.import_module(f"grpocli.cli.{module}"), name)
         return main
     tools = plugins("grpocli.commands")
     if command not in tools:

@@ -1,4 +1,4 @@
-"""`grpocli train`: train a model."""
+"""`grpocli train`: train a model; `grpocli sft`: teach it the answers of a task."""
 
 from __future__ import annotations
 
@@ -24,6 +24,34 @@ from grpocli.text import clean
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
+
+
+SFT_HELP = """\
+grpocli sft: teach a model the answers of a task (supervised training), with the same keys as `grpocli train`
+
+usage: grpocli sft [GROUP=CHOICE ...] [KEY=VALUE ...] [-m]
+
+It is `grpocli train algorithm=sft engine=transformers`: the same tasks, run folder, checkpoints, resume, LoRA and
+processes. The engine only samples evaluations.
+
+common keys
+  task.target_template      the answer to teach, text with {column} fields; null: the assistant's last turn, or the
+                            task's own answer
+  train.data_epochs         passes over the data, instead of train.steps
+  rollout.prompts_per_step  answers of an update; train.micro_batch_tokens bounds the memory of a forward pass
+  rollout.max_prompt_tokens, rollout.max_completion_tokens
+                            longer ones are dropped, or cut with rollout.long_prompts=truncate
+  optim.lr  model.lora.rank  eval.every  eval.problems  checkpoint.every  seed
+
+examples
+  grpocli sft task=gsm8k model=smollm2-135m train.data_epochs=2
+  grpocli sft task=jsonl task.path=chats.jsonl task.prompt_column=messages task.answer_column=null reward=none
+  grpocli sft resume=runs/DATE/TIME
+  grpocli train task=gsm8k model=runs/DATE/TIME/model       reinforcement learning from there
+
+`grpocli train --help` lists the groups and their choices.
+"""
+SFT_CHOICES = ("algorithm=sft", "engine=transformers")
 
 
 def main(argv: list[str]) -> int:
@@ -137,3 +165,19 @@ def _next_commands(folder: Path) -> str:
     return (
         f"show its completions:       grpocli rollouts {run}\ncompare it with other runs: grpocli compare {run} RUN ..."
     )
+
+
+def sft(argv: list[str]) -> int:
+    """Train with `algorithm=sft`, and `engine=transformers` unless another is chosen. Returns the exit code."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(SFT_HELP, end="")
+        return 0
+    overrides = arguments(argv).overrides
+    if any(override.startswith("resume=") for override in overrides):
+        return main(argv)
+    for override in overrides:
+        if override.startswith("algorithm=") and override != SFT_CHOICES[0]:
+            hint = "leave it out, or use `grpocli train`"
+            raise ConfigError("`grpocli sft` is algorithm=sft", key="algorithm", value=override[10:], hint=hint)
+    given = {override.partition("=")[0] for override in overrides}
+    return main([*argv, *(choice for choice in SFT_CHOICES if choice.partition("=")[0] not in given)])

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,6 +31,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PART_MODULES = {
+    "": "hardware",
+    "algorithm": "advantage aggregate algorithm correction entropy keep kl objective question_weight tokens",
+    "config": "schema",
+    "environments": "environment",
+    "models": "hf tiny",
+    "rewards": "code judge length math python reward reward_model text_match",
+    "rollout": "fake_engine sync_config transformers_engine vllm.config vllm.engine_parts",
+    "tasks": "generated jsonl task",
+    "tracking": "trackers",
+    "training": "optim",
+}
+"""{room: its modules with parts}; imported at every start, so they import nothing heavy at the top."""
 RECORD = ".hydra"
 """The folder of Hydra's record in a run's folder."""
 
@@ -39,8 +53,9 @@ def register_parts() -> None:
 
     A package declares its parts with `[project.entry-points."grpocli.parts"] NAME = "module"`.
     """
-    import grpocli.composition.part_modules  # noqa: F401 - its imports register the parts of this package
-
+    for room, names in PART_MODULES.items():
+        for name in names.split():
+            import_module(".".join(filter(None, ["grpocli", room, name])))
     for plugin in plugins("grpocli.parts").values():
         load(plugin)
     extend_hydra()

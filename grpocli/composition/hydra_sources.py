@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.core_plugins.structured_config_source import StructuredConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config import yaml_text
-from grpocli.config.parts import choices_of, stored, typed_choice
-from grpocli.config.user_parts import ListedNowhere, UserParts, is_spec
+from grpocli.config.parts import CHOICES, CLASSES, SCHEMAS, choices_of, config_node
+from grpocli.config.user_parts import CHOICE, config_of, is_spec
 from grpocli.errors import ConfigError
 from grpocli.version import PACKAGE
 
@@ -49,8 +47,38 @@ def composer(config_name: str) -> Iterator[Any]:
         GlobalHydra.instance().hydra = before
 
 
+class ListedNowhere(ConfigSource):  # type: ignore[misc]
+    """A config source whose choices `--help` does not list."""
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
+class UserParts(ListedNowhere):
+    """The choices FILE.py:NAME and module:NAME of every config group."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "grpocli-user-parts"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The part's config. Raises ConfigError if there is no such part."""
+        group, spec = CHOICE.fullmatch(config_path.removesuffix(".yaml")).groups()  # type: ignore[union-attr]
+        config, package = config_of(group, spec)
+        return ConfigResult(config=config, path=spec, provider="user", header={"package": package})
+
+    def is_config(self, config_path: str) -> bool:
+        return CHOICE.fullmatch(config_path.removesuffix(".yaml")) is not None
+
+
 class Choices(ListedNowhere):
-    """Choices that are classes without a YAML file, for example parts of other packages."""
+    """The schemas of all parts, with which their YAML files begin, and choices that are classes without a YAML file."""
 
     @staticmethod
     def scheme() -> str:
@@ -58,21 +86,24 @@ class Choices(ListedNowhere):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The typed config of a part."""
-        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
-        found = typed_choice(group, name)
-        package = found.package or group.replace("/", ".")
-        config = OmegaConf.structured(found.node)
-        return ConfigResult(config=config, path=name, provider="grpocli", header={"package": package})
+        group, name = self._key(config_path)
+        cls, package = CHOICES[group, name]
+        if package is None and not config_path.startswith(SCHEMAS):
+            package = group.replace("/", ".")
+        return ConfigResult(config=config_node(cls), path=name, provider="grpocli", header={"package": package})
 
     def is_group(self, config_path: str) -> bool:
         return bool(choices_of(config_path))
 
     def is_config(self, config_path: str) -> bool:
-        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
-        return name in choices_of(group)
+        return self._key(config_path) in CHOICES
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         return [] if results_filter == ObjectType.GROUP else choices_of(config_path)
+
+    def _key(self, config_path: str) -> tuple[str, str]:
+        group, _, name = config_path.removesuffix(".yaml").removeprefix(f"{SCHEMAS}/").rpartition("/")
+        return group, name
 
 
 class Models(ListedNowhere):
@@ -85,7 +116,7 @@ class Models(ListedNowhere):
     def load_config(self, config_path: str) -> ConfigResult:
         """The config of `model=hf` with this path."""
         path = _model_path(config_path)
-        config = OmegaConf.structured(stored("model")["hf"])
+        config = config_node(CLASSES["model/hf"])
         config.path = path
         return ConfigResult(config=config, path=str(path), provider="user", header={"package": "model"})
 
@@ -105,16 +136,8 @@ class CheckedFiles(FileConfigSource):  # type: ignore[misc]
             raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key=str(file), hint="repair it") from error
 
 
-class SharedStore(StructuredConfigSource):  # type: ignore[misc]
-    """Hydra's store of typed configs, without the copy of all of them that Hydra makes for each list of choices."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> SharedStore:
-        return self
-
-
-# Hydra registers its own sources later; for a scheme that a class of the same name has, it keeps that class.
+# Hydra registers its own source later, and keeps this one if it has the same name.
 CheckedFiles.__name__ = FileConfigSource.__name__
-SharedStore.__name__ = StructuredConfigSource.__name__
 
 
 def _model_path(config_path: str) -> str | None:
@@ -137,5 +160,4 @@ def extend_hydra() -> None:
     """Register the sources with Hydra. Safe to call again."""
     for plugin in (Choices, UserParts, Models, GrpocliSources):
         Plugins.instance().register(plugin)
-    for source in (CheckedFiles, SharedStore):
-        SourcesRegistry.instance().types[source.scheme()] = source
+    SourcesRegistry.instance().types[CheckedFiles.scheme()] = CheckedFiles

@@ -6,7 +6,7 @@
         def __call__(self, rewards_PG): ...
 
 makes `algorithm/advantage=std` a choice of Hydra's and `algorithm.advantage.eps` a typed key. The modules of parts are
-imported at every start (`composition/part_modules.py`), so they import nothing heavy at the top.
+imported at every start (`PART_MODULES`), so they import nothing heavy at the top.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from string import Formatter
 from typing import Annotated, Any, ClassVar, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
 
-from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import OmegaConf
 
 from grpocli.errors import ConfigError
@@ -31,11 +30,12 @@ Escaped = Annotated[str, ESCAPED]
 """A text field, in which `\\n` and `\\t` on the command line are escapes. Not for regular expressions."""
 UserCode = Annotated[str, USER_CODE]
 """A field that names code: FILE.py:NAME or module:NAME."""
-MARKED: dict[str, set[tuple[str, str]]] = {ESCAPED: set(), USER_CODE: set()}
-"""{kind: {(first word of the key, rest of the key)}}, such as ("task", "prompt_template"); one word has no rest."""
+MARKS = (ESCAPED, USER_CODE)
 
 SCHEMAS = "hydra/schema"
 """The config group of the schemas of all choices, with which their YAML files begin. `--help` hides `hydra`."""
+CHOICES: dict[tuple[str, str], tuple[Any, str | None]] = {}
+"""{(config group, choice): (class, package)}. Schemas are made when Hydra asks for them: few are used."""
 CLASSES: dict[str, type[Any]] = {}
 """{`_target_`: class}. Names are `reward/math` for a choice and `train` for a section; saved configs have them."""
 
@@ -64,10 +64,7 @@ def part(group: str, name: str, *, package: str | None = None) -> Callable[[type
     def register(cls: type[T]) -> type[T]:
         made = section(package or group.replace("/", "."))(cls)
         named(f"{group}/{name}" if group else name.removesuffix("_schema"))(made)
-        mark_keys(made, group.partition("/")[0])
-        place = f"{SCHEMAS}/{group}" if group else None
-        typed = node(schema(made))
-        ConfigStore.instance().store(group=place, name=name, node=typed, package=package, provider="grpocli")
+        CHOICES[group, name] = made, package
         return made
 
     return register
@@ -90,35 +87,38 @@ def target_of(cls: type[Any]) -> str:
     return target or f"{cls.__module__}.{cls.__qualname__}"
 
 
-def mark_keys(cls: type[Any], first: str, prefix: str = "") -> None:
-    """Register the keys of a part and its sections that are `Escaped` or `UserCode`."""
+@cache
+def _marked_keys(cls: type[Any]) -> frozenset[tuple[str, str]]:
+    """{(mark, key)} of the fields of a part and its sections that are `Escaped` or `UserCode`."""
+    found: set[tuple[str, str]] = set()
     for name, hint in get_type_hints(cls, include_extras=True).items():
-        for mark in _marks(hint):
-            start, _, end = f"{first}.{prefix}{name}".strip(".").partition(".")
-            MARKED[mark].add((start, end))
+        found |= {(mark, name) for mark in _marks(hint)}
         if dataclasses.is_dataclass(hint) and hasattr(hint, "config_key"):
-            mark_keys(cast("type[Any]", hint), first, f"{prefix}{name}.")
+            found |= {(mark, f"{name}.{key}") for mark, key in _marked_keys(cast("Any", hint))}
+    return frozenset(found)
 
 
 def _marks(hint: Any) -> Iterator[str]:
-    yield from (mark for mark in getattr(hint, "__metadata__", ()) if mark in MARKED)
+    yield from (mark for mark in getattr(hint, "__metadata__", ()) if mark in MARKS)
     for inner in get_args(hint):
         yield from _marks(inner)
 
 
 def is_marked(key: str, mark: str) -> bool:
     """Whether a key is a field of that kind in any part, also below a name as in `task.gsm8k.system_prompt`."""
-    return any(
-        key.startswith(f"{first}.") and key.endswith(f".{end}") if end else key == first for first, end in MARKED[mark]
-    )
+    for (group, _), (cls, _) in CHOICES.items():
+        first = group.partition("/")[0]
+        for kind, name in _marked_keys(cls):
+            below = key.startswith(f"{first}.") and key.endswith(f".{name}")
+            if kind == mark and (below if first else key == name):
+                return True
+    return False
 
 
-def node(made: type[Any]) -> Any:
-    """The schema as Hydra composes it. Fields of type `dict` accept new keys without `+`."""
-    own = _dicts(made)
-    if not own:
-        return made
-    config = OmegaConf.structured(made)
+def config_node(cls: Any) -> Any:
+    """The schema of a part as a new config. Fields of type `dict` accept new keys without `+`."""
+    made = schema(cls)
+    own, config = _dicts(made), OmegaConf.structured(made)
     for name in own:
         OmegaConf.set_struct(OmegaConf.select(config, name), False)
     return config
@@ -145,11 +145,7 @@ def _changed(default: Any) -> dict[str, Any]:
 
 def choices_of(group: str) -> list[str]:
     """The choices of a config group that are classes."""
-    try:
-        files = ConfigStore.instance().list(f"{SCHEMAS}/{group}")
-    except OSError:  # the group has none
-        return []
-    return [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
+    return [name for of, name in CHOICES if of == group]
 
 
 def registered(group: str) -> dict[str, type[Any]]:
@@ -158,14 +154,9 @@ def registered(group: str) -> dict[str, type[Any]]:
     return {name.removeprefix(f"{group}/"): cls for name, cls in ours.items() if name.startswith(f"{group}/")}
 
 
-def typed_choice(group: str, name: str) -> ConfigNode:
-    """The schema and package of a choice that is a class. It is copied, which takes time."""
-    return ConfigStore.instance().load(f"{SCHEMAS}/{group}/{name}.yaml")
-
-
 def stored(group: str) -> dict[str, Any]:
     """{choice: schema} of a config group's choices that are classes."""
-    return {name: typed_choice(group, name).node for name in choices_of(group)}
+    return {name: config_node(CHOICES[group, name][0]) for name in choices_of(group)}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -180,6 +171,7 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
     return make
 
 
+@cache
 def schema(cls: type[Any]) -> type[Any]:
     """The mutable twin of a part with its `_target_`, into which Hydra merges overrides.
 

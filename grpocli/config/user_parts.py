@@ -1,24 +1,21 @@
 """Classes and functions of users as choices: `algorithm/advantage=FILE.py:CLASS`, `reward=[FILE.py:NAME]`.
 
 The class is a dataclass with or without `@part`, and its fields are typed keys. A plain function is a reward, called as
-by `reward=[python]`. A config source at the end of Hydra's search path resolves them, so they work wherever choices do:
-in overrides, lists, sweeps and recipes.
+by `reward=[python]`. A config source of Hydra's (`composition/hydra_sources.py`) resolves them, so they work wherever
+choices do: in overrides, lists, sweeps and recipes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from hydra.core.object_type import ObjectType
-from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from grpocli.config.parts import BASES, node, schema, section, stored, target_of
+from grpocli.config.parts import BASES, CLASSES, config_node, section, target_of
 from grpocli.config.user_code import load, short
 from grpocli.errors import ConfigError
 
@@ -68,38 +65,8 @@ def choice_of(group: str, part: object) -> str:
     return short(target) if is_spec(target) else target.removeprefix(f"{group}/")
 
 
-class ListedNowhere(ConfigSource):  # type: ignore[misc]
-    """A config source for Hydra's search path whose choices `--help` does not list."""
-
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return False
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        return []
-
-
-class UserParts(ListedNowhere):
-    """The choices FILE.py:NAME and module:NAME of every config group."""
-
-    @staticmethod
-    def scheme() -> str:
-        return "grpocli-user-parts"
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """The part's config. Raises ConfigError if there is no such part."""
-        group, spec = CHOICE.fullmatch(config_path.removesuffix(".yaml")).groups()  # type: ignore[union-attr]
-        config, package = _config_and_package(group, spec)
-        return ConfigResult(config=config, path=spec, provider="user", header={"package": package})
-
-    def is_config(self, config_path: str) -> bool:
-        return CHOICE.fullmatch(config_path.removesuffix(".yaml")) is not None
-
-
-def _config_and_package(group: str, spec: str) -> tuple[DictConfig, str]:
-    """The typed config of a part, and the package of its keys. Raises ConfigError if it is not a part of the group."""
+def config_of(group: str, spec: str) -> tuple[DictConfig, str]:
+    """The typed config of FILE.py:NAME, and the package of its keys. Raises ConfigError if it is no part."""
     package = f"reward.{name_of(spec)}" if group == "reward" else group.replace("/", ".")
     found = load(spec, group)
     if not isinstance(found, type):
@@ -107,69 +74,14 @@ def _config_and_package(group: str, spec: str) -> tuple[DictConfig, str]:
             calls = [f"{name}({', '.join(a.split())})" for name, a in REQUIRED_MEMBERS[group].items() if a is not None]
             problem = f"is a function, which only reward= accepts; give a class with {', '.join(calls)}"
             raise ConfigError(problem, key=group, value=spec)
-        config = OmegaConf.structured(stored("reward")["python"])
+        config = config_node(CLASSES["reward/python"])
         config.function = spec
         return config, package
-    return _structured(schema(_as_part(found, group, spec, package)), group, spec), package
-
-
-def _structured(part_schema: type[Any], group: str, spec: str) -> DictConfig:
     try:
-        config: DictConfig = OmegaConf.structured(node(part_schema))
+        return config_node(_as_part(found, group, spec, package)), package
     except OmegaConfBaseException as error:
         problem = f"has a field that cannot be a config key: {str(error).splitlines()[0]}"
         raise ConfigError(problem, key=group, value=spec) from error
-    return config
-
-
-def _as_part(cls: type[Any], group: str, spec: str, key: str) -> type[Any]:
-    """The class as a part; a plain class becomes a frozen dataclass. Raises ConfigError if that fails."""
-    if "__init__" in cls.__dict__ and "__dataclass_params__" not in cls.__dict__:
-        raise ConfigError("defines __init__; make it a dataclass, whose fields are its keys", key=group, value=spec)
-    if "__dataclass_params__" not in cls.__dict__:
-        try:
-            section(key)(cls)
-        except (TypeError, ValueError) as error:  # a base that is not frozen, or a mutable default
-            raise ConfigError(f"cannot be made a frozen dataclass: {error}", key=group, value=spec) from error
-    if "config_key" not in cls.__dict__:
-        cls.config_key = key
-    cls.config_target = spec
-    _check(cls, group, spec)
-    return cls
-
-
-def _check(cls: type[Any], group: str, spec: str) -> None:
-    """Raise ConfigError unless the class has the base and the members of its group."""
-    base = BASES.get(group, object)
-    if not issubclass(cls, base):
-        raise ConfigError(f"must derive from {base.__module__}.{base.__qualname__}", key=group, value=spec)
-    required = REQUIRED_MEMBERS.get(group, {})
-    members = {f.name for f in dataclasses.fields(cls)}.union(*map(vars, cls.__mro__))
-    missing = [name for name in required if name not in members]
-    if missing:
-        raise ConfigError(f"must define {' and '.join(missing)}, as every choice of {group}=", key=group, value=spec)
-    for name, arguments in required.items():
-        if arguments is not ATTRIBUTE:
-            _check_signature(cls, name, arguments.split(), group, spec)
-
-
-def _check_signature(cls: type[Any], name: str, arguments: list[str], group: str, spec: str) -> None:
-    """Raise ConfigError if a method does not accept these positional arguments."""
-    method = inspect.getattr_static(cls, name, None)
-    if not inspect.isfunction(method):
-        return  # another kind of callable: its first call reports errors
-    signature = inspect.signature(method)
-    try:
-        signature.bind("self", *arguments)
-    except TypeError as error:
-        problem = f"must accept {name}({', '.join(arguments)}), but defines {name}{_plain(signature)}"
-        raise ConfigError(problem, key=group, value=spec) from error
-
-
-def _plain(signature: inspect.Signature) -> str:
-    """The signature without annotations."""
-    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
 def user_class(spec: str, key: str) -> type[Any]:
@@ -178,3 +90,29 @@ def user_class(spec: str, key: str) -> type[Any]:
     group = f"{first}/{rest[0]}" if first == "algorithm" and rest else first
     cls: Any = load(spec, group)
     return _as_part(cls, group, spec, key if first == "reward" else group.replace("/", "."))
+
+
+def _as_part(cls: type[Any], group: str, spec: str, key: str) -> type[Any]:
+    """The class as a part; a plain class becomes a frozen dataclass. Raises ConfigError if that fails."""
+    if "__dataclass_params__" not in cls.__dict__:
+        try:
+            if "__init__" in cls.__dict__:
+                raise TypeError("it defines __init__, and its fields would be its keys")
+            section(key)(cls)
+        except (TypeError, ValueError) as error:  # also a base that is not frozen, or a mutable default
+            raise ConfigError(f"cannot be made a frozen dataclass: {error}", key=group, value=spec) from error
+    if "config_key" not in cls.__dict__:
+        cls.config_key = key
+    cls.config_target = spec
+    check_members(cls, group, spec)
+    return cls
+
+
+def check_members(cls: type[Any], group: str, spec: str) -> None:
+    """Raise ConfigError unless the class has the base and the members of its group."""
+    base = BASES.get(group, object)
+    if not issubclass(cls, base):
+        raise ConfigError(f"must derive from {base.__module__}.{base.__qualname__}", key=group, value=spec)
+    members = {f.name for f in dataclasses.fields(cls)}.union(*map(vars, cls.__mro__))
+    if missing := [name for name in REQUIRED_MEMBERS.get(group, {}) if name not in members]:
+        raise ConfigError(f"must define {' and '.join(missing)}, as every choice of {group}=", key=group, value=spec)

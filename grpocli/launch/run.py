@@ -61,8 +61,6 @@ READY_WITHIN = 3600.0
 """Seconds that other machines wait for the first one to fetch the model and to start its engine."""
 LOADED_WITHIN = 2.0
 """Seconds that the end of a failed start waits for the thread that loads data and models."""
-QUICK = 2.0
-"""Seconds after which the start of an engine is reported by a line."""
 LOCK_WITHIN = 120.0
 """Seconds until a file system releases the lock of a machine that died."""
 
@@ -394,7 +392,7 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
 
 @contextmanager
 def _launched(run: Run, job: EngineJob, view: View, loading: Future[Any] | None) -> Iterator[None]:
-    """Launch the engine, shown as a stage with progress, and print a line if the start took long.
+    """Launch the engine, shown as a stage with progress; a line names the logs of its servers.
 
     loading: data and models, whose error ends the start, too.
     """
@@ -409,9 +407,8 @@ def _launched(run: Run, job: EngineJob, view: View, loading: Future[Any] | None)
 
     with run.engine.launch(replace(job, progress=progress)):
         starting = False
-        if (seconds := time.monotonic() - began) >= QUICK:
-            logs = ", ".join(str(path) for path in sorted((job.run_dir / "logs").glob("vllm*.log")))
-            view.note(f"engine={name} is ready after {seconds:.0f} s" + (f"; its log: {logs}" if logs else ""))
+        if logs := ", ".join(str(path) for path in sorted((job.run_dir / "logs").glob("vllm*.log"))):
+            view.note(f"engine={name} is ready after {time.monotonic() - began:.0f} s; its log: {logs}")
         yield
 
 

@@ -41,9 +41,8 @@ MISSING_AFTER = 60.0
 """Seconds after which processes that have not begun are named."""
 JOB = "job.json"
 """The input of trainer processes, in the run's folder, written by the launching process."""
-POLL = 0.1
-POLL_SHARED = 1.0
-"""POLL on a file system that all machines of the run poll."""
+POLL = 0.2
+"""Seconds between two looks at the files by which processes communicate."""
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGKILL)
 """Exit codes of the launcher or its guard after a kill from outside."""
 
@@ -89,7 +88,7 @@ def wait_for_job(
             job = TrainerJob.load(run_dir)
             if job.session == session and (job.ready or not ready):
                 return job
-        if give_up.wait(POLL_SHARED):
+        if give_up.wait(POLL):
             return None
     what = "started its engine" if ready else "written the job's description"
     raise RunError(f"the first training machine has not {what} within {timeout:g} s: {run_dir / JOB}")
@@ -109,14 +108,11 @@ def train_in_processes(
             _wait_for_cause(run_dir.path)
         error = _root_cause(run, run_dir.path)  # while hanging processes are still alive
         if trainers.returncode in KILLED and not exit_reports(run_dir.path):
-            error = RunError(
-                f"the trainer processes were killed from outside; resume with: {resume_command(run_dir.path)}"
-            )
+            again = resume_command(run_dir.path)
+            error = RunError(f"the trainer processes were killed from outside; resume with: {again}")
     if error is None and trainers.returncode:
-        error = RunError(
-            f"the trainer processes ended with code {trainers.returncode} before they had begun: "
-            f"see {run_dir.path}/logs"
-        )
+        code = trainers.returncode
+        error = RunError(f"the trainer processes ended with code {code} before they had begun: see {run_dir.path}/logs")
     if error is None:
         accuracy = SavedRun(run_dir.path).summary.get("eval/accuracy")
         return None if accuracy is None else float(accuracy)
@@ -147,7 +143,7 @@ def _wait(run_dir: Path, trainers: Guarded, stop: StopSignal, processes: int, no
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > SETTLE:
             return
-        time.sleep(POLL_SHARED if node else POLL)
+        time.sleep(POLL)
 
 
 def _missing(run_dir: Path, processes: int, node: Node | None) -> str:
@@ -173,12 +169,10 @@ def _root_cause(run: Run, run_dir: Path) -> GrpoError | None:
     that other machines know it."""
     reported = {report.rank for report in exit_reports(run_dir)}
     dead = _died(run_dir)
-    living = [
-        heartbeat for heartbeat in heartbeats(run_dir) if heartbeat.rank not in reported and heartbeat not in dead
-    ]
+    living = [beat for beat in heartbeats(run_dir) if beat.rank not in reported and beat not in dead]
     error = root_cause(exit_reports(run_dir), dead, living, run.hardware.timeout)
-    if error and dead:
-        for beat in dead:
+    for beat in dead:
+        if error:
             report_failure(run_dir, beat.rank, error)
     return error
 
@@ -196,15 +190,9 @@ def _summarise(run_dir: RunDir, cause: str) -> None:
         return  # a resume that did no step keeps the summary of the run so far
     rows = SavedRun(run_dir.path).metrics
     last = rows[-1] if rows else {}
-    seconds = sum(row.get("time/step") or 0.0 for row in rows)
+    seconds, done = sum(row.get("time/step") or 0.0 for row in rows), last.get("step", 0)
     summary = summary_of(
-        steps=last.get("step", 0),
-        seconds=seconds,
-        before={},
-        after={},
-        metrics=last,
-        cause=masked(cause),
-        kind="failed",
+        steps=done, seconds=seconds, before={}, after={}, metrics=last, cause=masked(cause), kind="failed"
     )
     write_summary(run_dir.summary, summary)
 

@@ -12,8 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from tables import table
 
-from grpocli.composition import part_modules
-from grpocli.composition.compose import build_run, compose, sweep_folder
+from grpocli.composition.compose import PART_MODULES, build_run, compose, sweep_folder
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.composition.overrides import rewrite
 from grpocli.config.parts import CLASSES
@@ -36,8 +35,9 @@ def name(node: Any) -> str:
 
 
 def test_every_module_with_parts_is_imported_at_start() -> None:
-    lists = [Path(part_modules.__file__), Path(parts.__file__)]
-    imported = {name for path in lists for name in re.findall(r"^import ([\w.]+)$", path.read_text(), re.MULTILINE)}
+    imported = set(re.findall(r"^import ([\w.]+)$", Path(parts.__file__).read_text(), re.MULTILINE))
+    named = [(room, name) for room, names in PART_MODULES.items() for name in names.split()]
+    imported |= {f"grpocli.{room}.{name}".replace("..", ".") for room, name in named}
     declaring = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for path in PACKAGE.rglob("*.py")
