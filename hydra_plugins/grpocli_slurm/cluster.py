@@ -1,4 +1,4 @@
-"""SLURM commands on the machine that submits: sinfo, sbatch and squeue."""
+"""SLURM commands on the machine that submits: sbatch and squeue."""
 
 from __future__ import annotations
 
@@ -8,51 +8,16 @@ import shutil
 import subprocess
 
 from grpocli.errors import ConfigError, RunError
-from hydra_plugins.grpocli_slurm.options import Options
 
 TIMEOUT = 60
 """Seconds within which SLURM must answer a command."""
 
 
-def check(options: Options, nodes: int) -> None:
-    """Raise ConfigError if there is no SLURM, no such partition, or too few nodes in it."""
+def check() -> None:
+    """Raise ConfigError if there is no SLURM. What a cluster lacks, `sbatch` says itself."""
     if shutil.which("sbatch") is None:
-        raise ConfigError(
-            "there is no sbatch on the path",
-            key="hydra/launcher",
-            value="slurm",
-            hint="submit from a machine of the cluster, or only write the script with hydra.launcher.dry_run=true",
-        )
-    sizes = partitions()
-    default = next((name.rstrip("*") for name in sizes if name.endswith("*")), None)
-    sizes = {name.rstrip("*"): size for name, size in sizes.items()}
-    there = ", ".join(f"{name} ({size} nodes)" for name, size in sizes.items())
-    chosen = options.partition or os.environ.get("SBATCH_PARTITION") or default
-    if chosen is None:
-        raise ConfigError(
-            f"this cluster has no default; choose one of {there}", key="hydra.launcher.partition", value="null"
-        )
-    asked = chosen.split(",")
-    for name in asked:
-        if name not in sizes:
-            raise ConfigError(
-                f"there is no such partition; choose one of {there}", key="hydra.launcher.partition", value=name
-            )
-    if nodes > max(sizes[name] for name in asked):
-        raise ConfigError(
-            f"the run needs {nodes} nodes (hardware.train_nodes + hardware.rollout_nodes), and partition "
-            f"{chosen} has {max(sizes[name] for name in asked)}",
-            key="hardware",
-        )
-
-
-def partitions() -> dict[str, int]:
-    """{partition: number of nodes}; the name of the default partition ends in `*`."""
-    rows = [line.split() for line in ask("sinfo", "--noheader", "--format=%P %D").splitlines()]
-    sizes: dict[str, int] = {}
-    for name, count in rows:
-        sizes[name] = sizes.get(name, 0) + int(count)
-    return sizes
+        hint = "submit from a machine of the cluster, or only write the script with hydra.launcher.dry_run=true"
+        raise ConfigError("there is no sbatch on the path", key="hydra/launcher", value="slurm", hint=hint)
 
 
 def submit(script: str, partition: str | None) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,6 @@ from hydra_plugins.grpocli_slurm.options import options as options_of
 from hydra_plugins.grpocli_slurm.prepare import SweepRun, config_dir, prepared, write
 from hydra_plugins.grpocli_slurm.script import BatchScript, JobNodes, same_resources
 
-LAUNCH_FILES = re.compile(r"multirun\.yaml|job(_\d+)?\.(sh|runs)")
-"""Files of a sweep's folder that exist before any run does."""
-
 
 def launch(
     values: Mapping[str, Any],
@@ -38,21 +33,18 @@ def launch(
 
     Raises ConfigError before anything is submitted if a run cannot work.
     """
-    sweep = Path(str(config.hydra.sweep.dir)).resolve()
-    with _tidied(sweep):
-        options = options_of(values)
-        _check_sweeper(options, str(config.hydra.sweeper.get("_target_")))
-        runs = prepared(context, config, job_overrides, first)
-        resources = same_resources([JobNodes.of(run.run, options) for run in runs])
-        if not options.dry_run:
-            cluster.check(options, resources.nodes)
-        returns = write(context, runs)
-        batch = _written(options, resources, sweep, config_dir(config), runs)
-        if options.dry_run:
-            print(batch.text())
-            print(f"nothing was submitted; `sbatch {shlex.quote(str(batch.script))}` submits it")
-            return [_with_result(done, None) for done in returns]
-        number = _submit(batch, runs)
+    sweep, options = Path(str(config.hydra.sweep.dir)).resolve(), options_of(values)
+    runs = prepared(context, config, job_overrides, first)
+    resources = same_resources([JobNodes.of(run.run, options) for run in runs])
+    if not options.dry_run:
+        cluster.check()
+    returns = write(context, runs)
+    batch = _written(options, resources, sweep, config_dir(config), runs)
+    if options.dry_run:
+        print(batch.text())
+        print(f"nothing was submitted; `sbatch {shlex.quote(str(batch.script))}` submits it")
+        return [_with_result(done, None) for done in returns]
+    number = _submit(batch, runs)
     _print_submitted(number, batch, runs)
     if not options.wait:
         return [_with_result(done, None) for done in returns]
@@ -60,21 +52,6 @@ def launch(
     if len(runs) > 1:
         print(f"`grpocli compare {shlex.quote(str(sweep))}` compares them", flush=True)
     return [_with_result(done, result) for done, result in zip(returns, results, strict=True)]
-
-
-@contextmanager
-def _tidied(sweep: Path) -> Iterator[None]:
-    """On a ConfigError, remove the folder that Hydra made for the sweep, unless a run is in it."""
-    try:
-        yield
-    except ConfigError:
-        left = list(sweep.iterdir()) if sweep.is_dir() else []
-        if left and all(path.is_file() and LAUNCH_FILES.fullmatch(path.name) for path in left):
-            for path in left:
-                path.unlink()
-            if sweep != Path.cwd():
-                sweep.rmdir()
-        raise
 
 
 def _submit(batch: BatchScript, runs: Sequence[SweepRun]) -> str:
@@ -85,17 +62,6 @@ def _submit(batch: BatchScript, runs: Sequence[SweepRun]) -> str:
         for run in runs:
             RunDir(run.folder).remove_unstarted()
         raise
-
-
-def _check_sweeper(options: Options, sweeper: str) -> None:
-    """Raise ConfigError if a sweeper that chooses by results would get none."""
-    if sweeper.endswith("BasicSweeper"):
-        return
-    for key in ("dry_run",) if options.dry_run else ("wait",) if not options.wait else ():
-        value = str(getattr(options, key)).lower()
-        raise ConfigError(
-            f"{sweeper.rpartition('.')[2]} waits for each run's value", key=f"hydra.launcher.{key}", value=value
-        )
 
 
 def _written(

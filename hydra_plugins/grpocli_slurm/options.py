@@ -83,11 +83,9 @@ class Options:
         require(self, "signal_before", 1 <= self.signal_before <= 65535, "must be between 1 and 65535 seconds")
         ok = self.time is None or self.signal_before < seconds(self.time)
         require(self, "signal_before", ok, f"must be less than the time limit, hydra.launcher.time={self.time}")
-        ok = self.memory is None or bool(re.fullmatch(r"\d+[KMGT]?", self.memory, re.IGNORECASE))
-        require(self, "memory", ok, "must be megabytes, or a number with K, M, G or T such as 64G")
         require(self, "max_requeues", self.max_requeues >= 0, "must be 0 (never) or more")
         require(self, "wait_at_most", self.wait_at_most >= 1, "must be at least 1 second")
-        for field in ("partition", "account", "qos", "constraint", "exclude", "container"):
+        for field in ("partition", "account", "qos", "memory", "constraint", "exclude", "container"):
             require(self, field, "\n" not in str(getattr(self, field)), "must be one line")
         for name, value in self.extra.items():
             require(self, "extra", name.replace("_", "-") not in SET_BY_SCRIPT, f"{name} is set by grpocli")
@@ -98,12 +96,9 @@ def seconds(time: str) -> int:
     """Seconds of a time limit of sbatch: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if dash:
-        hours, minutes, left = (*parts, 0, 0)[:3]
-    elif len(parts) == 3:
-        hours, minutes, left = parts
-    else:
-        hours, (minutes, left) = 0, (*parts, 0)[:2]
+    if not dash and len(parts) < 3:
+        parts.insert(0, 0)  # hours
+    hours, minutes, left = (*parts, 0, 0)[:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + left
 
 
