@@ -31,7 +31,6 @@ MEANING = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer.mo
 RENDERING = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """Files of a model that decide how prompts are written and where completions end."""
 BLOCK, BLOCKS = 1 << 16, 1 << 10
-SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def inputs_of(config: Mapping[str, Any], model_path: str, commit: str | None) -> dict[str, str]:
@@ -139,15 +138,9 @@ def changed_inputs(before: Mapping[str, str], now: Mapping[str, str], changed: C
 
 
 def check_fits(part: Any, path: str, checkpoint: Path) -> None:
-    """Raise ConfigError if the start model at `path` contradicts a checkpoint: by its shape, or by its tokens."""
-    from grpocli.models.loading import load_config, load_tokenizer
+    """Raise ConfigError if the start model at `path` has other tokens than a checkpoint."""
+    from grpocli.models.loading import load_tokenizer
     from grpocli.models.teacher import difference
 
-    problem = difference(*(load_tokenizer(part, one).get_vocab() for one in (str(checkpoint), path)))
-    if (checkpoint / "config.json").is_file():  # LoRA has none
-        mine, its = (load_config(part, one).get_text_config() for one in (str(checkpoint), path))
-        for name in SHAPE:
-            if (ours := getattr(mine, name, None)) != (other := getattr(its, name, None)):
-                problem = f"its {name} is {other}, and that of the run's checkpoints {ours}"
-    if problem:
+    if problem := difference(*(load_tokenizer(part, one).get_vocab() for one in (str(checkpoint), path))):
         raise ConfigError(problem, key="model.path", value=path, hint="another model needs a new run")

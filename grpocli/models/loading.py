@@ -28,7 +28,6 @@ Progress = Callable[[float, str], None]
 """Called with a fraction from 0 to 1 and a phrase for the user."""
 
 
-OTHER_ATTENTION = "is the former name of model.attention, which has another value: leave this one out"
 FLEX = "flex_attention"
 """The value of model.attention with which packed rows use torch's flex attention, and other rows `sdpa`."""
 ATTENTIONS = ("sdpa", "eager", FLEX, *(f"flash_attention_{version}" for version in (2, 3, 4)))
@@ -57,8 +56,6 @@ class ModelPart:
     attention: str | None = None
     """Attention of transformers, such as `sdpa`, `flash_attention_2` or `eager`; `flex_attention`: one call a layer for
     packed rows; null: that on a GPU, where its trial passes, otherwise the default of transformers."""
-    attn_implementation: str | None = None
-    """Former name of model.attention, which is still read."""
     compile: bool | None = None
     """Compile decoder layers with torch.compile: the start takes longer, an update may take less; null: on a GPU, from
     100 million parameters on, where flex attention is used and each process has all weights."""
@@ -70,12 +67,8 @@ class ModelPart:
     def __post_init__(self) -> None:
         require(self, "quantization", self.quantization in (None, NF4), f"choose {NF4}, or null for whole weights")
         one_of(self, "dtype", ("auto", *DTYPES))
-        former = self.attn_implementation
-        require(self, "attn_implementation", former in (None, self.attention) or not self.attention, OTHER_ATTENTION)
-        for name in ("attention", "attn_implementation"):
-            if (value := getattr(self, name)) is not None and "/" not in value:
-                one_of(self, name, ATTENTIONS)
-        object.__setattr__(self, "attention", self.attention or former)
+        if self.attention is not None and "/" not in self.attention:
+            one_of(self, "attention", ATTENTIONS)
         require(self, "head_dtype", self.head_dtype in (None, "float32"), "choose float32, or null for model.dtype")
 
     def prepare(self, progress: Progress | None = None) -> str:

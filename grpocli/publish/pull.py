@@ -248,7 +248,7 @@ def runs_code(key: str, value: Any) -> bool:
         return not is_loopback(urlsplit(text).hostname or "")
     if SENDS.fullmatch(key):
         return key.endswith("_file") or value not in _defaults()
-    if name in ("attention", "attn_implementation"):
+    if name == "attention":
         return KERNEL.fullmatch(text) is not None
     if key.endswith((".arguments.taskset", ".arguments.env")):  # of the environment of task=verifiers
         return True

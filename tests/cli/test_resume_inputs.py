@@ -72,7 +72,7 @@ def state_of(run: Path) -> dict[str, bytes]:
 
 REFUSED = {
     "other weights": (["model=FOLDER/other"], "model: "),
-    "another shape": (["model=FOLDER/deeper"], "model.path="),
+    "another shape": (["model=FOLDER/deeper"], "model: "),
     "other tokens": (["model.path=FOLDER/renamed"], "model.path="),
     "a reward that raises": (["reward=[FOLDER/bad.py:f]", "optim.lr=1"], "reward.f "),
     "in two processes": (["reward=[FOLDER/bad.py:f]", "hardware.processes=2"], "reward.f "),

@@ -227,13 +227,6 @@ def test_the_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
     assert refused.value.key == "model.path"
 
 
-def test_the_former_name_of_attention_is_read() -> None:
-    assert HuggingFace(path="a/b", attn_implementation="eager").attention == "eager"
-    assert HuggingFace(path="a/b", attn_implementation="eager", attention="eager").attention == "eager"
-    with pytest.raises(ConfigError, match=r"^model.attn_implementation=eager: is the former name of model.attention"):
-        HuggingFace(path="a/b", attn_implementation="eager", attention="sdpa")
-
-
 def test_a_policy_has_no_dropout() -> None:
     """Also where a layer has its rate as a number, not as a module."""
     config = OPTConfig(
