@@ -92,11 +92,6 @@ def test_dapo_punishes_length_after_the_accuracy_reward() -> None:
     assert list(compose(["algorithm=grpo"]).reward) == ["exact_match"]
 
 
-def test_groups_choose_parts_and_keys_set_values() -> None:
-    a = compose(["algorithm=grpo", "algorithm/advantage=center", "algorithm/kl=k1", "algorithm.kl.beta=0.5"]).algorithm
-    assert [name(a.advantage), name(a.kl), a.kl.beta] == ["Center", "K1", 0.5]
-
-
 def test_a_default_may_follow_another_key() -> None:
     config = compose(["algorithm=drgrpo", "rollout.max_completion_tokens=77"])
     assert config.algorithm.aggregate.length == 77
@@ -136,12 +131,6 @@ def test_the_overview_counts_completions_and_updates() -> None:
     assert "10 steps, 80 updates, 240 completions" in total
 
 
-def test_the_overview_counts_the_problems_of_every_task() -> None:
-    run = build_run(compose(["task=[arithmetic,countdown]", "reward=[number]", "eval.problems=4"]))
-    evaluation = next(line for line in plan_lines(run, Devices(1)) if line.startswith("eval"))
-    assert "2 tasks x 4 problems x (4 + 1 greedy) = 40 completions" in evaluation
-
-
 def test_the_first_lines_name_model_task_and_method(tmp_path: Path) -> None:
     run = build_run(compose(["task=[arithmetic,countdown]", "reward=[number,format]", "algorithm=dapo", "engine=vllm"]))
     job = EngineJob("/models/m", "bfloat16", 100, tmp_path, seed=0)
@@ -149,14 +138,6 @@ def test_the_first_lines_name_model_task_and_method(tmp_path: Path) -> None:
     for fact in ("hf (/models/m)", "bfloat16", "the CPU", "arithmetic, countdown", "number, format", "=dapo", "=vllm"):
         assert fact in said
     assert "2 GPUs" in opening_lines(run, job, Devices(2, ("0", "1")), {})[0]
-
-
-def test_default_evaluations_are_smaller_on_a_cpu() -> None:
-    assert compose([]).eval.problems == 256, "the built-in model is fast"
-    other = build_run(compose(["model=hf", "model.path=x"]))
-    assert (other.eval.n_problems(cpu=True), other.eval.n_problems(cpu=False)) == (32, 256)
-    chosen = build_run(compose(["model=hf", "model.path=x", "eval.problems=7"]))
-    assert chosen.eval.n_problems(cpu=True) == chosen.eval.n_problems(cpu=False) == 7
 
 
 def test_a_user_may_add_a_reward_and_a_recipe(tmp_path: Path) -> None:

@@ -6,12 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from omegaconf.errors import ValidationError
 
-from grpocli.composition.compose import compose
-from grpocli.composition.hydra_errors import hydra_errors
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.errors import ConfigError
 
 MATH = Path(conf_dir(), "reward", "math.yaml").read_text()
 
@@ -63,12 +59,3 @@ def test_a_copied_file_has_its_values(grpocli: Callable[..., tuple[int, str, str
     code, out, err = grpocli(*command)
     assert code == 0, err
     assert "weight: 0.3" in out
-
-
-def test_a_chosen_reward_may_be_removed() -> None:
-    assert list(compose(["reward=[math,format]", "~reward.format"]).reward) == ["math"]
-
-
-def test_a_value_error_of_omegaconf_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="no number"), hydra_errors([], "train"):
-        raise ValidationError("no number")

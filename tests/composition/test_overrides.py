@@ -11,10 +11,8 @@ from omegaconf import OmegaConf
 from tables import table
 
 from grpocli.cli.hydra_app import search_path
-from grpocli.composition.compose import build_run, compose, register_parts, save
+from grpocli.composition.compose import build_run, compose, register_parts
 from grpocli.composition.overrides import from_command_line, rewrite, unescape
-from grpocli.composition.resume import Resume
-from grpocli.config.parts import ESCAPED, is_marked
 from grpocli.errors import ConfigError
 
 Run = Callable[..., tuple[int, str, str]]
@@ -90,37 +88,6 @@ def test_rewriting_twice_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert rewrite(once) == once
 
 
-def test_text_keys_are_marked_and_regular_expressions_are_not() -> None:
-    texts = ["rollout.stop", "task.environment.stop", "reward.judge.prompt", "reward.mine.system", "task.instructions"]
-    texts += [f"task.ours.{name}" for name in ("prompt_template", "prefix", "system_prompt", "shot_template")]
-    assert [key for key in texts if not is_marked(key, ESCAPED)] == []
-    others = [
-        "rollout.regex",
-        "reward.format.pattern",
-        "reward.judge.pattern",
-        "model.lora.target_modules",
-        "task.path",
-    ]
-    assert [key for key in others if is_marked(key, ESCAPED)] == []
-
-
-def test_escapes_are_read_in_each_value_of_a_sweep() -> None:
-    assert from_command_line([r'task.prefix="a\n","b"']) == ['task.prefix="a\n","b"']
-
-
-@pytest.mark.slow
-def test_a_resume_keeps_the_text(tmp_path: Path) -> None:
-    began = from_command_line([*JSONL, r'task.prefix="one\ntwo \\n"'])
-    assert began[-1] == 'task.prefix="one\ntwo \\n"'
-    config = compose(began)
-    config.overrides = began
-    (tmp_path / "config.yaml").write_text(save(config))
-    resume = Resume(tmp_path, [])
-    again = [o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))]
-    assert resume.merged(compose(again)).task.prefix == "one\ntwo \\n"
-    assert compose(again).task.prefix == "one\ntwo \\n"
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -159,16 +126,6 @@ def test_a_model_may_be_a_path(given: list[str], path: str, tmp_path: Path, monk
     assert type(model).__name__ == "HuggingFace"
     assert model.path == path.format(parent=tmp_path, here=tmp_path / "cwd")
     assert model.lora.rank == (16 if "model.lora=16" in given else 0)
-
-
-@pytest.mark.slow
-def test_a_sweep_may_mix_models_by_name_and_by_path(grpocli: Run, tmp_path: Path) -> None:
-    code, _, err = grpocli(
-        "train", "-m", "model=hf,Qwen/Qwen2.5-0.5B", "train.steps=0", f"hydra.sweep.dir={tmp_path}/s"
-    )
-    assert code == 2
-    assert "model.path: has no value" in err  # of the first model; the second has its path
-    assert "train.steps=0: must be at least 1" in err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The config of a resumed run, also after defaults have changed."""
+"""The config of a resumed run: with changed defaults, replaced parts, and code that has moved."""
 
 from __future__ import annotations
 
@@ -6,111 +6,61 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+from composed import again, begun
 from omegaconf import OmegaConf
+from tables import table
 
-from grpocli.algorithm.correction import NoCorrection, TokenMask
+from grpocli.algorithm.correction import NoCorrection
 from grpocli.algorithm.keep import All
 from grpocli.composition.compose import build_run, compose, save
+from grpocli.composition.overrides import rewrite
 from grpocli.composition.resume import Resume, changes, moved_files
-from grpocli.config.schema import Run
+from grpocli.config.environment import without_environment
 from grpocli.errors import ConfigError
 
-
-def resumed(folder: Path, began_with: list[str], now: list[str], *overrides: str) -> Run:
-    """A run that began with the defaults `began_with`, which its `overrides` do not name."""
-    config = compose([*overrides, *began_with])
-    config.overrides = list(overrides)
-    (folder / "config.yaml").write_text(save(config))
-    return again(Resume(folder, now))
-
-
-def again(resume: Resume) -> Run:
-    return build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
-
-
-@pytest.mark.slow
-def test_a_folder_name_may_have_quotes(tmp_path: Path) -> None:
-    folder = tmp_path / """it's a "run" \\"""
-    folder.mkdir()
-    run = resumed(folder, [], ["train.steps=7"])
-    assert run.train.steps == 7
-    composed = compose([one for one in Resume(folder, []).overrides([]) if one.startswith("resume=")])
-    assert composed.resume == str(folder)
+REWARDS = ["reward=[math, format]", "reward.format.weight=0.5", "reward.math.weight=2"]
+SAVED = ["engine=vllm", "engine.base_url=http://127.0.0.1:8000", "+engine.vllm_args.x=1", "optim.lr=0.1", "resume=/old"]
 
 
 def test_a_changed_default_choice_does_not_change_the_run(tmp_path: Path) -> None:
-    run = resumed(tmp_path, ["algorithm/correction=none", "algorithm/advantage=center"], ["train.steps=7"])
+    begun(tmp_path, defaults=["algorithm/correction=none", "algorithm/advantage=center"])
+    run = build_run(again(tmp_path, "train.steps=7"))
     assert run.algorithm.correction == NoCorrection()
     assert type(run.algorithm.advantage).__name__ == "Center"
     assert run.train.steps == 7
 
 
 @pytest.mark.slow
-def test_an_override_changes_the_run(tmp_path: Path) -> None:
-    run = resumed(tmp_path, ["algorithm/correction=none"], ["algorithm/correction=token_mask"])
-    assert run.algorithm.correction == TokenMask()
-
-
-@pytest.mark.slow
 def test_a_key_that_follows_an_override_follows_it(tmp_path: Path) -> None:
-    run = resumed(tmp_path, ["engine=vllm"], ["rollout.max_staleness=1"])
-    assert run.algorithm.has_correction
-    assert resumed_length(tmp_path / "a", "rollout.max_completion_tokens=20") == 30
-    assert resumed_length(tmp_path / "b", "algorithm.aggregate.length=20") == 20
+    for key, length in (("rollout.max_completion_tokens", 30), ("algorithm.aggregate.length", 20)):
+        begun(tmp_path, "algorithm=drgrpo", f"{key}=20")
+        assert build_run(again(tmp_path, "rollout.max_completion_tokens=30")).algorithm.aggregate.length == length
 
 
 @pytest.mark.slow
 def test_another_algorithm_drops_the_keys_that_it_lacks(tmp_path: Path) -> None:
-    given = ["algorithm=dapo", "reward.overlong.buffer_tokens=2"]
-    config = compose(given)
-    config.overrides = given
-    (tmp_path / "config.yaml").write_text(save(config))
-    run = again(Resume(tmp_path, ["algorithm=grpo"]))
+    begun(tmp_path, "algorithm=dapo", "reward.overlong.buffer_tokens=2")
+    run = build_run(again(tmp_path, "algorithm=grpo"))
     assert run.algorithm.keep == All()
     assert run.reward["overlong"].buffer_tokens == 2, "the run keeps its rewards"
 
 
 def test_a_resume_continues_in_the_folder_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    said = "hydra.run.dir=/elsewhere: a resume continues in the run's own folder"
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError) as refused:
         Resume.requested([f"resume={tmp_path}", "hydra.run.dir=/elsewhere"])
+    assert refused.value.key == "hydra.run.dir"
     assert Resume.requested([f"resume={tmp_path}", f"hydra.run.dir={tmp_path}"])
 
 
-def resumed_length(folder: Path, began_with: str) -> int:
-    """The length of Dr. GRPO after a resume with another max_completion_tokens."""
-    folder.mkdir()
-    run = resumed(folder, [], ["rollout.max_completion_tokens=30"], "algorithm=drgrpo", began_with)
-    return int(run.algorithm.aggregate.length)
-
-
-HYDRA_S = {
-    "as it was written": "- algorithm=dapo\n- optim.lr=0.5\n",
-    "overwritten by a command that was refused": "- algorithm=drgrpo\n- reward=[math]\n- task=gsm8k\n",
-    "half written": "- [",
-    "missing": None,
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("recorded", HYDRA_S)
-def test_a_run_of_an_earlier_version_is_read_from_its_config(tmp_path: Path, recorded: str) -> None:
-    """Its config has no `overrides`, and Hydra's record of them may be damaged."""
-    config = compose(["algorithm=dapo", "optim.lr=0.5", "train.steps=7"])
-    (tmp_path / "config.yaml").write_text(save(config).replace("overrides: []\n", ""))
-    if (text := HYDRA_S[recorded]) is not None:
-        (tmp_path / ".hydra").mkdir()
-        (tmp_path / ".hydra" / "overrides.yaml").write_text(text)
-    run = again(Resume(tmp_path, ["train.steps=9"]))
-    began = build_run(config)
-    assert (run.algorithm, run.task, run.optim, run.rollout) == (
-        began.algorithm,
-        began.task,
-        began.optim,
-        began.rollout,
-    )
-    assert list(run.reward) == list(began.reward) == ["exact_match", "overlong"]
+def test_a_config_without_its_command_line_is_enough(tmp_path: Path) -> None:
+    config = begun(tmp_path, "algorithm=dapo", "optim.lr=0.5")
+    file = tmp_path / "config.yaml"
+    file.write_text(re.sub(r"overrides:\n(- .*\n)*", "", file.read_text()))
+    run, first = build_run(again(tmp_path, "train.steps=9")), build_run(config)
+    assert (run.algorithm, run.optim, list(run.reward)) == (first.algorithm, first.optim, list(first.reward))
     assert run.train.steps == 9
 
 
@@ -128,16 +78,7 @@ def test_changes_lists_only_differences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("measures", "after", "changed"),
-    [(None, ["format", "math"], True), ("math", ["format", "math"], False), (None, ["math", "format"], False)],
-)
-def test_another_first_reward_counts_if_it_measures(measures: str | None, after: list[str], changed: bool) -> None:
-    configs = [{"reward": {name: {} for name in names}, "eval": {"reward": measures}} for names in (["math"], after)]
-    assert ("reward" in changes(*configs)) == changed
-
-
-@pytest.mark.parametrize(
-    ("again", "found"),
+    ("named", "found"),
     [
         (["/new/a.py", "/new/b.py"], {"/gone/a.py": "/new/a.py", "/gone/b.py": "/new/b.py"}),
         (["/new/b.py", "/new/a.py"], {"/gone/a.py": "/new/a.py", "/gone/b.py": "/new/b.py"}),
@@ -145,9 +86,102 @@ def test_another_first_reward_counts_if_it_measures(measures: str | None, after:
         (["/new/c.py", "/new/d.py"], {}),
     ],
 )
-def test_functions_of_one_name_are_told_apart_by_their_files(again: list[str], found: dict[str, str]) -> None:
+def test_functions_of_one_name_are_told_apart_by_their_files(named: list[str], found: dict[str, str]) -> None:
     saved = {"callbacks": ["/gone/a.py:f", "/gone/b.py:f"]}
-    assert moved_files(saved, [f"{place}:f" for place in again]) == found
+    assert moved_files(saved, [f"{place}:f" for place in named]) == found
+
+
+def commands(folder: Path, saved: list[str], given: list[str]) -> list[str]:
+    """The overrides that compose a run again, without `resume` and Hydra's."""
+    (folder / "config.yaml").write_text(yaml.safe_dump({"overrides": saved}))
+    return Resume(folder, given).overrides([])[:-3]
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        (["engine=transformers"], ["engine=vllm", "optim.lr=0.1"]),
+        (["engine=vllm"], SAVED[:4]),
+        (["engine.base_url=http://127.0.0.1:9000"], SAVED[:4]),
+        (["optim=adamw", "train.steps=5"], SAVED[:4]),
+    ],
+)
+def test_overrides_of_a_replaced_part_are_dropped(tmp_path: Path, given: list[str], left: list[str]) -> None:
+    assert commands(tmp_path, SAVED, given) == [*left, *given]
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        (["reward=[math,format,overlong]"], REWARDS),
+        (["reward=[format]"], REWARDS[:2]),
+        (["reward=[exact_match]"], REWARDS[:1]),
+    ],
+)
+def test_unchanged_parts_keep_their_overrides(tmp_path: Path, given: list[str], left: list[str]) -> None:
+    assert commands(tmp_path, REWARDS, given) == [*left, *given]
+
+
+@pytest.mark.slow
+def test_the_next_resume_keeps_the_overrides_of_this_one(tmp_path: Path) -> None:
+    begun(tmp_path, *REWARDS)
+    merged = again(tmp_path, "reward=[format]")
+    assert merged.overrides == [*REWARDS[:2], "reward=[format]"]
+    assert merged.reward.format.weight == 0.5
+
+
+OLD_CODE = """
+from grpocli.rewards.reward import BaseReward
+from grpocli import Callback
+
+def f(completions, **columns): ...
+def read(row): ...
+class Short(BaseReward):
+    limit: int = 3
+    def __call__(self, samples): ...
+class Scaled:
+    scale: float = 1.0
+    def __call__(self, scores_PG): ...
+class Mine(Callback): ...
+"""
+TASK = ["task=jsonl", "task.path=d.jsonl", "task.processor=OLD:read"]
+MOVED = [
+    (["reward=[OLD:f]", "reward.f.weight=2"], ["reward=[NEW:f]"], {"reward.f.weight": 2.0}),
+    (["reward=[OLD:f]", "reward.f.weight=2"], ["reward.f.function=NEW:f"], {"reward.f.weight": 2.0}),
+    (["reward=[exact_match,OLD:f]"], ["reward=[exact_match,NEW:f]", "reward.f.weight=3"], {"reward.f.weight": 3.0}),
+    (
+        ["reward=[python]", "reward.python.function=OLD:f"],
+        ["reward.python.function=NEW:f"],
+        {"reward.python.weight": 1.0},
+    ),
+    (["reward=[OLD:Short]", "reward.short.limit=5"], ["reward=[NEW:Short]"], {"reward.short.limit": 5}),
+    (["reward=[OLD:f,OLD:Short]", "reward.short.limit=5"], ["reward.f.function=NEW:f"], {"reward.short.limit": 5}),
+    (["+reward@reward.g=OLD:f", "reward.g.weight=2"], ["+reward@reward.g=NEW:f"], {"reward.g.weight": 2.0}),
+    (
+        ["algorithm/advantage=OLD:Scaled", "algorithm.advantage.scale=2"],
+        ["algorithm/advantage=NEW:Scaled"],
+        {"algorithm.advantage.scale": 2.0},
+    ),
+    (["callbacks=[OLD:Mine]"], ["callbacks=[NEW:Mine]"], {}),
+    ([*TASK, "task.prompt_column=q"], ["task.processor=NEW:read"], {"task.prompt_column": "q"}),
+]
+
+
+@pytest.mark.parametrize("case", table(range(len(MOVED)), fast=3))
+def test_moved_code_is_named_again_and_keeps_its_keys(case: int, tmp_path: Path) -> None:
+    old, new = tmp_path / "old" / "mine.py", tmp_path / "a b" / "mine.py"
+    old.parent.mkdir()
+    old.write_text(OLD_CODE)
+    before, given, kept = MOVED[case]
+    config = begun(tmp_path, *rewrite([word.replace("OLD", str(old)) for word in before]))
+    new.parent.mkdir()
+    old.rename(new)
+    given = [word.replace("NEW", str(new)) for word in given]
+    merged = again(tmp_path, *given)
+    assert str(old) not in save(merged)
+    assert {key: OmegaConf.select(merged, key) for key in kept} == kept
+    saved = [without_environment(one) for one in (config, merged)]
+    assert {key for key in changes(*saved) if key not in given[-1]} == set(), "a moved file is no change"
 
 
 @pytest.mark.parametrize(

@@ -5,25 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from composed import again, begun
 from omegaconf import OmegaConf
 
 from grpocli.composition.compose import build_run, compose, save
-from grpocli.composition.resume import Resume
 from grpocli.config.build import build
 from grpocli.config.parts import CLASSES
 from grpocli.errors import ConfigError
 from grpocli.types import Sampling
-
-
-def run_folder(tmp_path: Path, text: str) -> Path:
-    (tmp_path / "config.yaml").write_text(text)
-    return tmp_path
-
-
-def resumed(folder: Path, *given: str):
-    resume = Resume.requested([f"resume={folder}", *given])
-    assert resume is not None
-    return build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
 
 
 def test_a_saved_config_has_no_module_path() -> None:
@@ -31,10 +20,10 @@ def test_a_saved_config_has_no_module_path() -> None:
 
 
 def test_a_run_resumes_after_a_class_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = run_folder(tmp_path, save(compose(["reward=[math]", "seed=3"])))
+    begun(tmp_path, "reward=[math]", "seed=3")
     moved = type("Elsewhere", (CLASSES["reward/math"],), {"__module__": "elsewhere"})
     monkeypatch.setitem(CLASSES, "reward/math", moved)
-    run = resumed(folder, "train.steps=70")
+    run = build_run(again(tmp_path, "train.steps=70"))
     assert type(run.reward["math"]) is moved
     assert (run.seed, run.train.steps) == (3, 70)
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from composed import again, begun
+from omegaconf import OmegaConf
 
 from grpocli.algorithm.kl import NoKL
 from grpocli.composition.compose import build_run, compose, mode_of, save
-from grpocli.composition.resume import Resume
 from grpocli.config.environment import without_environment
 from grpocli.errors import ConfigError
 from grpocli.files import QuietFileHandler
@@ -78,17 +78,6 @@ def test_a_saved_config_builds_the_same_run(tmp_path: Path) -> None:
     assert build_run(OmegaConf.create(text)) == build_run(config)
     assert build_run(config).rollout.stop == [SECRET]
     assert mode_of(save(compose([]))) == 0o644
-
-
-def begun(folder: Path, *overrides: str) -> None:
-    config = compose(list(overrides))
-    config.overrides = list(overrides)
-    (folder / "config.yaml").write_text(save(config))
-
-
-def again(folder: Path, *given: str) -> DictConfig:
-    resume = Resume(folder, list(given))
-    return resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))]))
 
 
 @pytest.mark.slow

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from composed import again, begun
 from omegaconf import OmegaConf
 from tables import table
 
-from grpocli.composition.compose import build_algorithm, build_run, compose, register_parts, save
+from grpocli.composition.compose import build_algorithm, build_run, compose, register_parts
 from grpocli.composition.overrides import rewrite
-from grpocli.composition.resume import Resume
 from grpocli.config.build import build
 from grpocli.config.parts import CLASSES, stored
 from grpocli.config.user_parts import REQUIRED_MEMBERS, check_members, choice_of
@@ -29,7 +28,6 @@ from dataclasses import dataclass
 
 from grpocli.algorithm.objective import Clip
 from grpocli.config.parts import part
-from grpocli.models.tiny import Tiny
 from grpocli.rewards.reward import BaseReward
 from grpocli.rollout.transformers_engine import Transformers
 from grpocli.tasks.task import BaseTask
@@ -76,10 +74,6 @@ class Loose:
 
 
 class Engine(Transformers):
-    more: int = 1
-
-
-class Model(Tiny):
     more: int = 1
 
 
@@ -137,7 +131,6 @@ KINDS = [
     (["optim=mine.py:Slow", "optim.lr=1e-3"], "optim", "Slow", {"factor": 0.5, "lr": 1e-3}),
     (["tracker=mine.py:Silent", "tracker.level=2"], "tracker", "Silent", {"level": 2}),
     (["engine=mine.py:Engine", "engine.more=2"], "engine", "Engine", {"more": 2, "max_rows": 256}),
-    (["model=mine.py:Model", "model.more=2"], "model", "Model", {"more": 2, "noise": 0.3}),
     (
         ["reward=[mine.py:ShortAnswers]", "reward.short_answers.limit=9"],
         "reward.short_answers",
@@ -200,14 +193,11 @@ def test_a_mixture_and_a_users_recipe_may_use_them() -> None:
 
 def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = ["algorithm/advantage=mine.py:Rank", "algorithm.advantage.scale=7", "reward=[mine.py:accuracy]"]
-    config = compose(given)
-    config.overrides = rewrite(given)
     Path("run").mkdir()
-    Path("run/config.yaml").write_text(save(config))
+    begun(tmp_path / "run", *rewrite(given))
     monkeypatch.chdir("/")
     assert build(OmegaConf.load(tmp_path / "run" / "config.yaml")).algorithm.advantage.scale == 7  # type: ignore[arg-type]
-    resume = Resume(tmp_path / "run", ["algorithm.advantage.scale=8"])
-    run = build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
+    run = build_run(again(tmp_path / "run", "algorithm.advantage.scale=8"))
     assert run.algorithm.advantage.scale == 8
     assert list(run.reward) == ["accuracy"]
 
@@ -242,51 +232,6 @@ def test_built_in_parts_have_the_members_that_user_parts_need() -> None:
         for choice in stored(group):
             if (group, choice) != ("algorithm/tokens", "all"):  # it chooses nothing, so it is never called
                 check_members(CLASSES[f"{group}/{choice}"], group, choice)
-
-
-def test_a_path_needs_a_name() -> None:
-    for override in ("reward=[mine.py]", "task=mine.py", "algorithm/advantage=mine.py"):
-        with pytest.raises(ConfigError, match=r"=mine\.py: name a function or class of the file: mine\.py:NAME$"):
-            compose([override])
-
-
-def test_a_path_may_have_a_colon() -> None:
-    Path("a:b").mkdir()
-    Path("a:b/mine.py").write_text(SOURCE)
-    assert compose(["algorithm/advantage=a:b/mine.py:Rank"]).algorithm.advantage.scale == 1
-    config = compose(["reward=[a:b/mine.py:accuracy]"])
-    assert build_run(config).reward["accuracy"].function == f"{Path.cwd()}/a:b/mine.py:accuracy"
-
-
-def test_files_of_the_same_name_are_two_modules() -> None:
-    for folder, value in (("a", 1), ("b", 2)):
-        Path(folder).mkdir()
-        Path(folder, "parts.py").write_text(
-            f"class Rank:\n    scale: float = {value}\n    def __call__(self, scores_PG):\n        return scores_PG\n"
-        )
-    scales = [compose([f"algorithm/advantage={f}/parts.py:Rank"]).algorithm.advantage.scale for f in ("a", "b")]
-    assert scales == [1, 2]
-
-
-@pytest.mark.slow
-def test_a_sweep_over_user_parts_can_be_printed(
-    grpocli: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, out, _ = grpocli("train", "algorithm/advantage=mine.py:Rank", "--cfg", "job")
-    assert code == 0
-    assert f"_target_: {tmp_path}/mine.py:Rank\n    scale: 1.0" in out
-    code, _, err = grpocli(
-        "train",
-        "-m",
-        "algorithm/advantage=std,mine.py:Rank",
-        "algorithm.advantage.scale=2",
-        f"hydra.sweep.dir={tmp_path}/s",
-    )
-    assert code == 2
-    assert "algorithm.advantage.scale belongs to algorithm/advantage=leave_one_out; now it is std" in err
-    code, out, _ = grpocli("explain", "algorithm/advantage=mine.py:Rank", "vs", "algorithm=grpo")
-    assert code == 0
-    assert "mine.py:Rank" in out
 
 
 def test_the_documented_class_works(tmp_path: Path) -> None:

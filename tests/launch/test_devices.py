@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from grpocli.launch.overview import plan_lines
 from grpocli.processes.node import Node
 from grpocli.rollout.transformers_engine import Transformers
 from grpocli.rollout.vllm.engine_parts import Vllm
-from grpocli.rollout.vllm.server_files import new_engine_folder
 from grpocli.runs.run_dir import RunDir
 from grpocli.views.view import View
 
@@ -132,13 +130,6 @@ def test_a_stop_is_not_an_error_on_other_machines(tmp_path: Path, monkeypatch: p
     run = build_run(compose(["hardware=multinode", "hardware.device=cpu", "hardware.rollout_nodes=0"]))
     assert launch_run.train_on_other_machine(run, RunDir(tmp_path), Node(1, 2, "7.0", "node1", 20007)) is None
     assert trainer_launcher.resume_marker(tmp_path).exists()
-
-
-def test_an_engine_folder_with_open_files_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    new_engine_folder(tmp_path)
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as over NFS, where open files stay
-    new_engine_folder(tmp_path)
-    assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(

@@ -31,16 +31,6 @@ def test_one_allocation_is_split_into_training_and_rollout_nodes(cluster: Cluste
     assert (job.run / "slurm.log").read_text() == job.log
 
 
-def test_jobs_have_separate_ports(cluster: Cluster, tmp_path: Path) -> None:
-    script = written(tmp_path / "sweep", {"steps": 3})
-    ports = set()
-    for _ in range(2):
-        job = Submitted.of(cluster, script)
-        job.until_over("COMPLETED")
-        ports |= {p["MASTER_PORT"] for p in job.rows("places")}
-    assert len(ports) == 2
-
-
 def test_a_signal_before_the_limit_ends_in_a_requeue(cluster: Cluster, tmp_path: Path) -> None:
     job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 30}, *MULTINODE))
     job.until_step(3)
