@@ -95,15 +95,10 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception as error:
-        if short := too_little_memory(error):
-            code = _report(str(short), 1)
-        elif from_user_code(error):
-            code = _report(raised(error), 1, traced=True)
-        elif isinstance(error, OSError):  # such as a file name that is too long
-            parts = (error.filename, error.strerror or str(error) or type(error).__name__)
-            code = _report(": ".join(str(part) for part in parts if part), 1)
-        else:
+        short, own = too_little_memory(error), from_user_code(error)
+        if not (short or own or isinstance(error, OSError)):
             raise  # a bug: keep the traceback
+        code = _report(str(short) if short else raised(error), 1, traced=own)
     finally:
         if argv is not None:
             restore(before)

@@ -34,18 +34,15 @@ def opening_lines(run: Run, job: EngineJob, devices: Devices, choices: Mapping[s
 def plan_lines(run: Run, devices: Devices) -> list[str]:
     """The work of a step, an evaluation and the run, one fact a line."""
     rollout, train = run.rollout, run.train
-    rows = rollout.prompts_per_step * rollout.group_size
-    groups = _share(rollout.prompts_per_step, train.minibatches)
+    prompts, rows = rollout.prompts_per_step, rollout.prompts_per_step * rollout.group_size
+    low, more = divmod(prompts, train.minibatches)
+    groups = f"{low} or {low + 1}" if more else str(low)
     processes, split = devices.processes * run.hardware.train_nodes, run.hardware.context_parallel
     shared = f", {split} share each" if split > 1 else ""
     rounds = run.algorithm.keep.max_rounds
     refill = f", refilled up to {rounds} rounds" if rounds > 1 else ""
-    answers = f"learn   {rollout.prompts_per_step} answers a step, up to {rollout.max_prompt_tokens} + "
-    answers += f"{rollout.max_completion_tokens} tokens each"
-    sample = (
-        f"sample  {rollout.prompts_per_step} prompts x {rollout.group_size} = {rows} completions a step, "
-        f"up to {rollout.max_prompt_tokens} + {rollout.max_completion_tokens} tokens each{refill}"
-    )
+    limits = f"up to {rollout.max_prompt_tokens} + {rollout.max_completion_tokens} tokens each"
+    sample = f"sample  {prompts} prompts x {rollout.group_size} = {rows} completions a step, {limits}{refill}"
     update = (
         f"train   {train.epochs} x {train.minibatches} = {counted(train.updates_per_step, 'update')} a step, "
         f"{groups} groups each, micro-batches of up to {split * train.micro_batch_tokens:,} tokens, "
@@ -55,14 +52,9 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
         f"run     {counted(train.steps, 'step')}, {counted(train.steps * train.updates_per_step, 'update')}, "
         f"{train.steps * rows:,} completions"
     )
-    return [
-        answers if run.algorithm.supervised else sample,
-        *_overlap(rollout),
-        update,
-        *_evaluation(run),
-        *_devices(run, devices),
-        total,
-    ]
+    learn = f"learn   {prompts} answers a step, {limits}"
+    first = learn if run.algorithm.supervised else sample
+    return [first, *_overlap(rollout), update, *_evaluation(run), *_devices(run, devices), total]
 
 
 def _evaluation(run: Run) -> list[str]:
@@ -98,8 +90,3 @@ def _overlap(rollout: Rollouts) -> list[str]:
     change = "under running requests" if rollout.in_flight else "between two steps' completions"
     steps = counted(rollout.max_staleness, "step")
     return [f"ahead   {steps} at most, sampled while another trains; weights change {change}"]
-
-
-def _share(total: int, pieces: int) -> str:
-    low, more = divmod(total, pieces)
-    return f"{low}" if not more else f"{low} or {low + 1}"

@@ -11,7 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
 
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.files import FULL, QuietFileHandler
@@ -76,8 +78,7 @@ class TrainerProcess:
         trainer = None
         try:
             trainer = self._trainer(world, recorder)
-            self._started(trainer, recorder)
-            results = self._trained(trainer)
+            results = self._trained(trainer, recorder)
             finish(trainer, self.job, results)
             recorder.finish_pushes(self.run.hub.timeout)
             recorder.callbacks.on_end(RunEnd(trainer.state.step, "done", "done", self.run_dir.model))
@@ -89,17 +90,10 @@ class TrainerProcess:
         finally:
             close_all(*([trainer.close] if trainer else []), recorder.close, world.close)
 
-    def _started(self, trainer: Trainer, recorder: Recorder) -> None:
-        """Tell the callbacks that the session starts."""
-        from omegaconf import OmegaConf
-
-        config = OmegaConf.to_container(OmegaConf.load(self.run_dir.config))
-        assert isinstance(config, dict)
-        steps, done = self.run.train.steps, trainer.state.step
-        recorder.callbacks.on_start(self.run_dir.path, config, steps, done)  # type: ignore[arg-type]
-
-    def _trained(self, trainer: Trainer) -> dict[str, float]:
+    def _trained(self, trainer: Trainer, recorder: Recorder) -> dict[str, float]:
         """The final evaluation of a training. Raises RunError if user code in it calls `exit`."""
+        config: Any = OmegaConf.to_container(OmegaConf.load(self.run_dir.config))
+        recorder.callbacks.on_start(self.run_dir.path, config, self.run.train.steps, trainer.state.step)
         try:
             return trainer.train()
         except SystemExit as error:
@@ -146,8 +140,6 @@ def close_all(*closes: Callable[[], None]) -> None:
 
 def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view: View) -> Recorder:
     """The recorder of the main process with its files, view and tracker; in other processes one with only a view."""
-    from omegaconf import OmegaConf
-
     from grpocli.algorithm.kl import has_teacher
     from grpocli.rewards.reward import answer_columns
     from grpocli.runs.metrics import MetricsLog, reserve_space
@@ -319,11 +311,13 @@ def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:
 
 
 def log_to(run_dir: RunDir, rank: int) -> None:
-    """Log to `logs/rank_N.log`. Only rank 0 also writes to the console and to run.log."""
+    """Log to `logs/rank_N.log`, with the output of every process but the first, which has the console and run.log."""
     own = run_dir.path / "logs" / f"rank_{rank}.log"
     own.parent.mkdir(exist_ok=True)
     if rank:
-        redirect_output(own)
+        file = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
     handlers = [QuietFileHandler(path) for path in ([own] if rank else [own, run_dir.log])]
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{rank}] %(message)s", handlers=handlers)
 
@@ -351,14 +345,6 @@ def _disk_trouble(error: BaseException | None) -> OSError | None:
             return error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
-
-
-def redirect_output(path: Path) -> None:
-    """Redirect stdout and stderr of this process to a file."""
-    path.parent.mkdir(exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
 
 
 if __name__ == "__main__":
