@@ -10,7 +10,6 @@ import symtable
 import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, field
-from doctest import DocTestParser
 from functools import lru_cache
 from typing import Any
 
@@ -212,6 +211,8 @@ class ProblemTests:
             of_program = [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and one.module in OF_PROGRAM]
             text = ast.unparse(ast.fix_missing_locations(_Checks().visit(tree)))
         except SyntaxError as error:
+            from doctest import DocTestParser  # slow: it loads pdb and unittest
+
             examples = DocTestParser().get_examples(code)
             if fenced := "\n".join(one for _, one in blocks(code)):
                 self.add(fenced)
