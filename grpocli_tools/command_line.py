@@ -44,6 +44,14 @@ def parser_of(command: str, usage: str, doc: str | None, examples: str) -> argpa
     return parser
 
 
+def whole_number(text: str) -> int:
+    """The type of an option that is 0 or more."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
+    return number
+
+
 def _sentence(doc: str | None) -> str:
     """The docstring of a command's module without the command's name."""
     text = (doc or "").partition(": ")[2]

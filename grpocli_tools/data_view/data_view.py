@@ -34,35 +34,28 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class SplitView:
-    """The examples of a split of a task, as a run would read them.
-
-    total: the number of examples, None if it is not known because the data is streamed. read: of them looked at.
-    lengths, target_lengths: tokens of each prompt, and of each answer in supervised training. hashes: of each prompt.
-    columns: those that rewards get, with a type. specials: examples whose own text has a special token of the
-    tokenizer. wanted: problems that the run evaluates on, in `eval`; None if this machine decides.
-    """
+    """The examples of a split of a task, as a run would read them."""
 
     task: str
     split: str
     total: int | None
+    """The number of examples; None if it is not known because the data is streamed."""
     lengths: list[int] = field(default_factory=list)
+    """Tokens of each prompt."""
     target_lengths: list[int] = field(default_factory=list)
+    """Tokens of each answer in supervised training."""
     hashes: list[int] = field(default_factory=list)
+    """Of each prompt."""
     columns: dict[str, str] = field(default_factory=dict)
+    """Those that rewards get, with a type."""
     specials: list[int] = field(default_factory=list)
+    """Examples whose own text has a special token of the tokenizer."""
     wanted: int | None = None
+    """Problems that the run evaluates on, in `eval`; None if this machine decides."""
 
     @property
     def read(self) -> int:
         return len(self.lengths)
-
-    def long(self, limit: int) -> list[int]:
-        """The examples whose prompt has more than `limit` tokens."""
-        return [i for i, n in enumerate(self.lengths) if n > limit]
-
-    def long_targets(self, limit: int) -> list[int]:
-        """The examples whose answer has more than `limit` tokens."""
-        return [i for i, n in enumerate(self.target_lengths) if n > limit]
 
     @property
     def duplicates(self) -> list[int]:
@@ -93,14 +86,12 @@ class DataView:
         end_ids: frozenset[int],
         wanted: Sequence[str] = SPLITS,
         limit: int | None = None,
-        of_stream: int = AT_ONCE,
         report: Report = lambda text, done, total: None,
     ) -> DataView:
-        """Read the splits of a run. limit: read at most so many examples of each; None: all, of a stream `of_stream`.
+        """Read the splits of a run. limit: read at most so many examples of each; None: all, of a stream AT_ONCE.
 
-        end_ids: tokens that end a completion, beside the tokenizer's.
-
-        Raises ConfigError, as the run would, for data that cannot be read and for unusable examples.
+        end_ids: tokens that end a completion, beside the tokenizer's. Raises ConfigError for data that the run would
+        refuse.
         """
         targets: dict[str, Targets] = {}
         splits = []
@@ -110,7 +101,8 @@ class DataView:
             for split in wanted:
                 if split == "train" and getattr(task, "split", "") is None:
                     continue  # the task is for evaluation only
-                most = of_stream if limit is None and split == "train" and getattr(task, "streaming", False) else limit
+                streamed = split == "train" and getattr(task, "streaming", False)
+                most = AT_ONCE if limit is None and streamed else limit
                 with errors_below(key_of(run.task, name)):
                     splits.append(_split_view(run, tokenizer, name, task, split, targets.get(name), most, report))
         if not splits:
@@ -142,9 +134,7 @@ def _split_view(
 ) -> SplitView:
     report(f"reading {name} {split}", 0, 0)
     total, examples = _examples(task, split, limit)
-    view = SplitView(name, split, total)
-    if split == "eval":
-        view.wanted = run.eval.problems
+    view = SplitView(name, split, total, wanted=run.eval.problems)
     tools = tools_of(loaded_environment_of(task))
     special = [token for token in tokenizer.all_special_tokens if token]
     types: dict[str, Counter[str]] = {}

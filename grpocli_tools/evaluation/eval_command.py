@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,16 +15,13 @@ from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
 from grpocli.hub import PREFIX
 from grpocli.text import clean
-from grpocli_tools.command_line import composed, parser_of, warn_of_rewards
+from grpocli_tools.command_line import composed, parser_of, warn_of_rewards, whole_number
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from grpocli.config.schema import Run
-    from grpocli.rollout.engine import EngineJob
-    from grpocli.views.view import View
     from grpocli_tools.evaluation.evaluate import ModelResult
-    from grpocli_tools.evaluation.results import Estimate
 
 EXAMPLES = """\
 It accepts the overrides of `grpocli train`: model, task (or several), reward, engine, rollout.max_completion_tokens ...
@@ -42,9 +39,6 @@ def main(argv: Sequence[str]) -> int:
     """Print the table, and write results.json and the samples. Returns the exit code. Raises GrpoError."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
-    for name in ("problems", "samples"):
-        if getattr(args, name) < 0:
-            parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
     if args.no_greedy and not args.samples:
         parser.error("--no-greedy --samples 0: there is nothing to sample")
     if args.checkpoints and not args.run:
@@ -62,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("eval", "[--samples N] [--problems N] [--run RUN]", __doc__, EXAMPLES)
     parser.add_argument(
-        "--samples", type=int, default=4, metavar="N", help="samples of each problem; 0: only a greedy one (4)"
+        "--samples", type=whole_number, default=4, metavar="N", help="samples of each problem; 0: only a greedy one (4)"
     )
     parser.add_argument(
-        "--problems", type=int, default=0, metavar="N", help="the first N problems of each task; 0: all"
+        "--problems", type=whole_number, default=0, metavar="N", help="the first N problems of each task; 0: all"
     )
     parser.add_argument("--no-greedy", action="store_true", help="sample no greedy answers")
     parser.add_argument(
@@ -83,55 +77,21 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
     from grpocli.composition.checks import check_files
     from grpocli.composition.compose import build_run
-    from grpocli.runs.saved_run import check_is_run
 
     overrides = list(args.overrides)
     if args.run:
         if any(one.startswith(("model=", "model.path=", "resume=")) for one in overrides):
             raise ConfigError("the model is the run's own", key="--run", hint="leave out model= and model.path=")
-        check_is_run(args.run, f"--run {args.run}")
         overrides.insert(0, f"resume={args.run}")
     config = composed(overrides, args.config_dir)
     run = build_run(config)
     if (run.hardware.processes or 1) > 1 or run.hardware.nodes > 1:
-        raise ConfigError(
-            "an evaluation runs in one process; leave it null", key="hardware.processes", value=run.hardware.processes
-        )
+        raise ConfigError("an evaluation runs in one process", key="hardware.processes", value=run.hardware.processes)
     check_files(run)
-    return config, _with_whole_weights(run) if args.run and not args.checkpoints else run
-
-
-def _with_whole_weights(run: Run) -> Run:
-    """The run as its final model needs it: LoRA's updates are added to weights of all their bits."""
-    lora = replace(run.model.lora, rank=0, path=None)
-    return replace(run, model=replace(run.model, lora=lora, quantization=None))
-
-
-def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult]:
-    from grpocli.hardware import devices_of
-    from grpocli.launch.run import prepare
-    from grpocli.runs.run_dir import RunDir
-    from grpocli.views.live_view import status_view
-
-    models = _models(args)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError("exists already", key="--out", value=out, hint="give another folder")
-    view = status_view()
-    try:
-        out_dir = RunDir(out, "--out")
-        job = prepare(run, out_dir, view, devices_of(run.hardware, run.engine.resolved()), split="eval")
-        out_dir.check_writable(resuming=True)
-        return _sampled(
-            run, job.engine, models or [(_shown(run, job.engine.model_path), job.engine.model_path)], args, out, view
-        )
-    finally:
-        view.stop()
-
-
-def _shown(run: Run, path: str) -> str:
-    """The name of a model in the results: its name on the hub rather than the folder of its download."""
-    given = str(getattr(run.model, "path", ""))
-    return given if given.startswith(PREFIX) else path
+    if args.run and not args.checkpoints:  # the final model: LoRA's updates are added to weights of all their bits
+        lora = replace(run.model.lora, rank=0, path=None)
+        run = replace(run, model=replace(run.model, lora=lora, quantization=None))
+    return config, run
 
 
 def _models(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -145,37 +105,50 @@ def _models(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [(str(args.run / "model"), str(args.run / "model"))] if args.run else []
 
 
-def _sampled(
-    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], args: argparse.Namespace, out: Path, view: View
-) -> list[ModelResult]:
+def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult]:
     """Evaluate each model, and write its completions to `out`."""
-    from grpocli.progress import Watch
+    from grpocli.hardware import devices_of
+    from grpocli.launch.run import prepare
     from grpocli.rewards.reward import answer_columns
     from grpocli.runs.rollouts import evaluation_records, write_rollouts
-    from grpocli_tools.evaluation.evaluate import Evaluation, EvaluationOptions
+    from grpocli.runs.run_dir import RunDir
+    from grpocli.views.live_view import status_view
+    from grpocli_tools.evaluation.evaluate import Evaluation
 
-    options = EvaluationOptions(args.problems, args.samples, not args.no_greedy)
-    evaluation = Evaluation(run, job, options, view, Watch(view.progress))
-    found: list[ModelResult] = []
-    for one in evaluation.results(models):
-        name = "".join(c if c.isalnum() else "_" for c in Path(one.name).name)
-        for kind, groups in (("greedy", one.greedy), ("sampled", one.sampled)):
-            if groups:
-                path = out / "samples" / f"{len(found):03d}_{name}_{kind}.parquet"
-                write_rollouts(path, evaluation_records(groups), 0, answer_columns(run.reward.values()))
-        found.append(one)
+    models = _models(args)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError("exists already", key="--out", value=out, hint="give another folder")
+    view, found = status_view(), []
+    try:
+        out_dir = RunDir(out, "--out")
+        job = prepare(run, out_dir, view, devices_of(run.hardware, run.engine.resolved()), split="eval").engine
+        out_dir.check_writable(resuming=True)
+        given = str(getattr(run.model, "path", ""))  # the name on the hub rather than the folder of its download
+        models = models or [(given if given.startswith(PREFIX) else job.model_path, job.model_path)]
+        evaluation = Evaluation(run, job, view, args.problems, args.samples, not args.no_greedy)
+        for number, one in enumerate(evaluation.results(models)):
+            name = "".join(c if c.isalnum() else "_" for c in Path(one.name).name)
+            for kind, groups in (("greedy", one.greedy), ("sampled", one.sampled)):
+                if groups:
+                    path = out / "samples" / f"{number:03d}_{name}_{kind}.parquet"
+                    write_rollouts(path, evaluation_records(groups), 0, answer_columns(run.reward.values()))
+            found.append(one)
+    finally:
+        view.stop()
     return found
 
 
 def _as_dict(config: DictConfig, run: Run, args: argparse.Namespace, found: Sequence[ModelResult]) -> dict[str, object]:
-    from dataclasses import asdict
-
     from grpocli.config.environment import without_environment
 
     rollout = without_environment(config)["rollout"]
-    settings = {"samples": args.samples, "problems": args.problems, "overrides": args.overrides, "run": args.run}
     return {
-        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()},
+        "settings": {
+            "samples": args.samples,
+            "problems": args.problems,
+            "overrides": args.overrides,
+            "run": args.run and str(args.run),
+        },
         "sampling": {name: rollout.get(name, value) for name, value in asdict(run.rollout.sampling).items()},
         "models": [{"name": one.name, "tasks": [task.as_dict() for task in one.tasks]} for one in found],
     }
@@ -196,7 +169,9 @@ def _show(found: Sequence[ModelResult]) -> None:
         table.add_column(name, justify="right")
     for one in found:
         for task in one.tasks:
-            cells = [_cell(task.scores[score]) if score in task.scores else "" for score in scores]
+            cells = [
+                f"{s.value:.3f}\n{s.low:.3f} to {s.high:.3f}" if (s := task.scores.get(name)) else "" for name in scores
+            ]
             rest = [f"{task.mean_length:.0f}", f"{task.truncated:.1%}", str(task.failed)]
             table.add_row(Path(one.name).name, task.task, str(task.questions), *cells, *rest)
     console = CleanConsole(width=None if sys.stdout.isatty() else 160)
@@ -209,7 +184,3 @@ def _show(found: Sequence[ModelResult]) -> None:
             if paired := Paired.of(first.by_problem, task.by_problem):
                 names = f"{Path(one.name).name} against {Path(found[0].name).name}"
                 console.print(f"{task.task}, {names}: {paired.change:+.3f}, {paired}")
-
-
-def _cell(estimate: Estimate) -> str:
-    return f"{estimate.value:.3f}\n{estimate.low:.3f} to {estimate.high:.3f}"

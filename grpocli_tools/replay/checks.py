@@ -35,7 +35,7 @@ NOISE = 2e-7
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One value that differs. group, completion, token: its place; None where they do not apply."""
+    """One value that differs. Its place is None where it does not apply."""
 
     step: int
     what: str
@@ -49,18 +49,17 @@ class Difference:
 
 @dataclass(slots=True)
 class Check:
-    """The result of one comparison: how many values agree, differ and cannot be checked.
-
-    rounded: of those that agree, the ones that are not equal to the bit. unit: of the counts. why: the reasons why
-    values cannot be checked, and how many. differences: all of them, in order.
-    """
+    """The result of one comparison: how many values agree, differ and cannot be checked."""
 
     name: str
     unit: str = "completions"
+    """Of the counts."""
     agree: int = 0
     rounded: int = 0
+    """Of those that agree, the ones that are not equal to the bit."""
     differences: list[Difference] = field(default_factory=list)
     why: dict[str, int] = field(default_factory=dict)
+    """The reasons why values cannot be checked, and how many."""
 
     @property
     def differ(self) -> int:
@@ -70,10 +69,11 @@ class Check:
     def unchecked(self) -> int:
         return sum(self.why.values())
 
-    def skip(self, why: str, count: int = 1) -> None:
-        """Count values that cannot be checked."""
+    def skip(self, why: str, count: int = 1) -> Check:
+        """Count values that cannot be checked. Returns the check."""
         if count:
             self.why[why] = self.why.get(why, 0) + count
+        return self
 
     def excuse(self, why: str) -> None:
         """Count the differences as values that cannot be checked."""
@@ -88,20 +88,16 @@ class Check:
         else:
             self.differences.append(difference)
 
-    def add(self, other: Check) -> None:
-        """Add the counts of another step."""
-        self.agree += other.agree
-        self.rounded += other.rounded
-        self.differences += other.differences
-        for why, count in other.why.items():
-            self.skip(why, count)
-
 
 def total(checks: Iterable[Check]) -> list[Check]:
     """One check for each name, with the counts of all steps."""
     found: dict[str, Check] = {}
-    for check in checks:
-        found.setdefault(check.name, Check(check.name, check.unit)).add(check)
+    for one in checks:
+        whole = found.setdefault(one.name, Check(one.name, one.unit))
+        whole.agree, whole.rounded = whole.agree + one.agree, whole.rounded + one.rounded
+        whole.differences = whole.differences + one.differences
+        for why, count in one.why.items():
+            whole.skip(why, count)
     return list(found.values())
 
 
@@ -115,26 +111,21 @@ def close(recorded: Any, recomputed: Any, relative: float, absolute: float = 0.0
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A check of some columns of a rollout file. tolerance: of numbers, relative and absolute."""
+    """A check of some columns of a rollout file."""
 
     name: str
     columns: tuple[str, ...]
     relative: float = 0.0
+    """Tolerance of numbers."""
     absolute: float = 0.0
+    """Tolerance of numbers."""
     per_token: bool = False
+    """Whether lists are compared token by token."""
 
-    @property
-    def unit(self) -> str:
-        """The unit of the check's counts."""
-        if self.per_token:
-            return "tokens"
-        return "completions" if len(self.columns) == 1 else f"values, {len(self.columns)} a completion"
-
-    def skipped(self, why: str, completions: int) -> Check:
-        """A check of this many completions that cannot be made."""
-        check = Check(self.name, self.unit)
-        check.skip(why, completions * len(self.columns))
-        return check
+    def check(self) -> Check:
+        """An empty check."""
+        of_each = "completions" if len(self.columns) == 1 else f"values, {len(self.columns)} a completion"
+        return Check(self.name, "tokens" if self.per_token else of_each)
 
 
 def compare_rows(
@@ -146,36 +137,22 @@ def compare_rows(
     token_text: Callable[[int], str],
 ) -> Check:
     """Compare columns of a step's rows, cell by cell, and token by token in lists of one value per token."""
-    check = Check(spec.name, spec.unit)
+    check = spec.check()
     for number, (old, new) in enumerate(zip(recorded, recomputed, strict=True)):
         place = number // group_size, number % group_size
         for column in spec.columns:
             if column not in old:
                 check.skip(f"the file has no column {column}")
-            elif spec.per_token and isinstance(old[column], list) and isinstance(new[column], list):
-                _compare_tokens(check, step, spec, column, place, old, new, token_text)
-            elif spec.per_token and old[column] is None and new[column] is None:
                 continue
-            else:
-                same = close(old[column], new[column], spec.relative, spec.absolute)
-                difference = Difference(step, column, old[column], new[column], *place)
-                check.compare(difference, same, old[column] == new[column])
+            before, after, ids = old[column], new[column], old.get("completion_ids") or []
+            if not (spec.per_token and isinstance(before, list) and isinstance(after, list)):
+                if not (spec.per_token and before is None and after is None):
+                    same = close(before, after, spec.relative, spec.absolute)
+                    check.compare(Difference(step, column, before, after, *place), same, before == after)
+                continue
+            for t in range(max(len(before), len(after))):
+                one, other = (values[t] if t < len(values) else None for values in (before, after))
+                same = close(one, other, spec.relative, spec.absolute)
+                text = token_text(ids[t]) if not same and t < len(ids) else ""
+                check.compare(Difference(step, column, one, other, *place, t, text), same, one == other)
     return check
-
-
-def _compare_tokens(
-    check: Check,
-    step: int,
-    spec: Columns,
-    column: str,
-    place: tuple[int, int],
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    token_text: Callable[[int], str],
-) -> None:
-    before, after = old[column], new[column]
-    for t in range(max(len(before), len(after))):
-        one, other = (values[t] if t < len(values) else None for values in (before, after))
-        same = close(one, other, spec.relative, spec.absolute)
-        text = token_text(old["completion_ids"][t]) if not same and t < len(old["completion_ids"]) else ""
-        check.compare(Difference(step, column, one, other, *place, t, text), same, one == other)

@@ -1,17 +1,20 @@
-"""The record of a step: the rows of its rollout file by group, and its line of metrics.jsonl."""
+"""The record of a step: its rollout file by group, its line of metrics.jsonl, and an engine that repeats it."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
+from grpocli.rollout.engine import Engine, Listener, OnGroup, ignore_group
+from grpocli.rollout.sampling import StopStrings
 from grpocli.runs.rollouts import read_rollouts, read_schema
-from grpocli.types import Prompt, Status
+from grpocli.types import Completion, Prompt, Request, ReusableKV, Sampling, Status
 
 IN_UPDATE = (Status.TRAINED, Status.ZERO_ADVANTAGE, Status.MASKED)
 """Statuses of the rows that a step's update had."""
@@ -22,29 +25,27 @@ REQUIRED = (
     *("finish_reason", "version"),
 )
 """The columns that a replay cannot do without. None of their values is null."""
+UNFINISHED = "unfinished"
+"""The finish reason of recorded tokens that end without an end token, a stop string or the length limit."""
 
 FileRow = dict[str, Any]
 
 
 def commonest(values: Iterable[Any]) -> Any:
     """The most frequent value, the first of several."""
-    pairs = [(json.dumps(value, sort_keys=True, default=str), value) for value in values]
-    (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-    return next(value for other, value in pairs if other == key)
+    (text, _), *_ = Counter(json.dumps(value, default=str) for value in values).most_common(1)
+    return json.loads(text)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """The rows of one group, by their place in the file: one damaged cell does not move a row to another group.
-
-    Values that all rows share are the most frequent ones.
-    """
+    """The rows of one group, by their place in the file: one damaged cell does not move a row to another group."""
 
     number: int
     rows: list[FileRow]
 
     def shared(self, column: str) -> Any:
-        """The value of a column that all rows of the group share."""
+        """The value of a column that all rows of the group share: the most frequent one."""
         return commonest(row.get(column) for row in self.rows)
 
     @property
@@ -71,35 +72,32 @@ class RecordedGroup:
         columns = json.loads(self.shared("columns") or "{}")
         messages = columns.pop("prompt", None) or self.shared("messages")
         text = messages if messages is not None else self.shared("prompt")
-        task = self.shared("task")
-        columns |= {"task_name": task} if task else {}
+        columns |= {"task_name": task} if (task := self.shared("task")) else {}
         return Prompt(self.uid, self.shared("prompt_ids"), text, columns, self.shared("row"))
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A step's record. metrics: its line of metrics.jsonl; None if there is none (yet)."""
+    """A step's record."""
 
     step: int
-    path: Path
     groups: list[RecordedGroup]
     metrics: dict[str, Any] | None
+    """Its line of metrics.jsonl; None if there is none (yet)."""
 
     @classmethod
     def read(cls, path: Path, step: int, group_size: int, metrics: dict[str, Any] | None) -> RecordedStep:
         """Read a rollout file. Raises ConfigError if its rows cannot be those of a step."""
-        check_columns(path, step)
-        rows = read_rollouts(path)
-        for number, row in enumerate(rows):
-            if damage := _damage(row):
-                raise ConfigError(f"{path}: step {step}, row {number}: {damage}; {REMEDY}")
+        names = read_schema(path).names
+        problems = [f"the column {column} is missing" for column in REQUIRED if column not in names]
+        rows = [] if problems else read_rollouts(path)
+        problems += [f"row {number}: {damage}" for number, row in enumerate(rows) if (damage := _damage(row))]
         if len(rows) % group_size:
-            raise ConfigError(
-                f"{path}: step {step} holds {len(rows)} completions, which are not whole groups of {group_size}: rows "
-                "are missing, or rollout.group_size was different"
-            )
+            problems.append(f"{len(rows)} completions are not whole groups of {group_size} (rollout.group_size)")
+        if problems:
+            raise ConfigError(f"{path}: step {step}: {problems[0]}; the file is damaged: name other steps")
         groups = [RecordedGroup(i, rows[i * group_size : (i + 1) * group_size]) for i in range(len(rows) // group_size)]
-        return cls(step, path, groups, metrics)
+        return cls(step, groups, metrics)
 
     @property
     def rows(self) -> list[FileRow]:
@@ -116,16 +114,6 @@ class RecordedStep:
         return min((row["version"] for row in self.rows), default=self.step)
 
 
-REMEDY = "the file is damaged: name other steps"
-
-
-def check_columns(path: Path, step: int) -> None:
-    """Raise ConfigError if a rollout file is broken, or a column is missing."""
-    names = read_schema(path).names
-    if missing := [column for column in REQUIRED if column not in names]:
-        raise ConfigError(f"{path}: step {step}: the column {missing[0]} is missing; {REMEDY}")
-
-
 def _damage(row: FileRow) -> str:
     """What is wrong with a row that no run has written; empty if nothing is."""
     if null := [column for column in REQUIRED if row[column] is None]:
@@ -133,3 +121,78 @@ def _damage(row: FileRow) -> str:
     n = len(row["completion_ids"])
     wrong = [column for column in TOKEN_COLUMNS if row.get(column) is not None and len(row[column]) != n]
     return f"the column {wrong[0]} has {len(row[wrong[0]])} values for {n} completion_ids" if wrong else ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTokens:
+    """The recorded tokens of one completion, those of its environment included."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    """The weight version of each token."""
+    finish_reason: str
+
+
+@dataclass(slots=True)
+class RecordedEngine(Engine):
+    """Returns the turns of recorded completions, as an engine that sampled them would.
+
+    Turns end as in sampling: at an end token, a stop string or the limit. So the number of turns, their tokens and
+    their finish reasons are computed again rather than read.
+    """
+
+    recorded: Mapping[str, Sequence[RecordedTokens]]
+    """The completions of each prompt, by uid."""
+    end_ids: frozenset[int]
+    """Tokens that end a completion; empty: unknown, then a turn has all tokens and the recorded finish reason."""
+    tokenizer: Any
+    _episodes: dict[ReusableKV, tuple[RecordedTokens, int]] = field(default_factory=dict)
+    """Completions and prompt lengths by the `ReusableKV` of their first turn, which later turns name."""
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
+    ) -> list[list[Completion]]:
+        """The next turn of each completion of each request."""
+        listener = Listener.wrap(on_group)
+        found = []
+        for k, request in enumerate(requests):
+            found.append(self._turns(request, request.under(sampling)))
+            listener(k, found[k])
+        return found
+
+    def _turns(self, request: Request, sampling: Sampling) -> list[Completion]:
+        assert request.prompt is not None
+        if request.reusable_kv and request.reusable_kv[0] in self._episodes:
+            one, prompt_length = self._episodes[request.reusable_kv[0]]
+            return [self._turn(one, len(request.token_ids) - prompt_length, request, sampling)]
+        everyone = self.recorded[request.prompt.uid]
+        for kv, one in zip(request.reusable_kv, everyone, strict=False):
+            self._episodes[kv] = one, len(request.token_ids)
+        return [self._turn(one, 0, request, sampling) for one in everyone]
+
+    def _turn(self, one: RecordedTokens, start: int, request: Request, sampling: Sampling) -> Completion:
+        n, reason = self._end(one, start, request, sampling)
+        piece = slice(start, start + n)
+        versions = one.versions[piece] or one.versions[-1:]
+        spans = [(version, len(list(tokens))) for version, tokens in groupby(versions)]
+        changed = spans if len(spans) > 1 else None
+        return Completion(one.token_ids[piece], one.logprobs[piece], reason, min(versions), spans=changed)
+
+    def _end(self, one: RecordedTokens, start: int, request: Request, sampling: Sampling) -> tuple[int, str]:
+        """The number of tokens of the turn that begins at `start`, and its finish reason."""
+        ids = one.token_ids[start : start + sampling.max_tokens]
+        if not self.end_ids:
+            return len(ids), one.finish_reason
+        watched = StopStrings(self.tokenizer, sampling.stop, request.token_ids) if sampling.stop else None
+        for n, token in enumerate(ids, 1):
+            if token in self.end_ids or (watched and watched.completed_by(token)):
+                return n, "stop"
+        return len(ids), "length" if len(ids) == sampling.max_tokens else UNFINISHED
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Do nothing: there are no weights."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: there is no process to stop."""

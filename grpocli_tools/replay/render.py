@@ -8,7 +8,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from grpocli.text import clean, format_number, one_line
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from grpocli.text import clean, counted, format_number, one_line
+from grpocli_tools.console import CleanConsole
 from grpocli_tools.replay import checks as limits
 from grpocli_tools.replay.checks import Check, Difference, total
 from grpocli_tools.replay.replay import StepReport
@@ -36,7 +40,6 @@ def as_dict(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str,
             "from": one.origin,
             "exact": one.exact,
             "dtype": one.dtype,
-            "notes": one.notes,
             "checks": [asdict(check) | {"differ": check.differ, "unchecked": check.unchecked} for check in one.checks],
         }
         for one in reports
@@ -48,63 +51,48 @@ def as_text(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str,
     """A table of the checks, then the differences and what cannot be checked."""
     checks = total(check for report in reports for check in report.checks)
     lines = [_heading(run, reports), _table(checks)]
-    said: set[tuple[object, ...]] = set()
+    said: set[str] = set()
     for check in checks:  # two checks may find the same difference
-        new = {_key(one): one for one in check.differences if _key(one) not in said}
-        said |= new.keys()
-        lines += [_sentence(one) for one in list(new.values())[:SHOWN]]
-        if (more := len(new) - SHOWN) > 0:
-            lines.append(f"  ... and {more:,} more of {check.name}")
+        new = [sentence for one in check.differences if (sentence := _sentence(one)) not in said]
+        said |= set(new)
+        lines += new[:SHOWN]
+        if len(new) > SHOWN:
+            lines.append(f"  ... and {len(new) - SHOWN:,} more of {check.name}")
     lines += [f"cannot be checked: {c.name}: {n:,} {c.unit}: {why}" for c in checks for why, n in c.why.items()]
-    lines += [note for report in reports for note in report.notes]
     for other in others:
         lines += ["", *_other(other)]
-    return "\n".join(clean(line.rstrip("\n")) for line in [*lines, _verdict(reports)])
+    wrong = [str(one.step) for one in reports if not one.agrees]
+    verdict = f"the record differs in step {', '.join(wrong[:10])}{' ...' if len(wrong) > 10 else ''}"
+    lines.append(verdict if wrong else "everything that can be checked agrees")
+    return "\n".join(clean(line.rstrip("\n")) for line in lines)
 
 
 def _heading(run: Path, reports: Sequence[StepReport]) -> str:
     asked = [one.step for one in reports if one.asked]
     steps = f"step {asked[0]}" if len(asked) == 1 else f"steps {asked[0]} to {asked[-1]}"
-    origin = reports[0].origin or "the record alone"
-    leading = len(reports) - len(asked)
-    earlier = f"{leading} earlier step{'s' if leading > 1 else ''}"
-    way = f", {earlier} checked too, except for rewards and the sampler's log-probs" if leading else ""
-    return f"{run}: {steps} replayed from {origin}{way}; {_exactness(reports)}"
-
-
-def _exactness(reports: Sequence[StepReport]) -> str:
-    if all(one.exact is None for one in reports):
-        return "no weights were computed"
-    if all(one.exact is not False for one in reports):
-        return "recomputed to the bit"
-    dtype = next(one.dtype for one in reports if one.dtype)
-    relative, absolute = limits.METRIC_TOLERANCE[dtype]
-    return (
-        f"recomputed within rounding ({dtype}: {limits.LOGP_TOLERANCE[dtype]:g} nats, metrics {relative:g} relative or "
-        f"{absolute:g})"
-    )
+    leading, way = len(reports) - len(asked), ""
+    if leading:
+        way = f", {counted(leading, 'earlier step')} checked too, except for rewards and the sampler's log-probs"
+    how = "no weights were computed"
+    if not all(one.exact is None for one in reports):
+        how = "recomputed to the bit"
+    if any(one.exact is False for one in reports):
+        dtype = next(one.dtype for one in reports if one.dtype)
+        relative, absolute = limits.METRIC_TOLERANCE[dtype]
+        how = f"{limits.LOGP_TOLERANCE[dtype]:g} nats, metrics {relative:g} relative or {absolute:g}"
+        how = f"recomputed within rounding ({dtype}: {how})"
+    return f"{run}: {steps} replayed from {reports[0].origin or 'the record alone'}{way}; {how}"
 
 
 def _table(checks: Sequence[Check]) -> str:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from grpocli_tools.console import CleanConsole
-
     table = Table(box=SIMPLE_HEAD)
-    table.add_column("check")
-    for name in ("agree", "differ", "not checked"):
-        table.add_column(name, justify="right")
-    table.add_column("of")
+    for name in ("check", "agree", "differ", "not checked", "of"):
+        table.add_column(name, justify="left" if name in ("check", "of") else "right")
     for check in checks:
         table.add_row(check.name, f"{check.agree:,}", f"{check.differ:,}", f"{check.unchecked:,}", check.unit)
     out = StringIO()
     CleanConsole(file=out, width=100).print(table)
     return out.getvalue()
-
-
-def _key(one: Difference) -> tuple[object, ...]:
-    return one.step, one.what, one.group, one.completion, one.token, repr(one.recomputed)
 
 
 def _sentence(one: Difference) -> str:
@@ -115,7 +103,7 @@ def _sentence(one: Difference) -> str:
     return f"{where}{token}: recorded {name} {_value(one.recorded)}, recomputed {_value(one.recomputed)}"
 
 
-def _other(other: dict[str, object], indent: str = "") -> list[str]:
+def _other(other: dict[str, Any], indent: str = "") -> list[str]:
     """A line for each value; mappings and lists of mappings are indented below their name."""
     lines = []
     for name, value in other.items():
@@ -132,10 +120,3 @@ def _other(other: dict[str, object], indent: str = "") -> list[str]:
 def _value(value: Any) -> str:
     text = one_line("nothing" if value is None else str(value))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
-def _verdict(reports: Sequence[StepReport]) -> str:
-    wrong = [one.step for one in reports if not one.agrees]
-    if not wrong:
-        return "everything that can be checked agrees"
-    return f"the record differs in step {', '.join(map(str, wrong[:10]))}{' ...' if len(wrong) > 10 else ''}"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import GrpoError
-from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import SavedRun
 from grpocli.training.resume_point import step_of
 from grpocli_tools.replay.checks import Check
+from grpocli_tools.replay.collection import ReplaySession, RolloutSource
 from grpocli_tools.replay.record import RecordedStep
-from grpocli_tools.replay.source import ReplaySession, Sources, sources_of
 from grpocli_tools.replay.step_replay import StepReplay, checkpoint_check
 from grpocli_tools.replay.weights import Weights, checkpoint_before, checkpoint_of, oldest_age
 
@@ -24,76 +24,69 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepReport:
-    """The result of one step.
-
-    asked: False for a step that only leads to one that was asked for. origin: where the weights come from. exact:
-    whether the recomputation is equal to the bit; None if nothing says so. notes: sentences.
-    """
+    """The result of one step."""
 
     step: int
     asked: bool
-    checks: list[Check] = field(default_factory=list)
-    origin: str = ""
-    exact: bool | None = None
-    dtype: str = ""
-    notes: list[str] = field(default_factory=list)
+    """False for a step that only leads to one that was asked for."""
+    checks: list[Check]
+    origin: str
+    """Where the weights come from."""
+    exact: bool | None
+    """Whether the recomputation is equal to the bit; None if nothing says so."""
+    dtype: str
 
     @property
     def agrees(self) -> bool:
         return not any(check.differ for check in self.checks)
 
 
-@dataclass(slots=True)
+@dataclass
 class Replay:
-    """Replays steps of a run in order. It writes nothing in the run's folder.
+    """Replays steps of a run in order. It writes nothing in the run's folder."""
 
-    no_weights: why there are no weights for the next step.
-    """
-
-    run_dir: RunDir
+    saved: SavedRun
     sessions: Sequence[ReplaySession]
     world: World
     progress: Progress
-    stage: Any
+    stage: Callable[[str], None]
     weights: Weights | None = None
     no_weights: str = ""
-    _sources: dict[int, Sources] = field(default_factory=dict)
-    _metrics: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    """Why there are no weights for the next step."""
+    _sources: dict[int, RolloutSource] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._metrics = {int(row["step"]): row for row in SavedRun(self.run_dir.path).check().metrics}
+    @cached_property
+    def _metrics(self) -> dict[int, dict[str, Any]]:
+        return {int(row["step"]): row for row in self.saved.check().metrics}
 
     def reports(self, wanted: Sequence[int]) -> Iterator[StepReport]:
         """The reports of the wanted steps, and of those that lead to the first of them."""
-        asked = set(wanted)
         first = self._begin(wanted[0])
         for step in range(first, wanted[-1] + 1):
-            if not self.run_dir.rollouts(step).exists():
+            if step not in self.saved.rollout_files:
                 self._lose(f"the rollout file of step {step} is missing")
                 continue
             self._adapt(step)
-            if step in asked or self.weights:
-                self.sources_of(self.session_of(step))
-                self.stage(f"step {step}" + ("" if step in asked else f", towards step {wanted[0]}"))
-                yield self._report(step, step in asked)
+            if step in wanted or self.weights:
+                self.source_of(step)
+                self.stage(f"step {step}" + ("" if step in wanted else f", towards step {wanted[0]}"))
+                yield self._report(step, step in wanted)
 
     def weights_before(self, step: int) -> Weights:
         """The weights before a step, trained over the record. Raises GrpoError if there are none."""
-        if step > 1 and self.run_dir.rollouts(step - 1).exists():
+        if step > 1 and step - 1 in self.saved.rollout_files:
             for _ in self.reports([step - 1]):
                 pass
         if self.weights is None or self.weights.step != step - 1:
             self._begin(step)
-        weights = self.weights
-        if weights is None or weights.step != step - 1:
+        if self.weights is None or self.weights.step != step - 1:
             raise GrpoError(f"step {step}: there are no weights before it: {self.no_weights}")
-        return weights
+        return self.weights
 
     def recorded(self, step: int) -> RecordedStep:
         """The record of a step. Raises GrpoError if its file is missing or damaged."""
-        session = self.session_of(step)
-        size = session.run.rollout.group_size
-        return RecordedStep.read(self.run_dir.rollouts(step), step, size, self._metrics.get(step))
+        size = self.session_of(step).run.rollout.group_size
+        return RecordedStep.read(self.saved.dir.rollouts(step), step, size, self._metrics.get(step))
 
     def last_whole(self, steps: Sequence[int]) -> tuple[int, list[str]]:
         """The last of these steps whose record is whole, and why later ones are left out."""
@@ -111,27 +104,25 @@ class Replay:
         """The session that trained a step."""
         return next((one for one in self.sessions if one.first <= step <= one.last), self.sessions[-1])
 
-    def sources_of(self, session: ReplaySession) -> Sources:
-        """The source of a session's rollouts."""
+    def source_of(self, step: int) -> RolloutSource:
+        """The source of a step's rollouts."""
+        session = self.session_of(step)
         if session.first not in self._sources:
             self.stage("loading the data")
-            self._sources[session.first] = sources_of(session, self.world, self.run_dir.path)
+            self._sources[session.first] = RolloutSource.of(session, self.world, self.saved.path)
         return self._sources[session.first]
 
     def _begin(self, step: int) -> int:
         """Load the newest weights from which the step can be reached; return the first step to train."""
-        session = self.session_of(step)
         wanted = step - 1
-        if oldest_age(session.run):
+        if oldest_age(self.session_of(step).run):
             wanted = max(0, min(step, self.recorded(step).oldest_version) - 1)
-        path = checkpoint_before(self.run_dir.path, wanted) or checkpoint_before(self.run_dir.path, step - 1)
-        self._load(path)
+        self._load(checkpoint_before(self.saved.path, wanted) or checkpoint_before(self.saved.path, step - 1))
         return self.weights.step + 1 if self.weights else step
 
     def _load(self, path: Path | None) -> None:
-        after = step_of(path) + 1 if path else 1
-        if after < self.sessions[0].first:
-            first = self.sessions[0].first
+        after, first = step_of(path) + 1 if path else 1, self.sessions[0].first
+        if after < first:
             return self._lose(f"it needs a checkpoint since step {first - 1}, where a resume replaced the config")
         session = self.session_of(after)
         if path is None and session.no_model:
@@ -152,36 +143,27 @@ class Replay:
         session = self.session_of(step)
         if self.weights and self.weights.run is session.run:
             return
-        if path := checkpoint_of(self.run_dir.path, step - 1):
+        if path := checkpoint_of(self.saved.path, step - 1):
             self._load(path)
-        elif self.weights and (weights := self.weights.under(session.run, session.job)):
-            self.weights = weights
         elif self.weights:
             self._lose(f"a resume changed the config before step {session.first}, whose checkpoint is gone")
 
     def _report(self, step: int, asked: bool) -> StepReport:
-        recorded, session = self.recorded(step), self.session_of(step)
-        report = StepReport(step, asked, origin=self.weights.origin if self.weights else "")
-        before = self._metrics.get(step - 1)
-        replay = StepReplay(recorded, self.sources_of(session), self.weights, self.no_weights, before, self.progress)
-        report.checks = replay.checks(asked)
-        report.exact, report.notes = replay.exact, replay.notes
-        report.dtype = self.weights.dtype if self.weights else ""
-        if self.weights and (path := checkpoint_of(self.run_dir.path, step)):
-            self._compare_with(path, report)
-        return report
+        before, weights = self._metrics.get(step - 1), self.weights
+        origin = weights.origin if weights else ""
+        replay = StepReplay(self.recorded(step), self.source_of(step), weights, self.no_weights, before, self.progress)
+        checks = replay.checks(asked)
+        if weights and (path := checkpoint_of(self.saved.path, step)):
+            checks.append(self._compare_with(path, step, weights, bool(replay.exact)))
+        return StepReport(step, asked, checks, origin, replay.exact, weights.dtype if weights else "")
 
-    def _compare_with(self, path: Path, report: StepReport) -> None:
+    def _compare_with(self, path: Path, step: int, weights: Weights, exact: bool) -> Check:
         """Compare the weights with a checkpoint, and continue from it unless they are equal."""
-        assert self.weights is not None
         try:
-            differences = self.weights.differences_from(path)
-        except (GrpoError, OSError, RuntimeError, KeyError) as error:
-            check = Check("weights after the step", "tensors")
-            check.skip(f"the checkpoint cannot be read ({' '.join(str(error).split())[:200]})")
-        else:
-            exact = bool(report.exact) and self.weights.adds_alike
-            check = checkpoint_check(report.step, differences, self.weights.dtype, exact)
-        report.checks.append(check)
+            differences = weights.differences_from(path)
+        except (GrpoError, OSError) as error:
+            return Check("weights after the step", "tensors").skip(f"the checkpoint cannot be read ({error})")
+        check = checkpoint_check(step, differences, weights.dtype, exact and weights.adds_alike)
         if check.differ or check.rounded:
             self._load(path)
+        return check

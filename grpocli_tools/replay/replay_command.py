@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,10 @@ from grpocli_tools.command_line import composed, parser_of
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
+    from grpocli.runs.saved_run import SavedRun
     from grpocli.views.view import View
+    from grpocli_tools.replay.collection import ReplaySession
     from grpocli_tools.replay.replay import Replay
-    from grpocli_tools.replay.source import ReplaySession
 
 EXAMPLES = """\
 A step is replayed from the newest checkpoint before it, or from the initial model, over the recorded rollouts: nothing
@@ -38,34 +38,33 @@ def main(argv: Sequence[str]) -> int:
     """Replay steps and print a report. Returns the exit code. Raises GrpoError."""
     args = _parser().parse_intermixed_args(argv)
     run_folder, args.overrides = _folder(args.overrides)
-    from grpocli.runs.saved_run import check_is_run
-    from grpocli_tools.rollouts.rollout_query import step_files
-
-    check_is_run(run_folder, f"RUN {run_folder}")
-    steps = [int(path.stem.removeprefix("step_")) for path in step_files(run_folder, args.step or ":")]
+    from grpocli.runs.saved_run import SavedRun
     from grpocli.views.live_view import status_view
-    from grpocli_tools.replay.render import as_dict, as_text
+    from grpocli_tools.rollouts.rollout_query import steps_of
 
-    view = status_view()
+    saved = SavedRun(run_folder)
+    steps = steps_of(saved, args.step or ":")
+    view, failure = status_view(), None
+    others: list[dict[str, object]] = []
     try:
-        with _replay(run_folder, args, steps, view) as replay:
+        with _replay(saved, args, steps, view) as replay:
             if not args.step:
                 last, left_out = replay.last_whole(steps)
                 steps = [last]
                 for note in left_out:
                     view.note(note)
-            chosen = _Others.of(replay, args, steps[-1])
+            rewards, other = _other_reward(replay, args, steps[-1]), _other_run(replay, args)
             reports = list(replay.reports(steps))
-            others: list[dict[str, object]] = []
-            failure: GrpoError | None = None
             try:
-                others += _what_if(replay, args, steps[-1], chosen, view)
+                others += _what_if(replay, args, steps[-1], rewards, other, view)
             except GrpoError as error:  # the report is complete without it
                 failure = error
     finally:
         view.stop()
-    text = as_text(run_folder, reports, others)
-    print(json.dumps(as_dict(run_folder, reports, others), indent=2) if args.json else text)
+    from grpocli_tools.replay.render import as_dict, as_text
+
+    text = json.dumps(as_dict(run_folder, reports, others), indent=2) if args.json else None
+    print(text or as_text(run_folder, reports, others))
     if failure:
         raise failure
     return 0 if all(report.agrees for report in reports) else 1
@@ -94,31 +93,26 @@ def _folder(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 @contextmanager
-def _replay(run_folder: Path, args: argparse.Namespace, steps: Sequence[int], view: View) -> Iterator[Replay]:
+def _replay(saved: SavedRun, args: argparse.Namespace, steps: Sequence[int], view: View) -> Iterator[Replay]:
     view.stage("loading libraries")
-    from grpocli.runs.run_dir import RunDir
+    from grpocli.distributed.world import World
+    from grpocli_tools.replay.replay import Replay
     from grpocli_tools.replay.sessions import sessions_of
 
-    run_dir = RunDir(run_folder, "RUN")
-    sessions, problem = sessions_of(run_dir, partial(_session, run_folder, args, view))
+    def session_of(earlier: Sequence[str], first: int, last: int) -> ReplaySession:
+        return _session(saved.path, args, view, earlier, first, last)
+
+    sessions, problem = sessions_of(saved, session_of)
     if args.step and steps[0] < sessions[0].first:
         hint = f"choose steps from {sessions[0].first} on"
         raise ConfigError(problem, key="--step", value=args.step, hint=hint)
-    from grpocli.distributed.world import World
-    from grpocli_tools.replay.replay import Replay
-
-    world = World(sessions[-1].run.hardware)
-    try:
-        yield Replay(run_dir, sessions, world, view.progress, view.stage)
-    finally:
+    with ExitStack() as stack:
+        world = World(sessions[-1].run.hardware)
+        stack.callback(world.close)
         for session in sessions:
-            _close_rewards(session.run)
-        world.close()
-
-
-def _close_rewards(run: Run) -> None:
-    for reward in run.reward.values():
-        reward.close()
+            for reward in session.run.reward.values():
+                stack.callback(reward.close)
+        yield Replay(saved, sessions, world, view.progress, view.stage)
 
 
 def _session(
@@ -129,7 +123,7 @@ def _session(
     from grpocli.models.loading import choose_dtype
     from grpocli.rollout.engine import EngineJob
     from grpocli.training.resume_point import latest
-    from grpocli_tools.replay.source import ReplaySession
+    from grpocli_tools.replay.collection import ReplaySession
 
     run: Run = build_run(composed([f"resume={run_folder}", *earlier, *args.overrides], args.config_dir))
     if run.algorithm.supervised:
@@ -146,28 +140,34 @@ def _session(
     return ReplaySession(first, last, run, job, problem)
 
 
-@dataclass(frozen=True, slots=True)
-class _Others:
-    """What to compare with: the rewards of --reward, and a run with the algorithm of --algorithm; None without."""
+def _other_reward(replay: Replay, args: argparse.Namespace, step: int) -> dict[str, Any]:
+    """The rewards of --reward. Raises GrpoError for one that cannot be had, or whose column no example has."""
+    if not args.reward:
+        return {}
+    from grpocli.composition.compose import build_run
+    from grpocli_tools.replay.what_if import columns_of
 
-    rewards: dict[str, Any] | None
-    run: Run | None
+    rewards: dict[str, Any] = build_run(composed([f"reward=[{args.reward}]"], args.config_dir)).reward
+    for reward in rewards.values():
+        reward.check(columns_of(replay.recorded(step)))
+    return rewards
 
-    @classmethod
-    def of(cls, replay: Replay, args: argparse.Namespace, step: int) -> _Others:
-        """Raises GrpoError for a reward or an algorithm that cannot be had."""
-        from grpocli.composition.compose import build_run
-        from grpocli_tools.replay.what_if import check_rewards
 
-        rewards, run = None, None
-        if args.reward:
-            rewards = build_run(composed([f"reward=[{args.reward}]"], args.config_dir)).reward
-            check_rewards(rewards, replay.recorded(step).groups)
-        if args.algorithm:
-            words = _algorithm_words(args)
-            run = build_run(composed([f"resume={replay.run_dir.path}", *args.overrides, *words], args.config_dir))
-            run = replace(run, reward=run.reward | _added_rewards(words, run, args.config_dir))
-        return cls(rewards, run)
+def _other_run(replay: Replay, args: argparse.Namespace) -> Run | None:
+    """The run with the algorithm of --algorithm, and the rewards that it brings along, such as DAPO's `overlong`."""
+    if not args.algorithm:
+        return None
+    from grpocli.composition.compose import build_run
+
+    def run_of(*overrides: str) -> Run:
+        return build_run(composed(list(overrides), args.config_dir))
+
+    words = _algorithm_words(args)
+    run = run_of(f"resume={replay.saved.path}", *args.overrides, *words)
+    length = f"rollout.max_completion_tokens={run.rollout.max_completion_tokens}"
+    default, other = run_of(length), run_of(length, *(word for word in words if word.startswith("algorithm=")))
+    added = {name: reward for name, reward in other.reward.items() if name not in default.reward | run.reward}
+    return replace(run, reward=run.reward | added)
 
 
 def _algorithm_words(args: argparse.Namespace) -> list[str]:
@@ -176,34 +176,23 @@ def _algorithm_words(args: argparse.Namespace) -> list[str]:
 
 
 def _what_if(
-    replay: Replay, args: argparse.Namespace, step: int, chosen: _Others, view: View
+    replay: Replay, args: argparse.Namespace, step: int, rewards: dict[str, Any], other: Run | None, view: View
 ) -> Iterator[dict[str, object]]:
     """What another reward or algorithm would have given in a step."""
-    if chosen.rewards is None and chosen.run is None:
-        return
     from grpocli_tools.replay.what_if import other_algorithm, other_reward, recorded_groups
 
-    groups = recorded_groups(replay, step)
-    if chosen.rewards is not None:
-        view.stage(f"scoring with {args.reward}")
-        found = other_reward(groups, replay, step, chosen.rewards)
-        for reward in chosen.rewards.values():
-            reward.close()
-        yield {"step": step, "other reward": args.reward, **found}
-    if chosen.run is not None:
-        words = " ".join(_algorithm_words(args))
-        weights = replay.weights_before(step)
-        view.stage(f"computing {words}")
-        found = other_algorithm(groups, replay, step, weights, chosen.run)
-        _close_rewards(chosen.run)
-        yield {"step": step, "other algorithm": words, **found}
-
-
-def _added_rewards(words: Sequence[str], run: Run, config_dir: str | None) -> dict[str, Any]:
-    """The rewards that an algorithm brings along, such as DAPO's `overlong`, and the run does not have."""
-    from grpocli.composition.compose import build_run
-
-    chosen = [word for word in words if word.startswith("algorithm=")]
-    length = f"rollout.max_completion_tokens={run.rollout.max_completion_tokens}"
-    default, other = (build_run(composed([length, *some], config_dir)).reward for some in ([], chosen))
-    return {name: reward for name, reward in other.items() if name not in default and name not in run.reward}
+    if not (rewards or other):
+        return
+    groups, run = recorded_groups(replay, step), replay.session_of(step).run
+    with ExitStack() as stack:
+        for reward in [*rewards.values(), *(other.reward.values() if other else ())]:
+            stack.callback(reward.close)
+        if rewards:
+            view.stage(f"scoring with {args.reward}")
+            yield {"step": step, "other reward": args.reward, **other_reward(groups, run, step, rewards)}
+        if other:
+            words, weights = " ".join(_algorithm_words(args)), replay.weights_before(step)
+            view.stage(f"computing {words}")
+            trained = [groups[group.number] for group in replay.recorded(step).trained]
+            found = other_algorithm(trained, run, step, weights, other)
+            yield {"step": step, "other algorithm": words, **found}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ from grpocli.models.loading import load_policy
 from grpocli.training import checkpoint
 from grpocli.training.build_trainer import load_reference, load_updater
 from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.resume_point import UNREADABLE, checkpoints, step_of
+from grpocli.training.resume_point import checkpoints, restoring, step_of
 from grpocli.training.teachers import loaded_teachers
 from grpocli.training.trials import choose_layout, find_head, pack
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.progress import Progress
     from grpocli.rollout.engine import EngineJob
-    from grpocli.training.optim import Optimizer
     from grpocli.training.policy import Reference
     from grpocli.training.teachers import Teachers
     from grpocli.training.update import Updater
@@ -36,11 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Weights:
-    """The policy, reference and optimizer after `step` steps.
-
-    origin: where they come from, a phrase. older: the trained weights of earlier versions, which may have sampled
-    completions of later steps. Version v is that before the update of step v.
-    """
+    """The policy, reference and optimizer after `step` steps. Version v of weights is before the update of step v."""
 
     run: Run
     job: EngineJob
@@ -48,18 +43,17 @@ class Weights:
     updater: Updater
     step: int
     origin: str
+    """Where they come from, a phrase."""
     older: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """The trained weights of earlier versions, which may have sampled completions of later steps."""
 
     @classmethod
     def load(cls, run: Run, job: EngineJob, world: World, path: Path | None, progress: Progress) -> Weights:
         """The weights of a checkpoint, or of the initial model. Raises GrpoError or OSError."""
-        try:
-            state = checkpoint.load_state(path) if path else checkpoint.State()
+        state = checkpoint.State()
+        with restoring(path):
+            state = checkpoint.load_state(path) if path else state
             updater = load_updater(run, job, world, path, state, progress)
-        except UNREADABLE as error:
-            if isinstance(error, GrpoError):
-                raise
-            raise GrpoError(f"{path or job.model_path} cannot be read: {' '.join(str(error).split())[:200]}") from error
         for _ in choose_layout(run, world, updater.policy, updater.reference):
             pass
         origin = f"the checkpoint of step {state.step}" if path else "the initial model"
@@ -126,21 +120,6 @@ class Weights:
                 found[place[id(row)]] = logp_T[: len(row.completion_ids)].float().cpu()
         return [found[i] for i in range(len(rows))]
 
-    def under(self, run: Run, job: EngineJob) -> Weights | None:
-        """These weights as a resume with another config uses them; None if it needs a checkpoint for that."""
-        before = self.run
-        if _loads(before) != _loads(run):
-            return None
-        updater = replace(
-            self.updater,
-            algorithm=run.algorithm,
-            optim_config=run.optim,
-            train=run.train,
-            sampling=run.rollout.sampling,
-            total_updates=run.train.steps * run.train.updates_per_step,
-        )
-        return replace(self, run=run, job=job, updater=updater)
-
     def reference_for(self, run: Run) -> Reference | Teachers | None:
         """The reference that a run's algorithm needs: the loaded one, its teachers, or the initial model.
 
@@ -148,15 +127,11 @@ class Weights:
         """
         if not run.algorithm.needs_reference:
             return None
-        taught = has_teacher(run.algorithm.kl)
-        if self.updater.reference and teachers_in(run.algorithm.kl) == teachers_in(self.run.algorithm.kl):
+        kl, policy = run.algorithm.kl, self.updater.policy
+        if self.updater.reference and teachers_in(kl) == teachers_in(self.run.algorithm.kl):
             return self.updater.reference
-        if not self.job.model_path and not taught:
-            raise GrpoError(
-                "this algorithm needs the initial model as its reference, which is not available; add --algorithm "
-                "algorithm/kl=none"
-            )
-        policy = self.updater.policy
+        if not self.job.model_path and not has_teacher(kl):
+            raise GrpoError("this algorithm's reference is the initial model, which is not available")
         reference = load_reference(run, self.job, policy, None)
         for teacher in loaded_teachers(reference):
             find_head(teacher, self.world)
@@ -187,23 +162,14 @@ class Weights:
         return {"loss": loss, "grad_norm": float(gradient.double().norm())}, gradient
 
     def differences_from(self, path: Path) -> Mapping[str, float]:
-        """The largest difference of each trained weight from a checkpoint's."""
-        saved = load_policy(self.run.model, self.job.model_path, str(path), self.run.seed, self.job.dtype)
-        theirs = dict(saved.named_parameters())
-        return {
-            name: float((mine.detach().cpu() - theirs[name].detach()).abs().max()) if mine.numel() else 0.0
-            for name, mine in _trained(self.updater.policy.model)
-        }
-
-
-def _loads(run: Run) -> tuple[object, ...]:
-    """The parts of a config that decide which weights are loaded."""
-    return run.model, _without_rate(run.optim), run.algorithm.needs_reference, teachers_in(run.algorithm.kl)
-
-
-def _without_rate(optim: Optimizer) -> tuple[type, dict[str, Any]]:
-    """The optimizer's config without its learning rate, which each update sets."""
-    return type(optim), {name: value for name, value in asdict(optim).items() if name != "lr"}
+        """The largest difference of each trained weight from a checkpoint's. Raises GrpoError if it is unreadable."""
+        with restoring(path):
+            saved = load_policy(self.run.model, self.job.model_path, str(path), self.run.seed, self.job.dtype)
+            theirs = dict(saved.named_parameters())
+            return {
+                name: float((mine.detach().cpu() - theirs[name].detach()).abs().max()) if mine.numel() else 0.0
+                for name, mine in _trained(self.updater.policy.model)
+            }
 
 
 def oldest_age(run: Run) -> int:
@@ -217,8 +183,7 @@ def _trained(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.Parameter]]
 
 def checkpoint_before(run: Path, step: int) -> Path | None:
     """The newest checkpoint of at most this many steps; None if there is none."""
-    found = [path for path in checkpoints(run / "checkpoints") if step_of(path) <= step]
-    return found[-1] if found else None
+    return max((path for path in checkpoints(run / "checkpoints") if step_of(path) <= step), key=step_of, default=None)
 
 
 def checkpoint_of(run: Path, step: int) -> Path | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Run
     from grpocli.types import Row
-    from grpocli_tools.replay.record import RecordedGroup
+    from grpocli_tools.replay.record import RecordedStep
     from grpocli_tools.replay.weights import Weights
 
 SHOWN = 5
@@ -37,31 +35,32 @@ LONGEST = 80
 """Characters shown of a completion."""
 
 
+def columns_of(recorded: RecordedStep) -> list[str]:
+    """The columns that some example of a step has."""
+    return list(dict.fromkeys(name for group in recorded.groups for name in group.prompt().columns))
+
+
 def recorded_groups(replay: Replay, step: int) -> list[Group]:
     """All groups that were sampled for a step, with the recorded rewards."""
-    source = replay.sources_of(replay.session_of(step)).unscored
-    collected = collect_again(source, replay.recorded(step), 0)
-    return collected.with_recorded_rewards(list(source.run.reward))
+    return collect_again(replay.source_of(step), replay.recorded(step)).groups
 
 
-def other_reward(groups: Sequence[Group], replay: Replay, step: int, rewards: Mapping[str, Any]) -> dict[str, object]:
+def other_reward(groups: Sequence[Group], run: Run, step: int, rewards: Mapping[str, Any]) -> dict[str, object]:
     """What other rewards say about a step's completions, beside the run's weighted sum.
 
     Raises RewardError if they cannot score any of them.
     """
-    run = replay.session_of(step).run
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    with _unlogged_errors():
-        scored, stats = Scorer(dict(rewards), 1.0).score(rollouts, run.rollout.max_completion_tokens)
+    scored, stats = Scorer(dict(rewards), 1.0).score(rollouts, run.rollout.max_completion_tokens)
     error = next((one.first_error for one in stats.rewards.values() if one.first_error), "")
-    if error and all(math.isnan(value) for rollout in scored for value in rollout.rewards.values()):
-        raise RewardError(f"step {step}: {', '.join(rewards)} cannot score any completion; the first error: {error}")
-    size = run.rollout.group_size
     new_PG = torch.tensor([[r.rewards[name] for r in scored] for name in rewards], dtype=torch.float64)
+    if error and new_PG.isnan().all():
+        raise RewardError(f"step {step}: {', '.join(rewards)} cannot score any completion; the first error: {error}")
     weights = torch.tensor([[reward.weight] for reward in rewards.values()], dtype=torch.float64)
-    other_PG = (new_PG * weights).nansum(0).masked_fill(new_PG.isnan().all(0), math.nan).reshape(-1, size)
+    other_PG = (new_PG * weights).nansum(0).masked_fill(new_PG.isnan().all(0), math.nan).reshape(len(groups), -1)
     own = {name: reward.weight for name, reward in run.reward.items()}
-    mine_PG = run.algorithm.scores(rewards_of(groups, list(own)), own)
+    recorded = rewards_of(groups, list(own))
+    mine_PG = run.algorithm.scores(recorded, own)
     known = ~(mine_PG.isnan() | other_PG.isnan())
     mine, other = mine_PG[known], other_PG[known]
     constant = [(scores == scores[:, :1]).all(1) for scores in (mine_PG, other_PG)]
@@ -71,7 +70,7 @@ def other_reward(groups: Sequence[Group], replay: Replay, step: int, rewards: Ma
     return {
         "rewards": list(rewards),
         "mean": {
-            **{name: float(values.nanmean()) for name, values in rewards_of(groups, list(own)).items()},
+            **{name: float(values.nanmean()) for name, values in recorded.items()},
             **{f"{name} (other)": float(values.nanmean()) for name, values in zip(rewards, new_PG, strict=True)},
         },
         "not scored": int(other_PG.isnan().sum()),
@@ -84,31 +83,6 @@ def other_reward(groups: Sequence[Group], replay: Replay, step: int, rewards: Ma
         "groups that become uninformative": int((~constant[0] & constant[1]).sum()),
         "largest disagreements": _largest(groups, mine_PG, other_PG),
     }
-
-
-@contextmanager
-def _unlogged_errors() -> Iterator[None]:
-    """A block in which errors of rewards are only counted."""
-    log = logging.getLogger(Scorer.__module__)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-def check_rewards(rewards: Mapping[str, Any], groups: Sequence[RecordedGroup]) -> None:
-    """Raise ConfigError for a reward that can score none of these groups: its code or a column is missing."""
-    for reward in rewards.values():
-        errors: list[GrpoError] = []
-        columns = list(dict.fromkeys(tuple(group.prompt().columns) for group in groups))
-        for names in columns:
-            try:
-                reward.check(names)
-            except GrpoError as error:
-                errors.append(error)
-        if errors and len(errors) == len(columns):
-            raise errors[0]
 
 
 def _largest(groups: Sequence[Group], mine_PG: Tensor, other_PG: Tensor) -> list[dict[str, object]]:
@@ -131,30 +105,25 @@ def _correlation(one: Tensor, other: Tensor) -> float | None:
     return float(torch.corrcoef(torch.stack([one.double(), other.double()]))[0, 1])
 
 
-def other_algorithm(
-    groups: Sequence[Group], replay: Replay, step: int, weights: Weights, other: Run
-) -> dict[str, object]:
+def other_algorithm(groups: Sequence[Group], run: Run, step: int, weights: Weights, other: Run) -> dict[str, object]:
     """Advantages, loss and gradient of another run's algorithm beside the run's, on the same groups and weights.
 
-    Both have one backward over the groups that the step trained on, in one window, and no update. The rewards are the
-    recorded ones, and those that the other algorithm adds.
+    groups: those that the step trained on, with the recorded rewards; those that the other algorithm adds are scored.
+    Both have one backward in one window, and no update.
     """
-    run, numbers = replay.session_of(step).run, [group.number for group in replay.recorded(step).trained]
-    recorded = [groups[number] for number in numbers]
-    added, left_out = _with_added_rewards(recorded, run, other)
+    added, left_out = _with_added_rewards(groups, run, other)
     found: dict[str, dict[str, Any]] = {}
     advantages, gradients = [], []
-    for name, config, trained in (("run", run, recorded), ("other", other, added)):
+    for name, config, trained in (("run", run, groups), ("other", other, added)):
         one = config.algorithm
         own = {key: reward.weight for key, reward in config.reward.items() if key not in left_out}
         accuracy = [accuracy_rewards_of(config)[group.prompt.task] for group in trained]
         advantages_PG = advantages_of(trained, one, own, accuracy)
-        kept_P = one.kept(rewards_of(trained, list(own)), own, accuracy)
         rows = rows_of(trained, advantages_PG, one, step)
         found[name], gradient = weights.gradient(config, rows, len(trained), step)
         found[name] |= {
             "rewards": ", ".join(f"{key} x {weight:g}" for key, weight in own.items()),
-            "groups that its keep part keeps": float(kept_P.sum()),
+            "groups that its keep part keeps": float(one.kept(rewards_of(trained, list(own)), own, accuracy).sum()),
             "mean |advantage|": float(advantages_PG.abs().mean()),
             "share of tokens with a gradient": _share(one, rows),
         }
@@ -168,17 +137,16 @@ def other_algorithm(
     }
 
 
-def _with_added_rewards(groups: Sequence[Group], run: Run, other: Run) -> tuple[list[Group], dict[str, str]]:
+def _with_added_rewards(groups: Sequence[Group], run: Run, other: Run) -> tuple[Sequence[Group], dict[str, str]]:
     """The groups with the scores of rewards that only the other run has, and {reward: why it is left out}."""
     added, left_out = {}, {}
-    for name, reward in other.reward.items():
-        if name not in run.reward:
-            try:
-                for columns in {tuple(group.prompt.columns) for group in groups}:
-                    reward.check(columns)
-                added[name] = reward
-            except GrpoError as error:
-                left_out[name] = str(error)
+    columns = list(dict.fromkeys(name for group in groups for name in group.prompt.columns))
+    for name in [name for name in other.reward if name not in run.reward]:
+        try:
+            other.reward[name].check(columns)
+            added[name] = other.reward[name]
+        except GrpoError as error:
+            left_out[name] = str(error)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     known = [name for name, reward in run.reward.items() if not reward.sees_group]
     tasks = {name: [*rewards_for(task, run.reward), *added] for name, task in tasks_of(run.task).items()}

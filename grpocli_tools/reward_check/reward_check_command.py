@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpocli.composition.overrides import unescape
 from grpocli.errors import ConfigError
-from grpocli_tools.command_line import composed, parser_of, warn_of_rewards
+from grpocli.text import counted
+from grpocli_tools.command_line import composed, parser_of, warn_of_rewards, whole_number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,15 +45,7 @@ agreement: mean scores of a reward that does not measure accuracy
 
 def main(argv: Sequence[str]) -> int:
     """Print the table and the disagreements. Returns the exit code. Raises ConfigError."""
-    parser = _parser()
-    args = parser.parse_intermixed_args(argv)
-    args.answer = unescape(args.answer)
-    if "{answer}" not in args.answer:
-        parser.error(f"--answer {args.answer!r}: must have {{answer}} in it")
-    if not 0 <= args.threshold <= 1:
-        parser.error(f"--threshold {args.threshold}: must be between 0 and 1")
-    if args.examples < 0:
-        parser.error(f"--examples {args.examples}: must be 0 (all) or more")
+    args = _parser().parse_intermixed_args(argv)
     from grpocli.composition.checks import check_data
     from grpocli.composition.compose import build_run
     from grpocli.tasks.prompt_source import doubtful_choices
@@ -65,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"warning: {doubt}", file=sys.stderr)
     view = status_view()
     try:
-        found = list(_agreements(run, args.split, args.examples, args.answer, view))
+        found = list(_agreements(run, args, view))
         view.stop()
         _show(found, run.reward, args.list)
     finally:
@@ -78,18 +71,30 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("reward-check", "[--split SPLIT] [--examples N]", __doc__, EXAMPLES)
     parser.add_argument("--split", choices=("train", "eval", "all"), default="all", help="the examples to check (all)")
-    parser.add_argument("--examples", type=int, default=0, metavar="N", help="the first N of a split; 0: all")
+    parser.add_argument("--examples", type=whole_number, default=0, metavar="N", help="the first N of a split; 0: all")
     parser.add_argument(
-        "--threshold", type=float, default=0.99, metavar="SHARE", help="the share of answers that must agree (0.99)"
+        "--threshold", type=_share, default=0.99, metavar="SHARE", help="the share of answers that must agree (0.99)"
     )
-    parser.add_argument("--answer", default="{answer}", metavar="TEXT", help="the template of an answer ({answer})")
+    parser.add_argument(
+        "--answer", type=_template, default="{answer}", metavar="TEXT", help="the template of an answer ({answer})"
+    )
     parser.add_argument("--list", type=int, default=20, metavar="N", help="the number of disagreements to show (20)")
     return parser
 
 
-def _agreements(
-    run: Run, split: str, limit: int, template: str, view: View
-) -> Iterator[tuple[Agreement, Sequence[Example]]]:
+def _share(text: str) -> float:
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 1")
+    return float(text)
+
+
+def _template(text: str) -> str:
+    if "{answer}" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r}: must have {{answer}} in it")
+    return unescape(text)
+
+
+def _agreements(run: Run, args: argparse.Namespace, view: View) -> Iterator[tuple[Agreement, Sequence[Example]]]:
     """The agreement of each reward on each split, with the examples, which know their rows."""
     from grpocli.rewards.python import PythonReward
     from grpocli.rewards.reward import Correctness
@@ -104,15 +109,17 @@ def _agreements(
         deciding = [one for one in names if isinstance(run.reward[one], Correctness)]
         accuracy = run.eval.reward if run.eval.reward in names else next(iter([*deciding, *names]), "")
         checked += len(names)
-        for one in _splits(task, split) if names else ():
+        splits = ["eval"] if getattr(task, "split", "") is None else ["train", "eval"]  # some tasks only evaluate
+        splits = splits if args.split == "all" else [args.split]
+        for split in splits if names else ():
             with errors_below(key_of(run.task, name)):
-                source = task.examples(one)
-                examples = list(islice(source, limit or None))
+                source = task.examples(split)
+                examples = list(islice(source, args.examples or None))
                 for reward in names:
                     run.reward[reward].check(columns_of(examples[0]))
             for reward in names:
-                view.stage(f"{reward} scores {name} {one}, {len(examples):,} examples")
-                found = agreement(name, reward, run.reward[reward], examples, template, one)
+                view.stage(f"{reward} scores {name} {split}, {len(examples):,} examples")
+                found = agreement(name, split, reward, run.reward[reward], examples, args.answer)
                 # of a function of the user only its scores tell whether it decides, unless eval.reward names it
                 open_kind = isinstance(run.reward[reward], PythonReward) and reward != run.eval.reward
                 decides = not open_kind or {answer.score for answer in found.answers} <= {0, 1, None}
@@ -122,103 +129,86 @@ def _agreements(
         raise ConfigError(problem, key="reward", value=f"[{', '.join(run.reward)}]", hint="choose one that does")
 
 
-def _splits(task: Any, chosen: str) -> Sequence[str]:
-    """The splits to check. A task that only evaluates has no split to train on."""
-    if chosen != "all":
-        return [chosen]
-    return ["eval"] if getattr(task, "split", "") is None else ["train", "eval"]
-
-
 def _show(
     checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mapping[str, BaseReward], limit: int
 ) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from grpocli.text import one_line
     from grpocli_tools.console import CleanConsole
+    from grpocli_tools.reward_check.reward_validation import FORMS, KINDS
 
     found = [one for one, _ in checked]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in ("task", "split", "reward"):
-        table.add_column(column, no_wrap=True)
-    for column in ("own", "empty", "other", "errors", "agreement", "ms"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for one in found:
-        kinds = [one.of(kind) for kind in ("own", "empty", "other")]
-        errors = sum(answer.score is None for answer in one.answers)
-        cells = [_agreeing(answers) for answers in kinds]
-        if not one.decides:
-            scores = [[v.score for v in answers if v.score is not None] for answers in kinds]
-            cells = [f"{fmean(of_kind):.3g}" if of_kind else "" for of_kind in scores]
-        each, share = 1000 * one.seconds / max(len(one.answers), 1), f"{one.share:.2%}" if one.decides else ""
-        table.add_row(one.task, one.split, one.reward, *cells, str(errors), share, f"{each:.2f}")
     console = CleanConsole(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
+    console.print(_table(found, [*KINDS, "errors", "agreement", "ms"], _cells))
     console.print(LEGEND)
     if not any(one.decides for one in found):
         console.print(
             "no reward is judged: none scores only 0 and 1; eval.reward=NAME names the one that measures accuracy\n"
         )
     if any(one.forms for one in found):
-        console.print(_forms(found))
+
+        def right(one: Agreement) -> list[str]:
+            tried = [one.of(form) for form in FORMS]
+            return [f"{sum(v.agrees for v in answers)}/{len(answers)}" if answers else "" for answers in tried]
+
+        console.print(_table(found, list(FORMS), right))
     for one, source in checked:
-        failures = one.failures
-        wrong = [answer for answer in one.disagreements if answer.score is not None and one.decides]
-        lines = chain(
-            (_failure_line(one, answers, source) for answers in failures),
-            (_line(one, answer, rewards[one.reward], source) for answer in wrong),
-        )
-        for line in islice(lines, limit):
-            console.print(one_line(line), soft_wrap=True)
-        if (total := len(failures) + len(wrong)) > limit:
-            console.print(f"{one.task} {one.split} {one.reward}: {total - limit} more; --list {total} shows all")
+        lines = [*_failures(one, source), *_wrong(one, source, rewards[one.reward])]
+        for line in lines[:limit]:
+            console.print(one_line(f"{one.title}: {line}"), soft_wrap=True)
+        if len(lines) > limit:
+            console.print(f"{one.title}: {len(lines) - limit} more; --list {len(lines)} shows all")
 
 
-def _agreeing(answers: Sequence[ScoredAnswer]) -> str:
-    """The examples all of whose answers agree, of all examples."""
-    rows, wrong = {one.number for one in answers}, {one.number for one in answers if not one.agrees}
-    return f"{len(rows) - len(wrong)}/{len(rows)}"
-
-
-def _forms(found: Sequence[Agreement]) -> Table:
-    """A table of the right answers that are also right in other forms."""
+def _table(found: Sequence[Agreement], columns: Sequence[str], cells: Callable[[Agreement], list[str]]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
-
-    from grpocli_tools.reward_check.reward_validation import FORMS
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in ("task", "split", "reward"):
         table.add_column(column, no_wrap=True)
-    for form in FORMS:
-        table.add_column(form, justify="right", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for one in found:
-        tried = [one.of(form) for form in FORMS]
-        cells = [f"{sum(v.agrees for v in answers)}/{len(answers)}" if answers else "" for answers in tried]
-        table.add_row(one.task, one.split, one.reward, *cells)
+        table.add_row(one.task, one.split, one.reward, *cells(one))
     return table
 
 
-def _failure_line(one: Agreement, answers: Sequence[ScoredAnswer], source: Sequence[Example]) -> str:
-    """The line for all answers on which a reward failed for one reason."""
-    count = f"{len(answers):,} answer{'s' * (len(answers) > 1)}"
-    first = f"first of {_row(answers[0], source)}"
-    return f"{one.task} {one.split} {one.reward}: fails on {count}, {first}: {answers[0].reason}"
+def _cells(one: Agreement) -> list[str]:
+    """The examples all of whose answers agree; mean scores if the reward does not decide."""
+    from grpocli_tools.reward_check.reward_validation import KINDS
+
+    cells = []
+    for answers in map(one.of, KINDS):
+        examples, wrong = {v.number for v in answers}, {v.number for v in answers if not v.agrees}
+        scores = [v.score for v in answers if v.score is not None]
+        mean = f"{fmean(scores):.3g}" if scores else ""
+        cells.append(f"{len(examples) - len(wrong)}/{len(examples)}" if one.decides else mean)
+    errors, milliseconds = sum(v.score is None for v in one.answers), 1000 * one.seconds / max(len(one.answers), 1)
+    return [*cells, str(errors), f"{one.share:.2%}" if one.decides else "", f"{milliseconds:.2f}"]
 
 
-def _line(one: Agreement, answer: ScoredAnswer, reward: BaseReward, source: Sequence[Example]) -> str:
-    """The line for a wrong score."""
+def _failures(one: Agreement, source: Sequence[Example]) -> Iterator[str]:
+    """A line for each reason for which answers have no score."""
+    by_reason: dict[str, list[ScoredAnswer]] = {}
+    for answer in [*one.answers, *one.forms]:
+        if answer.score is None:
+            by_reason.setdefault(answer.reason, []).append(answer)
+    for reason, answers in by_reason.items():
+        yield f"fails on {counted(len(answers), 'answer')}, first of {_row(answers[0], source)}: {reason}"
+
+
+def _wrong(one: Agreement, source: Sequence[Example], reward: BaseReward) -> Iterator[str]:
+    """A line for each wrong score of a reward that decides."""
     from grpocli.rewards.scorer import excerpt
 
-    what = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}.get(
-        answer.kind, f"its own answer ({answer.kind})"
-    )
-    why = reward.explain(answer.sample)
-    score = f"scores {answer.score:g}" + (f" ({why})" if why else "")
-    own = excerpt(str(answer.sample.columns.get(one.column)))
-    where = f"{one.task} {one.split} {one.reward}: {_row(answer, source)}"
-    return f"{where}: {what} {excerpt(answer.sample.text)} {score} (answer {own})"
+    kinds = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}
+    for answer in [*one.answers, *one.forms]:
+        if one.decides and answer.score is not None and not answer.agrees:
+            what = kinds.get(answer.kind, f"its own answer ({answer.kind})")
+            why = f" ({text})" if (text := reward.explain(answer.sample)) else ""
+            own = excerpt(str(answer.sample.columns.get(one.column)))
+            said = f"{what} {excerpt(answer.sample.text)} scores {answer.score:g}{why} (answer {own})"
+            yield f"{_row(answer, source)}: {said}"
 
 
 def _row(answer: ScoredAnswer, source: Sequence[Example]) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
-from itertools import chain
 from typing import Any
 
 from grpocli.answers.final_answer import final_answer
@@ -46,16 +45,17 @@ FORMS: dict[str, Callable[[str], str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class ScoredAnswer:
-    """An answer to an example and its score.
-
-    kind: one of KINDS or FORMS. number: index of the example. score: None if the reward failed, with the `reason`.
-    """
+    """An answer to an example and its score."""
 
     kind: str
+    """One of KINDS or FORMS."""
     number: int
+    """The index of the example."""
     sample: Sample
     score: float | None
+    """None if the reward failed."""
     reason: str = ""
+    """Why it failed."""
 
     @property
     def agrees(self) -> bool:
@@ -65,22 +65,25 @@ class ScoredAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How often a reward agrees with the answers of a split of a task.
-
-    answers: the examples' answers, empty ones and other examples' answers. seconds: time to score these, without
-    imports and the start of workers. column: column of the examples' own answers. forms: the examples' answers in other
-    forms, which do not count in `share`. decides: whether the reward measures the task's accuracy, so that it has to
-    agree.
-    """
+    """How often a reward agrees with the answers of a split of a task."""
 
     task: str
+    split: str
     reward: str
     answers: list[ScoredAnswer]
+    """The examples' answers, empty ones and other examples' answers."""
+    forms: list[ScoredAnswer]
+    """The examples' answers in other forms, which do not count in `share`."""
     seconds: float
+    """The time to score `answers`, without imports and the start of workers."""
     column: str
-    split: str = ""
-    forms: list[ScoredAnswer] = field(default_factory=list)
+    """The column of the examples' own answers."""
     decides: bool = True
+    """Whether the reward measures the task's accuracy, so that it has to agree."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.task} {self.split} {self.reward}"
 
     @property
     def share(self) -> float:
@@ -90,22 +93,9 @@ class Agreement:
     def of(self, kind: str) -> list[ScoredAnswer]:
         return [one for one in [*self.answers, *self.forms] if one.kind == kind]
 
-    @property
-    def disagreements(self) -> list[ScoredAnswer]:
-        return [one for one in [*self.answers, *self.forms] if not one.agrees]
-
-    @property
-    def failures(self) -> list[list[ScoredAnswer]]:
-        """The answers without a score, grouped by reason."""
-        found: dict[str, list[ScoredAnswer]] = {}
-        for one in self.disagreements:
-            if one.score is None:
-                found.setdefault(one.reason, []).append(one)
-        return list(found.values())
-
 
 def agreement(
-    task: str, name: str, reward: BaseReward, examples: Sequence[Mapping[str, Any]], template: str, split: str = ""
+    task: str, split: str, name: str, reward: BaseReward, examples: Sequence[Mapping[str, Any]], template: str
 ) -> Agreement:
     """Score three answers to each example: its own, an empty one and another example's; `template` formats them.
 
@@ -114,7 +104,7 @@ def agreement(
     column = reward.solution_column or getattr(reward, "answer_column", "answer")
     texts = [list(map(answer_text, accepted(example.get(column)))) or [""] for example in examples]
     finals = [[final_answer(text) for text in of_example] for of_example in texts]
-    cases = list(chain.from_iterable(_cases(i, texts, finals, template) for i in range(len(texts))))
+    cases = [case for i in range(len(texts)) for case in _cases(i, texts, finals, template)]
     _scored(task, reward, examples, cases[:1])  # imports libraries and starts workers
     start = time.perf_counter()
     answers = _scored(task, reward, examples, cases)
@@ -123,7 +113,7 @@ def agreement(
     some = right[:: max(1, -(-len(right) // FORM_EXAMPLES))]
     in_forms = ((kind, i, FORMS[kind](finals[i][0])) for i in some for kind in reward.answer_forms)
     forms = _scored(task, reward, examples, [(kind, i, text) for kind, i, text in in_forms if text is not None])
-    return Agreement(task, name, answers, seconds, column, split, forms)
+    return Agreement(task, split, name, answers, forms, seconds, column)
 
 
 def _scored(
@@ -132,12 +122,9 @@ def _scored(
     samples = [_sample({**examples[i], "task_name": task}, text) for _, i, text in cases]
     answers = []
     for (kind, i, _), sample, score in zip(cases, samples, call(reward, samples), strict=True):
-        if score is None:
-            score = Failure("it does not apply")
-        if isinstance(score, Failure):
-            answers.append(ScoredAnswer(kind, i, sample, None, score.reason))
-        else:
-            answers.append(ScoredAnswer(kind, i, sample, score))
+        failure = Failure("it does not apply") if score is None else score if isinstance(score, Failure) else None
+        value = None if score is None or isinstance(score, Failure) else score
+        answers.append(ScoredAnswer(kind, i, sample, value, failure.reason if failure else ""))
     return answers
 
 

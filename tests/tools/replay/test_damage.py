@@ -30,7 +30,7 @@ def changed(change: Callable[[pa.Table], pa.Table]) -> Callable[[Path], object]:
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), "is broken or no parquet file"),
         (changed(without_status), "step 2, row 5: the column status is null"),
         (changed(lambda table: table.drop_columns(["uid"])), "step 2: the column uid is missing"),
-        (changed(lambda table: table.slice(1)), "step 2 holds "),
+        (changed(lambda table: table.slice(1)), "step 2: "),
     ],
     ids=["torn", "a null", "a missing column", "a missing row"],
 )

@@ -68,7 +68,7 @@ def test_every_step_agrees_to_the_bit(kind: str, grpocli: Grpocli, tmp_path: Pat
 
 
 @pytest.mark.survival
-def test_a_reward_that_sees_the_group_is_checked_with_the_recorded_scores_of_one_that_varies(
+def test_a_reward_that_sees_the_group_is_checked_with_the_recorded_scores_of_others(
     grpocli: Grpocli, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(
@@ -147,8 +147,6 @@ def test_a_run_that_was_killed_and_resumed_agrees(finished: Path, grpocli: Grpoc
     assert [step["step"] for step in report["steps"] if step["asked"]] == [2]
     assert run_here("train", f"resume={run}", "optim.lr=1e-3", "algorithm.objective.high=0.3") == 0
     assert exactly(assert_agrees(grpocli, run))
-    shutil.rmtree(run / "checkpoints" / "step_000002")
-    assert_agrees(grpocli, run)
 
 
 @pytest.mark.survival

@@ -19,7 +19,7 @@ from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import flatten
 from grpocli.runs.sessions import Session, add_session
 from grpocli.training.accuracy import pass_at_k
-from grpocli_tools.evaluation.results import interval
+from grpocli_tools.evaluation.significance import interval
 from grpocli_tools.report.build_page import Builder
 from grpocli_tools.report.charts import charts
 from grpocli_tools.report.curves import Curves, accuracy_interval, read_curves, thinned
