@@ -27,10 +27,6 @@ SUM_TOLERANCE = 1e-6
 """Relative difference of sums, advantages and rewards that may be rounding."""
 ORDER_TOLERANCE = (1e-4, 1e-6)
 """Relative and absolute difference of metrics of equal log-probs that another number of processes has added."""
-SUM_ROUNDING = 3e-6
-"""Relative difference of a metric that is a sum of recorded values, in float32."""
-NOISE = 2e-7
-"""Relative rounding of a difference of two log-probs in float32."""
 
 
 @dataclass(frozen=True, slots=True)

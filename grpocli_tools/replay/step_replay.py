@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from grpocli.algorithm.metrics import gap_metrics
 from grpocli.progress import Progress
 from grpocli.rewards.reward import answer_columns
 from grpocli.runs.metrics import json_line
 from grpocli.runs.rollouts import rollout_table
 from grpocli.training.collector import RolloutBatch, records_of
-from grpocli.training.micro_batch import group_spans, rows_of
+from grpocli.training.micro_batch import rows_of
 from grpocli.types import Completion, Group, Row, Status
 from grpocli_tools.replay import checks as limits
 from grpocli_tools.replay.checks import Check, Columns, Difference, close, compare_rows
-from grpocli_tools.replay.collection import FEW, CollectedStep, RolloutSource, collect_again
+from grpocli_tools.replay.collection import CollectedStep, RolloutSource, collect_again
 from grpocli_tools.replay.record import RecordedStep
 from grpocli_tools.replay.weights import Weights
 
@@ -80,7 +79,7 @@ class StepReplay:
         collected = collect_again(self.source, recorded)
         trained = [collected.groups[group.number] for group in recorded.trained]
         computed_PG = collected.collector.advantages(trained)
-        rows = rows_of(trained, self._trained_on(computed_PG, trained), algorithm, recorded.step)
+        rows = rows_of(trained, self._trained_on(trained), algorithm, recorded.step)
         logp = self._logp_before_update(rows, collected.groups) if thorough else {}
         metrics = self.weights.train(rows, len(trained)) if self.weights else {}
         expected = self._expected_rows(collected, rows)
@@ -89,7 +88,7 @@ class StepReplay:
         found += self._update_checks(expected)
         if thorough:
             found.append(self._sampler_check(rows, collected.groups, logp))
-        found += [self._record_metrics(rows), *self._metric_checks(collected, metrics)]
+        found += self._metric_checks(collected, metrics)
         return [check for check in found if check.agree or check.differ or check.why]
 
     @property
@@ -104,19 +103,12 @@ class StepReplay:
 
     # What the step trained on
 
-    def _trained_on(self, computed_PG: Tensor, trained: Sequence[Group]) -> Tensor:
-        """The advantages [P, G] that the step trained on: those of the recorded rewards if they fit the recorded ones.
-
-        So a damaged advantage does not change the weights of later steps; a changed algorithm does not either.
-        """
-        rows_PG = [[row["advantage"] for row in group.rows] for group in self.recorded.trained]
-        recorded_PG = torch.tensor([[math.nan if one is None else one for one in row_G] for row_G in rows_PG])
-        used_PG = _used(computed_PG, trained)
-        alike_PG = torch.isclose(recorded_PG, used_PG, rtol=limits.SUM_TOLERANCE, atol=1e-6, equal_nan=True)
-        if (~alike_PG).sum() <= FEW * alike_PG.numel():
-            return computed_PG
-        factors_P1 = torch.tensor([[group.prompt.loss_multiplier] for group in trained], dtype=torch.float64)
-        return recorded_PG.double().nan_to_num() / factors_P1.where(factors_P1 != 0, 1.0)
+    def _trained_on(self, trained: Sequence[Group]) -> Tensor:
+        """The recorded advantages [P, G], without the prompts' loss multipliers, so that later steps stay right."""
+        rows_PG = [[row["advantage"] or 0.0 for row in group.rows] for group in self.recorded.trained]
+        factors_P1 = _multipliers_P1(trained)
+        recorded_PG = torch.tensor(rows_PG, dtype=torch.float64).reshape(len(trained), -1)
+        return recorded_PG / factors_P1.where(factors_P1 != 0, 1.0)
 
     def _expected_rows(self, collected: CollectedStep, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """The rows that the step's rollout file should have, in the file's order."""
@@ -173,7 +165,7 @@ class StepReplay:
     def _advantages(self, computed_PG: Tensor, trained: Sequence[Group]) -> Check:
         """Advantages of the recorded rewards against the file's."""
         numbers = [group.number for group in self.recorded.trained]
-        by_group = dict(zip(numbers, _used(computed_PG, trained).tolist(), strict=True))
+        by_group = dict(zip(numbers, (computed_PG * _multipliers_P1(trained)).float().tolist(), strict=True))
         rows = [{"advantage": v} for g in self.recorded.groups for v in by_group.get(g.number, [None] * self._size)]
         return self._compared(Columns("advantages", ("advantage",), limits.SUM_TOLERANCE, 1e-6), rows)
 
@@ -318,43 +310,6 @@ class StepReplay:
             difference = Difference(self.recorded.step, name, old, new)
             check.compare(difference, close(old, new, relative, absolute), old == new)
 
-    def _record_metrics(self, rows: Sequence[Row]) -> Check:
-        """The gap between sampler and trainer, from the recorded log-probs alone, against metrics.jsonl."""
-        check, logged = Check("metrics of the recorded log-probs", "metrics"), self.recorded.metrics
-        algorithm, step = self.source.run.algorithm, self.recorded.step
-        by_row = [row for group in self.recorded.trained for row in group.rows]
-        spans = group_spans(len(self.recorded.trained), self.source.run.train.minibatches)
-        by_sampler = not algorithm.has_correction  # of stale rows the sampler is the old policy
-        if algorithm.takes_sampler_as_old:  # the gap is measured in the first update only, and for stale rows as well
-            by_sampler, spans = False, spans[:1]
-        terms = [_gaps(row, old, by_sampler and old["version"] < step) for row, old in zip(rows, by_row, strict=True)]
-        windows = [[t for row, t in zip(rows, terms, strict=True) if row.group in span and t] for span in spans]
-        joined = [{name: torch.cat([one[name] for one in w]).double() for name in w[0]} for w in windows if w]
-        if not joined or logged is None:
-            return check
-        for name in joined[0]:
-            new, size, gap = (
-                float(np.mean([float(values.mean()) for values in each]))
-                for each in (
-                    [window[name] for window in joined],
-                    [window[name].abs() for window in joined],
-                    [window["gap"].abs() for window in joined],
-                )
-            )
-            if (old := logged.get(name)) is not None:
-                rounding = limits.SUM_ROUNDING * size + limits.NOISE * gap
-                check.compare(Difference(step, name, old, new), abs(old - new) <= rounding, old == new)
-        return check
-
-
-def _gaps(row: Row, recorded: Mapping[str, Any], by_sampler: bool) -> dict[str, Tensor]:
-    """The metrics of the gap at each token of a row in the loss; empty if the file has no log-probs of the update."""
-    if recorded.get("trainer_logprobs") is None or not any(row.mask):
-        return {}
-    inside, sampler = torch.tensor(row.mask).bool(), torch.tensor(recorded["logprobs"])
-    trainer = sampler if by_sampler else torch.tensor(recorded["trainer_logprobs"])
-    return gap_metrics(trainer[inside], sampler[inside]) | {"gap": (trainer - sampler)[inside]}
-
 
 def checkpoint_check(step: int, differences: Mapping[str, float], dtype: str, exact: bool) -> Check:
     """The weights after a step against its checkpoint."""
@@ -365,10 +320,9 @@ def checkpoint_check(step: int, differences: Mapping[str, float], dtype: str, ex
     return check
 
 
-def _used(advantages_PG: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Advantages as the file has them: with the prompts' loss multipliers, in float32."""
-    factors_P1 = torch.tensor([[group.prompt.loss_multiplier] for group in groups], dtype=torch.float64)
-    return (advantages_PG * factors_P1.reshape(-1, 1)).float()
+def _multipliers_P1(groups: Sequence[Group]) -> Tensor:
+    """The prompts' loss multipliers."""
+    return torch.tensor([[group.prompt.loss_multiplier] for group in groups], dtype=torch.float64).reshape(-1, 1)
 
 
 def _first_version(completion: Completion) -> int:

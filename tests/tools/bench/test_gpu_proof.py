@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import signal
-import struct
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
-from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -184,17 +179,6 @@ def test_a_call_does_not_share_its_work_folder(proof: ModuleType, own: Path) -> 
     assert f"gpu-proof-{os.getuid()}: another call writes there: choose another --work" in err
 
 
-def test_plus_joins_experiments_and_commas_follow(proof: ModuleType) -> None:
-    proof.load()
-    groups = [[one.name for one in group] for group in proof.chosen("settings+cudnn_plans,peer")]
-    assert groups == [["settings", "cudnn_plans"], ["beside_trl"]]
-    every = [one.name for group in proof.chosen("") for one in group]
-    assert sorted(every) == sorted(one.name for one in proof.in_order()), "each once"
-    for names, unknown in (("settings,nope", "nope"), (",,", ",,"), ("settings+", r"settings\+")):
-        with pytest.raises(SystemExit, match=f"^--only {unknown}: there are machine, "):
-            proof.chosen(names)
-
-
 def test_laws_check_numbers_between_their_limits(proof: ModuleType) -> None:
     from experiment import at_most, between, true
 
@@ -264,96 +248,6 @@ def test_damaged_results_are_refused_in_a_sentence(proof: ModuleType, tmp_path: 
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(SystemExit, match="damaged or of another version"):
         Results(file)
-
-
-def test_a_damaged_archive_is_named(proof: ModuleType, tmp_path: Path) -> None:
-    import carry
-
-    (tmp_path / "file").write_bytes(os.urandom(1000))
-    carry.pack(whole := tmp_path / "whole.tar.xz", tmp_path, [tmp_path / "file"])
-    carry.unpack_archive(whole, tmp_path / "site", mark := tmp_path / "mark")
-    assert (tmp_path / "site" / "file").read_bytes() == (tmp_path / "file").read_bytes()
-    mark.unlink()
-    (cut := tmp_path / "cut.tar.xz").write_bytes(whole.read_bytes()[:500])
-    for damaged in (cut, tmp_path / "file"):
-        with pytest.raises(SystemExit, match=f"^{re.escape(str(damaged))} cannot be unpacked"):
-            carry.unpack_archive(damaged, tmp_path / "site", mark)
-    assert not mark.exists()
-
-
-def library(*codes: tuple[int, int, bytes]) -> bytes:
-    """A file with a fat binary of these entries: kind (1: PTX, 2: machine code), architecture, code."""
-    entries = b"".join(
-        struct.pack("<HHIQ", kind, 0, 64, len(code)) + struct.pack("<12xI32x", of) + code for kind, of, code in codes
-    )
-    fat = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
-    return b"before" + fat + b"after"
-
-
-def test_a_library_keeps_the_code_of_one_architecture(proof: ModuleType) -> None:
-    from prune_fatbin import containers, entries, pruned
-
-    def left(of: bytes | bytearray) -> list[tuple[int, int]]:
-        ((begin, stop),) = containers(bytes(of))
-        return [(kind, architecture) for kind, architecture, _ in entries(bytes(of), begin, stop)]
-
-    whole = library((2, 80, b"a" * 64), (2, 90, b"b" * 64), (1, 90, b"c" * 64))
-    assert len(pruned(whole, 90)) == len(whole)
-    assert (left(pruned(whole, 90)), left(pruned(whole, 100))) == ([(2, 90)], [(1, 90)])
-    assert left(pruned(library((2, 80, b"a" * 64), (2, 75, b"b" * 8)), 90)) == [(2, 75)], "the smallest"
-    with pytest.raises(ValueError, match="another form"):
-        entries(b"\xff" * 64, 0, 64)
-
-
-@pytest.fixture
-def bare(proof: ModuleType, tmp_path: Path) -> tuple[Path, Path]:
-    """A clone in an empty folder with .carry; a Python with torch and transformers that lacks what is carried."""
-    import carry
-
-    clone, site, python = tmp_path / "clone", Path(sysconfig.get_path("purelib")), tmp_path / "venv" / "bin" / "python"
-    for name in ("bench", "grpocli", "grpocli_tools", "hydra_plugins", "conf", "recipes"):
-        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (clone / ".carry").mkdir()
-    found = [one for one in distributions() if one.name and one.name.replace("_", "-") in carry.BASE]
-    files = [site / str(file) for one in found for file in one.files or () if file.parts[0] != ".."]
-    carry.pack(clone / ".carry" / "base.tar.xz", site, [file for file in files if file.suffix != ".pyc"])
-    carry.add_metadata(tmp_path / "own")
-    carry.pack(clone / ".carry" / "base-own.tar.xz", tmp_path / "own", carry.packable(tmp_path / "own"))
-    (clone / ".carry" / "commit").write_text("1234567")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
-    carried = {file.relative_to(site).parts[0] for file in files}
-    (own,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    for path in site.iterdir():
-        other = path.name.startswith(("grpocli", "_grpocli", "__editable__", "vllm", "__pycache__"))
-        if path.name not in carried and path.suffix != ".pth" and not other:
-            (own / path.name).symlink_to(path)
-    return clone, python
-
-
-@pytest.mark.slow
-def test_a_bare_folder_runs_is_killed_and_goes_on(bare: tuple[Path, Path], own: Path) -> None:
-    """From .carry alone: nothing is installed, and of what another folder has, only earlier results are needed."""
-    clone, python = bare
-    out, work = own.parent / "out", own.parent / f"gpu-proof-{os.getuid()}"
-    command = [str(python), "bench/gpu_proof/gpu_proof.py", "--add", str(own), "--only", "settings+packages,lasts"]
-    env = {"OUT": str(out), "TMPDIR": str(own.parent), "HOME": str(own.parent), "PATH": os.environ["PATH"]}
-    until = time.monotonic() + 200
-    with subprocess.Popen(command, cwd=clone, env=env | {"LASTS": "600"}) as call:
-        while not (work / "lasts" / "begun").exists():
-            assert call.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        call.kill()
-    found = results(own)
-    assert {name: result["verdict"] for name, result in found.items()} == dict.fromkeys(
-        ("settings", "packages"), "as expected"
-    )
-    assert found["packages"]["measured"]["hydra"] == str(work / "site" / "hydra")
-    assert found["settings"]["machine"]["commit"] == "1234567"
-    (out / "results.json").rename(clone / ".carry" / "results.json")
-    subprocess.run(command, cwd=clone, env=env, check=True)
-    assert results(own)["lasts"]["verdict"] == "as expected"
-    assert {name: results(own)[name] for name in found} == found
 
 
 @pytest.mark.survival

@@ -10,8 +10,7 @@ import pytest
 from chat_families import CHAT_FAMILIES
 from cli.running import run_here
 
-from grpocli.models.tiny import make_model, make_tokenizer
-from grpocli_tools.data_view.data_command import histogram
+from grpocli.models.tiny import make_model
 
 QUESTIONS = ["1+1=", "2+2=", "1+1=", "10+20+30=", "3+3="]
 
@@ -58,17 +57,14 @@ def test_the_view_counts_what_a_run_would_drop_repeat_and_evaluate(task, capsys)
 
 
 def test_one_example_or_the_longest_can_be_shown(task, capsys) -> None:
-    assert [p["example"] for p in splits(capsys, *task, "--split", "train", "--example", "4")["train"]["prompts"]] == [
-        4
-    ]
+    of_both = splits(capsys, *task, "--example", "4")
+    assert {name: [p["example"] for p in one["prompts"]] for name, one in of_both.items()} == {"train": [4], "eval": []}
     longest = splits(capsys, *task, "--split", "train", "--longest", "--prompts", "1")
     assert [p["example"] for p in longest["train"]["prompts"]] == [3]
     assert longest.keys() == {"train"}
     capsys.readouterr()
     assert run_here("data", *task, "--example", "99") == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert "train has 5 examples, jsonl eval has 2 examples, numbered from 0" in err
+    assert "--example=99" in capsys.readouterr().err
 
 
 def test_supervised_runs_show_the_answers_that_they_teach(task, capsys) -> None:
@@ -78,7 +74,7 @@ def test_supervised_runs_show_the_answers_that_they_teach(task, capsys) -> None:
     assert "taught, 5 tokens" in printed(capsys, *task, "algorithm=sft", 'task.target_template="so {answer}"')
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3-base", "smollm3"])
+@pytest.mark.parametrize("family", ["gemma3", "smollm3"])
 def test_the_view_follows_the_template_of_a_family(family: str, task, tmp_path: Path, capsys) -> None:
     """The prompt as the template writes it, and an answer up to the end of a turn."""
     model, one = tmp_path / "model", CHAT_FAMILIES[family]
@@ -89,18 +85,6 @@ def test_the_view_follows_the_template_of_a_family(family: str, task, tmp_path: 
     assert first["target"].endswith(one.template_ends)
     assert first["token_ids"].count(tokenizer.bos_token_id) == (1 if one.bos else 0)
     assert "Today Date: 01 July 2025" in first["text"] or family != "smollm3"
-
-
-def test_an_answer_ends_at_a_token_of_the_generation_config(task, tmp_path: Path, capsys) -> None:
-    """As it is taught; this template ends the last turn as no other, and with a line break."""
-    model, tokenizer = make_model(0), make_tokenizer()
-    end = "'<user>\n' if loop.last and message.role == 'assistant' else '<end>' }}"
-    tokenizer.chat_template = tokenizer.chat_template.replace("'<end>' }}", end)
-    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<user>")
-    for saved in (model, tokenizer):
-        saved.save_pretrained(tmp_path / "model")
-    view = splits(capsys, *task, "algorithm=sft", f"model={tmp_path / 'model'}")
-    assert view["train"]["prompts"][0]["target"] == "7<user>"
 
 
 def test_a_stream_says_what_it_did_not_read(task, capsys) -> None:
@@ -145,40 +129,3 @@ def test_conversations_that_end_with_the_answer_are_refused_as_by_a_run(tmp_path
     assert "task.last_turn=null" in capsys.readouterr().err
     assert splits(capsys, *data, "task.last_turn=drop")["train"]["duplicates"] == [1, 2, 3]
     assert splits(capsys, *data, "algorithm=sft")["train"]["too_long"] == []
-
-
-def test_json_is_ascii_and_has_null_for_numbers_that_are_not_finite(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "d.jsonl"
-    row = '{"prompt": "1\\u009b\\u202e", "answer": "2", "level": NaN, "parts": [Infinity, 1]}\n'
-    path.write_text(row + row.replace('"1', '"2'))
-    out = printed(capsys, "task=jsonl", f"task.path={path}", f"task.eval_path={path}", "--split", "train", "--json")
-    assert out.isascii()
-    columns = json.loads(out)["splits"][0]["prompts"][0]["columns"]
-    assert (columns["level"], columns["parts"]) == (None, [None, 1])
-
-
-def test_a_split_without_the_example_says_so(task, capsys) -> None:
-    """The splits have 5 and 2 examples."""
-    shown = printed(capsys, *task, "--example", "4")
-    assert "eval has 2 examples, numbered from 0: no example 4" in shown
-    assert "train 4 (" in shown
-    assert [len(one["prompts"]) for one in splits(capsys, *task, "--example", "4").values()] == [1, 0]
-
-
-def test_bad_data_is_refused_as_by_a_run(tmp_path: Path, capsys) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "", "answer": "b"}\n{"prompt": "c", "answer": "d"}\n')
-    assert run_here("data", "task=jsonl", f"task.path={path}", f"task.eval_path={path}") == 2
-    assert "row 2 of" in capsys.readouterr().err
-    assert run_here("data", "task.tools=[calculator]", "task.environment.env=[NOPE_KEY]") == 2
-    assert "[NOPE_KEY]: this environment variable is not set" in capsys.readouterr().err
-
-
-def test_every_length_is_in_one_bin() -> None:
-    lengths = [3, 3, 17, 40, 41, 99]
-    bins = histogram(lengths)
-    assert sum(count for _, _, count in bins) == len(lengths)
-    assert bins[0][0] == 3
-    assert bins[-1][1] == 99
-    for low, high, count in bins:
-        assert count == sum(low <= n <= high for n in lengths)

@@ -45,15 +45,6 @@ def test_disagreements_are_shown(
     assert found == code
 
 
-def test_a_reward_that_sees_the_group_is_not_checked(grpocli, tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text(LINES % "7")
-    (tmp_path / "mine.py").write_text("def spread(completions, scores=None):\n    return [0.5] * len(completions)\n")
-    rewards = [f"reward=[number,length_penalty,{tmp_path}/mine.py:spread]", "reward.spread.per_group=true"]
-    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl"]
-    code, out, _ = grpocli("reward-check", *task, *rewards, "--split", "train")
-    assert (code, out.count("100.00%"), "spread" in out) == (0, 1, False)
-
-
 @pytest.mark.parametrize(
     ("first", "options", "code"),
     [
@@ -85,25 +76,6 @@ def test_every_accepted_answer_is_checked(grpocli, tmp_path: Path) -> None:
     code, out, _ = grpocli("reward-check", *task, "reward=[exact_match]")
     rows = [line.split()[3:6] for line in out.splitlines() if "100.00%" in line]
     assert (code, rows) == (0, [["3/3", "3/3", "3/3"], ["1/1", "1/1", "0/0"]])
-
-
-def test_answers_come_from_the_rewards_column(grpocli, tmp_path: Path) -> None:
-    rows = "".join(f'{{"prompt": "{n}?", "answer": "{n}, since 2 + 2", "final": "{n}"}}\n' for n in range(5, 9))
-    (tmp_path / "d.jsonl").write_text(rows)
-    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", "reward=[number]", "--split", "train"]
-    code, out, _ = grpocli("reward-check", *task, "reward.number.answer_column=final")
-    assert (code, "100.00%" in out) == (0, True)
-
-
-def test_a_right_answer_of_another_example_is_a_disagreement(grpocli, tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text(LINES % "2.0")
-    (tmp_path / "e.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
-    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl"]
-    code, out, _ = grpocli(
-        "reward-check", *task, "reward=[number]", "--split", "train", "--list", "0", "--threshold", "1"
-    )
-    assert code == 1
-    assert "jsonl train number: 1 more; --list 1 shows all" in out
 
 
 @pytest.mark.parametrize(

@@ -132,15 +132,6 @@ def test_a_run_without_rollouts_or_a_match_is_reported(grpocli, run: Path, tmp_p
     assert (code, "--export=hub:not//a name" in err) == (1, True)
 
 
-def test_broken_compressed_pages_are_reported(grpocli, run: Path) -> None:
-    file = run / "rollouts" / "step_000001.parquet"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:100] + bytes(byte ^ 255 for byte in whole[100:400]) + whole[400:])
-    code, _, err = grpocli("rollouts", str(run), "--step", "1")
-    assert (code, err.count("\n")) == (2, 1)
-    assert f"{file}: is broken or no parquet file: " in err
-
-
 def problem_files(run: Path) -> None:
     """Two steps: row 7 of `sums` is solved half, then whole; a leftover group is in the files of both steps."""
     (run / "rollouts").mkdir(parents=True)

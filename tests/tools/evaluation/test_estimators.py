@@ -81,13 +81,3 @@ def test_an_interval_covers_the_truth_as_often_as_stated(
         low, high = interval((drawn(generator, share, alike, samples, questions) / samples).tolist())
         covered += low <= share <= high
     assert covered / 500 >= 0.9
-
-
-def test_an_interval_of_pass_at_k_covers_the_truth_as_often_as_stated() -> None:
-    generator = np.random.Generator(np.random.PCG64(1))
-    truth = float(np.mean([pass_at_k(int(c), 4, 2) for c in drawn(generator, 0.05, 0.3, 4, 200_000)]))
-    covered = 0
-    for _ in range(500):
-        low, high = interval([pass_at_k(int(c), 4, 2) for c in drawn(generator, 0.05, 0.3, 4, 50)])
-        covered += low <= truth <= high
-    assert covered / 500 >= 0.9

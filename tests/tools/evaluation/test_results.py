@@ -96,11 +96,3 @@ def test_a_majority_is_of_values_and_not_of_texts() -> None:
         reward.close()
     assert found.scores["maj@5"].value == 1.0
     assert votes[0] == votes[1] == votes[2] != votes[3] == votes[4]
-
-
-def test_numbers_in_digits_vote_without_a_worker_process() -> None:
-    reward = Math(workers=1, timeout=20)
-    texts = [r"\boxed{7}", "work\n#### 7.0", "that is 1,009 in all", "1009"]
-    votes = reward.votes([Sample.of(rollout, 8) for rollout in group("a", texts, [0.0] * 4).rollouts])
-    assert votes[0] == votes[1] != votes[2] == votes[3]
-    assert not reward._pool()._workers

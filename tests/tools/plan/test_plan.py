@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
-import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from tables import table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
@@ -28,7 +24,6 @@ from grpocli.training.logprobs import Targets, scoring
 from grpocli.types import Sampling
 from grpocli_tools.plan.model_size import find_model_size
 from grpocli_tools.plan.plan import Plan, make_plan
-from grpocli_tools.plan.plan_command import EXAMPLES, _parser
 from grpocli_tools.plan.resources import GIB, DeviceOptions
 from grpocli_tools.plan.times import (
     COMPUTE,
@@ -55,53 +50,20 @@ SMALL = LlamaConfig(
     bos_token_id=2,
     pad_token_id=0,
 )
-PUBLISHED = {  # parameters of the models with these names
+PUBLISHED = {  # parameters of one model of each family and form
     "deepseekmath-7b-instruct": 6_910_365_696,
     "gemma3-1b": 999_885_952,
-    "gemma3-270m": 268_098_176,
-    "gemma3-4b": 4_300_079_472,
     "llama3.1-8b": 8_030_261_248,
-    "llama3.2-1b": 1_235_814_400,
-    "llama3.2-3b": 3_212_749_824,
     "olmo2-1b": 1_484_916_736,
-    "olmo2-7b": 7_298_617_344,
     "olmo3-7b": 7_298_011_136,
     "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen2.5-math-1.5b": 1_543_714_304,
     "qwen2.5-math-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
-    "qwen3-1.7b": 1_720_574_976,
-    "qwen3-1.7b-base": 1_720_574_976,
-    "qwen3-14b": 14_768_307_200,
     "qwen3-30b-a3b": 30_532_122_624,
-    "qwen3-30b-a3b-instruct-2507": 30_532_122_624,
-    "qwen3-32b": 32_762_123_264,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-4b-base": 4_022_468_096,
-    "qwen3-4b-instruct-2507": 4_022_468_096,
-    "qwen3-4b-thinking-2507": 4_022_468_096,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-8b-base": 8_190_735_360,
-    "smollm2-1.7b": 1_711_376_384,
     "smollm2-135m": 134_515_008,
-    "smollm2-360m": 361_821_120,
     "smollm3-3b": 3_075_098_624,
 }
-
-
-ROOT = Path(__file__).parents[3]
-DOCUMENTED = sorted(
-    {
-        command
-        for text in (EXAMPLES, *(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))))
-        for command in re.findall(r"(?:^|`)\s*(grpocli plan [\w.=@+-][^`\n]*?)(?=\s{2,}|`|$)", text, re.MULTILINE)
-        if "FOLDER" not in command
-    }
-)
 
 
 @functools.cache
@@ -127,7 +89,7 @@ def on_gpus(config_only: list[str]) -> list[str]:
     return [*config_only, "engine=transformers", "hardware.device=cuda", "hardware.processes=4"]
 
 
-@pytest.mark.parametrize("model", table(PUBLISHED, fast=8, other_tier=pytest.mark.survival))
+@pytest.mark.parametrize("model", list(PUBLISHED))
 def test_models_of_the_config_group_have_their_published_size(model: str) -> None:
     assert find_model_size(build_run(compose([f"model={model}"])).model).parameters == PUBLISHED[model]
 
@@ -145,18 +107,6 @@ def test_the_experts_of_a_mixture_are_traced(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     plans = [planned("model=hf", f"model.path={tmp_path}", f"model.dtype={d}") for d in ("bfloat16", "float32")]
     assert all(update(plan, "activations") > 0 for plan in plans)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", DOCUMENTED)
-def test_documented_commands_need_no_network(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_network(*_: Any, **__: Any) -> Any:
-        raise socket.gaierror("no network")
-
-    monkeypatch.setattr(socket, "getaddrinfo", no_network)
-    monkeypatch.setattr("grpocli.models.hf.why_unreachable", lambda: "no network")
-    args = _parser().parse_intermixed_args(shlex.split(command)[2:])
-    assert find_model_size(build_run(compose(args.overrides)).model).parameters > 0
 
 
 @pytest.mark.parametrize(("gpus", "servers"), [(1, 0), (8, 1)])
@@ -283,14 +233,6 @@ def test_the_tracker_counts_live_bytes() -> None:
 
 
 @pytest.mark.slow
-def test_the_72b_recipe_fits_its_five_nodes() -> None:
-    plan = planned("recipe=qwen2.5-72b-slurm")
-    assert (plan.resources.trainers, plan.resources.servers, plan.resources.tensor_parallel) == (32, 1, 8)
-    assert plan.resources.memory == 80 * GIB
-    assert plan.fits
-
-
-@pytest.mark.slow
 def test_flops_are_six_for_each_parameter_and_token(config_only: list[str]) -> None:
     plan = planned(*config_only, "algorithm=drgrpo", "rollout.max_prompt_tokens=1", "rollout.max_completion_tokens=31")
     expected = 6 * plan.size.parameters * plan.work.tokens
@@ -369,14 +311,6 @@ def test_a_repetition_penalty_is_traced_in_padded_rows(config_only: list[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", ["lr=3", "algorithm=vespo", "task=jsonl", "seed=["])
-def test_errors_equal_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
-    train = grpocli("train", bad, f"hydra.run.dir={tmp_path}/run")
-    assert grpocli("plan", bad) == train
-    assert train[0] == 2
-
-
-@pytest.mark.slow
 def test_training_and_vllm_machines_are_separate_devices() -> None:
     machines = ["hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=3", "engine=vllm"]
     cpus = planned(*machines, "hardware.device=cpu", "hardware.devices_per_node=4", "engine.replicas=2")
@@ -429,15 +363,6 @@ def test_compiled_layers_keep_less_and_wait_less(on_gpus: list[str]) -> None:
     eager, compiled = (planned(*on_gpus, "hardware.parallel=ddp", f"model.compile={on}") for on in ("false", "true"))
     assert compiled.traced.activations == int(0.6 * eager.traced.activations)
     assert TrainingStep.of(compiled).host_seconds() < TrainingStep.of(eager).host_seconds()
-
-
-def test_processes_that_share_micro_batches_have_a_part_of_their_activations(on_gpus: list[str]) -> None:
-    """The micro-batch has as many times the tokens; a process then has as many as alone."""
-    small = ["train.micro_batch_tokens=1024", "rollout.prompts_per_step=32", "hardware.parallel=fsdp2"]
-    alone, shared = (planned(*on_gpus, *small, f"hardware.context_parallel={n}") for n in (1, 2))
-    assert shared.rows.tokens == pytest.approx(2 * alone.rows.tokens, rel=0.1)
-    assert shared.traced.activations == pytest.approx(alone.traced.activations, rel=0.1)
-    assert shared.traced.casts == alone.traced.casts
 
 
 def test_processes_that_share_micro_batches_exchange_heads(on_gpus: list[str]) -> None:

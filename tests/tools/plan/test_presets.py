@@ -6,13 +6,7 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-from tables import table
-
-from grpocli.composition.compose import compose
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.config.build import build
-from grpocli.models.hf import HuggingFace
 from grpocli_tools.plan.model_size import PUBLIC
 
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
@@ -20,15 +14,6 @@ ROW = re.compile(r"^\| `([\w.-]+)` \| ([\w.-]+/[\w.-]+) \|", re.MULTILINE)
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,38}/[A-Za-z0-9][\w.-]{0,95}")
 FILES = sorted(path.stem for path in (Path(conf_dir()) / "model").glob("*.yaml"))
 PRESETS = [name for name in FILES if name not in ("hf", "tiny")]
-
-
-@pytest.mark.parametrize("name", table(PRESETS, fast=5, other_tier=pytest.mark.survival))
-def test_a_preset_is_a_model_on_the_hub_with_known_sizes(name: str) -> None:
-    part = build(compose([f"model={name}"]).model)
-    assert isinstance(part, HuggingFace)
-    assert HUB_NAME.fullmatch(part.path)
-    assert part == HuggingFace(path=part.path), "a preset is a name and nothing else"
-    assert part.path in json.loads(PUBLIC.read_text())
 
 
 def paths() -> dict[str, str]:

@@ -165,7 +165,7 @@ def test_a_tiny_change_of_a_samplers_log_prob_shows_in_the_metrics(
     copy = changed(dapo, tmp_path, (first_row(dapo, "trained"), "logprobs", first(moved(1e-5))))
     code, report = replayed(grpocli, copy, "--step", "2")
     assert code == 1
-    assert {"metrics of the recorded log-probs", "metrics of the update"} <= differing(report).keys()
+    assert {one["what"] for one in differing(report)["metrics of the update"]} >= {"gen_kl_error"}
 
 
 def test_a_changed_metric_and_a_changed_weight_are_named(grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
@@ -203,13 +203,6 @@ def test_an_environment_is_stepped_again(grpocli: Grpocli, tmp_path: Path) -> No
     assert (code, differing(report)) == (0, {})
     turns = [row["turns"] for row in pq.read_table(run / "rollouts" / STEP).to_pylist()]
     assert max(turn or 0 for turn in turns) > 1
-
-
-def test_a_difference_that_two_checks_find_is_one_line(grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
-    row = first_row(dapo, "trained")
-    code, out, _ = grpocli("replay", str(changed(dapo, tmp_path, (row, "advantage", moved(1e-3)))), "--step", "2")
-    assert code == 1
-    assert sum("recorded advantage" in line for line in out.splitlines()) == 1
 
 
 @pytest.mark.survival
