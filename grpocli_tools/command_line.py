@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -17,6 +18,7 @@ from grpocli.text import clean
 
 if TYPE_CHECKING:
     from grpocli.rewards.reward import BaseReward
+    from grpocli.views.view import View
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,6 +67,18 @@ def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
     resume = Resume.requested(overrides)
     config = compose([*search_path(config_dir), *(resume.overrides(overrides) if resume else overrides)])
     return resume.merged(config) if resume else config
+
+
+@contextmanager
+def stages() -> Iterator[View]:
+    """A view of a command's stages, which is gone after the block."""
+    from grpocli.views.live_view import status_view
+
+    view = status_view()
+    try:
+        yield view
+    finally:
+        view.stop()
 
 
 def warn_of_rewards(rewards: Iterable[BaseReward]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-from grpocli_tools.command_line import composed, parser_of, whole_number
+from grpocli_tools.command_line import composed, parser_of, stages, whole_number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,25 +39,21 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.composition.checks import check_data
     from grpocli.composition.compose import build_run
     from grpocli.runs.metrics import to_json
-    from grpocli.views.live_view import status_view
     from grpocli_tools.data_view.data_view import SPLITS, DataView
 
     run = build_run(composed(args.overrides, args.config_dir))
     check_data(run)
-    status = status_view()
+    with stages() as status:
 
-    def report(text: str, done: int, total: int) -> None:
-        status.stage(text)
-        if total:
-            status.progress(done, total, "examples")
+        def report(text: str, done: int, total: int) -> None:
+            status.stage(text)
+            if total:
+                status.progress(done, total, "examples")
 
-    try:
         status.stage("loading the tokenizer")
         tokenizer = run.model.tokenizer()
         splits, ends = [args.split] if args.split else SPLITS, run.model.end_ids(tokenizer)
         view = DataView.of(run, tokenizer, ends, splits, args.rows, report)
-    finally:
-        status.stop()
     if args.example is not None and all(args.example >= split.read for split in view.splits):
         have = ", ".join(f"{split.task} {split.split} has {split.read:,} examples" for split in view.splits)
         raise ConfigError(f"{have}, numbered from 0", key="--example", value=args.example)

@@ -15,7 +15,7 @@ from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
 from grpocli.hub import PREFIX
 from grpocli.text import clean
-from grpocli_tools.command_line import composed, parser_of, warn_of_rewards, whole_number
+from grpocli_tools.command_line import composed, parser_of, stages, warn_of_rewards, whole_number
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -112,14 +112,13 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult
     from grpocli.rewards.reward import answer_columns
     from grpocli.runs.rollouts import evaluation_records, write_rollouts
     from grpocli.runs.run_dir import RunDir
-    from grpocli.views.live_view import status_view
     from grpocli_tools.evaluation.evaluate import Evaluation
 
     models = _models(args)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("exists already", key="--out", value=out, hint="give another folder")
-    view, found = status_view(), []
-    try:
+    found = []
+    with stages() as view:
         out_dir = RunDir(out, "--out")
         job = prepare(run, out_dir, view, devices_of(run.hardware, run.engine.resolved()), split="eval").engine
         out_dir.check_writable(resuming=True)
@@ -133,8 +132,6 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult
                     path = out / "samples" / f"{number:03d}_{name}_{kind}.parquet"
                     write_rollouts(path, evaluation_records(groups), 0, answer_columns(run.reward.values()))
             found.append(one)
-    finally:
-        view.stop()
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-from grpocli_tools.command_line import composed, parser_of
+from grpocli_tools.command_line import composed, parser_of, stages
 from grpocli_tools.plan.resources import GPUS, DeviceOptions
 
 if TYPE_CHECKING:
@@ -43,21 +43,17 @@ def main(argv: Sequence[str]) -> int:
     if args.gpu or args.devices:  # not for this machine's CPU
         args.overrides.insert(0, "hardware.device=cuda")
     from grpocli.composition.compose import build_run
-    from grpocli.views.live_view import status_view
 
     run = build_run(composed(args.overrides, args.config_dir))
     options = _simulation(run, given) if args.simulate else None
-    view = status_view()
-    try:
+    found = None
+    with stages() as view:
         plan, changes = _made(run, args, view)
-        found = None
         if options:
             from grpocli_tools.plan.sweep import sweep
 
             view.stage("simulating")
             found = sweep(plan, options)
-    finally:
-        view.stop()
     from grpocli_tools.plan import report
 
     if args.json:

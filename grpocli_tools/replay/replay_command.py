@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError, GrpoError
-from grpocli_tools.command_line import composed, parser_of
+from grpocli_tools.command_line import composed, parser_of, stages
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -39,28 +39,24 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     run_folder, args.overrides = _folder(args.overrides)
     from grpocli.runs.saved_run import SavedRun
-    from grpocli.views.live_view import status_view
     from grpocli_tools.rollouts.rollout_query import steps_of
 
     saved = SavedRun(run_folder)
     steps = steps_of(saved, args.step or ":")
-    view, failure = status_view(), None
     others: list[dict[str, object]] = []
-    try:
-        with _replay(saved, args, steps, view) as replay:
-            if not args.step:
-                last, left_out = replay.last_whole(steps)
-                steps = [last]
-                for note in left_out:
-                    view.note(note)
-            rewards, other = _other_reward(replay, args, steps[-1]), _other_run(replay, args)
-            reports = list(replay.reports(steps))
-            try:
-                others += _what_if(replay, args, steps[-1], rewards, other, view)
-            except GrpoError as error:  # the report is complete without it
-                failure = error
-    finally:
-        view.stop()
+    failure = None
+    with stages() as view, _replay(saved, args, steps, view) as replay:
+        if not args.step:
+            last, left_out = replay.last_whole(steps)
+            steps = [last]
+            for note in left_out:
+                view.note(note)
+        rewards, other = _other_reward(replay, args, steps[-1]), _other_run(replay, args)
+        reports = list(replay.reports(steps))
+        try:
+            others += _what_if(replay, args, steps[-1], rewards, other, view)
+        except GrpoError as error:  # the report is complete without it
+            failure = error
     from grpocli_tools.replay.render import as_dict, as_text
 
     text = json.dumps(as_dict(run_folder, reports, others), indent=2) if args.json else None

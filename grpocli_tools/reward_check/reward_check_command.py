@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from statistics import fmean
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from grpocli.composition.overrides import unescape
 from grpocli.errors import ConfigError
 from grpocli.text import counted
-from grpocli_tools.command_line import composed, parser_of, warn_of_rewards, whole_number
+from grpocli_tools.command_line import composed, parser_of, stages, warn_of_rewards, whole_number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,22 +50,18 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.composition.checks import check_data
     from grpocli.composition.compose import build_run
     from grpocli.tasks.prompt_source import doubtful_choices
-    from grpocli.views.live_view import status_view
 
     run = build_run(composed(args.overrides, args.config_dir))
     check_data(run)
     warn_of_rewards(run.reward.values())
     for doubt in doubtful_choices(run).values():
         print(f"warning: {doubt}", file=sys.stderr)
-    view = status_view()
-    try:
-        found = list(_agreements(run, args, view))
-        view.stop()
-        _show(found, run.reward, args.list)
-    finally:
-        view.stop()
+    with ExitStack() as stack:
         for reward in run.reward.values():
-            reward.close()
+            stack.callback(reward.close)
+        with stages() as view:
+            found = list(_agreements(run, args, view))
+        _show(found, run.reward, args.list)
     return 0 if all(one.share >= args.threshold for one, _ in found if one.decides) else 1
 
 
