@@ -89,13 +89,13 @@ class RecordedStep:
     def read(cls, path: Path, step: int, group_size: int, metrics: dict[str, Any] | None) -> RecordedStep:
         """Read a rollout file. Raises ConfigError if its rows cannot be those of a step."""
         names = read_schema(path).names
-        problems = [f"the column {column} is missing" for column in REQUIRED if column not in names]
+        problems = [f": the column {column} is missing" for column in REQUIRED if column not in names]
         rows = [] if problems else read_rollouts(path)
-        problems += [f"row {number}: {damage}" for number, row in enumerate(rows) if (damage := _damage(row))]
+        problems += [f", row {number}: {damage}" for number, row in enumerate(rows) if (damage := _damage(row))]
         if len(rows) % group_size:
-            problems.append(f"{len(rows)} completions are not whole groups of {group_size} (rollout.group_size)")
+            problems.append(f": {len(rows)} completions are not whole groups of {group_size} (rollout.group_size)")
         if problems:
-            raise ConfigError(f"{path}: step {step}: {problems[0]}; the file is damaged: name other steps")
+            raise ConfigError(f"{path}: step {step}{problems[0]}; the file is damaged: name other steps")
         groups = [RecordedGroup(i, rows[i * group_size : (i + 1) * group_size]) for i in range(len(rows) // group_size)]
         return cls(step, groups, metrics)
 
