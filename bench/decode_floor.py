@@ -22,8 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from workloads import WORKLOADS, make_model
 
-from grpocli.rollout.kv_cache import cache_argument
-from grpocli.rollout.sampler import float32_attention, sample
+from grpocli.rollout.sampler import cache_argument, float32_attention, sample
 from grpocli.types import Request, Sampling
 
 WORK = WORKLOADS["W1"]

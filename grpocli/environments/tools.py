@@ -163,17 +163,13 @@ def answer_to(call: Mapping[str, Any], names: Collection[str], content: Any, fai
 
 
 def schemas(specs: Sequence[str]) -> list[Schema]:
-    """The schemas of tools. Raises ValueError if a function cannot be a tool. Runs in a worker process."""
-    found = [_schema(spec) for spec in specs]
-    if READY["python"] in map(_spec, specs):
-        from grpocli.sandbox.sandbox import SandboxError
+    """The schemas of tools. Raises ValueError if a function cannot be a tool, SandboxError if no sandbox holds.
 
-        try:
-            sandbox()
-        except SandboxError as error:
-            hint = "install bubblewrap or allow user namespaces"
-            raise ValueError(f"no sandbox for python works on this machine ({error}); {hint}") from error
-    return found
+    Runs in a worker process.
+    """
+    if READY["python"] in map(_spec, specs):
+        sandbox()
+    return [_schema(spec) for spec in specs]
 
 
 def run_tool(spec: str, arguments: dict[str, Any], seed: int) -> list[str]:
@@ -211,11 +207,7 @@ def _function(tool: str) -> Callable[..., Any]:
 
 
 def _schema(tool: str) -> Schema:
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
+    from transformers.utils.chat_template_utils import get_json_schema
 
     function = _function(tool)
     if isinstance(function, type):
@@ -223,11 +215,9 @@ def _schema(tool: str) -> Schema:
     try:
         schema: Schema = get_json_schema(function)
         json.dumps(schema)
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        reason = " ".join(" ".join(map(str, error.args)).split())
-        raise ValueError(f"{tool} needs type hints and a docstring that describes its arguments: {reason}") from error
     except Exception as error:
-        raise ValueError(f"no schema can be made of {tool}: {raised(error)}") from error
+        problem = f"{tool} needs type hints and a docstring that describes its arguments"
+        raise ValueError(f"{problem}: {raised(error)}") from error
     return schema
 
 

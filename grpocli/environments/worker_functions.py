@@ -82,10 +82,7 @@ def _messages(observation: Any) -> list[Message]:
             raise ValueError(f"step observed a message of the role {message.get('role')!r}; take {', '.join(ROLES)}")
     if (length := sum(len(message["content"]) for message in observation)) > LONGEST:
         raise ValueError(f"step observed {length:,} characters; at most {LONGEST:,} are allowed")
-    try:
-        json.dumps(observation)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"step observed a value that is not JSON: {error}") from error
+    _need_json(observation, "step observed a value that")
     return [{**message, "content": encodable(message["content"])} for message in observation]
 
 
@@ -100,8 +97,12 @@ def _rewards(reward: Any, method: str = "step") -> dict[str, float]:
 def _json(metadata: Any) -> dict[str, Any]:
     if not isinstance(metadata, dict):
         raise ValueError(f"its metadata is {metadata!r}, not a dict")
-    try:
-        json.dumps(metadata)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"its metadata is not JSON: {error}") from error
+    _need_json(metadata, "its metadata")
     return metadata
+
+
+def _need_json(value: Any, what: str) -> None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} is not JSON: {error}") from error

@@ -6,14 +6,14 @@ The trainer does not import an environment's code.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from importlib.util import find_spec
+from typing import ClassVar, TypeVar
 
 from grpocli.config.parts import one_of, require
 from grpocli.errors import ConfigError
-from grpocli.rewards.worker_pool import FULL_TIMEOUTS, REDUCED
+from grpocli.processes.threads import run_in_thread
 from grpocli.tasks.task import BaseTask
 
 T = TypeVar("T")
@@ -26,6 +26,10 @@ LARGEST_SHARE = 5
 class LibraryTask(BaseTask):
     """Keys of tasks whose examples and episodes are a library's."""
 
+    library: ClassVar[str]
+    """The module of the library, which is also the task's name."""
+    needs: ClassVar[str]
+    """What pip installs."""
     format: str = "chat"
     """`chat`: messages for the chat template; `plain`: the text of a single user message."""
     train_size: int = 1000
@@ -38,6 +42,11 @@ class LibraryTask(BaseTask):
         one_of(self, "format", ("chat", "plain"))
         require(self, "train_size", self.train_size >= 1, "must be at least 1")
         require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        if find_spec(self.library) is None:
+            raise ConfigError(f"needs a library: pip install '{self.needs}'", key="task", value=self.library)
 
     @property
     def wanted(self) -> int:
@@ -57,26 +66,19 @@ class LibraryTask(BaseTask):
 
 
 class BackgroundLoop:
-    """Runs asynchronous functions in a thread that ends with the process.
-
-    seconds: deadline of each; a tenth of it after FULL_TIMEOUTS were missed in a row, so that a library that hangs does
-    not hold up a run for as long as all of its episodes together.
-    """
+    """Runs asynchronous functions in a thread that ends with the process, each for at most `seconds`."""
 
     def __init__(self, seconds: float) -> None:
-        self.loop, self.seconds, self._missed = asyncio.new_event_loop(), seconds, 0
-        threading.Thread(target=self.loop.run_forever, name="environment", daemon=True).start()
+        self.loop, self.seconds = asyncio.new_event_loop(), seconds
+        run_in_thread(self.loop.run_forever, "environment")
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """The result of `work`, called in the loop. Raises TimeoutError after the deadline, which cancels it."""
-        return asyncio.run_coroutine_threadsafe(self._limited(work), self.loop).result()
 
-    async def _limited(self, work: Callable[[], Awaitable[T]]) -> T:
-        seconds = self.seconds * (REDUCED if self._missed >= FULL_TIMEOUTS else 1.0)
-        try:
-            result = await asyncio.wait_for(work(), seconds)
-        except TimeoutError:
-            self._missed += 1
-            raise TimeoutError(f"it took longer than {seconds:g} s") from None
-        self._missed = 0
-        return result
+        async def limited() -> T:
+            try:
+                return await asyncio.wait_for(work(), self.seconds)
+            except TimeoutError as error:
+                raise TimeoutError(f"it took longer than {self.seconds:g} s") from error
+
+        return asyncio.run_coroutine_threadsafe(limited(), self.loop).result()

@@ -6,8 +6,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from functools import cached_property, lru_cache
-from importlib.util import find_spec
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
@@ -15,7 +14,6 @@ from omegaconf import MISSING
 from grpocli.config.parts import Escaped, part, require
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig, Step
 from grpocli.environments.tools import Schema, answer_to, call_in_worker, calls_in, name_of, refusal
-from grpocli.errors import ConfigError
 from grpocli.http import fetch, is_server_url
 from grpocli.library_environments.library_task import BackgroundLoop, LibraryTask
 from grpocli.tasks.task import Example
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from openenv import GenericEnvClient
     from openenv.core.client_types import StepResult
 
-MISSING_LIBRARY = "needs the library openenv: pip install 'openenv<0.5'"
 HERE = "grpocli.library_environments.openenv"
 FENCE = "```"
 SCHEMA_SECONDS = 10.0
@@ -46,6 +43,7 @@ class OpenEnvTask(LibraryTask):
     session, so the server must allow rollout.prompts_per_step x rollout.group_size of them at a time.
     """
 
+    library, needs = "openenv", "openenv<0.5"
     environment: EnvironmentConfig = EnvironmentConfig(name=f"{HERE}:OpenEnv", stateful=True, turns=16, timeout=60.0)
     base_url: str = MISSING
     """Address of the server: `http://127.0.0.1:8000`."""
@@ -69,11 +67,6 @@ class OpenEnvTask(LibraryTask):
         arguments = {**given, "seconds": STEP_SHARE * self.environment.timeout}
         own = replace(self.environment, name=f"{HERE}:OpenEnv", arguments=arguments)
         object.__setattr__(self, "environment", own)
-
-    def check_ready(self) -> None:
-        super().check_ready()
-        if find_spec("openenv") is None:
-            raise ConfigError(MISSING_LIBRARY, key="task", value="openenv")
 
     def examples(self, split: str) -> Sequence[Example]:
         """Examples with `prompt`, `reset` (arguments of the server's reset) and `opening` (its first observation)."""
@@ -107,24 +100,15 @@ def _openings(base_url: str, observation: str | None, timeout: float, resets: st
 
 @lru_cache(maxsize=8)
 def _tools(base_url: str, timeout: float) -> list[Schema]:
-    import httpx
-
-    try:
-        title = action_schema(base_url).get("title")
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        problem = f"no OpenEnv server answers there with its schema: {type(error).__name__}: {error}"
-        raise ConfigError(problem, key="task.base_url", value=base_url) from error
-    if title not in TOOL_ACTIONS:
-        return []
     given = [base_url, STEP_SHARE * timeout]
-    return call_in_worker(f"{HERE}:server_tools", given, timeout, (), "task.base_url", base_url, "list its tools")
+    return call_in_worker(f"{HERE}:server_tools", given, timeout, (), "task.base_url", base_url, "read its schema")
 
 
 class OpenEnv:
     """Sessions of a server.
 
     observation, action: names of the fields that hold a text; seconds: deadline of a step; tool_schemas: the tools that
-    the prompts show; with tools, the actions are calls of them.
+    the prompts show. With tools, the actions are calls of them.
     """
 
     def __init__(
@@ -142,7 +126,12 @@ class OpenEnv:
 
     @cached_property
     def _schema(self) -> dict[str, Any]:
-        return {} if self.action else action_schema(self.base_url)
+        """The JSON schema of the server's actions; empty if it is not needed."""
+        if self.action:
+            return {}
+        answer = fetch(f"{self.base_url.rstrip('/')}/schema", SCHEMA_SECONDS).raise_for_status()
+        found: dict[str, Any] = answer.json()["action"]
+        return found
 
     def reset(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Open a session and reset it with the example's `reset`. Raises ValueError for another opening."""
@@ -170,36 +159,29 @@ class OpenEnv:
         """Send a turn as an action."""
         try:
             action = read_action(turn["content"], self.action, self._schema)
-            result = self._send(session, action)
-        except ValueError as error:
-            return Step([{"role": "user", "content": f"error: {error}"}], 0.0, False, metadata)
+            result = self._background.run(lambda: session.step(action))
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and INVALID not in str(error):
+                raise
+            said = "the action does not fit the server's schema" if isinstance(error, RuntimeError) else error
+            return Step([{"role": "user", "content": f"error: {said}"}], 0.0, False, metadata)
         if result.done:
             self._close(metadata)
         shown: list[Message] = [{"role": "user", "content": self._text(result.observation)}]
         return Step([] if result.done else shown, result.reward or 0.0, bool(result.done), metadata)
 
-    def _send(self, session: GenericEnvClient, action: dict[str, Any]) -> StepResult[dict[str, Any]]:
-        """The result of an action. Raises ValueError if it does not fit the server's schema."""
-        try:
-            return self._background.run(lambda: session.step(action))
-        except RuntimeError as error:
-            if INVALID in str(error):
-                raise ValueError("the action does not fit the server's schema") from error
-            raise
-
     def _call_tools(self, session: GenericEnvClient, turn: Message, metadata: dict[str, Any]) -> Step:
         """Run the calls of a turn, one action for each. A turn without a call ends the episode."""
         answers: list[Message] = []
-        calls, total = calls_in(turn), 0.0
-        done = not calls
-        for call in calls:
+        total, done = 0.0, not calls_in(turn)
+        for call in calls_in(turn):
             if done:
                 break
             content = refusal(call, self._tools)
             failed = bool(content)
             if not failed:
                 action = {"type": "call_tool", "tool_name": call["name"], "arguments": call["arguments"]}
-                result = self._send(session, action)
+                result = self._background.run(partial(session.step, action))
                 content, failed = read_result(result.observation)
                 total, done = total + (result.reward or 0.0), bool(result.done)
             answers.append(answer_to(call, self._tools, content, failed))
@@ -208,20 +190,22 @@ class OpenEnv:
         return Step(answers, total, done, metadata)
 
     def tools(self) -> list[Schema]:
-        """The tools of the server."""
+        """The tools of the server, if its actions are calls of tools."""
+        from openenv import GenericEnvClient
 
         async def ask() -> StepResult[dict[str, Any]]:
             async with GenericEnvClient(base_url=self.base_url) as session:
                 return await session.step({"type": "list_tools"})
 
-        from openenv import GenericEnvClient
-
-        found = self._background.run(ask).observation.get("tools", [])
-        shown = [
-            {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
-            for tool in found
+        if self._schema.get("title") not in TOOL_ACTIONS:
+            return []
+        return [
+            {
+                "type": "function",
+                "function": {"name": one["name"], "description": one["description"], "parameters": one["input_schema"]},
+            }
+            for one in self._background.run(ask).observation.get("tools", [])
         ]
-        return [{"type": "function", "function": one} for one in shown]
 
     def finish(self, messages: list[Message], metadata: dict[str, Any]) -> None:
         """Close the session of an episode that a limit ended."""
@@ -246,10 +230,8 @@ class OpenEnv:
             return session, self._text(self._background.run(begin).observation)
         except Exception as error:
             self._background.run(session.close)
-            if FULL in str(error):
-                raise ValueError(f"{error}: start it with a larger max_concurrent_envs") from error
-            if isinstance(error, ConnectionClosedOK):  # it may close before its reason is read
-                problem = f"the server closed a new session, as one {FULL} does"
+            if FULL in str(error) or isinstance(error, ConnectionClosedOK):  # it may close before its reason is read
+                problem = f"the server has no session left ({error})"
                 raise ValueError(f"{problem}: start it with a larger max_concurrent_envs") from error
             raise
 
@@ -297,13 +279,6 @@ def read_result(observation: Mapping[str, Any]) -> tuple[str, bool]:
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), False
     texts = [part["text"] for part in result["content"] if part.get("type") == "text"]
     return "\n".join(texts), bool(result.get("is_error"))
-
-
-def action_schema(base_url: str) -> dict[str, Any]:
-    """The JSON schema of a server's actions."""
-    answer = fetch(f"{base_url.rstrip('/')}/schema", SCHEMA_SECONDS).raise_for_status()
-    found: dict[str, Any] = answer.json()["action"]
-    return found
 
 
 def openings(base_url: str, observation: str | None, seconds: float, resets: list[dict[str, Any]]) -> list[str]:

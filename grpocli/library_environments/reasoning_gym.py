@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import field
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 from omegaconf import MISSING
@@ -17,12 +18,11 @@ from grpocli.config.parts import Escaped, check_regex, nearest, part, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
-from grpocli.tasks.generated import HELD_OUT, Generated, is_held_out
+from grpocli.tasks.generated import Generated, different
 from grpocli.tasks.task import Example
 
 COLUMN = "reasoning_gym"
 """The example's column with the source of its question: see `score`."""
-MISSING_LIBRARY = "needs the library reasoning-gym: pip install reasoning-gym"
 TRIES = 20
 """Questions made per question wanted, since small generators repeat questions."""
 
@@ -46,7 +46,7 @@ class ReasoningGym(Generated):
     def check_ready(self) -> None:
         super().check_ready()
         if find_spec("reasoning_gym") is None:
-            raise ConfigError(MISSING_LIBRARY, key="task", value="reasoning_gym")
+            raise ConfigError("needs a library: pip install reasoning-gym", key="task", value="reasoning_gym")
 
     def examples(self, split: str) -> Sequence[Example]:
         """Examples with `prompt`, `answer`, and the settings that reproduce the question for the scorer."""
@@ -54,9 +54,8 @@ class ReasoningGym(Generated):
         total = TRIES * (self.train_size + self.eval_size)
         found = _examples(self.name, json.dumps(self.config, sort_keys=True), self.generator_seed, total, split, limit)
         if not found:
-            raise ConfigError(
-                f"makes no question for {split}; choose another task.config", key="task.name", value=self.name
-            )
+            problem = f"makes no question for {split}; choose another task.config"
+            raise ConfigError(problem, key="task.name", value=self.name)
         return [
             {**one, "prompt": [{"role": "user", "content": f"{one['question']}{self.instructions}"}]} for one in found
         ]
@@ -64,19 +63,12 @@ class ReasoningGym(Generated):
 
 @lru_cache(maxsize=8)
 def _examples(name: str, config: str, seed: int, total: int, split: str, limit: int) -> list[Example]:
-    dataset = make(name, config, seed, total)
-    found: list[Example] = []
-    seen: set[str] = set()
-    for index in range(total):
-        if len(found) == limit:
-            break
-        entry = dataset[index]
-        question = str(entry["question"])
-        if question not in seen and is_held_out(question, HELD_OUT) == (split == "eval"):
-            seen.add(question)
-            place = {"name": name, "config": config, "seed": seed, "size": total, "index": index}
-            found.append({"question": question, "answer": str(entry["answer"]), COLUMN: place})
-    return found
+    dataset, place = make(name, config, seed, total), {"name": name, "config": config, "seed": seed, "size": total}
+    made = (
+        {"question": str(one["question"]), "answer": str(one["answer"]), COLUMN: {**place, "index": index}}
+        for index, one in enumerate(dataset[i] for i in range(total))
+    )
+    return list(islice(different(made, split), limit))
 
 
 @part("reward", "reasoning_gym", package="reward.reasoning_gym")
@@ -138,11 +130,9 @@ def score(source: dict[str, Any], answer: str) -> float:
 @lru_cache(maxsize=32)
 def make(name: str, config: str, seed: int, size: int) -> Any:
     """A dataset of the library, which makes its entries on access. Raises ConfigError."""
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise ConfigError(f"{MISSING_LIBRARY} ({error})", key="task", value="reasoning_gym") from error
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
     if name not in DATASETS:
         raise ConfigError(f"reasoning-gym has no such generator{nearest(name, DATASETS)}", key="task.name", value=name)
     try:

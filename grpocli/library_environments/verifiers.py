@@ -13,12 +13,10 @@ import itertools
 import json
 import math
 import secrets
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import field, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +43,8 @@ from grpocli.types import Message, Text
 from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:
-    import httpx
     from verifiers.v1 import Env, ModelContext, Task, Toolset
 
-MISSING_LIBRARY = "needs the library verifiers: pip install 'verifiers<0.5'"
 HERE = "grpocli.library_environments.verifiers"
 
 
@@ -56,6 +52,7 @@ HERE = "grpocli.library_environments.verifiers"
 class VerifiersTask(LibraryTask):
     """Tasks of an environment of verifiers, which plays and scores its episodes; use `reward=[environment]`."""
 
+    library, needs = "verifiers", "verifiers<0.5"
     environment: EnvironmentConfig = EnvironmentConfig(name=f"{HERE}:Verifiers", stateful=True, turns=32, timeout=60.0)
     env: UserCode = MISSING
     """An installed environment, or the path of its folder or .py file: the module that exports a `Taskset`."""
@@ -77,8 +74,6 @@ class VerifiersTask(LibraryTask):
 
     def check_ready(self) -> None:
         super().check_ready()
-        if find_spec("verifiers") is None:
-            raise ConfigError(MISSING_LIBRARY, key="task", value="verifiers")
         place = Path(self.env).expanduser()
         is_path = place.suffix == ".py" or self.env.startswith((".", "/", "~"))  # OWNER/NAME is a package
         if is_path and not place.exists():
@@ -247,8 +242,6 @@ class Verifiers:
         # One for all turns, because making one takes longer than a turn, and one for each loop, because no lock guards
         # its connections. A running episode holds one while it waits for its turn; the step's deadline is the limit.
         self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
-        # not at the process's end, when the loop's thread is gone
-        weakref.finalize(self, _close, self._client, self._background.loop).atexit = False
         self._open = AsyncExitStack()  # kept, because what it holds ends with this object
         for toolset in self._shared:
             await set_up(toolset, self._open)
@@ -271,19 +264,10 @@ class Verifiers:
         await episode.advance()
 
 
-def _close(client: httpx.AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.run_coroutine_threadsafe(client.aclose(), loop)
-
-
 def _check_unchanged(asked: list[dict[str, Any]], messages: list[Message]) -> None:
     """Raise ValueError if messages of the library are not those of the conversation."""
-    if _plain(asked) != _plain(messages):
+    if [(one["role"], _text(one)) for one in asked] != [(one["role"], _text(one)) for one in messages]:
         raise ValueError("the environment changes earlier messages, but a completion only grows")
-
-
-def _plain(messages: list[Any]) -> list[tuple[str, str]]:
-    """The roles and texts of messages."""
-    return [(one["role"], _text(one)) for one in messages]
 
 
 def _message(message: dict[str, Any], results: dict[str, Message]) -> Message:

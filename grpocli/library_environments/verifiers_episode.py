@@ -20,14 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.parts import nearest
 from grpocli.environments.tools import Schema, answer_to, calls_in, refusal
 from grpocli.types import Message
 
 if TYPE_CHECKING:
     import httpx
     from aiohttp import web
-    from pydantic import ValidationError
     from verifiers.v1 import Env, Episode, ModelContext, TaskData, Toolset, Trace
 
 KEY_HEADER = "X-Endpoint-Key"
@@ -205,31 +203,23 @@ class RunningEpisode:
     async def answer(self, turn: Message | None) -> None:
         """Answer the pending request with a turn of the model, None: there is none, and advance."""
         assert self.pending is not None
-        self.calls, self.results = _calls_by_id(turn or {}, len(self.pending.messages)), {}
+        # ids that differ between calls and turns, because a model may repeat its own
+        number, calls = len(self.pending.messages), enumerate(calls_in(turn or {}))
+        self.calls, self.results = {f"call_{number}_{i}": call for i, call in calls}, {}
         self.pending.turn.set_result(None if turn is None else self._on_wire(turn))
         await self.advance()
 
     def _on_wire(self, turn: Message) -> dict[str, Any]:
         """A turn of the model in OpenAI's form."""
-        message = {"role": "assistant", "content": turn["content"]}
         calls = [
-            {
-                "id": name,
-                "type": "function",
-                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
-            }
-            for name, call in self.calls.items()
+            {"id": i, "type": "function", "function": {"name": one["name"], "arguments": json.dumps(one["arguments"])}}
+            for i, one in self.calls.items()
         ]
-        return message | ({"tool_calls": calls} if calls else {})
+        return {"role": "assistant", "content": turn["content"], **({"tool_calls": calls} if calls else {})}
 
 
 RUNNING: dict[str, RunningEpisode] = {}
 """The episodes of this process by the ids of the library's records, under which its requests and harnesses ask."""
-
-
-def _calls_by_id(turn: Message, number: int) -> dict[str, dict[str, Any]]:
-    """The calls of a turn by new ids, because a model may repeat its own. number: of the turn, so that ids differ."""
-    return {f"call_{number}_{i}": call for i, call in enumerate(calls_in(turn))}
 
 
 class Endpoint:
@@ -298,25 +288,10 @@ def load_env(taskset: str, config: dict[str, Any], env: str) -> Env[Any]:
     try:
         resolved = resolve_env_config(given)
     except ValidationError as error:
-        raise ValueError(_wrong_key(error, name)) from error
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"])).replace("taskset.", "task.config.", 1)
+        raise ValueError(f"{where}={problem['input']!r:.60}: {problem['msg']}") from error
     return load_environment(resolved)
-
-
-def _wrong_key(error: ValidationError, taskset: str) -> str:
-    """The first problem of a taskset's config, with the key that users type."""
-    from verifiers.v1 import TasksetConfig
-    from verifiers.v1.utils.loaders import taskset_config_type
-
-    problem = error.errors(include_url=False)[0]
-    section, *path = map(str, problem["loc"])
-    key = ".".join(["task.config" if section == "taskset" else section, *path])
-    if problem["type"] == "extra_forbidden":
-        own = sorted(taskset_config_type(taskset).model_fields, key=lambda name: name in TasksetConfig.model_fields)
-        names = [name for name in own if name != "id"]
-        known = f"; the keys are {', '.join(names)}{nearest(path[0], names)}" if len(path) == 1 else ""
-        return f"there is no key {key}{known}"
-    value = f"={problem['input']}" if isinstance(problem["input"], str | int | float) else ""
-    return f"{key}{value}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
 
 
 def messages_of(data: TaskData) -> list[dict[str, Any]]:

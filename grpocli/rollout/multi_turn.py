@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from grpocli.environments.environment import TOOLS, WORKER
-from grpocli.environments.tools import NO_CALLS_LEFT, UNKNOWN, answer_to, calls_in, name_of, refusal, tools_of
+from grpocli.environments.tools import (
+    NO_CALLS_LEFT,
+    UNKNOWN,
+    answer_to,
+    call_in_worker,
+    calls_in,
+    name_of,
+    refusal,
+    tools_of,
+)
 from grpocli.errors import ConfigError
+from grpocli.processes.threads import run_in_thread
 from grpocli.rewards.reward import Failure
-from grpocli.rewards.worker_pool import WorkerPool, default_workers, withheld
+from grpocli.rewards.worker_pool import WorkerPool, default_workers
 from grpocli.rollout.engine import Listener, OnGroup, ignore_group
 from grpocli.rollout.sampling import derive_seed
-from grpocli.rollout.tool_calls import CallParser
-from grpocli.rollout.turn_encoder import TurnEncoder
+from grpocli.rollout.turns import CallParser, TurnEncoder
 from grpocli.types import Completion, Episode, Message, Prompt, Request, ReusableKV, Sampling
 
 if TYPE_CHECKING:
@@ -126,36 +134,31 @@ class _RunningEpisode:
                 self.calls[name] += 1
                 self.failures[name] += "is_error" in answer
 
+    @property
     def tool_specs(self) -> dict[str, str]:
         """The tools as `task.tools` names them, by their names."""
         return dict(zip(map(name_of, tools_of(self.environment)), self.environment.arguments["tools"], strict=True))
 
-    def checked_calls(self, tools: Collection[str]) -> list[tuple[dict[str, Any], str]]:
-        """The calls of the last turn, each with the reason why it is not run. tools: their names."""
+    def checked_calls(self) -> list[tuple[dict[str, Any], str]]:
+        """The calls of the last turn, each with the reason why it is not run."""
         left, schemas = self.environment.arguments["max_calls"] - self.calls.total(), tools_of(self.environment)
         return [
-            (call, refusal(call, tools, schemas) or ("" if number < left else NO_CALLS_LEFT))
+            (call, refusal(call, self.tool_specs, schemas) or ("" if number < left else NO_CALLS_LEFT))
             for number, call in enumerate(calls_in(self.messages[-1]))
         ]
 
     def completion(self) -> Completion:
         runs = groupby(self.spans, key=itemgetter(0))
         spans = [(version, sum(tokens for _, tokens in run)) for version, run in runs]
+        counts = (dict(self.calls), dict(self.failures)) if self.has_tools else (None, None)
         return Completion(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            finish_reason=self.finish_reason,
+            self.token_ids,
+            self.logprobs,
+            self.finish_reason,
             version=min(version for version, _ in spans),
             mask=self.mask,
             spans=spans if len(spans) > 1 else None,
-            episode=Episode(
-                self.messages,
-                self.turns,
-                self.rewards,
-                self.problem,
-                dict(self.calls) if self.has_tools else None,
-                dict(self.failures) if self.has_tools else None,
-            ),
+            episode=Episode(self.messages, self.turns, self.rewards, self.problem, *counts),
         )
 
 
@@ -176,11 +179,8 @@ class MultiTurnEngine:
         on_group: OnGroup = ignore_group,
     ) -> list[list[Completion]]:
         """`n` completions for each request, in the requests' order. on_group: see `Engine.generate`. Collective."""
-        first = [
-            _turn_request(request, self.environments.get(prompt.task))
-            for prompt, request in zip(prompts, requests, strict=True)
-        ]
-
+        pairs = list(zip(prompts, requests, strict=True))
+        first = [_turn_request(request, self.environments.get(prompt.task)) for prompt, request in pairs]
         listener = Listener.wrap(on_group)
         watch = listener.watch
 
@@ -192,20 +192,16 @@ class MultiTurnEngine:
         if not self.environments:
             return completions
         running = [] if watch.cancelled() else self._start_episodes(prompts, requests, first)
-        for number, episode in enumerate(running):
-            episode.number = number
         episodes = list(running)
-        self._reset(running)
         # an episode runs only if generation was not cancelled, so its first turn is complete
         turns = [completions[episode.k][episode.i] for episode in running]
         while True:
             running = [] if watch.cancelled() else self._step(running, turns, sampling)
             if not self.world.any(bool(running)):
                 break
-            requests_of_turn = [self._next_request(episode, sampling) for episode in running]
-            finished = len(episodes) - len(running)
-            turn_listener = Listener(watch=watch.part(finished, len(episodes)))
-            turns = [group[0] for group in self.engine.generate(requests_of_turn, sampling, turn_listener) if group]
+            asked = [self._next_request(episode, sampling) for episode in running]
+            turn_listener = Listener(watch=watch.part(len(episodes) - len(running), len(episodes)))
+            turns = [group[0] for group in self.engine.generate(asked, sampling, turn_listener) if group]
         for episode in episodes:
             if episode.spans:  # otherwise it was cancelled before its first turn
                 completions[episode.k][episode.i] = episode.completion()
@@ -214,27 +210,27 @@ class MultiTurnEngine:
     def _start_episodes(
         self, prompts: Sequence[Prompt], requests: Sequence[Request], first: Sequence[Request]
     ) -> list[_RunningEpisode]:
-        """The episodes of the prompts that have an environment. first: the requests of their first turns."""
-        return [
+        """The episodes of the prompts that have an environment, reset. first: the requests of their first turns."""
+        started = [
             _RunningEpisode(k, i, prompt, request, self.environments[prompt.task], kv)
             for k, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
             if prompt.task in self.environments
             for i, kv in enumerate(first[k].reusable_kv or [ReusableKV()] * request.n)
         ]
+        for number, episode in enumerate(started):
+            episode.number = number
+        for episode, answer in self._call_environments(started, "reset").items():
+            if isinstance(answer, Failure):
+                episode.problem = f"the environment's reset failed: {answer.reason}"
+            else:
+                (episode.state,) = answer
+        return started
 
     def check(self) -> None:
         """Raise ConfigError unless calls can be found in the turns of a model that has tools."""
         for environment in self.environments.values():
             if tools_of(environment):
                 _ = self._parser(environment).template
-
-    def _reset(self, running: Sequence[_RunningEpisode]) -> None:
-        answers = self._call_environments([episode for episode in running if not episode.runs_tools], "reset")
-        for episode, answer in answers.items():
-            if isinstance(answer, Failure):
-                episode.problem = f"the environment's reset failed: {answer.reason}"
-            else:
-                (episode.state,) = answer
 
     def _step(
         self, running: Sequence[_RunningEpisode], turns: Sequence[Completion], sampling: Sampling
@@ -244,8 +240,7 @@ class MultiTurnEngine:
             episode.add_turn(turn, self._message(episode, turn))
         acting = [episode for episode in running if episode.problem is None]
         callers = [episode for episode in acting if episode.runs_tools]
-        others = [episode for episode in acting if not episode.runs_tools]
-        answers = self._call_environments(others, "step") | self._call_tools(callers)
+        answers = self._call_environments(acting, "step") | self._call_tools(callers)
         continuing = [episode for episode in acting if self._apply_step(episode, answers[episode], sampling)]
         kept = set(continuing)
         ended = [episode for episode in running if episode not in kept]
@@ -257,8 +252,7 @@ class MultiTurnEngine:
 
     def _finish(self, limited: Sequence[_RunningEpisode]) -> None:
         """Tell the environments of episodes that a limit ended, or an observation that cannot be tokenised."""
-        answers = self._call_environments([episode for episode in limited if not episode.runs_tools], "finish")
-        for episode, answer in answers.items():
+        for episode, answer in self._call_environments(limited, "finish").items():
             if isinstance(answer, Failure):
                 episode.problem = episode.problem or f"the environment's finish failed: {answer.reason}"
             else:
@@ -271,28 +265,25 @@ class MultiTurnEngine:
 
     def _call_tools(self, episodes: Sequence[_RunningEpisode]) -> dict[_RunningEpisode, Any]:
         """Run the calls in the last turn of each episode; return the answers as steps of an environment."""
-        specs = {episode: episode.tool_specs() for episode in episodes}
-        planned = [
-            (episode, number, call, problem)
-            for episode in episodes
-            for number, (call, problem) in enumerate(episode.checked_calls(specs[episode]))
-        ]
-        runs = [(episode, number, call) for episode, number, call, problem in planned if not problem]
-        seeds = [derive_seed(one.request.seed, one.i, one.turns, number) for one, number, _ in runs]
-        items = [
-            ["tool", specs[episode][call["name"]], call["arguments"], seed]
-            for (episode, _, call), seed in zip(runs, seeds, strict=True)
-        ]
-        results = iter(self._call_workers([episode for episode, _, _ in runs], items))
         observations: dict[_RunningEpisode, list[Message]] = {episode: [] for episode in episodes}
-        for episode, _, call, problem in planned:
-            result = [problem] if problem else next(results)
-            failed = bool(problem) or isinstance(result, Failure)
-            content = f"error: {result.reason}" if isinstance(result, Failure) else str(result[0])
-            answer = answer_to(call, specs[episode], content, failed)
-            longest = episode.environment.arguments["max_tokens"]
-            answer["content"] = self._parser(episode.environment).encoder.cut(answer["content"], longest)
-            observations[episode].append(answer)
+        runs, items = [], []
+        for episode in episodes:
+            specs = episode.tool_specs
+            for number, (call, problem) in enumerate(episode.checked_calls()):
+                answer = answer_to(call, specs, problem, failed=bool(problem))
+                observations[episode].append(answer)
+                if not problem:
+                    seed = derive_seed(episode.request.seed, episode.i, episode.turns, number)
+                    items.append(["tool", specs[call["name"]], call["arguments"], seed])
+                    runs.append((episode, answer))
+        results = self._call_workers([episode for episode, _ in runs], items)
+        for (_, answer), result in zip(runs, results, strict=True):
+            failed = isinstance(result, Failure)
+            answer |= {"content": f"error: {result.reason}", "is_error": True} if failed else {"content": result[0]}
+        for episode, answers in observations.items():
+            encoder, longest = self._parser(episode.environment).encoder, episode.environment.arguments["max_tokens"]
+            for answer in answers:
+                answer["content"] = encoder.cut(str(answer["content"]), longest)
         return {episode: [answers, {}, not answers, {}] for episode, answers in observations.items()}
 
     def _apply_step(self, episode: _RunningEpisode, answer: Any, sampling: Sampling) -> bool:
@@ -333,7 +324,8 @@ class MultiTurnEngine:
         )
 
     def _call_environments(self, running: Sequence[_RunningEpisode], method: str) -> dict[_RunningEpisode, Any]:
-        """Call a method of each episode's environment; return the results."""
+        """Call a method of the environments of those episodes that have one; return the results."""
+        running = [episode for episode in running if not episode.runs_tools]
         items = []
         for episode in running:
             given = [_as_json(episode.prompt.columns)] if method == "reset" else [episode.conversation, episode.state]
@@ -342,16 +334,17 @@ class MultiTurnEngine:
 
     def _call_workers(self, running: Sequence[_RunningEpisode], items: Sequence[Any]) -> list[Any]:
         """The results of one item for each episode, from the workers of its environment, concurrently."""
-        answers: list[Any] = [None] * len(running)
         own: dict[WorkerPool, list[int]] = {}
         for i, episode in enumerate(running):
             own.setdefault(episode.pool, []).append(i)
-        with ThreadPoolExecutor(max(len(own), 1), "environments") as threads:
-            found = [threads.submit(pool.map, [items[i] for i in numbers]) for pool, numbers in own.items()]
-            for numbers, results in zip(own.values(), found, strict=True):
-                for i, answer in zip(numbers, results.result(), strict=True):
-                    answers[i] = answer
-        return answers
+        found = [
+            run_in_thread(partial(pool.map, [items[i] for i in numbers]), "environments")
+            for pool, numbers in own.items()
+        ]
+        answers: dict[int, Any] = {}
+        for numbers, results in zip(own.values(), found, strict=True):
+            answers |= zip(numbers, results.result(), strict=True)
+        return [answers[i] for i in range(len(running))]
 
     def _parser(self, environment: EnvironmentConfig) -> CallParser:
         return _parser_of(self.tokenizer, json.dumps(tools_of(environment)))
@@ -373,15 +366,9 @@ def check_environment(task: str, environment: EnvironmentConfig, example: Mappin
         tools_of(environment)
         return
     given = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": task}
-    pool = WorkerPool(WORKER, 1, environment.timeout, environment.env)
-    try:
-        (answer,) = pool.map([["reset", environment.name, json.dumps(environment.arguments), _as_json(given)]])
-    finally:
-        pool.close()
-    if isinstance(answer, Failure):
-        problem = f"{task}: the environment's reset failed: {answer.reason}"
-        hint = withheld(answer.reason, environment.env)
-        raise ConfigError(problem, key="task.environment.name", value=environment.name, hint=hint)
+    item = ["reset", environment.name, json.dumps(environment.arguments), _as_json(given)]
+    key, value, doing = "task.environment.name", str(environment.name), f"reset the environment of {task}"
+    call_in_worker(WORKER, item, environment.timeout, environment.env, key, value, doing)
 
 
 def _turn_request(request: Request, environment: EnvironmentConfig | None) -> Request:

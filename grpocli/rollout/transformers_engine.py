@@ -91,7 +91,7 @@ class TransformersEngine(Engine):
 
         Requests with cached rows come first, in separate chunks, because these compute only their new tokens.
         """
-        from grpocli.rollout.kv_cache import can_reuse
+        from grpocli.rollout.sampler import can_reuse
 
         from_scratch = [not can_reuse(request, self.version) for request in requests]
         chunks: list[list[int]] = []

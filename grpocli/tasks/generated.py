@@ -10,7 +10,7 @@ import hashlib
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
@@ -64,9 +64,8 @@ class Generated(BaseTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, "train_size", self.train_size >= 1, "must be at least 1")
-        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
-        require(self, "generator_seed", self.generator_seed >= 0, "must be 0 or more")
+        for name, least in (("train_size", 1), ("eval_size", 1), ("generator_seed", 0)):
+            require(self, name, getattr(self, name) >= least, f"must be at least {least}")
 
     def make(self, random: random.Random) -> Example:
         """An example without its prompt: the column `question`, and further columns."""
@@ -75,21 +74,25 @@ class Generated(BaseTask):
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of `train` or `eval`; the same on every machine."""
         limit = {"train": self.train_size, "eval": self.eval_size}[split]
-        found = list(islice(self._different(split, TRIES * limit), limit))
+        found = list(islice(different(self._made(TRIES * limit), split), limit))
         if not found:
-            raise ConfigError(
-                f"these settings leave no example for {split}", key="task", hint="choose larger questions"
-            )
+            hint = "choose larger questions"
+            raise ConfigError(f"these settings leave no example for {split}", key="task", hint=hint)
         return [{**one, "prompt": [{"role": "user", "content": one["question"]}]} for one in found]
 
-    def _different(self, split: str, tries: int) -> Iterator[Example]:
-        source, seen = random.Random(self.generator_seed), set[str]()
-        for _ in range(tries):
-            example = self.make(source)
-            question = example["question"]
-            if question not in seen and is_held_out(question, HELD_OUT) == (split == "eval"):
-                seen.add(question)
-                yield example
+    def _made(self, n: int) -> Iterator[Example]:
+        source = random.Random(self.generator_seed)
+        return (self.make(source) for _ in range(n))
+
+
+def different(examples: Iterable[Example], split: str) -> Iterator[Example]:
+    """The examples of a split, chosen by the hashes of their questions; each question once."""
+    seen = set[str]()
+    for example in examples:
+        question = example["question"]
+        if question not in seen and is_held_out(question, HELD_OUT) == (split == "eval"):
+            seen.add(question)
+            yield example
 
 
 @part("task", "arithmetic")
@@ -112,8 +115,8 @@ class Arithmetic(BaseTask):
         super().__post_init__()
         require(self, "digits", 1 <= self.digits <= 9, "must be between 1 and 9")
         one_of(self, "operation", OPERATIONS)
-        require(self, "train_size", self.train_size >= 1, "must be at least 1")
-        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
+        for name in ("train_size", "eval_size"):
+            require(self, name, getattr(self, name) >= 1, "must be at least 1")
 
     def examples(self, split: str) -> Sequence[Example]:
         """Examples with `prompt` and `answer`; the same on every machine."""

@@ -16,7 +16,7 @@ from typing import IO, Any, TypeAlias
 
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
-from grpocli.hub import why_unreachable
+from grpocli.hub import hub_errors
 from grpocli.text import CREDENTIALS, without_secrets
 
 Row: TypeAlias = dict[str, Any]
@@ -321,16 +321,10 @@ def _saved_dataset(path: Path, split: str, key: str) -> Any:
 
 def _from_hub(path: str, name: str | None, split: str, key: str, streaming: bool) -> Any:
     """A dataset of the hub. Raises ConfigError if it is not available."""
-    unreachable = why_unreachable()  # before the library reads what that has found
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
+    with hub_errors(key, path, cached=True):
+        from datasets import load_dataset
 
-    try:
         return load_dataset(path, name, split=split, streaming=streaming)
-    except (DatasetsError, OSError, ValueError) as error:
-        reason = unreachable or " ".join(str(error).split()).rstrip(".")
-        problem = f"there is no such local file, and the hub did not return it: {reason}"
-        raise ConfigError(problem, key=key, value=path, hint="check the name, or give a file") from error
 
 
 def _sample_row(sample: Row) -> Row:

@@ -89,22 +89,22 @@ class EpochPrompts:
 
 @dataclass(frozen=True, slots=True)
 class TaskPrompts:
-    """The prompts of one task, with its columns, rewards and environment.
-
-    key: prefix of the task's config keys. columns: columns that rewards get. rewards: names of the rewards that score
-    its completions. wanted: problems to evaluate on, where the task has so many. order: None if the problem of a draw
-    follows from the draw's number.
-    """
+    """The prompts of one task, with its columns, rewards and environment."""
 
     name: str
     key: str
+    """Prefix of the task's config keys."""
     train: StreamedPrompts | EpochPrompts
     held_out: PromptSet | None
     wanted: int
+    """Problems to evaluate on, where the task has so many."""
     columns: list[str]
+    """Columns that rewards get."""
     rewards: list[str]
+    """Names of the rewards that score its completions."""
     environment: EnvironmentConfig | None
     order: ProblemOrder | None = None
+    """None if the problem of a draw follows from the draw's number."""
 
     @classmethod
     def of(
@@ -140,30 +140,19 @@ class TaskPrompts:
         if wanted:
             problems, kept = task.examples("eval"), replace(targets, required=False) if targets else None
             held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted, kept, tools, last_turn)
-        columns = columns_of(examples[0])
-        return cls(
-            name,
-            key_of(run.task, name),
-            train,
-            held_out,
-            wanted,
-            columns,
-            rewards_for(task, run.reward),
-            environment,
-            order,
-        )
+        columns, rewards = columns_of(examples[0]), rewards_for(task, run.reward)
+        return cls(name, key_of(run.task, name), train, held_out, wanted, columns, rewards, environment, order)
+
+    def draw(self, nth: int, uid: str) -> Prompt:
+        """The prompt of the nth draw of this task. With an order, draws are made one after the other."""
+        with errors_below(self.key):
+            return self.order.draw(uid) if self.order else self.train.draw(nth, uid)
 
     def redraw(self, nth: int, row: int | None, uid: str) -> Prompt | None:
         """The prompt of an earlier draw of this task: of a row, if its order uses scores; None without that row."""
-        if self.order is None or row is None:
-            return self.draw(nth, uid)
         with errors_below(self.key):
-            return self.train.problem(row, uid)
-
-    def draw(self, nth: int, uid: str) -> Prompt:
-        """The prompt of the nth draw of this task, if its order follows from nth."""
-        with errors_below(self.key):
-            return self.train.draw(nth, uid)
+            by_row = self.order is not None and row is not None
+            return self.train.problem(row, uid) if by_row else self.train.draw(nth, uid)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +180,8 @@ class PromptSource:
                 tasks.append(TaskPrompts.of(name, task, run, tokenizer, len(chosen) == 1, targets))
         _refuse_overlap(tasks, chosen)
         for one in tasks:
-            one.draw(0, "")  # fails early if streamed rows are unusable
+            with errors_below(one.key):
+                one.train.draw(0, "")  # fails early if streamed rows are unusable
         weights = [getattr(task, "weight", 1.0) for task in chosen.values()]
         orders = {task.name: task.order for task in tasks if task.order}
         scores = {task.name: orders[task.name].scores if task.order else ProblemScores() for task in tasks}
@@ -200,10 +190,7 @@ class PromptSource:
     def draw(self, number: int) -> Prompt:
         """The prompt of the run's draw number `number`. The draws of a task with a curriculum are made in order."""
         task, nth = self._turn(number)
-        if task.order is None:
-            return task.draw(nth, uid=f"{number}")
-        with errors_below(task.key):
-            return task.order.draw(uid=f"{number}")
+        return task.draw(nth, uid=f"{number}")
 
     def redraw(self, number: int, row: int | None = None) -> Prompt | None:
         """The prompt of an earlier draw. row: that of its example, which a task with a curriculum needs.
@@ -309,10 +296,10 @@ def _refuse_overlap(tasks: Sequence[TaskPrompts], chosen: Mapping[str, Task]) ->
                 shared := evaluated.held_out.shared_with(trained.train.prompts)
             ):
                 first = excerpt(str(evaluated.held_out.prompt(shared[0], "").text))
-                key, problems = evaluated.key, len(evaluated.held_out)
+                problem = f"{len(shared)} of the {len(evaluated.held_out)} evaluation problems of {evaluated.name} are"
+                hint = f"evaluate on other data, or set {evaluated.key}.allow_overlap=true"
                 raise ConfigError(
-                    f"{len(shared)} of the {problems} evaluation problems of {evaluated.name} are also training "
-                    f"problems of {trained.name}; the first is {first}",
-                    key=key,
-                    hint=f"evaluate on other data, or set {key}.allow_overlap=true",
+                    f"{problem} also training problems of {trained.name}; the first is {first}",
+                    key=evaluated.key,
+                    hint=hint,
                 )

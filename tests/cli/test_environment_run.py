@@ -47,7 +47,7 @@ def test_two_environments_train_in_one_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Env", "arithmetic: the environment's reset failed: KeyError: 'board' ("),
+        ("Env", "cannot reset the environment of arithmetic: KeyError: 'board' ("),
         ("Evn", 'has no function or class Evn; did you mean "Env"'),
     ],
 )

@@ -11,20 +11,12 @@ from grpocli.environments.environment import Environment
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        *(("47+85", "132"), (" 2*(3+4) ", "14"), ("-7//2", "-4"), ("7%4", "3"), ("+3", "3")),
-        *(("1/4", "0.25"), ("1/3", "0.333333333333"), ("6/2", "3"), ("1e3+1", "1001"), ("0.1+0.2", "0.3")),
-        *(("1/0", "error: division by zero"), ("", "error: no arithmetic"), ("2**9", "error: no arithmetic")),
+        *((" 2*(3+4) ", "14"), ("-7//2", "-4"), ("7%4", "3"), ("+3", "3"), ("1/3", "0.333333333333"), ("6/2", "3")),
+        *(("1/0", "error: division by zero"), ("1+" * 150 + "1", "error: too long"), ("(" * 90 + "1" + ")" * 90, "1")),
         *(
-            ("__import__('os')", "error: no arithmetic"),
-            ("True+1", "error: no arithmetic"),
-            ("1j", "error: no arithmetic"),
+            (bad, "error: no arithmetic")
+            for bad in ("", "2**9", "__import__('os')", "True+1", "1j", "9" * 50, "a", "\0")
         ),
-        *(
-            ("9" * 50, "error: no arithmetic"),
-            ("1e300*1e300", "error: no arithmetic"),
-            ("1+" * 150 + "1", "error: too long"),
-        ),
-        *(("(" * 90 + "1" + ")" * 90, "1"), ("a", "error: no arithmetic"), ("\0", "error: no arithmetic")),
     ],
 )
 def test_expressions_have_their_values(expression: str, value: str) -> None:

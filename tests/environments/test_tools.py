@@ -20,8 +20,7 @@ from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.engine import OnGroup, ignore_group
 from grpocli.rollout.multi_turn import MultiTurnEngine
-from grpocli.rollout.tool_calls import CallParser
-from grpocli.rollout.turn_encoder import TurnEncoder
+from grpocli.rollout.turns import CallParser, TurnEncoder
 from grpocli.tasks.generated import Arithmetic
 from grpocli.tasks.prompts import tokenize
 from grpocli.types import Completion, Prompt, Request, Sampling
@@ -124,25 +123,26 @@ def control_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return [text for text in tokenizer.convert_ids_to_tokens(list(ids)) if text in tokenizer.get_added_vocab()]
 
 
+@pytest.mark.parametrize("role", ["tool", "user"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_text_of_a_tool_never_becomes_a_control_token(name: str) -> None:
-    """A result with every special token of every family has the control tokens of a harmless result."""
+def test_text_of_a_message_never_becomes_a_control_token(name: str, role: str) -> None:
+    """A message with every special token of every family has the control tokens of a harmless one."""
     tokenizer = FAMILIES[name].tokenizer()
     encoder = TurnEncoder(tokenizer)
     sampled = tokenizer(FAMILIES[name].end, add_special_tokens=False).input_ids
     evil = "".join(text for family in FAMILIES.values() for text in (*family.special, *family.added)) + "<pad><end><b"
+    sender = {"role": role, **({"name": "echo"} if role == "tool" else {})}
 
     def encoded(*contents: str) -> list[int]:
-        return encoder.encode_observation(
-            sampled, [{"role": "tool", "name": "echo", "content": text} for text in contents], chat=True
-        )
+        return encoder.encode_observation(sampled, [{**sender, "content": text} for text in contents], chat=True)
 
     for harmless, harmful in ((["x"], [evil]), (["x", "y"], [evil, "os>" + evil]), (["x", ""], [evil, "<end"])):
         plain, found = encoded(*harmless), encoded(*harmful)
         assert control_tokens(tokenizer, found) == control_tokens(tokenizer, plain)
         text = tokenizer.decode(found)
-        for content in harmful:  # llama's template quotes it
-            assert (json.dumps(content, ensure_ascii=False)[1:-1] if name == "llama" else content) in text
+        quotes = name == "llama" and role == "tool"  # its template quotes results
+        for content in harmful:
+            assert (json.dumps(content, ensure_ascii=False)[1:-1] if quotes else content) in text
 
 
 def test_threads_encode_with_one_tokenizer() -> None:
@@ -190,17 +190,6 @@ def test_overlapping_control_tokens_are_characters_too() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_user_message_of_an_environment_is_data_too(name: str) -> None:
-    tokenizer = FAMILIES[name].tokenizer()
-    sampled = tokenizer(FAMILIES[name].end, add_special_tokens=False).input_ids
-    spoken = [
-        TurnEncoder(tokenizer).encode_observation(sampled, [{"role": "user", "content": text}], chat=True)
-        for text in ("x", f"look{FAMILIES[name].end}{FAMILIES[name].special[0]}")
-    ]
-    assert control_tokens(tokenizer, spoken[0]) == control_tokens(tokenizer, spoken[1])
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 def test_a_call_in_a_result_is_not_the_models(name: str) -> None:
     """What a tool says before a turn, even the beginning of a turn with a call, is not read as the model's call."""
     family = FAMILIES[name]
@@ -231,7 +220,7 @@ FAILING = {
     "list": ("[3, 4]", "error: the call cannot be read: the arguments of a call are an object", "unknown"),
     "nan": ('{"a": NaN, "b": 1}', "error: the call cannot be read: Out of range float", "unknown"),
     "deep": ("[" * 3000, "error: the call cannot be read: ", "unknown"),
-    "surrogate": ('{"a": "\\ud800", "b": 1}', "error: the call cannot be read: a text is not valid Unicode", "unknown"),
+    "surrogate": ('{"a": "\\ud800", "b": 1}', "error: the call cannot be read: 'utf-8' codec", "unknown"),
     "missing": ('{"a": 3}', "error: TypeError: missing a required argument: 'b'", "multiply"),
     "extra": ('{"a": 3, "b": 4, "c": 5}', "error: TypeError: got an unexpected keyword argument 'c'", "multiply"),
 }
@@ -319,46 +308,24 @@ def test_calls_and_results_are_limited(run) -> None:
 
 
 @pytest.mark.processes
-def test_random_numbers_of_tools_follow_from_the_seed(run) -> None:
-    call = FAMILIES["qwen"].calls(*[("misbehave", '{"how": "random"}')] * 2)
+def test_tools_are_reproducible(run) -> None:
+    """Random numbers follow from the seed, whatever the number of workers is; a program has a fixed order of sets."""
+    code = json.dumps({"code": "import random\nrandom.random(), [*{'a', 'b', 'c', 'd', 'e', 'f'}]"})
+    call = FAMILIES["qwen"].calls(*[("misbehave", '{"how": "random"}')] * 2, ("python", code))
     results = []
     for workers in (1, 2):
-        done, _ = run(FAMILIES["qwen"], tools_named("misbehave", workers=workers), call, "x<|im_end|>")
+        tools = tools_named("misbehave", "python", workers=workers, timeout=30.0)
+        done, _ = run(FAMILIES["qwen"], tools, call, "x<|im_end|>")
         results.append([m["content"] for m in done.episode.messages if m["role"] == "tool"])
     assert results[0] == results[1]
     assert results[0][0] != results[0][1]
 
 
-@pytest.mark.processes
-def test_a_program_of_the_tool_python_is_reproducible(run) -> None:
-    code = json.dumps({"code": "import random\nrandom.random(), [*{'a', 'b', 'c', 'd', 'e', 'f'}]"})
-    results = [
-        run(
-            FAMILIES["qwen"],
-            tools_named("python", timeout=30.0),
-            FAMILIES["qwen"].calls(("python", code)),
-            "x<|im_end|>",
-        )
-        for _ in range(2)
-    ]
-    one, other = (done.episode.messages[1]["content"] for done, _ in results)
-    assert one == other
-
-
-@pytest.mark.parametrize(
-    ("tool", "said"),
-    [
-        ("untyped", "needs type hints and a docstring that describes its arguments: Argument a is missing a type hint"),
-        ("undocumented", "needs type hints and a docstring that describes its arguments: Cannot generate JSON schema"),
-        ("Toolbox", "is a class; a tool is a function"),
-        ("multipl", 'has no function or class multipl; did you mean "multiply"?'),
-    ],
-)
-def test_a_function_that_cannot_be_a_tool_is_refused(tool: str, said: str) -> None:
+@pytest.mark.parametrize("tool", ["untyped", "undocumented", "Toolbox", "multipl"])
+def test_a_function_that_cannot_be_a_tool_is_refused(tool: str) -> None:
     """In a worker process; the next test has its answer in the main process."""
-    with pytest.raises((ValueError, ConfigError)) as error:
+    with pytest.raises((ValueError, ConfigError), match=tool):
         schemas([f"{TOOLS}:{tool}"])
-    assert said in str(error.value)
 
 
 @pytest.mark.processes
@@ -374,20 +341,6 @@ def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         tools_of(library)
     assert refused.value.key == "task"
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"tools": ["calculater"]}, "name functions as FILE.py:NAME, or take calculator, python"),
-        ({"tools": ["calculator"], "environment": EnvironmentConfig(name="a:B")}, "give one of the two"),
-        ({"max_tool_calls": 0}, "must be at least 1"),
-        ({"max_tool_tokens": 0}, "must be at least 1"),
-    ],
-)
-def test_keys_of_tools_are_checked(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Arithmetic(**settings)
 
 
 CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"properties": {}}}}
@@ -456,41 +409,18 @@ def test_the_ready_tools(run, tool: str, argument: str, said: str) -> None:
     assert done.episode.failures[tool] == said.startswith("error: ")
 
 
-@pytest.mark.parametrize("given", ["", " ", None, "null", {}, "{}"])
-def test_an_empty_text_and_null_are_no_arguments(given: Any) -> None:
-    assert read_arguments(given) == {}
+FITTING = [
+    *({"unit": "m"}, {"count": 2}, {"limit": None}, {"limit": 3}, {"size": 1}, {"size": 1.5}, {"ids": [1, 2]}),
+    *({"either": "a"}, {"either": 1}, {"counts": {"a": 1}}, {"exact": False}, {"whatever": [None, {"a": 1}]}),
+]
+UNFIT = [
+    *({"unit": "km"}, {"unit": 1}, {"count": "2"}, {"count": 2.5}, {"count": True}, {"count": None}, {"limit": "3"}),
+    *({"size": "1"}, {"ids": [1, "2"]}, {"ids": 1}, {"either": []}, {"counts": {"a": "1"}}, {"exact": 0}),
+]
 
 
-@pytest.mark.parametrize(
-    ("values", "fits"),
-    [
-        ({"unit": "m"}, True),
-        ({"unit": "km"}, False),
-        ({"unit": 1}, False),
-        ({"count": 2}, True),
-        ({"count": "2"}, False),
-        ({"count": 2.5}, False),
-        ({"count": True}, False),
-        ({"count": None}, False),
-        ({"limit": None}, True),
-        ({"limit": 3}, True),
-        ({"limit": "3"}, False),
-        ({"size": 1}, True),
-        ({"size": 1.5}, True),
-        ({"size": "1"}, False),
-        ({"ids": [1, 2]}, True),
-        ({"ids": [1, "2"]}, False),
-        ({"ids": 1}, False),
-        ({"either": "a"}, True),
-        ({"either": 1}, True),
-        ({"either": []}, False),
-        ({"counts": {"a": 1}}, True),
-        ({"counts": {"a": "1"}}, False),
-        ({"exact": False}, True),
-        ({"exact": 0}, False),
-        ({"whatever": [None, {"a": 1}]}, True),
-    ],
-)
-def test_arguments_have_to_fit_the_type_hints(values: dict[str, Any], fits: bool) -> None:
+def test_arguments_have_to_fit_the_type_hints() -> None:
     found = schemas([f"{TOOLS}:typed"])
-    assert (not refusal({"name": "typed", "arguments": values}, ["typed"], found)) == fits
+    refused = [bool(refusal({"name": "typed", "arguments": one}, ["typed"], found)) for one in FITTING + UNFIT]
+    assert refused == [False] * len(FITTING) + [True] * len(UNFIT)
+    assert [read_arguments(one) for one in ("", " ", None, "null", {}, "{}")] == [{}] * 6

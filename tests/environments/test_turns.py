@@ -8,7 +8,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
-from grpocli.rollout.turn_encoder import TurnEncoder
+from grpocli.rollout.turns import TurnEncoder
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -68,8 +68,8 @@ def test_several_messages_and_plain_text_are_formatted() -> None:
 
 def test_a_template_that_refuses_an_observation_is_reported() -> None:
     tool = [{"role": "developer", "content": "132"}]
-    with pytest.raises(ConfigError, match="cannot render the environment's messages: this model knows the roles"):
+    with pytest.raises(ConfigError, match="this model knows the roles"):
         TurnEncoder(FAMILIES["tiny"]()).encode_observation([3], tool, chat=True)
     forgetful = tokenizer_with("{{ messages[-1].content }}")
-    with pytest.raises(ConfigError, match="drops the model's turn"):
+    with pytest.raises(ConfigError, match="drops them"):
         TurnEncoder(forgetful).encode_observation([3], TALK, chat=True)

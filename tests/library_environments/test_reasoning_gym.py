@@ -11,28 +11,7 @@ from grpocli.library_environments.reasoning_gym import ReasoningGym, ReasoningGy
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.types import Completion, Prompt, Rollout
 
-GENERATORS = [
-    "chain_sum",
-    "basic_arithmetic",
-    "gcd",
-    "lcm",
-    "prime_factorization",
-    "leg_counting",
-    "letter_counting",
-    "spell_backward",
-    "word_sorting",
-    "number_sorting",
-    "caesar_cipher",
-    "base_conversion",
-    "fraction_simplification",
-    "simple_equations",
-    "countdown",
-    "mini_sudoku",
-    "knights_knaves",
-    "tower_of_hanoi",
-    "family_relationships",
-    "maze",
-]
+GENERATORS = ["chain_sum", "word_sorting", "countdown", "mini_sudoku", "knights_knaves", "family_relationships"]
 
 pytestmark = [
     pytest.mark.processes,  # the reward scores in worker processes
@@ -73,19 +52,17 @@ def test_settings_reach_the_generator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "key"),
     [
-        (
-            {"name": "chain_summ"},
-            r"task\.name=chain_summ: reasoning-gym has no such generator; did you mean \"chain_sum\"",
-        ),
-        ({"name": "chain_sum", "config": {"terms": 2}}, r"task\.config=.*chain_sum refuses it: .*'terms'"),
-        ({"name": "chain_sum", "config": {"min_terms": -1}}, r"refuses it: min_terms must be positive"),
+        ({"name": "chain_summ"}, "task.name"),
+        ({"name": "chain_sum", "config": {"terms": 2}}, "task.config"),
+        ({"name": "chain_sum", "config": {"min_terms": -1}}, "task.config"),
     ],
 )
-def test_bad_settings_give_a_one_sentence_error(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_bad_settings_name_their_key(settings: dict, key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         ReasoningGym(**settings).examples("train")
+    assert refused.value.key == key
 
 
 def test_examples_of_other_tasks_cannot_be_scored(reward: ReasoningGymReward) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from httpcore import AsyncConnectionPool
 
-from grpocli.environments.environment import EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.library_environments.verifiers import Verifiers, VerifiersTask, load_tasks
 from grpocli.library_environments.verifiers_episode import RUNNING
@@ -61,36 +56,6 @@ def test_episodes_that_run_together_do_not_mix() -> None:
     assert [end.get("right") for end in ends] == [None, 1.0, None]
 
 
-def test_environments_of_a_process_share_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a thread, and two threads corrupt the list of connections of one client."""
-    threads: dict[AsyncConnectionPool, set[int]] = defaultdict(set)
-    handle = AsyncConnectionPool.handle_async_request
-
-    async def noted(pool: AsyncConnectionPool, request: Any) -> Any:
-        threads[pool].add(threading.get_ident())
-        return await handle(pool, request)
-
-    monkeypatch.setattr(AsyncConnectionPool, "handle_async_request", noted)
-    for environment in (counting("plain"), counting("opens")):
-        messages, state = begin(environment)
-        say(environment, messages, state, "1")
-    assert [len(users) for users in threads.values()] == [1] * len(threads)
-
-
-def test_an_environment_that_is_dropped_closes_its_connections() -> None:
-    environment = counting.__wrapped__("plain")  # not the one that other tests share
-    messages, state = begin(environment)
-    say(environment, messages, state, "1")
-    client = environment._client
-    assert not client.is_closed
-    del environment
-    gc.collect()
-    until = time.monotonic() + 30
-    while not client.is_closed and time.monotonic() < until:
-        time.sleep(0.01)
-    assert client.is_closed
-
-
 @pytest.mark.survival
 def test_hundreds_of_episodes_wait_for_their_turns_at_a_time() -> None:
     environment = counting("plain")
@@ -118,27 +83,6 @@ def test_an_episode_that_a_limit_ends_is_scored_as_it_is() -> None:
     messages, state = begin(environment)
     say(environment, messages, state, "no")
     assert environment.finish(messages, state) == {"turns": 0.5, "right": 0.0}
-
-
-def test_a_changed_conversation_is_refused() -> None:
-    environment = counting("plain")
-    _, state = begin(environment)
-    with pytest.raises(ValueError, match="changes earlier messages"):
-        environment.step([{"role": "user", "content": "say 7"}, {"role": "assistant", "content": "7"}], state)
-
-
-def test_an_error_of_the_environment_is_the_episodes() -> None:
-    environment = counting("raises")
-    task = environment.tasks(1)[0]
-    state = environment.reset({"index": 0, "key": task.key})
-    with pytest.raises(RuntimeError, match="the board is lost"):
-        environment.finish([], state)
-
-
-def test_tasks_that_change_are_refused() -> None:
-    environment = counting("random")
-    with pytest.raises(ValueError, match="must be reproducible"):
-        environment.reset({"index": 0, "key": "another"})
 
 
 def test_an_episode_whose_step_fails_is_over() -> None:
@@ -205,57 +149,44 @@ def test_examples_are_tasks_with_their_columns_and_the_first_are_held_out() -> N
     assert [(one["index"], one["answer"]) for one in train] == [(i, str(i)) for i in range(2, 6)]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"config": {"kind": "exits"}}, r"cannot load it: SystemExit: bye \(.*counting_taskset\.py:\d+, in load: "),
-        pytest.param({"config": {"n": 1}}, "has 1 examples, too few for train", marks=pytest.mark.survival),
-        pytest.param({"config": {"kind": "system"}, "format": "plain"}, "one user message", marks=pytest.mark.survival),
-    ],
-)
-def test_what_cannot_be_loaded_is_one_sentence(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        task_of(**given).examples("train")
+def test_what_an_episode_may_not_do_ends_it() -> None:
+    environment = counting("plain")
+    _, state = begin(environment)
+    with pytest.raises(ValueError, match="changes earlier messages"):
+        environment.step([{"role": "user", "content": "say 7"}, {"role": "assistant", "content": "7"}], state)
+    with pytest.raises(ValueError, match="must be reproducible"):
+        environment.reset({"index": 0, "key": "another"})
+    raising = counting("raises")
+    state = raising.reset({"index": 0, "key": raising.tasks(1)[0].key})
+    with pytest.raises(RuntimeError, match="the board is lost"):
+        raising.finish([], state)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"nn": 1}, r'^there is no key task\.config\.nn; the keys are n, kind, .*; did you mean "n"\?$'),
-        ({"n": "many"}, r"^task\.config\.n=many: input should be a valid integer[^\n:]*$"),
+        ({"nn": 1}, r"task\.config\.nn"),
+        ({"n": "many"}, r"task\.config\.n='many'"),
+        ({"kind": "exits"}, r"SystemExit: bye \(.*counting_taskset\.py:\d+, in load: "),
+        ({"kind": "variable"}, r"KeyError: 'COUNTING_KEY'"),
     ],
 )
-def test_a_wrong_key_of_a_taskset_is_one_sentence(config: dict[str, Any], message: str) -> None:
-    """In a worker process; the test above has its answer in the main process."""
-    with pytest.raises(RuntimeError, match=message):
+def test_what_cannot_be_loaded_is_one_sentence(config: dict[str, Any], message: str) -> None:
+    """In a worker process; the next test has its answer in the main process."""
+    with pytest.raises(RuntimeError, match=rf"{message}[^\n]*$"):
         load_tasks(str(COUNTING), config, "", 20.0, 6)
 
 
 def test_a_variable_that_a_taskset_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = {"kind": "variable"}
-    with pytest.raises(RuntimeError, match=r"^KeyError: 'COUNTING_KEY' \(.*in load: [^;]*$"):
-        load_tasks(str(COUNTING), needs, "", 20.0, 6)
     monkeypatch.setenv("COUNTING_KEY", "secret")
     with pytest.raises(ConfigError, match=r"name it in task\.environment\.env=\[COUNTING_KEY\]$") as refused:
-        task_of(config={**needs, "n": 9}).examples("train")
-    assert "secret" not in str(refused.value)
+        task_of(config={"kind": "variable", "n": 9}).examples("train")
+    assert (refused.value.key, "secret" in str(refused.value)) == ("task.env", False)
 
 
-@pytest.mark.parametrize("name", ["counting_tasksets.py", "./environments", "~/no_environment"])
-def test_a_missing_file_or_folder_is_named_before_anything_is_loaded(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(COUNTING.parent)
-    nearest = r"; did you mean \"counting_taskset\.py\"\?" if name.startswith("counting") else ""
-    with pytest.raises(ConfigError, match=rf"there is no such (file|folder){nearest}"):
-        VerifiersTask(env=name).check_ready()
-
-
-def test_a_name_with_an_owner_is_a_package() -> None:
+def test_a_missing_file_or_folder_is_named_before_anything_is_loaded() -> None:
+    for name in ("counting_tasksets.py", "./environments", "~/no_environment"):
+        with pytest.raises(ConfigError) as refused:
+            VerifiersTask(env=name).check_ready()
+        assert refused.value.key == "task.env"
     VerifiersTask(env="owner/package").check_ready()
-
-
-def test_the_environment_gets_the_tasks_keys() -> None:
-    environment: EnvironmentConfig = task_of(config={"n": 9}).environment
-    assert environment.arguments == {"taskset": str(COUNTING), "config": {"n": 9}, "env": "", "seconds": 54.0}
-    assert environment.stateful

@@ -20,7 +20,6 @@ from library_environments.test_verifiers import begin, say
 
 from grpocli.environments.environment import EnvironmentConfig, loaded_environment_of
 from grpocli.environments.tools import tools_of
-from grpocli.errors import ConfigError
 from grpocli.library_environments.verifiers import Verifiers, VerifiersTask
 from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.tasks.prompts import tokenize
@@ -157,8 +156,3 @@ def test_a_call_and_its_result_are_token_exact_and_counted(run: Any, family: str
     assert results[0]["content"] == "6"
     assert (done.episode.calls, done.episode.failures) == ({"add": 1, "unknown": 1}, {"add": 0, "unknown": 1})
     assert done.episode.rewards == {"right": 1.0, "added": 1 / 8}
-
-
-def test_a_plain_prompt_cannot_show_tools() -> None:
-    with pytest.raises(ConfigError, match="is plain text, and tools need a conversation"):
-        tokenize(["1+1="], FAMILIES["qwen"].tokenizer(), tools=tools_of(environment()))

@@ -20,7 +20,7 @@ from grpocli.models.loading import configured_end_ids, end_token_ids, load_token
 from grpocli.models.tiny import make_model
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import keep_stop_token_ids, stop_token_ids
-from grpocli.rollout.turn_encoder import TurnEncoder
+from grpocli.rollout.turns import TurnEncoder
 from grpocli.tasks.prompt_set import Targets
 from grpocli.tasks.prompts import rendered, tokenize
 from grpocli.types import Request, Sampling

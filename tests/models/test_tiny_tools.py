@@ -7,8 +7,7 @@ import torch
 
 from grpocli.models.tiny import CALCULATOR, make_tokenizer, with_calls
 from grpocli.models.warm_start import IGNORED, _kinds
-from grpocli.rollout.tool_calls import CallParser
-from grpocli.rollout.turn_encoder import TurnEncoder
+from grpocli.rollout.turns import CallParser, TurnEncoder
 from grpocli.tasks.generated import Arithmetic
 
 PRODUCTS = Arithmetic(digits=2, operation="*").examples("train")[:200]

@@ -15,7 +15,7 @@ from grpocli.rollout.vllm.engine_parts import Vllm
 LONG = ["rollout.max_completion_tokens=256", "train.steps=500"]
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, options: list[str], gpus: int = 1) -> tuple[type, str]:
+def chosen(monkeypatch: pytest.MonkeyPatch, options: list[str], gpus: int) -> tuple[type, str]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(hardware, "visible_gpus", lambda: [str(number) for number in range(gpus)])
@@ -27,35 +27,24 @@ def chosen(monkeypatch: pytest.MonkeyPatch, options: list[str], gpus: int = 1) -
 
 
 @pytest.mark.parametrize(
-    ("options", "engine"),
+    ("options", "gpus", "engine", "noted"),
     [
-        ([], Transformers),
-        (["train.steps=5", "rollout.max_completion_tokens=128"], Transformers),
-        (["algorithm=dapo"], Transformers),
-        (LONG, Vllm),
-        ([*LONG, "algorithm=sft", "task=gsm8k", "eval.problems=0"], Transformers),
-        (["train.steps=1", "eval.problems=10000", "rollout.max_completion_tokens=512"], Vllm),
+        # a short run is sampled before vLLM would be ready
+        ([], 1, Transformers, True),
+        (["algorithm=dapo"], 1, Transformers, True),
+        (LONG, 1, Vllm, False),
+        ([*LONG, "algorithm=sft", "task=gsm8k", "eval.problems=0"], 1, Transformers, True),
+        (["train.steps=1", "eval.problems=10000", "rollout.max_completion_tokens=512"], 1, Vllm, False),
+        # only one engine can sample
+        ([], 0, Transformers, False),
+        ([], 2, Vllm, False),
+        (["hardware.rollout_devices=1"], 1, Vllm, False),
+        (["rollout.max_staleness=1"], 1, Vllm, False),
+        (["rollout.regex=a+", "algorithm/correction=token_truncate"], 1, Vllm, False),
     ],
 )
-def test_a_short_run_is_sampled_before_vllm_would_be_ready(
-    monkeypatch: pytest.MonkeyPatch, options: list[str], engine: type
+def test_the_engine_follows_from_the_run_and_the_machine(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], gpus: int, engine: type, noted: bool
 ) -> None:
-    found, why = chosen(monkeypatch, options)
-    assert found is engine
-    assert why.startswith("engine=auto chose transformers: ") is (engine is Transformers)
-
-
-@pytest.mark.parametrize(
-    ("options", "gpus", "engine"),
-    [
-        ([], 0, Transformers),
-        ([], 2, Vllm),
-        (["hardware.rollout_devices=1"], 1, Vllm),
-        (["rollout.max_staleness=1"], 1, Vllm),
-        (["rollout.regex=a+", "algorithm/correction=token_truncate"], 1, Vllm),
-    ],
-)
-def test_only_one_engine_can_sample(
-    monkeypatch: pytest.MonkeyPatch, options: list[str], gpus: int, engine: type
-) -> None:
-    assert chosen(monkeypatch, options, gpus) == (engine, "")
+    found, note = chosen(monkeypatch, options, gpus)
+    assert (found, note.startswith("engine=auto chose transformers: ")) == (engine, noted)

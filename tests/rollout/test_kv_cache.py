@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from grpocli.rollout.kv_cache import PreallocatedKVLayer, preallocate
+from grpocli.rollout.sampler import PreallocatedKVLayer, preallocate
 
 
 def states(rows: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -137,17 +137,6 @@ def test_the_number_of_kept_rows_is_limited(model) -> None:
     assert [reusable.state is not None for reusable in held] == [True] * 4 + [False] * 2
 
 
-def test_cached_rows_are_used_once(model) -> None:
-    engine = Watched(model)
-    request = Request(PROMPTS[0], 1, 0, reusable_kv=boxes(1))
-    ((said,),) = engine.generate([request], FREE)
-    first = request.reusable_kv[0].state
-    assert first.tokens == len(PROMPTS[0]) + len(said.token_ids) - 1
-    engine.generate([Request([*PROMPTS[0], *said.token_ids, 20], 1, 1, reusable_kv=request.reusable_kv)], FREE)
-    assert first.layers == [], "the batch owns it"
-    assert request.reusable_kv[0].state.tokens > first.tokens
-
-
 def test_a_model_with_a_sliding_window_keeps_nothing() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 

@@ -100,14 +100,3 @@ def test_greedy_takes_the_likeliest_token_after_the_penalty(little_model) -> Non
             assert int(processor(torch.tensor([ids]), logits).argmax()) == token
             ids.append(token)
     assert [c.token_ids for _, c in plain] != [c.token_ids for _, c in penalised]
-
-
-def test_without_a_penalty_no_history_is_kept(little_model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(logprobs, "first_occurrence", never)
-    monkeypatch.setattr("grpocli.rollout.sampler.first_occurrence", never)
-    done = sampled(little_model, Sampling(4), n=1)
-    micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
-    completion_logp(little_model, micro, Sampling(4), nullcontext())

@@ -66,8 +66,3 @@ def test_special_tokens_and_the_prompt_do_not_count() -> None:
     assert watched(tokenizer, ["ab"], [1], [0, 1, 0, 2]) == [False, False, False, True]
     assert watched(tokenizer, ["ab"], [1], [2, 1]) == [False, False]
     assert watched(tokenizer, ["</s>"], [1], [0, 0]) == [False, False]
-
-
-def test_stop_strings_need_a_tokenizer(little_model) -> None:
-    with pytest.raises(ValueError, match="need a tokenizer"):
-        sample(little_model, REQUESTS, Sampling(4, stop=("a",)), [1], 0)

@@ -42,17 +42,3 @@ def test_one_thread_samples_few_rows_of_a_small_model(little_model, monkeypatch)
     monkeypatch.setattr(sampling, "SINGLE_THREAD_LIMIT", 8 * parameters // 2)  # products of two layers
     assert sampled_with(little_model, 8, monkeypatch) == 1
     assert sampled_with(little_model, 9, monkeypatch) == 2
-
-
-def test_an_error_restores_the_number_of_threads(little_model) -> None:
-    seen = []
-
-    def broken() -> None:
-        with sampling.single_thread_if_small(little_model, 1):
-            seen.append(torch.get_num_threads())
-            raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        broken()
-    assert seen == [1]
-    assert torch.get_num_threads() == 2

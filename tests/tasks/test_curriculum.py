@@ -94,11 +94,8 @@ def test_shuffled_draws_are_those_of_earlier_versions(source: Any) -> None:
     assert [data.draw(d).row for d in (39, 3)] == [drawn[39], drawn[3]]
 
 
-def test_file_draws_rows_in_order_epoch_after_epoch(source: Any) -> None:
-    assert [source(order="file").draw(d).row for d in range(2 * N + 3)] == [d % N for d in range(2 * N + 3)]
-
-
 def test_a_curriculum_without_effect_is_shuffled(source: Any) -> None:
+    assert [source(order="file").draw(d).row for d in range(2 * N + 3)] == [d % N for d in range(2 * N + 3)]
     for options in ({"no_resampling_pass_rate": 1.0}, {"order": "difficulty"}):
         data = source(**options)
         order = Order(N, 0)
@@ -298,25 +295,11 @@ def test_values_of_a_column_are_numbers_or_text_with_numbers() -> None:
     assert ranks("d", 3, "1.5", 2) == [3, 1.5, 2]
     assert ranks("-d", 3, 1) == [-3, -1]
     assert ranks("d", "Level 10", "Level 2", "Level 2") == [1, 0, 0]
+    for wrong in (["task.order=random"], ["task.no_resampling_pass_rate=0"], ["task.difficulty_column=level"]):
+        with pytest.raises(ConfigError) as refused:
+            build_run(compose(wrong))
+        assert refused.value.key == wrong[0].partition("=")[0]
     for values in ((1, None), ("a", 3), (float("nan"), 1), ("", "a"), ([1], [2])):
-        with pytest.raises(ConfigError, match=r"task\.difficulty_column=d: row \d has .* there; it must hold a number"):
+        with pytest.raises(ConfigError, match=r"row \d has .* there") as refused:
             ranks("d", *values)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["task.order=random"], "task.order=random: choose one of shuffled, file, difficulty"),
-        (["task.no_resampling_pass_rate=0"], "task.no_resampling_pass_rate=0.0: must be above 0 and at most 1"),
-        (["task.difficulty_column=level"], "task.difficulty_column=level: sets the order: give task.order=difficulty"),
-    ],
-)
-def test_wrong_keys_are_refused(options: list[str], said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        build_run(compose(options))
-    assert said in str(refused.value)
-
-
-def test_a_missing_column_is_refused_before_anything_is_drawn(source: Any) -> None:
-    with pytest.raises(ConfigError, match=r"task\.difficulty_column=lvel: .* has None there"):
-        source(order="difficulty", difficulty_column="lvel").draw(0)
+        assert refused.value.key == "task.difficulty_column"

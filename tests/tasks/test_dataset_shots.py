@@ -86,19 +86,17 @@ def test_gsm8k_shows_its_worked_solutions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "key"),
     [
-        ({"shots": -1}, r"task\.shots=-1: must be at least 0"),
-        ({"shots": 10}, r"task\.shots=10: .*d\.jsonl has 8 different examples to train on; take 7 or less"),
-        (
-            {"shots": 1, "shot_template": "{anser}"},
-            r"task\.shot_template='{anser}': row \d+ .* did you mean \"answer\"",
-        ),
-        ({"shots": 1, "shot_template": "{answer"}, r"task\.shot_template='{answer': .*double the braces"),
-        ({"shots": 1, "shot_template": "{answer:d}"}, r"task\.shot_template=.* cannot be filled with row \d+"),
+        ({"shots": -1}, "task.shots"),
+        ({"shots": 10}, "task.shots"),
+        ({"shots": 1, "shot_template": "{anser}"}, "task.shot_template"),
+        ({"shots": 1, "shot_template": "{answer"}, "task.shot_template"),
+        ({"shots": 1, "shot_template": "{answer:d}"}, "task.shot_template"),
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_unusable_shots_are_refused(file: str, settings: dict[str, Any], sentence: str, streaming: bool) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_unusable_shots_are_refused(file: str, settings: dict[str, Any], key: str, streaming: bool) -> None:
+    with pytest.raises(ConfigError) as refused:
         Jsonl(path=file, eval_size=2, streaming=streaming, **settings).examples("train")
+    assert refused.value.key == key

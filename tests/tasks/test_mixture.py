@@ -34,10 +34,12 @@ def test_a_list_gives_each_task_a_name() -> None:
     ]
 
 
-@pytest.mark.parametrize(("given", "said"), [("task=[]", "at least one task"), ("task=[a,b,a]", "names a twice")])
-def test_bad_lists_of_tasks_are_refused(given: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        expand_task_lists([given])
+def test_a_task_is_named_after_its_choice_or_by_its_key() -> None:
+    for path in Path(conf_dir(), "task").glob("[!_]*.yaml"):
+        named = compose([f"task={path.stem}"]).task.get("task_name") == path.stem
+        assert named or path.stem == "mixture" or WRITTEN_FROM in path.read_text(), path.stem
+    for chosen, name in ((["task=gsm8k"], "gsm8k"), (["task=hub", "task.path=a/b", "task.task_name=ours"], "ours")):
+        assert list(tasks_of(run_of(*chosen).task)) == [name]
 
 
 def test_each_task_has_keys_below_its_name() -> None:
@@ -46,25 +48,22 @@ def test_each_task_has_keys_below_its_name() -> None:
     assert list(tasks) == ["arithmetic", "dapo-math-17k"]
     assert tasks["arithmetic"].weight == 2
     assert tasks["dapo-math-17k"].eval_size == 3
-    with pytest.raises(ConfigError, match=r"there is no key task\.arithmetic\.wieght; did you mean"):
-        compose(["task=[arithmetic,gsm8k]", "task.arithmetic.wieght=2"])
-    with pytest.raises(ConfigError, match=r"task=arithmetik: choose one of arithmetic"):
-        compose(["task=[arithmetik,gsm8k]"])
 
 
-def test_one_task_is_named_after_its_choice() -> None:
-    assert list(tasks_of(run_of("task=gsm8k").task)) == ["gsm8k"]
-
-
-@pytest.mark.parametrize("path", sorted(Path(conf_dir(), "task").glob("[!_]*.yaml")), ids=lambda path: path.stem)
-def test_a_yaml_may_name_its_task(path: Path) -> None:
-    config = compose([f"task={path.stem}"])
-    assert config.task.get("task_name") == path.stem or path.stem == "mixture" or WRITTEN_FROM in path.read_text()
-
-
-def test_task_name_renames_the_only_task() -> None:
-    assert list(tasks_of(run_of("task=math").task)) == ["math"]
-    assert list(tasks_of(run_of("task=hub", "task.path=a/b", "task.task_name=ours").task)) == ["ours"]
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        (["task=[]"], "task"),
+        (["task=[arithmetic,gsm8k,arithmetic]"], "task"),
+        (["task=[arithmetik,gsm8k]"], "task"),
+        (["task=[arithmetic,gsm8k]", "task.arithmetic.wieght=2"], "task.arithmetic.wieght"),
+        (["task=[arithmetic,gsm8k]", "task.arithmetic.rewards=[exact_mtach]"], "task.arithmetic.rewards"),
+    ],
+)
+def test_bad_mixtures_are_refused(given: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run_of(*given)
+    assert refused.value.key in (key, "")
 
 
 @pytest.mark.slow
@@ -77,23 +76,10 @@ def test_the_error_limit_of_a_task_names_its_key() -> None:
         run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=2")
 
 
-def test_a_task_with_unknown_rewards_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"task\.arithmetic\.rewards=.*exact_mtach.* did you mean \"exact_match\""):
-        run_of("task=[arithmetic,gsm8k]", "task.arithmetic.rewards=[exact_mtach]")
-
-
 def two_tasks(tmp_path: Path, *overrides: str) -> Any:
     one, two = write(tmp_path / "one.jsonl", ["a a", "a b", "a c"]), write(tmp_path / "two.jsonl", ["b a", "b b"])
-    return run_of(
-        *(
-            "task=mixture",
-            "+task@task.one=jsonl",
-            "+task@task.two=jsonl",
-            f"task.one.path={one}",
-            f"task.two.path={two}",
-        ),
-        *overrides,
-    )
+    mixture = ["task=mixture", "+task@task.one=jsonl", "+task@task.two=jsonl"]
+    return run_of(*mixture, f"task.one.path={one}", f"task.two.path={two}", *overrides)
 
 
 def test_draws_follow_weights_and_each_task_has_epochs(tmp_path: Path, plain_tokenizer) -> None:
@@ -149,17 +135,13 @@ def test_errors_name_the_key_of_their_task(error: ConfigError, wanted: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("task.two.eval_size=0", r"^task\.two\.eval_size=0: must be"),
-        ("task.two.environment.turns=0", r"^task\.two\.environment\.turns=0: must be"),
-        ("task.two.path=nowhere.jsonl", r"^task\.two\.path=nowhere\.jsonl: there is no such file"),
-        ("task.two.prompt_column=c", r"^task\.two\.prompt_column=c: choose one of the columns"),
-    ],
+    "given",
+    ["task.two.eval_size=0", "task.two.environment.turns=0", "task.two.path=nowhere.jsonl", "task.two.prompt_column=c"],
 )
-def test_a_bad_task_of_a_mixture_names_its_key(given: str, said: str, tmp_path: Path, plain_tokenizer) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_bad_task_of_a_mixture_names_its_key(given: str, tmp_path: Path, plain_tokenizer) -> None:
+    with pytest.raises(ConfigError) as refused:
         PromptSource.of(two_tasks(tmp_path, given), plain_tokenizer)
+    assert refused.value.key == given.partition("=")[0]
 
 
 def test_a_task_with_few_problems_to_evaluate_on_is_reported(tmp_path: Path, plain_tokenizer) -> None:

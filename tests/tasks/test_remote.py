@@ -33,14 +33,10 @@ def content(kind: str) -> bytes:
     from pyarrow import csv, parquet
 
     table, out = pa.Table.from_pylist(ROWS), io.BytesIO()
-    if kind == "jsonl":
-        return jsonl(ROWS)
-    if kind == "json":
-        return json.dumps(ROWS).encode()
-    if kind == "csv":
-        csv.write_csv(table, out)
-    elif kind == "parquet":
-        parquet.write_table(table, out)
+    if kind in ("jsonl", "json"):
+        return jsonl(ROWS) if kind == "jsonl" else json.dumps(ROWS).encode()
+    if kind in ("csv", "parquet"):
+        {"csv": csv.write_csv, "parquet": parquet.write_table}[kind](table, out)
     elif kind == "arrow":
         with pa.ipc.new_stream(out, table.schema) as writer:
             writer.write_table(table)
@@ -173,16 +169,11 @@ def test_a_stream_begins_at_any_row(cache_folder: Path) -> None:
     assert rows.count() == 12
 
 
-@pytest.mark.parametrize(
-    ("path", "problem"),
-    [
-        ("nonsense://a/b.jsonl", "Protocol not known: nonsense"),
-        ("gs://bucket/b.jsonl", "[Ii]nstall gcsfs"),
-    ],
-)
-def test_an_address_that_nothing_opens_is_refused_at_once(path: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
+@pytest.mark.parametrize("path", ["nonsense://a/b.jsonl", "gs://bucket/b.jsonl"])
+def test_an_address_that_nothing_opens_is_refused_at_once(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"nonsense|gcsfs") as refused:
         build_run(compose(["task=jsonl", f"task.path={path}"])).task.check_ready()
+    assert refused.value.key == "task.path"
 
 
 def test_a_password_in_an_address_is_not_shown() -> None:

@@ -246,8 +246,9 @@ def test_unusable_files_are_refused(name: str, written: str | None, said: str, t
 
 
 def test_a_name_that_the_hub_lacks_is_refused(cache_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"task\.path=nobody/nothing: there is no such local file, and the hub"):
+    with pytest.raises(ConfigError) as refused:
         Jsonl(path="nobody/nothing").examples("train")
+    assert refused.value.key == "task.path"
 
 
 def test_held_out_examples_are_not_used_for_training(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
-"""Tokens between a turn of the model and its next one: an environment's messages, with the chat template's markers."""
+"""Turns of a conversation as tokens: messages between the model's turns, and the calls of tools within them."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpocli.environments.tools import UNKNOWN, read_arguments
 from grpocli.errors import ConfigError
 from grpocli.models.chat_template import control_pattern, control_tokens
 from grpocli.types import Message
@@ -20,6 +23,15 @@ PLACEHOLDER = "grpocli-turn"
 CONTENT = "grpocli-content-{}-"
 """Stands in for the content of a message."""
 SPLIT = re.compile(r"grpocli-content-(\d+)-")
+TEMPLATES = Path(__file__).with_name("response_templates.json")
+"""Response templates in transformers' format, by what they read, of which a file of model.response_template holds one.
+A model's is the first that reads the calls its chat template writes."""
+PROBE = {"name": "probe", "arguments": {"text": "a b"}}
+LONGEST_REASON = 200
+"""Most characters of the reason why a call cannot be read."""
+CALL_ID = re.compile(r"[\w-]{1,64}")
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors of a call that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,32 +94,20 @@ class TurnEncoder:
         """The rendered messages. Many templates write a tool's message by itself, some only after its call."""
         from jinja2 import TemplateError
 
+        calls = [_call(message, i == len(observation)) for i, message in enumerate(observation, 1)]
         error: Exception | None = None
-        for after in (self._after_turn, self._after_calls):
+        for turn in ({"content": PLACEHOLDER}, {"content": "", "tool_calls": calls}):
             try:
-                if pieces := after(sampled, observation):
-                    return pieces
+                pieces = self._rendered({"role": "assistant", **turn}, observation)
             except (TemplateError, ValueError, TypeError) as raised:
                 error = error or raised
-        if error:
-            raise ConfigError(
-                f"the chat template of the model cannot render the environment's messages: {error}"
-            ) from error
-        raise ConfigError(
-            "the chat template of the model drops the model's turn before the environment's messages, or them"
-        )
-
-    def _after_turn(self, sampled: Sequence[int], observation: Sequence[Message]) -> list[Piece]:
-        """The text after a turn of the model; empty if the template drops the turn or a message."""
-        return self._rendered({"role": "assistant", "content": PLACEHOLDER}, observation)
-
-    def _after_calls(self, sampled: Sequence[int], observation: Sequence[Message]) -> list[Piece]:
-        """The text after a turn with one call for each message."""
-        calls = [_call(message, i == len(observation)) for i, message in enumerate(observation, 1)]
-        pieces = self._rendered({"role": "assistant", "content": "", "tool_calls": calls}, observation)
-        if not pieces:
-            return []
-        return [Piece(self._unwritten(sampled, pieces[0].text)), *pieces[1:]]
+                continue
+            if pieces and "tool_calls" in turn:
+                return [Piece(self._unwritten(sampled, pieces[0].text)), *pieces[1:]]
+            if pieces:
+                return pieces
+        problem = f"cannot render them: {error}" if error else "drops them, or the model's turn before them"
+        raise ConfigError(f"the environment's messages: the chat template of the model {problem}") from error
 
     def _unwritten(self, sampled: Sequence[int], text: str) -> str:
         """The text after the end of a call, without its beginning that the model has written."""
@@ -201,6 +201,140 @@ class TurnEncoder:
     def _control_begins(self) -> re.Pattern[str]:
         """Matches before each control token, also before one that begins within another."""
         return re.compile(f"(?={self._control.pattern})")
+
+
+@dataclass(frozen=True, eq=False)
+class CallParser:
+    """Finds the calls of tools in a turn of the model.
+
+    It uses the first response template that reads the calls its chat template writes: the tokenizer's, or one of
+    TEMPLATES.
+    """
+
+    encoder: TurnEncoder
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.encoder.tokenizer
+
+    def message(self, token_ids: Sequence[int]) -> Message:
+        """A turn as a message: `tool_calls` if it calls tools, `malformed` with the reason if one cannot be read.
+
+        A turn without a call that can be read has its whole text as `content`; in others a call that cannot be read is
+        one of `tool_calls`, with `malformed`.
+        """
+        message = {"role": "assistant", "content": str(self.tokenizer.decode(token_ids, skip_special_tokens=True))}
+        text = str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        parsed, calls, reason = self._read(text)
+        malformed = {"malformed": reason} if reason else {}
+        if reason:
+            parsed, calls = self._read_each(text)
+        if all("malformed" in call for call in calls):
+            return message | malformed
+        texts = {name: parsed[name] for name in ("content", "thinking") if isinstance(parsed.get(name), str)}
+        return message | {"content": "", **texts, "tool_calls": calls} | malformed
+
+    def _read(self, text: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+        """The parsed turn and its calls, and the reason why they cannot be read; empty if they can."""
+        tools = list(self.encoder.tools)
+        try:
+            parsed = self.tokenizer.parse_response(text, self.template, prefix=self._opening, tools=tools)
+            return parsed, _calls(parsed.get("tool_calls") or []), ""
+        except UNREADABLE as error:
+            return {}, [], _reason(error)
+
+    def _read_each(self, text: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The parsed turn and its calls, each read alone, in formats with markers around each one."""
+        field = self.template.fields["tool_calls"]
+        calls: list[dict[str, Any]] = []
+        for part in list(_parts(text, field)) if field.repeats else []:
+            text = text.replace(part, "", 1)
+            _, found, reason = self._read(part)
+            unknown = {"type": "function", "function": {"name": UNKNOWN, "arguments": {}}, "malformed": reason}
+            calls += [unknown] if reason else found
+        return self._read(text)[0] if calls else {}, calls
+
+    @cached_property
+    def template(self) -> Any:
+        """The response template. Raises ConfigError if none is known, or the tokenizer's is broken."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        own = getattr(self.tokenizer, "response_template", None)
+        ready, written = json.loads(TEMPLATES.read_text()), self._written_call()
+        try:
+            known = [load_response_template(template) for template in ([own] if own else []) + [*ready.values()]]
+        except (ValueError, TypeError, AttributeError) as error:
+            problem = f"the response template of its tokenizer cannot be used: {error}"
+            raise ConfigError(problem, key="model", hint="give model.response_template=FILE") from error
+        reads = [template for template in known if written and _reads_probe(template, written)]
+        if reads or own:  # a chat template that refuses the probe says nothing about the tokenizer's own
+            return (reads or known)[0]
+        problem = f"its chat template writes calls of tools in none of these formats: {'; '.join(ready)}"
+        hint = "give model.response_template=FILE, a response template of transformers, or another model.chat_template"
+        raise ConfigError(problem, key="model", hint=hint)
+
+    def _written_call(self) -> str:
+        """The text of a turn with a call, as the chat template writes it; empty if it writes none."""
+        from jinja2 import TemplateError
+
+        user: Message = {"role": "user", "content": "."}
+        call = {"type": "function", "id": "000000000", "function": PROBE}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            return self.encoder.render([user, turn]).removeprefix(self.encoder.render([user]))
+        except (TemplateError, ValueError, TypeError):
+            return ""
+
+    @cached_property
+    def _opening(self) -> str:
+        """The beginning of a turn, for templates that write a part of it; never text of a conversation."""
+        opening = self.encoder.generation_prompt
+        return opening if self.template.start_anchor_re.search(opening) else ""
+
+
+def _parts(text: str, field: Any) -> Iterator[str]:
+    """The parts of a turn that are its calls, with their markers."""
+    place = 0
+    while opened := field.open_re.search(text, place):
+        closed = field.close_re.search(text, opened.end()) if field.close_re else None
+        place = closed.end() if closed else len(text)
+        yield text[opened.start() : place]
+
+
+def _reads_probe(template: Any, written: str) -> bool:
+    from transformers.utils.chat_parsing import parse_response
+
+    try:
+        found = parse_response("", template, prefix=written).get("tool_calls")
+        return [call["function"] for call in _calls(found or [])] == [PROBE]
+    except UNREADABLE:
+        return False
+
+
+def _calls(found: Any) -> list[dict[str, Any]]:
+    """Calls in the form of chat templates. Raises ValueError for anything else."""
+    calls = [_checked(call) for call in (found if isinstance(found, list) else [found])]
+    json.dumps(calls, allow_nan=False, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+    return calls
+
+
+def _checked(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a call is an object with the name of a function and its arguments")
+    arguments = read_arguments(function.get("arguments"))
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments of a call are an object with their names")
+    found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    identity = call.get("id")
+    return found | ({"id": identity} if isinstance(identity, str) and CALL_ID.fullmatch(identity) else {})
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    cause = error.__cause__ if isinstance(error.__cause__, json.JSONDecodeError) else error
+    return " ".join(str(cause).split())[:LONGEST_REASON]
 
 
 def _call(message: Message, is_last: bool) -> dict[str, Any]:
