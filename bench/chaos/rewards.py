@@ -44,7 +44,6 @@ ENDS = {
     "infinity": "return [float('inf')] * len(completions)",
     "an integer that no float holds": "return [10 ** 400] * len(completions)",
     "sys.exit": "import sys; sys.exit(0)",
-    "os._exit": "import os; os._exit(0)",
     "an interpreter's recursion": "def f(): return f()\nf()",
     "memory": "x = bytearray(2 ** 60)",
 }
@@ -54,13 +53,15 @@ HANGS = {
     "catches the timeout": "import time\nwhile True:\n    try: time.sleep(3600)\n    except Exception: pass",
     "a catastrophic regex": "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
     "waits for a lock": "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()",
-}
-IN_A_PROCESS = {
     "C code that holds the GIL": "sum(range(10 ** 13))",
     "a power": "x = 7 ** 7 ** 9",
-    "a crash": "import ctypes; ctypes.string_at(0)",
 }
-RETRIED = "a crash"  # in a new process, whose first call may succeed
+DIES = {
+    "a crash": "import ctypes; ctypes.string_at(0)",
+    "os._exit": "import os; os._exit(0)",
+    "closed descriptors": "import os; os.closerange(3, 256)",
+}
+"""Tried again in a new process, whose first call may succeed."""
 CONTINUES = {
     "a thread that stays": "import threading, time; threading.Thread(target=time.sleep, args=(3600,)).start()",
     "a forked child that returns": "import os; os.fork()",
@@ -68,7 +69,6 @@ CONTINUES = {
     "a pending alarm": "import signal; signal.alarm(1)",
     "a pending timer": "import signal; signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)",
     "closed output": "import os; os.close(1); os.close(2)",
-    "closed descriptors": "import os; os.closerange(3, 256)",
     "another folder": "import os; os.chdir('/')",
     "a mask for files": "import os; os.umask(0o777)",
     "an empty environment": "import os; os.environ.clear()",
@@ -84,7 +84,7 @@ CONTINUES = {
     "ignored signals": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)",
     "much text": "print('x' * 10 ** 7)",
 }
-ALL = ENDS | HANGS | IN_A_PROCESS | CONTINUES
+ALL = ENDS | HANGS | DIES | CONTINUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,6 @@ class Misbehaviour:
         run = workspace.folder / "run"
         options = [
             *more,
-            *(["reward.python.process=true"] * (self.how in IN_A_PROCESS)),
             f"reward.python.function={workspace.folder}/mine.py:score",
             f"hydra.run.dir={run}",
         ]
@@ -121,7 +120,7 @@ class Misbehaviour:
         steps = [row["step"] for row in metrics(run)]
         require(steps == list(range(1, len(steps) + 1)), f"the steps are {steps}")
         if ended.code == 0:
-            require(self.how in (*CONTINUES, RETRIED), f"it continued{ended.tail}")
+            require(self.how in CONTINUES | DIES, f"it continued{ended.tail}")
             ended.check_readable()
             check_equal(run, workspace.finished(*more, f"reward.python.function={honest}:score", small=TINY))
             return

@@ -6,9 +6,7 @@ import importlib
 import importlib.util
 import random
 import re
-import symtable
 import sys
-import tokenize
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,8 +17,8 @@ from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.user_frames import raised
 
-HIDDEN = re.compile(r"import \*|__getattr__|global|exec\(|setattr\(")
-"""Matches source that may define names which cannot be found without running it."""
+DEFINED = re.compile(r"^(?:async +def|def|class) +(\w+)|^(\w+) *=", re.MULTILINE)
+"""The names that source defines at its top level; others may come from an import or be made at run time."""
 
 
 def load(function: str, key: str) -> Callable[..., Any]:
@@ -98,15 +96,13 @@ def _check_module(function: str, place: str, name: str, key: str) -> None:
 
 
 def _check_name(path: Path, function: str, place: str, name: str, key: str) -> None:
+    source = path.read_text(errors="replace")
     try:
-        with tokenize.open(path) as file:
-            source = file.read()
-        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
+        compile(source, str(path), "exec")
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"importing it raised {raised(error)}", key=key, value=function) from error
-    names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
-    if name not in names and not HIDDEN.search(source):
-        raise _no_name(function, place, name, names, key)
+    if not re.search(rf"\b{re.escape(name)}\b|import \*|__getattr__", source):
+        raise _no_name(function, place, name, ["".join(found) for found in DEFINED.findall(source)], key)
 
 
 def _existing(place: str, key: str) -> Path:

@@ -20,7 +20,6 @@ PARENT_DIED = signal.SIGUSR1  # not SIGTERM, since the kernel also sends it when
 KILL_NOW = b"K"  # the parent's message that its grace period is over
 LEFTOVER_GRACE = 2.0  # seconds for processes that a command leaves behind
 TRACKER = b"multiprocessing.resource_tracker"  # in the command line of Python's resource trackers
-TIDY = 3.0  # seconds for Python's resource trackers to unlink the shared memory of processes that were killed
 KILL_WAIT = 10.0  # seconds within which the kernel ends a process after SIGKILL
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -114,7 +113,8 @@ class Guard:
         kill_tree(signal.SIGTERM)
         while descendants() and time.monotonic() < grace + KILL_WAIT:
             if time.monotonic() > grace:
-                kill_tree(signal.SIGKILL, spare_trackers=time.monotonic() < grace + TIDY)
+                # trackers get the time to unlink the shared memory of processes that were killed
+                kill_tree(signal.SIGKILL, spare_trackers=time.monotonic() < grace + LEFTOVER_GRACE)
             time.sleep(0.02)
             self.reap()
 

@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 GRACE = 5.0
 """Seconds that threads may continue after the main thread."""
-EXIT_GRACE = 120.0
-"""Further seconds for exit handlers, which may be sending the last metrics to a dashboard."""
 
 
 def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
@@ -41,7 +39,7 @@ def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
 def end_process(code: int) -> NoReturn:
     """Wait for the threads and the exit handlers of this process, and end it with `code`.
 
-    Threads get GRACE seconds, exit handlers EXIT_GRACE more. Ctrl-C ends it at once, other signals no longer do.
+    Threads get GRACE seconds. Ctrl-C ends it at once, other signals no longer do.
     Without Python's finalization, which takes seconds once torch is loaded, and aborts while a thread runs C++ code.
     """
     if signal.SIGINT in handle_stops(signal.SIG_IGN):
@@ -54,14 +52,10 @@ def end_process(code: int) -> NoReturn:
 
 def _exit_late(code: int) -> None:
     time.sleep(GRACE)  # instead of joining the main thread, which ends only after Python has joined the executors
-    if names := ", ".join(thread.name for thread in _non_daemon_threads()):
-        problem = f"a thread ({names}) that your code started in this process did not end, and was left behind"
-        remedy = "make it a daemon, or join it"
-    else:
-        time.sleep(EXIT_GRACE)
-        problem = f"an exit handler did not end within {GRACE + EXIT_GRACE:g} s, and was left behind"
-        remedy = "look for atexit.register in your code"
-    _leave(code, f"grpocli: {problem}; {remedy}\n")
+    left = [one.name for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+    if left:
+        thread = f"a thread ({', '.join(left)}) that your code started in this process"
+        _leave(code, f"grpocli: {thread} did not end, and was left behind; make it a daemon, or join it\n")
 
 
 def _leave(code: int, last_words: str = "") -> NoReturn:
@@ -69,8 +63,3 @@ def _leave(code: int, last_words: str = "") -> NoReturn:
         print(last_words, end="", file=sys.stderr, flush=True)
         sys.stdout.flush()
     leave(code)
-
-
-def _non_daemon_threads() -> list[threading.Thread]:
-    """The threads that Python joins before it exits."""
-    return [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]

@@ -23,8 +23,6 @@ from grpocli.rewards.reward import BaseReward, Failure, Overrun, Sample, Score, 
 from grpocli.rewards.worker_pool import WorkerPool
 from grpocli.user_frames import raised
 
-TRL_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
-"""Arguments that TRL passes to a reward function and grpocli does not."""
 IDS = "completion_ids"
 Parameter = tuple[str, str, bool]
 """Name and kind of a function's parameter, and whether a call has to give it."""
@@ -79,33 +77,18 @@ class PythonReward(BaseReward):
         check_exists(self.function, self.key)
 
     def check(self, columns: Sequence[str]) -> None:
-        def refused(problem: str, hint: str = "") -> ConfigError:
-            return ConfigError(problem, key=self.key, value=self.function, hint=hint)
-
-        parameters = self._parameters
-        if parameters is None:
-            name = short(self.function)
-            raise refused(
-                f"is a class; one derived from BaseReward is chosen as reward=[{name}], others need a function"
-            )
-        given = {"prompts", "completions", IDS, *columns}
-        if self.per_group and SCORES in given:
-            problem = f"passes the scores of the other rewards as {SCORES!r}, which is also a column of the task"
-            raise ConfigError(problem, key=f"{self.config_key}.per_group", value="true", hint="rename the column")
-        given |= {SCORES} if self.per_group else set()
-        for name, kind, required in parameters:
-            if kind == "POSITIONAL_ONLY":
-                raise refused(f"is called with keyword arguments, but {name!r} before `/` is positional only")
+        given = {"prompts", "completions", IDS, *columns, *([SCORES] if self.per_group else [])}
+        problem, hint = "", ""
+        if self._parameters is None:
+            problem = f"is a class; one derived from BaseReward is chosen as reward=[{short(self.function)}]"
+        for name, _, required in self._parameters or ():
             if name == SCORES and name not in given:
+                problem = f"takes {SCORES!r}, which only a call for each group passes"
                 hint = f"set {self.config_key}.per_group=true"
-                raise refused(f"takes {SCORES!r}, which only a call for each group passes", hint)
-            if not required or name in given:
-                continue
-            if name in TRL_ONLY:
-                raise refused(
-                    f"needs TRL's argument {name!r}, which grpocli does not pass: give it a default, {name}=None"
-                )
-            raise refused(f"needs {name!r}, but the task has no such column{nearest(name, given)}")
+            elif required and name not in given:
+                problem = f"needs {name!r}, but the task has no such column{nearest(name, given)}"
+        if problem:
+            raise ConfigError(problem, key=self.key, value=self.function, hint=hint)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         names = {name for name, _, _ in self._parameters or ()}

@@ -19,8 +19,6 @@ SWAP = {"memory.swap.max": 0, "memory.memsw.limit_in_bytes": 1}
 """Swap: none in version 2; in version 1 the limit of memory and swap together, as a multiple of the memory limit."""
 ENTER = ["/bin/sh", "-c", 'echo 0 > "$0" && exec "$@"']
 """Enters a group and then executes the command that follows."""
-OLD = 600.0
-"""Seconds after which a group without processes is left over: processes enter their group at once."""
 _numbers = count()
 
 
@@ -57,8 +55,8 @@ def parent_group() -> Path | None:
         finally:
             _remove(trial)
         for left in folder.glob(f"{NAME}*"):  # of workers that were killed; rmdir fails for a group in use
-            with suppress(OSError):
-                if time.time() - left.stat().st_mtime > OLD:
+            if not Path("/proc", left.name.removeprefix(NAME).partition("-")[0]).exists():
+                with suppress(OSError):
                     left.rmdir()
         return folder
     return None

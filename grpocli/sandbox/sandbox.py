@@ -34,7 +34,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"
 TESTS_MB = 64
 """Memory of the processes that do not run the program."""
 SHORTEST_WAIT = 0.02
-"""Seconds between two readings of the clock."""
+"""Seconds between two readings of the clock, and below which wall-clock time is exact enough."""
 START_TIMEOUT = 10.0
 """Seconds to start and isolate a process on a busy machine. The program's time limit begins after that."""
 ISOLATED = "isolated"
@@ -44,8 +44,6 @@ MOST_TIMEOUTS = 10
 MAX_SLOWDOWN = 4.0
 """On a busy machine a program may take up to this many times its time limit."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-RESOLUTION = 0.01
-"""Seconds below which wall-clock time is exact enough."""
 GONE = "Closed: "
 """Beginning of the error of a test whose program has ended."""
 
@@ -254,7 +252,7 @@ class Clock:
     def spent(self) -> float:
         """Wall-clock seconds without waits for a core, or processor seconds, whichever is more."""
         elapsed = time.monotonic() - self._began
-        if elapsed < RESOLUTION:
+        if elapsed < SHORTEST_WAIT:
             return elapsed
         computed, waited = self._used()
         waited = min(waited - self._waited, elapsed * (1 - 1 / MAX_SLOWDOWN))

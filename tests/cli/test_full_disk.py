@@ -56,7 +56,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def options(tmp_path: Path, run: Path, step: int, act: str) -> list[str]:
     """A run whose reward function changes the run's folder during a step."""
     (tmp_path / "r.py").write_text(REWARD.format(disk=str(run.parent), step=step, act=act))
-    reward = ["reward=[python]", f"reward.python.function={tmp_path}/r.py:score"]
+    reward = ["reward=[python]", f"reward.python.function={tmp_path}/r.py:score", "reward.python.process=false"]
     return ["train", *SMALL, *reward, "eval.problems=0", f"hydra.run.dir={run}"]
 
 

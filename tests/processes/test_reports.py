@@ -31,52 +31,60 @@ def heartbeat(rank: int, stage: str, ago: float, step: int = 3) -> Heartbeat:
     return Heartbeat(rank, 100 + rank, os.uname().nodename, stage, step, time.time() - ago)
 
 
+LOST = ExitReport(1, 0, 1, GLOO, lost_peer=True)
+LATE = ExitReport(1, 0, 1, TIMEOUT, lost_peer=True)
+NO_ARRIVAL = "did not arrive within hardware.timeout=60 s"
+CAUSES: dict[str, tuple[list[ExitReport], list[Heartbeat], list[Heartbeat], type[Exception], list[str]]] = {
+    "an own error": (
+        [LOST, ExitReport(2, 1, 2, "reward.python: broken"), ExitReport(3, 2, 1, "later")],
+        [],
+        [],
+        ConfigError,
+        ["reward.python: broken"],
+    ),
+    "a killed process": (
+        [LOST],
+        [heartbeat(1, "train", 2)],
+        [],
+        RunError,
+        ["process 1 (pid 101) ended without an error message at 'train' of step 3"],
+    ),
+    "a hanging process": (
+        [LATE],
+        [],
+        [heartbeat(1, "reward", 61), heartbeat(2, "gather", 60)],
+        RunError,
+        ["process 1 (pid 101)", NO_ARRIVAL, "'reward' of step 3 for 61 s"],
+    ),
+    "a peer that NCCL's watchdog aborted": (
+        [],
+        [heartbeat(0, "gather", 75)],
+        [heartbeat(1, "reward", 80)],
+        RunError,
+        ["process 1", NO_ARRIVAL],
+    ),
+    "a process a step behind": (
+        [LATE],
+        [],
+        [heartbeat(1, "gather", 70, step=4), heartbeat(2, "train", 65, step=3)],
+        RunError,
+        ["process 2", NO_ARRIVAL],
+    ),
+    "lost connections alone": ([LOST], [], [], RunError, [GLOO]),
+    "a stop": ([ExitReport(1, 0, 3, "SIGTERM after step 3")], [], [], Stopped, ["SIGTERM"]),
+}
+
+
+@pytest.mark.parametrize("what", CAUSES)
+def test_the_cause_is_named_rather_than_its_consequences(what: str) -> None:
+    said, dead, living, kind, parts = CAUSES[what]
+    error = root_cause(said, dead, living, 60)
+    assert isinstance(error, kind)
+    assert all(part in str(error) for part in parts), error
+
+
 def test_without_failures_there_is_no_cause() -> None:
     assert root_cause([], [], [heartbeat(0, "train", 5), heartbeat(1, DONE, 1)], 60) is None
-
-
-def test_an_own_error_counts_before_lost_connections() -> None:
-    said = [
-        ExitReport(1, 0, 1, GLOO, lost_peer=True),
-        ExitReport(2, 1, 2, "reward.python: broken"),
-        ExitReport(3, 2, 1, "later"),
-    ]
-    error = root_cause(said, [], [], 60)
-    assert isinstance(error, ConfigError)
-    assert str(error) == "reward.python: broken"
-
-
-def test_a_killed_process_is_named_rather_than_its_peers() -> None:
-    error = root_cause([ExitReport(1, 0, 1, GLOO, lost_peer=True)], [heartbeat(1, "train", 2)], [], 60)
-    assert "process 1 (pid 101) ended without an error message at 'train' of step 3" in str(error)
-
-
-def test_a_hanging_process_is_named_with_its_stage() -> None:
-    error = root_cause(
-        [ExitReport(1, 0, 1, TIMEOUT, lost_peer=True)], [], [heartbeat(1, "reward", 61), heartbeat(2, "gather", 60)], 60
-    )
-    assert "process 1 (pid 101) did not arrive within hardware.timeout=60 s" in str(error)
-    assert "'reward' of step 3 for 61 s" in str(error)
-
-
-def test_a_process_that_nccl_aborted_while_waiting_is_not_the_cause() -> None:
-    """NCCL's watchdog aborts the process that waited too long, without a report."""
-    error = root_cause([], [heartbeat(0, "gather", 75)], [heartbeat(1, "reward", 80)], 60)
-    assert "process 1" in str(error)
-    assert "did not arrive within hardware.timeout=60 s" in str(error)
-
-
-def test_the_process_that_is_a_step_behind_hangs() -> None:
-    living = [heartbeat(1, "gather", 70, step=4), heartbeat(2, "train", 65, step=3)]
-    assert "process 2" in str(root_cause([ExitReport(1, 0, 1, TIMEOUT, lost_peer=True)], [], living, 60))
-
-
-def test_lost_connections_alone_are_reported_unchanged() -> None:
-    assert str(root_cause([ExitReport(1, 0, 1, GLOO, lost_peer=True)], [], [], 60)) == GLOO
-
-
-def test_a_stop_is_not_a_failure() -> None:
-    assert isinstance(root_cause([ExitReport(1, 0, 3, "SIGTERM after step 3")], [], [], 60), Stopped)
 
 
 @pytest.mark.parametrize(

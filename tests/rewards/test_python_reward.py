@@ -89,9 +89,6 @@ def prints(completions, **kwargs):
 def by_step(completions, trainer_state):
     return [0.0] * len(completions)
 
-def by_place(completions, /):
-    return [0.0] * len(completions)
-
 class Judge:
     pass
 
@@ -246,8 +243,7 @@ def test_a_function_that_misbehaves_costs_its_own_samples_at_most(tmp_path: Path
         ("longr", 'has no function or class longr; did you mean "longer"'),
         ("not_callable", "is of type int; give a function or a class"),
         ("equals", "needs 'truth', but the task has no such column"),
-        ("by_step", "needs TRL's argument 'trainer_state', which grpocli does not pass: give it a default"),
-        ("by_place", "is called with keyword arguments, but 'completions' before `/` is positional only"),
+        ("by_step", "needs 'trainer_state', but the task has no such column"),
         ("Judge", "is a class; one derived from BaseReward is chosen as reward=[mine.py:Judge]"),
     ],
 )

@@ -8,16 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from cli.family import wait_gone
 
-from grpocli.errors import ConfigError, RunError
+from grpocli.errors import RunError
 from grpocli.rewards.math import Math
 from grpocli.rewards.reward import Failure, Forfeit, Overrun
 from grpocli.rewards.text_match import Format
-from grpocli.rewards.worker_pool import PoolClosed, WorkerPool, default_workers
+from grpocli.rewards.worker_pool import PoolClosed, WorkerPool
 
 pytestmark = pytest.mark.processes
 
@@ -64,28 +64,11 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         pool.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "score"),
-    [
-        (r"so the answer is \boxed{42}.", "42", 1.0),
-        (r"\boxed{7}, no: \boxed{42}", 42, 1.0),
-        (r"\boxed{42}, no: \boxed{7}", "42", 0.0),
-        (r"\boxed{1} and \boxed{2}", r"\{1, 2\}", 1.0),
-        ("48 / 2 = 24\n#### 24", "Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 24", 1.0),
-        ("It is 1234.", "#### 1,234", 1.0),
-        ("The answer is 5 a week, so in 4 weeks:\n#### 20", "20", 1.0),
-        ("The final answer is $5$. \\boxed{6} \\boxed{7}", "5", 0.0),
-        (r"$\frac{1}{2}$", "0.5", 1.0),
-        (r"\boxed{1+2x}", "2x+1", 1.0),
-        (r"\boxed{2}", "2x+1", 0.0),
-        (r"$\sqrt{18}$", r"3\sqrt{2}", 1.0),
-        ("42", "The answer is 42", 1.0),
-        ("", "42", 0.0),
-        ("no idea", "42", 0.0),
-    ],
-)
-def test_math_compares_values(math: Math, sample, text: str, answer: object, score: float) -> None:
-    assert math([sample(text, answer=answer)]) == [score]
+def test_math_compares_values(math: Math, sample) -> None:
+    solution = r"Since $20n$ leaves 5, $n = 26$, and there are $\boxed{890}$ of them, as $1000 > 890$."
+    table = [(r"so the answer is \boxed{42}.", "42", 1.0), (r"\boxed{42}, no: \boxed{7}", 42, 0.0), ("", "42", 0.0)]
+    table += [(r"\boxed{890}", solution, 1.0), (r"\boxed{1000}", solution, 0.0)]
+    assert math([sample(text, answer=answer) for text, answer, _ in table]) == [score for _, _, score in table]
 
 
 def test_an_empty_or_missing_reference_is_a_failure(math: Math, sample) -> None:
@@ -96,23 +79,6 @@ def test_an_empty_or_missing_reference_is_a_failure(math: Math, sample) -> None:
     assert "boxed" in empty.reason
     assert isinstance(missing, Failure)
     assert "'answer'" in missing.reason
-
-
-def test_math_scores_right_and_wrong_and_keeps_failures(sample) -> None:
-    reward = Math(workers=1, timeout=20, right=2, wrong=-1)
-    try:
-        right, wrong, empty = reward(
-            [sample(text, answer=a) for text, a in (("1", "1"), ("2", "1"), ("1", "\\boxed{}"))]
-        )
-    finally:
-        reward.close()
-    assert (right, wrong) == (2.0, -1.0)
-    assert isinstance(empty, Failure)
-
-
-def test_the_answer_of_a_whole_solution_is_in_its_box(math: Math, sample) -> None:
-    solution = r"Since $20n$ leaves 5, $n = 26$, and there are $\boxed{890}$ of them, as $1000 > 890$."
-    assert math([sample(text, answer=solution) for text in (r"\boxed{890}", r"\boxed{1000}")]) == [1.0, 0.0]
 
 
 def test_workers_outlive_the_thread_of_the_first_call(probes) -> None:
@@ -193,16 +159,6 @@ def test_check_starts_the_workers_without_waiting(sample) -> None:
         reward.close()
 
 
-def test_trainer_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert default_workers() == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert default_workers() == 4
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-    assert default_workers() == 1
-
-
 def test_format_matches_the_whole_text(sample) -> None:
     reward = Format()
     try:
@@ -220,11 +176,6 @@ def test_a_completion_with_endless_backtracking_does_not_match(sample) -> None:
         reward.close()
     assert (good, after) == (1.0, 0.0)
     assert (bad, type(bad)) == (0.0, Forfeit)
-
-
-def test_a_broken_pattern_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.format\.pattern=\(a: is not a regular expression"):
-        Format(pattern="(a")
 
 
 @pytest.mark.parametrize(
@@ -250,16 +201,6 @@ def test_workers_persist_between_calls_and_dead_ones_are_replaced(probes) -> Non
     assert second != first
 
 
-def test_an_interrupted_call_leaves_no_result_for_the_next_call(probes, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = probes(workers=1)
-    pool.map([["ok"]])
-    with monkeypatch.context() as patched:
-        patched.setattr(Future, "result", lambda call: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            pool.map([["pid"]])
-    assert pool.map([["ok"]]) == [1.0]
-
-
 def test_close_ends_a_call_in_another_thread(probes, tmp_path: Path) -> None:
     pool, ended = probes(seconds=600, workers=1), []
 
@@ -282,10 +223,6 @@ def test_close_ends_a_call_in_another_thread(probes, tmp_path: Path) -> None:
 def test_a_worker_that_cannot_start_reports_the_reason(probes) -> None:
     with pytest.raises(RunError, match="No module named 'nowhere'"):
         probes(function="nowhere:run").map([["ok"]])
-
-
-def test_an_empty_call_starts_nothing(probes) -> None:
-    assert probes(function="nowhere:run").map([]) == []
 
 
 def test_workers_ignore_signals_for_the_run(probes) -> None:
@@ -319,18 +256,7 @@ def test_workers_die_with_a_killed_parent(probes, tmp_path: Path) -> None:
         worker = int(parent.stdout.readline())
         time.sleep(0.3)
         parent.kill()
-    deadline = time.monotonic() + 10
-    while running(worker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not running(worker)
-
-
-def running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert wait_gone([worker], 10) == []
 
 
 def test_after_eight_slow_items_the_timeout_is_a_tenth(probes) -> None:
