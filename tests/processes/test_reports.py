@@ -54,7 +54,7 @@ CAUSES: dict[str, tuple[list[ExitReport], list[Heartbeat], list[Heartbeat], type
         [],
         [heartbeat(1, "reward", 61), heartbeat(2, "gather", 60)],
         RunError,
-        ["process 1 (pid 101)", NO_ARRIVAL, "'reward' of step 3 for 61 s"],
+        ["process 1 (pid 101)", NO_ARRIVAL, "'reward' of step 3 for"],
     ),
     "a peer that NCCL's watchdog aborted": (
         [],
