@@ -9,9 +9,9 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from grpocli import cli
+from grpocli.config.user_code import from_user_code
 from grpocli.errors import ConfigError
 from grpocli.plugins import hook, load, plugins
-from grpocli.user_frames import from_user_code
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.aggregate import Totals
 from grpocli.config.parts import nearest
+from grpocli.config.user_code import raised
 from grpocli.config.user_parts import REQUIRED_MEMBERS, choice_of
 from grpocli.errors import ConfigError
-from grpocli.user_frames import raised
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from grpocli.config.user_code import from_user_code, raised, too_little_memory
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.plugins import load, plugins
 from grpocli.processes.libraries import quiet_libraries, shorten_spinning, use_large_pages
@@ -17,7 +18,6 @@ from grpocli.processes.node import leave_group
 from grpocli.processes.signals import StopSignal, handle_stops, restore
 from grpocli.processes.threads import end_process
 from grpocli.text import masked
-from grpocli.user_frames import from_user_code, raised, too_little_memory
 from grpocli.version import __version__
 
 COMMANDS = {

@@ -17,9 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config.environment import unresolved
 from grpocli.config.parts import CLASSES, nearest
+from grpocli.config.user_code import raised
 from grpocli.config.user_parts import is_spec, user_class
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.user_frames import raised
 
 TARGET = "_target_"
 Leaf = tuple[str, Any]

@@ -15,14 +15,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from grpocli.config.user_code import load
+from grpocli.config.user_code import load, raised
 from grpocli.environments.calculator import value_of
 from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, TOOLS_KEY, WORKER, EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool, withheld
 from grpocli.types import Message
-from grpocli.user_frames import raised
 
 READY = {name: f"grpocli.environments.tools:{name}" for name in ("calculator", "python")}
 """The tools that come with grpocli."""

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from grpocli.config.user_code import load
+from grpocli.config.user_code import load, raised
 from grpocli.environments.environment import ROLES
 from grpocli.environments.tools import encodable, run_tool, schemas
 from grpocli.types import Message
-from grpocli.user_frames import raised
 
 KEY = "task.environment.name"
 LONGEST = 200_000

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from grpocli.config.user_code import raised, too_little_memory, where
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.files import FULL, QuietFileHandler
 from grpocli.launch.trainer_launcher import TrainerJob
@@ -23,7 +24,6 @@ from grpocli.processes.reports import JOINING, START
 from grpocli.runs.run_dir import FORBIDDEN, RunDir
 from grpocli.text import masked
 from grpocli.tracking.callbacks import RunEnd
-from grpocli.user_frames import raised, too_little_memory, where
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING
 
 from grpocli.config.parts import UserCode, part, require
-from grpocli.config.user_code import no_such_file
+from grpocli.config.user_code import no_such_file, raised, where
 from grpocli.environments.environment import STEP_SHARE, EnvironmentConfig, Step
 from grpocli.environments.tools import UNKNOWN, Schema, call_in_worker
 from grpocli.errors import ConfigError
@@ -40,7 +40,6 @@ from grpocli.library_environments.verifiers_episode import (
 )
 from grpocli.tasks.task import Example
 from grpocli.types import Message, Text
-from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:
     from verifiers.v1 import Env, ModelContext, Task, Toolset

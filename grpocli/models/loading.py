@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.chat_clock import DAY, stop_clock
 from grpocli.config.parts import one_of, require, section
+from grpocli.config.user_code import too_little_memory
 from grpocli.errors import ConfigError
 from grpocli.models import lora
 from grpocli.models.chat_template import arguments_of, end_of_turn
 from grpocli.models.lora import Lora
 from grpocli.models.quantization import NF4, check_bitsandbytes, import_bitsandbytes
 from grpocli.types import DTYPES
-from grpocli.user_frames import too_little_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

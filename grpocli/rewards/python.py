@@ -17,11 +17,10 @@ from typing import Any
 from omegaconf import MISSING
 
 from grpocli.config.parts import UserCode, nearest, part, require
-from grpocli.config.user_code import check_exists, load, short
+from grpocli.config.user_code import check_exists, load, raised, short
 from grpocli.errors import ConfigError, RunError
 from grpocli.rewards.reward import BaseReward, Failure, Overrun, Sample, Score, as_score, seed_for
 from grpocli.rewards.worker_pool import WorkerPool
-from grpocli.user_frames import raised
 
 IDS = "completion_ids"
 Parameter = tuple[str, str, bool]

@@ -21,12 +21,11 @@ from itertools import groupby
 from types import TracebackType
 from typing import Any, Self
 
-from grpocli.config.user_code import keep_random_state
+from grpocli.config.user_code import keep_random_state, raised
 from grpocli.errors import RewardError, RewardGone
 from grpocli.progress import Progress, unreported
 from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score, Unreachable, as_score, seed_for
 from grpocli.types import Completion, Rollout
-from grpocli.user_frames import raised
 
 logger = logging.getLogger(__name__)
 

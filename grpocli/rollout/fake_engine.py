@@ -54,8 +54,7 @@ class Fake(EnginePart):
         return [filled(text, prompt.columns) for text in chosen]
 
     def _written(self, prompt: Prompt, n: int, seed: int) -> list[str]:
-        from grpocli.config.user_code import load
-        from grpocli.user_frames import raised
+        from grpocli.config.user_code import load, raised
 
         function = load(str(self.function), "engine.function")
         try:

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import template_fields
-from grpocli.config.user_code import load
+from grpocli.config.user_code import load, raised
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import with_one_answer
 from grpocli.tasks.loading import Row, Table, missing_value, need_columns
 from grpocli.tasks.prompts import TURN, fill, in_messages, settle_last_turn, text_hash, text_of
 from grpocli.tasks.task import TableTask
 from grpocli.types import Message, Text
-from grpocli.user_frames import raised
 
 if TYPE_CHECKING:
     from grpocli.tasks.task import Example

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.config.parts import nearest
-from grpocli.config.user_code import keep_random_state, load, short
+from grpocli.config.user_code import keep_random_state, load, raised, short
 from grpocli.errors import ConfigError, RunError
 from grpocli.runs.metrics import to_json
-from grpocli.user_frames import raised
 
 logger = logging.getLogger(__name__)
 

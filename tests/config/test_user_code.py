@@ -13,7 +13,7 @@ import pytest
 
 from grpocli import cli
 from grpocli.composition.compose import build_run, compose
-from grpocli.config.user_code import load
+from grpocli.config.user_code import load, where
 from grpocli.environments.worker_functions import _environment, call
 from grpocli.errors import GrpoError
 from grpocli.launch.trainer_process import as_grpo_error
@@ -22,7 +22,6 @@ from grpocli.rewards.reward import Failure, Sample
 from grpocli.rewards.scorer import call as score
 from grpocli.runs.run_dir import RunDir
 from grpocli.tasks.dataset import process
-from grpocli.user_frames import where
 
 SOURCE = """\
 import asyncio, json
@@ -186,7 +185,7 @@ def test_the_command_prints_one_traceback(
 
 def test_the_slurm_launcher_is_not_the_users_code() -> None:
     import hydra_plugins.grpocli_slurm as plugin
-    from grpocli.user_frames import _is_users
+    from grpocli.config.user_code import _is_users
 
     assert not _is_users(str(plugin.__file__))
     assert _is_users(str(Path(__file__)))
