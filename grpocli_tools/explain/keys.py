@@ -238,7 +238,10 @@ def _one_of(cls: type[Any]) -> dict[str, tuple[str, ...]]:
     found = {}
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
         match node:
-            case ast.Call(func=ast.Name(id="one_of"), args=[_, ast.Constant(value=str(field)), choices]):
+            case ast.Call(func=ast.Name(id="one_of"), args=[_, ast.Constant(value=str(field)), choices]) if not any(
+                isinstance(one, ast.Name) and one.id == "run"
+                for one in ast.walk(choices)  # those of check_run
+            ):
                 values = eval(ast.unparse(choices), vars(sys.modules[cls.__module__]))  # noqa: S307 - our own source
                 found[field] = tuple(map(str, values))
     return found
