@@ -7,9 +7,19 @@ NO_VALUE = object()
 
 
 class GrpoError(Exception):
-    """Base class of errors that are reported without a traceback."""
+    """Base class of errors that are reported without a traceback.
+
+    cause: what happened. remedy: how to go on, which ends the text.
+    """
 
     exit_code = 1
+
+    def __init__(self, cause: str = "", *, remedy: str = "") -> None:
+        super().__init__(cause)
+        self.cause, self.remedy = str(cause), remedy
+
+    def __str__(self) -> str:
+        return f"{self.cause}; {self.remedy}" if self.remedy else self.cause
 
 
 class ConfigError(GrpoError):
@@ -24,6 +34,7 @@ class ConfigError(GrpoError):
     def __init__(self, problem: str, *, key: str = "", value: object = NO_VALUE, hint: str = "") -> None:
         self.problem, self.key, self.value, self.hint = problem, key, value, hint
         super().__init__(problem)
+        self.cause = str(self)
 
     def __str__(self) -> str:
         subject = self.key if self.value is NO_VALUE else f"{self.key}={self.value}"

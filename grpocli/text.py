@@ -29,6 +29,14 @@ def one_line(text: str) -> str:
     return " ".join(clean(text).split())
 
 
+def shorten(text: str, longest: int, counted: bool = False) -> str:
+    """The first characters of a text, and `...` if there are more; counted: how many more, beyond `longest`."""
+    more = len(text) - longest
+    if more <= 0:
+        return text
+    return f"{text[:longest]}... ({more:,} more characters)" if counted else f"{text[: longest - 3]}..."
+
+
 def format_number(value: Any) -> str:
     """A number in about six characters; `-` for None and NaN."""
     if value is None or value != value:

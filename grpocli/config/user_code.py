@@ -20,6 +20,7 @@ from typing import Any
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, GrpoError, RunError
 from grpocli.plugins import plugins
+from grpocli.text import shorten
 from grpocli.version import PACKAGE
 
 LONGEST = 120
@@ -259,4 +260,4 @@ def _short(filename: str) -> str:
 
 def _cut(line: str) -> str:
     line = " ".join(line.split())
-    return line if len(line) <= LONGEST else line[:LONGEST] + "..."
+    return shorten(line, LONGEST)

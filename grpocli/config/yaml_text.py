@@ -27,6 +27,14 @@ def load(text: str) -> Any:
         raise ValueError(reason(error)) from error
 
 
+def load_mapping(text: str) -> dict[str, Any]:
+    """A YAML of keys and values. Raises ValueError if it is anything else, or broken."""
+    found = load(text)
+    if not isinstance(found, dict):
+        raise ValueError("expected a mapping")
+    return found
+
+
 def reason(error: BaseException) -> str:
     """A YAML error in one line: the problem and its line number, without the file."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:

@@ -242,7 +242,7 @@ def _with_choices(config: DictConfig, run: Run, resumed: RunDir | None, view: Vi
 def _with_steps(config: DictConfig, run: Run, resumed: RunDir | None) -> Run:
     """Set `train.steps` to `train.data_epochs` in run and config. A resume keeps them unless it changes the epochs."""
     epochs = run.train.data_epochs
-    if epochs is None or (resumed and OmegaConf.select(OmegaConf.load(resumed.config), "train.data_epochs") == epochs):
+    if epochs is None or (resumed and SavedRun(resumed.path).flat.get("train.data_epochs") == epochs):
         return run
     config.train.steps = steps_of(epochs, run)
     return replace(run, train=replace(run.train, steps=config.train.steps))

@@ -108,8 +108,8 @@ def train_in_processes(
             _wait_for_cause(run_dir.path)
         error = _root_cause(run, run_dir.path)  # while hanging processes are still alive
         if trainers.returncode in KILLED and not exit_reports(run_dir.path):
-            again = resume_command(run_dir.path)
-            error = RunError(f"the trainer processes were killed from outside; resume with: {again}")
+            remedy = f"resume with: {resume_command(run_dir.path)}"
+            error = RunError("the trainer processes were killed from outside", remedy=remedy)
     if error is None and trainers.returncode:
         code = trainers.returncode
         error = RunError(f"the trainer processes ended with code {code} before they had begun: see {run_dir.path}/logs")
@@ -117,7 +117,7 @@ def train_in_processes(
         accuracy = SavedRun(run_dir.path).summary.get("eval/accuracy")
         return None if accuracy is None else float(accuracy)
     if not isinstance(error, Stopped) and (node is None or node.rank == 0):
-        _summarise(run_dir, str(error))
+        _summarise(run_dir, error)
     raise error
 
 
@@ -134,7 +134,8 @@ def _wait(run_dir: Path, trainers: Guarded, stop: StopSignal, processes: int, no
             stop_requested = True
         here = [beat for beat in heartbeats(run_dir) if beat.here]
         if stop_requested and not any(beat.begun for beat in here):
-            raise Stopped(f"{stop.received} before the first step; resume with: {resume_command(run_dir)}")
+            remedy = f"resume with: {resume_command(run_dir)}"
+            raise Stopped(f"{stop.received} before the first step", remedy=remedy)
         joined = joined or any(beat.stage != JOINING for beat in here)
         if not joined and time.monotonic() > late:
             late = math.inf
@@ -184,7 +185,7 @@ def _died(run_dir: Path) -> list[Heartbeat]:
     return [beat for beat in beats if beat.stage != DONE and not alive(beat.pid)]
 
 
-def _summarise(run_dir: RunDir, cause: str) -> None:
+def _summarise(run_dir: RunDir, error: GrpoError) -> None:
     """Write the summary of a run whose first process was ended because another one failed."""
     if run_dir.unbegun and run_dir.summary.exists():
         return  # a resume that did no step keeps the summary of the run so far
@@ -192,7 +193,14 @@ def _summarise(run_dir: RunDir, cause: str) -> None:
     last = rows[-1] if rows else {}
     seconds, done = sum(row.get("time/step") or 0.0 for row in rows), last.get("step", 0)
     summary = summary_of(
-        steps=done, seconds=seconds, before={}, after={}, metrics=last, cause=masked(cause), kind="failed"
+        steps=done,
+        seconds=seconds,
+        before={},
+        after={},
+        metrics=last,
+        cause=masked(error.cause),
+        remedy=masked(error.remedy),
+        kind="failed",
     )
     write_summary(run_dir.summary, summary)
 

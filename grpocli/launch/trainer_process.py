@@ -11,9 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from omegaconf import OmegaConf
+from typing import TYPE_CHECKING
 
 from grpocli.config.user_code import raised, too_little_memory, where
 from grpocli.errors import GrpoError, RunError, Stopped
@@ -22,6 +20,7 @@ from grpocli.launch.trainer_launcher import TrainerJob
 from grpocli.processes.libraries import keep_freed_memory
 from grpocli.processes.reports import JOINING, START
 from grpocli.runs.run_dir import FORBIDDEN, RunDir
+from grpocli.runs.saved_run import SavedRun
 from grpocli.text import masked
 from grpocli.tracking.callbacks import RunEnd
 
@@ -92,7 +91,7 @@ class TrainerProcess:
 
     def _trained(self, trainer: Trainer, recorder: Recorder) -> dict[str, float]:
         """The final evaluation of a training. Raises RunError if user code in it calls `exit`."""
-        config: Any = OmegaConf.to_container(OmegaConf.load(self.run_dir.config))
+        config = SavedRun(self.run_dir.path).config
         recorder.callbacks.on_start(self.run_dir.path, config, self.run.train.steps, trainer.state.step)
         try:
             return trainer.train()
@@ -113,16 +112,17 @@ class TrainerProcess:
 
         if (trainer is None or self.run_dir.unbegun) and self.run_dir.summary.exists():
             return  # a resume that did no step keeps the summary of the run so far
-        cause = masked(str(error) if isinstance(error, GrpoError) else raised(error))
+        known = error if isinstance(error, GrpoError) else GrpoError(raised(error))
+        cause, remedy = masked(known.cause), masked(known.remedy)
         kind = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
         try:
             if recorder.metrics is not None:  # in the main process
-                write_summary(self.run_dir.summary, summary_content(trainer, recorder, cause, kind, {}))
+                write_summary(self.run_dir.summary, summary_content(trainer, recorder, cause, kind, {}, remedy=remedy))
         except OSError:
             logger.exception("the summary was not written")
         if not isinstance(error, KeyboardInterrupt):  # a second Ctrl-C waits for nothing
             recorder.finish_pushes(PUSH_AFTER_STOP)
-            recorder.callbacks.on_end(RunEnd(trainer.state.step if trainer else 0, kind, cause, None))
+            recorder.callbacks.on_end(RunEnd(trainer.state.step if trainer else 0, kind, masked(str(known)), None))
 
 
 def close_all(*closes: Callable[[], None]) -> None:
@@ -153,7 +153,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     log = MetricsLog(run_dir.metrics)
     done = load_state(job.checkpoint).step if job.checkpoint else 0
     view.resumed(done)
-    config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
+    config = SavedRun(run_dir.path).config
     tracker = run.tracker.start(run.name or run_dir.path.name, run_dir.path, config, done)
     recorder = Recorder(
         run_dir,
@@ -240,10 +240,10 @@ def summary_content(
     kind: str,
     results: dict[str, float],
     early: dict[str, object] | None = None,
+    remedy: str = "",
 ) -> dict[str, object]:
     """The content of summary.json."""
     from grpocli.runs.metrics import summary_of
-    from grpocli.runs.saved_run import SavedRun
 
     before = (trainer.state.before if trainer else None) or {}
     return summary_of(
@@ -254,6 +254,7 @@ def summary_content(
         metrics=recorder.last,
         cause=cause,
         kind=kind,
+        remedy=remedy,
         incomparable=SavedRun(recorder.run_dir.path).incomparable,
         early=early,
     ) | {"checkpoint": recorder.saved}

@@ -64,7 +64,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
         name=run_dir.name,
         version=__version__,
         base=_base(base, choices),
-        algorithm=_in_turn(choices.get("algorithm"), trained),
+        algorithm=_code(choices.get("algorithm")),
         task=_code(choices.get("task")),
         rewards=", ".join(_code(name) for name in run.section("reward")) or "none",
         steps=summary["steps"],
@@ -90,15 +90,6 @@ def _session(part: SessionSteps, first: bool) -> str:
     changed = "".join(f"; `{key}` {format_value(old)} -> {format_value(new)}" for key, (old, new) in changes.items())
     damaged = "".join(f"; {sentence}" for sentence in part.session.fallback)
     return f"started {part.session.time} with {versions}{damaged}{changed}".replace("|", "\\|")
-
-
-def _in_turn(last: Any, trained: Sequence[SessionSteps]) -> str:
-    """The algorithms of all sessions, in order. last: the algorithm of the last session."""
-    names = [last]
-    for part in reversed(trained):
-        if part.session and "algorithm" in part.session.changes:
-            names.insert(0, part.session.changes["algorithm"][0])
-    return ", then ".join(map(_code, names))
 
 
 def _front_matter(name: str, base: str, datasets: Sequence[str], task: str, summary: Mapping[str, Any]) -> str:

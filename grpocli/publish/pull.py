@@ -150,12 +150,9 @@ def _composed(resume: Resume, named: str, searched: Sequence[str]) -> dict[str, 
 
 def _loaded(path: Path, named: str) -> dict[str, Any]:
     try:
-        loaded = yaml_text.load(path.read_text())
+        return yaml_text.load_mapping(path.read_text())
     except (ValueError, OSError) as error:
         raise ConfigError(f"its config.yaml is broken: {error}", key=KEY, value=named) from error
-    if not isinstance(loaded, dict):
-        raise ConfigError("its config.yaml is broken: expected a mapping", key=KEY, value=named)
-    return loaded
 
 
 def _name(override: str) -> str:

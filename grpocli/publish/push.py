@@ -12,11 +12,13 @@ import logging
 import os
 import shlex
 import shutil
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,84 +213,64 @@ def refuse_other_run(key: str, hub: Hub, run_dir: RunDir) -> None:
             raise ConfigError("holds another run", key=key, value=hub.push, hint=hint)
 
 
-COPY = ".tmp-push_"
-"""The name of a copy begins with this; a resume deletes it after a kill."""
-
-
 class CheckpointPushes:
-    """Pushes checkpoints in a thread, one after another, while the run goes on.
+    """Pushes checkpoints in a thread, one after another, while the run goes on. A failure is a warning.
 
-    Each is copied by hard links first, since the run may delete it meanwhile. Without hard links it is pushed from its
-    own folder, because a copy would hold up the training; then one that the run deletes meanwhile is left out. A newer
-    one replaces one that waits. A failure is a warning.
+    Of several that wait, only the newest is pushed.
     """
 
     def __init__(self, pusher: Pusher, warn: Callable[[str], None]) -> None:
         self._pusher, self._warn = pusher, warn
         self._lock = threading.Lock()
-        self._waiting: tuple[int, Path] | None = None
-        self._thread: threading.Thread | None = None
+        self._due = 0
+        self._pushing: Future[None] | None = None
         self._failed = False
 
     def add(self, step: int) -> None:
         """Push the checkpoint after a step, which is whole."""
-        folder = _linked(self._pusher.run_dir.checkpoint(step))
         with self._lock:
-            replaced, self._waiting = self._waiting, (step, folder)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="push", daemon=True)
-                self._thread.start()
-        if replaced:
-            logger.info("step %d: its checkpoint is not pushed, as that of step %d follows", replaced[0], step)
-            _remove_copy(replaced[1])
+            self._due = step
+            if self._pushing is None:
+                self._pushing = run_in_thread(self._work, "push")
 
     def close(self, timeout: float) -> None:
         """Wait for the pushes, at most `timeout` seconds."""
-        if thread := self._thread:
-            thread.join(timeout)
-            if thread.is_alive():
-                self._warn(f"the last checkpoint is not pushed yet: {self._remedy()}")
+        if (pushing := self._pushing) and not wait([pushing], timeout).done:
+            self._warn(f"the last checkpoint is not pushed yet: {self._remedy()}")
 
     def _work(self) -> None:
         while True:
             with self._lock:
-                if self._waiting is None:
-                    self._thread = None
+                step, self._due = self._due, 0
+                if not step:
+                    self._pushing = None
                     return
-                (step, folder), self._waiting = self._waiting, None
+            checkpoint = self._pusher.run_dir.checkpoint(step)
             try:
-                self._pusher.push_checkpoint(folder, step)
+                with _linked(checkpoint) as folder:
+                    self._pusher.push_checkpoint(folder, step)
                 logger.info("pushed the checkpoint of step %d", step)
             except Exception as error:
-                if not folder.is_dir():
-                    logger.info("step %d: its checkpoint is not pushed, as the run has deleted it", step)
-                    continue
                 logger.exception("the checkpoint of step %d was not pushed", step)
-                if not self._failed:
+                if not self._failed and checkpoint.is_dir():  # otherwise the run has deleted it
                     self._warn(f"the checkpoint of step {step} is not pushed: {reason(error)}; {self._remedy()}")
-                self._failed = True
-            finally:
-                _remove_copy(folder)
+                    self._failed = True
 
     def _remedy(self) -> str:
         return f"the run goes on, and later pushes it with: {push_command(self._pusher.run_dir, self._pusher.hub)}"
 
 
-def _linked(checkpoint: Path) -> Path:
-    """A copy of a checkpoint by hard links; the checkpoint itself where there are none."""
-    copy = checkpoint.with_name(f"{COPY}{checkpoint.name}-{os.getpid()}")
-    try:
-        shutil.copytree(checkpoint, copy, copy_function=os.link)
-    except OSError as error:  # shutil.Error, too
-        logger.info("%s is pushed from its own folder, as it cannot be linked: %s", checkpoint.name, error)
-        shutil.rmtree(copy, ignore_errors=True)
-        return checkpoint
-    return copy
-
-
-def _remove_copy(folder: Path) -> None:
-    if folder.name.startswith(COPY):
-        shutil.rmtree(folder, ignore_errors=True)
+@contextmanager
+def _linked(checkpoint: Path) -> Iterator[Path]:
+    """A copy of a checkpoint by hard links, as the run may delete it meanwhile; the checkpoint itself without them."""
+    with tempfile.TemporaryDirectory(prefix=".tmp-push-", dir=checkpoint.parent) as folder:
+        copy = Path(folder, checkpoint.name)
+        try:
+            shutil.copytree(checkpoint, copy, copy_function=os.link)
+        except OSError as error:  # shutil.Error, too
+            logger.info("%s is pushed from its own folder, as it cannot be linked: %s", checkpoint.name, error)
+            copy = checkpoint
+        yield copy
 
 
 def reason(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from grpocli.config.user_code import keep_random_state, raised
 from grpocli.errors import RewardError, RewardGone
 from grpocli.progress import Progress, unreported
 from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score, Unreachable, as_score, seed_for
+from grpocli.text import shorten
 from grpocli.types import Completion, Rollout
 
 logger = logging.getLogger(__name__)
@@ -408,4 +409,4 @@ def _sentence(sample: Sample, reason: str) -> str:
 
 def excerpt(text: str, length: int = 80) -> str:
     """The beginning of a text, on one line."""
-    return repr(text if len(text) <= length else text[:length] + "...")
+    return repr(shorten(text, length))

@@ -70,31 +70,28 @@ class Lines:
     """The numbers of broken lines."""
     torn: int
     """The number of a broken last line without its end, as a kill leaves it; 0 without one."""
-    end: int
-    """The byte after the last line that has an end."""
 
-    @property
-    def problems(self) -> list[str]:
-        """A sentence for each kind of line that is left out."""
-        found = [f"metrics.jsonl: line {self.torn} is incomplete and left out"] if self.torn else []
+    def problems(self, running: bool) -> list[str]:
+        """A sentence for each kind of line that is left out. running: the last one is being written."""
+        found = [f"metrics.jsonl: line {self.torn} is incomplete and left out"] if self.torn and not running else []
         if self.damaged:
             shown = ", ".join(map(str, self.damaged[:5])) + (" ..." if len(self.damaged) > 5 else "")
             found.append(f"metrics.jsonl: {len(self.damaged)} broken lines are left out ({shown})")
         return found
 
 
-def read_lines(path: Path, start: int = 0) -> Lines:
-    """The lines of a metrics.jsonl from a byte on, where a line begins; none if there is no file."""
+NO_LINES = Lines([], [], 0)
+
+
+def read_lines(path: Path) -> Lines:
+    """The lines of a metrics.jsonl; none if there is no file."""
     if not path.is_file():
-        return Lines([], [], 0, start)
-    with path.open("rb") as file:
-        file.seek(start)
-        text = file.read()
-    *whole, last = text.split(b"\n")
+        return NO_LINES
+    *whole, last = path.read_bytes().split(b"\n")
     found = [_parse(line) for line in (*whole, last)]
     damaged = [n for n, line in enumerate(whole, start=1) if line.strip() and found[n - 1] is None]
     torn = len(found) if last.strip() and found[-1] is None else 0
-    return Lines([row for row in found if row is not None], damaged, torn, start + len(text) - len(last))
+    return Lines([row for row in found if row is not None], damaged, torn)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
-from grpocli.text import prompt_text, spoken
+from grpocli.text import prompt_text, shorten, spoken
 from grpocli.types import Group, Message, Prompt, Rollout, Row, Status
 
 LONGEST = 100_000
@@ -221,7 +221,7 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
 def _short(value: Any) -> Any:
     """The value, or the first LONGEST characters of its JSON."""
     text = json.dumps(value, ensure_ascii=False)
-    return value if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text) - LONGEST:,} more characters)"
+    return value if len(text) <= LONGEST else shorten(text, LONGEST, counted=True)
 
 
 def _json(value: Any) -> str:

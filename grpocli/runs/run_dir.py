@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -183,17 +184,28 @@ class RunDir:
         """Create the folder and write to it. Raises ConfigError if that fails, or if it holds another run."""
         if not resuming:
             self.check_free()
-        try:
+        with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.path, prefix=".tmp-") as file:
                 file.write(b"\0" * 65536)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:
-            raise ConfigError(f"cannot be written: {self._why(error)}", key=self.key, value=self.path) from error
         if resuming:
             for folder in (self.path, self.checkpoints, self.path / "rollouts"):
                 clear_leftovers(folder)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn an OSError into a ConfigError with the remedy."""
+        try:
+            yield
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""
+            advice = ["free some space"] if error.errno in FULL else []
+            advice += ["choose another folder"] if self.key != "resume" else []
+            hint = ", or ".join(advice) or "make it writable"
+            problem = f"cannot be written: {error.strerror or error}{where}"
+            raise ConfigError(problem, key=self.key, value=self.path, hint=hint) from error
 
     @contextmanager
     def locked(self, timeout: float = 0.0) -> Iterator[None]:
@@ -210,14 +222,12 @@ class RunDir:
             yield
 
     def is_running(self) -> bool:
-        """Whether a process has locked the folder."""
+        """Whether a process has locked the folder. None has if the file system knows no locks."""
         try:
             with (self.path / ".lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # the run never began, or the file system has no locks
-            return False
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
         return False
 
     def worker_lock(self) -> AbstractContextManager[None]:
@@ -226,12 +236,11 @@ class RunDir:
 
     @contextmanager
     def _holding(self, name: str, timeout: float, problem: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-        try:
+        with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / name).open("a")  # not "w", which would empty the file before it is locked
-        except OSError as error:
-            raise ConfigError(f"cannot be written: {self._why(error)}", key=self.key, value=self.path) from error
-        with file, _closed_after_fork(file):
+        _locks.add(file)
+        with file:
             try:
                 lock(file, kind, timeout)
             except BlockingIOError as error:
@@ -241,12 +250,6 @@ class RunDir:
                     raise
                 logger.warning("%s has no locks (%s): a second process is not kept out", self.path, error.strerror)
             yield
-
-    def _why(self, error: OSError) -> str:
-        where = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""
-        advice = ["free some space"] if error.errno in FULL else []
-        advice += ["choose another folder"] if self.key != "resume" else []
-        return f"{error.strerror or error}{where}; {', or '.join(advice) or 'make it writable'}"
 
     def is_fresh(self) -> bool:
         """Whether the folder holds nothing but the log that Hydra has just created."""
@@ -271,20 +274,11 @@ class RunDir:
         return RunError(f"{where}: {reason}; fix that, then {resume}")
 
 
-@contextmanager
-def _closed_after_fork(file: IO[str]) -> Iterator[None]:
-    """Close a locked file in forked processes: a process left behind by user code would keep the lock."""
-    _locks.add(file)
-    try:
-        yield
-    finally:
-        _locks.discard(file)
-
-
 def _close_locks() -> None:
+    """In a forked process: one that user code leaves behind would keep the lock."""
     for file in _locks:
         file.close()
 
 
-_locks: set[IO[str]] = set()
+_locks: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_close_locks)

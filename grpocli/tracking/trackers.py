@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrackerArguments:
-    """The arguments of one of accelerate's trackers.
-
-    module: the module that it needs. pip: the package to install. name, folder: its keyword arguments for the run's
-    name and for its folder (None: it has none).
-    """
+    """The arguments of one of accelerate's trackers."""
 
     module: str
+    """The module that it needs."""
     pip: str
+    """The package to install."""
     name: str | None = None
+    """Its keyword argument for the run's name; None if it has none."""
     folder: str | None = None
+    """Its keyword argument for the run's folder."""
 
 
 TRACKERS = {
@@ -116,19 +116,20 @@ class AccelerateTracker:
         self._failing = False
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        self._call(f"step {step} could not be logged", lambda: self._tracker.log(numbers(metrics), step=step))
+
+    def finish(self) -> None:
+        self._call("it could not be closed", self._tracker.finish)
+
+    def _call(self, problem: str, call: Callable[[], None]) -> None:
+        """Call the dashboard. Of failures in a row the first one is logged."""
         try:
-            self._tracker.log(numbers(metrics), step=step)
+            call()
             self._failing = False
         except Exception:
             if not self._failing:
-                logger.exception("tracker=%s: step %d could not be logged", self._kind, step)
+                logger.exception("tracker=%s: %s", self._kind, problem)
             self._failing = True
-
-    def finish(self) -> None:
-        try:
-            self._tracker.finish()
-        except Exception:
-            logger.exception("tracker=%s: could not be closed", self._kind)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -266,10 +266,11 @@ class Trainer:
         """
         step = self.state.step
         self.save_whole_step()
-        reason = f"{self.stop.received or 'asked to stop'} after step {step}; resume with"
+        resume = f"resume with: {resume_command(self.recorder.run_dir.path)}"
         if gone:
-            reason = f"{gone}; stopped after step {step}, which is saved; when the service is back, resume with"
-        raise Stopped(f"{reason}: {resume_command(self.recorder.run_dir.path)}") from gone
+            cause, remedy = f"{gone}; stopped after step {step}, which is saved", f"when the service is back, {resume}"
+            raise Stopped(cause, remedy=remedy) from gone
+        raise Stopped(f"{self.stop.received or 'asked to stop'} after step {step}", remedy=resume)
 
     def save_whole_step(self) -> None:
         """Save a checkpoint of the last whole step, with the rollouts prefetched since its own. Collective."""

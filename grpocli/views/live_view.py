@@ -33,31 +33,13 @@ FIXED = 4
 COLUMN = 36
 """The width of a column of metrics."""
 
-HEADED = 16
-"""Headings of sections are shown if there is room for this many lines of metrics."""
-
-SECTIONS: dict[str, tuple[str, ...]] = {
-    "rewards": ("reward", "reward_std", "rewards/", "eval/", "frac_reward_zero_std", "reward_"),
-    "policy": ("loss", "grad_norm", "kl", "entropy", "lr", "clip_ratio/", "token_mult_prob_error"),
-    "completions": (
-        "completions/mean_length",
-        "completions/clipped_ratio",
-        "completions/",
-        "num_tokens",
-        "tokens/",
-        "sampling/",
-    ),
-    "time": ("time/step", "time/", "memory/", "weight_version", "sync/"),
-}
-"""Metrics by section, in order: names, or prefixes that end in `/` or `_`. Other metrics go to `policy`."""
-
 FIRST = (
     *("reward", "loss", "kl", "completions/mean_length", "lr", "time/step", "rewards/", "grad_norm", "entropy"),
     "optim/skipped_updates",
     *("eval/accuracy", "completions/clipped_ratio", "frac_reward_zero_std", "reward_std", "token_mult_prob_error"),
     *("clip_ratio/region_mean", "time/rollout", "time/train", "time/reward", "memory/peak_gib", "num_tokens"),
 )
-"""Metrics that are shown first if there is no room for all; `rewards/`: the mean of each reward."""
+"""The order of metrics, the first of which are shown if there is no room for all; `rewards/`: means of rewards."""
 
 
 def stage_line(stage: Stage, spinner: Spinner, console: Console) -> RenderableType:
@@ -85,86 +67,29 @@ def reward_line(rewards: Sequence[float], width: int) -> RenderableType:
 def metrics_table(
     metrics: Mapping[str, Any], before: Mapping[str, Any], width: int, rows: int
 ) -> Iterable[RenderableType]:
-    """Metrics by section in as many columns as fit; if not all fit, those of FIRST come first."""
+    """As many metrics as fit, in the order of FIRST and then of their names, in columns from top to bottom."""
     columns = max(1, min(4, width // COLUMN))
-    if rows < 1 or not metrics:
-        return
-    cells = _cells(_fitting(metrics, columns * rows), metrics, before, headed=columns * rows >= HEADED)
-    flow = _flow(cells, min(rows, -(-len(cells) // columns)), columns)
+    ranks = {name: rank for rank, name in enumerate(FIRST)}
+    means = {name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")}
+    ordered = sorted(metrics, key=lambda name: (ranks.get("rewards/" if name in means else name, len(FIRST)), name))
+    names = ordered[: columns * max(0, rows)]
+    height = -(-len(names) // columns)
     grid = Table.grid(padding=(0, 2), expand=True)
     for _ in range(columns):
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    for r in range(max(map(len, flow))):
-        grid.add_row(*[column[r][1] if r < len(column) else "" for column in flow])
-    yield grid
+    for row in range(height):
+        grid.add_row(*[_cell(name, metrics[name], before.get(name)) for name in names[row::height]])
+    if names:
+        yield grid
 
 
-def sections(names: Iterable[str]) -> dict[str, list[str]]:
-    """Metric names by section, in the order of SECTIONS."""
-    found: dict[str, list[tuple[int, str]]] = {section: [] for section in SECTIONS}
-    for name in names:
-        section, place = _place(name)
-        found[section].append((place, name))
-    return {section: [name for _, name in sorted(members)] for section, members in found.items() if members}
-
-
-def _place(name: str) -> tuple[str, int]:
-    for section, patterns in SECTIONS.items():
-        for place, pattern in enumerate(patterns):
-            if name == pattern or (pattern and pattern[-1] in "/_" and name.startswith(pattern)):
-                return section, place
-    return "policy", len(SECTIONS["policy"])
-
-
-def _fitting(metrics: Mapping[str, Any], room: int) -> list[str]:
-    """The names that fit beside the headings."""
-    ranks = {name: rank for rank, name in enumerate(FIRST)}
-
-    def rank(name: str) -> int:
-        is_reward = name.startswith("rewards/") and name.endswith("/mean")
-        return ranks.get("rewards/" if is_reward else name, len(FIRST))
-
-    return sorted(metrics, key=rank)[: room - len(SECTIONS) - 1 if room >= HEADED else room]
-
-
-Cell = tuple[bool, Any]
-"""Whether it is a heading, and what rich draws."""
-
-
-def _cells(names: Sequence[str], metrics: Mapping[str, Any], before: Mapping[str, Any], headed: bool) -> list[Cell]:
-    cells: list[Cell] = []
-    for section, members in sections(names).items():
-        if headed:
-            cells.append((True, Line(section, style="bold cyan")))
-        cells += [(False, _cell(section, n, metrics[n], before.get(n))) for n in members]
-    return cells
-
-
-def _cell(section: str, name: str, value: Any, before: Any) -> RenderableType:
+def _cell(name: str, value: Any, before: Any) -> RenderableType:
     row = Table.grid(expand=True)
     row.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
     row.add_column(justify="right", no_wrap=True)
     unit = " s" if name.startswith("time/") else ""
-    row.add_row(Line(one_line(_short(section, name))), Line(f"{format_number(value)}{unit} {trend(value, before)}"))
+    row.add_row(Line(one_line(name)), Line(f"{format_number(value)}{unit} {trend(value, before)}"))
     return row
-
-
-def _short(section: str, name: str) -> str:
-    """A name without the section: `rollout` for `time/rollout`, `math` for `rewards/math/mean`."""
-    if name.startswith("rewards/"):
-        return name.removeprefix("rewards/").removesuffix("/mean")
-    return name.removeprefix(f"{section}/")
-
-
-def _flow(cells: Sequence[Cell], height: int, columns: int) -> list[list[Cell]]:
-    """Fill columns from top to bottom, without a heading in the last line; cells that do not fit are left out."""
-    flow: list[list[Cell]] = [[]]
-    for cell in cells:
-        is_heading = cell[0]
-        if len(flow[-1]) + is_heading >= height:
-            flow.append([])
-        flow[-1].append(cell)
-    return flow[:columns]
 
 
 def _sample_height(sample: ShownCompletion | None, width: int, room: int) -> int:

@@ -31,20 +31,17 @@ SETTLED = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of a run, such as sampling, and its progress.
-
-    text: its name. since: when it began (seconds of a clock). done, total, unit, detail: as in `Progress`. The rate is
-    measured from `began`, when `first` units were done; time before the first unit, for example for reading prompts,
-    does not count.
-    """
+    """A stage of a run, such as sampling, and its progress: done, total, unit, detail as in `Progress`."""
 
     text: str
     since: float
+    """When it began (seconds of a clock)."""
     done: float = 0.0
     total: float = 0.0
     unit: str = ""
     detail: str = ""
     began: float = 0.0
+    """When `first` units were done. Time before the first unit, for reading prompts, does not count for the rate."""
     first: float = 0.0
 
     @property
@@ -151,10 +148,7 @@ class View:
         """Show a warning that stays."""
 
     def stop(self, last_line: str = "") -> None:
-        """End the view and restore the terminal.
-
-        Safe to call twice. last_line: what happens next, without this view.
-        """
+        """End the view and restore the terminal; twice does no harm. last_line: what happens next, without it."""
 
 
 class Pace:
@@ -194,11 +188,8 @@ class Pace:
         return 0 < self.total <= self.done
 
 
-QUIET_SECONDS = 4.0
-LONGEST_QUIET = 30.0
-"""While a stage lasts, lines are a fifth of its duration apart, but at least and at most these seconds."""
-TICK_SECONDS = 0.5
-SAMPLE_SECONDS = 30.0
+QUIET_SECONDS = 10.0
+"""While a stage lasts, lines are so far apart; completions three times as far."""
 
 
 class PlainView(View):
@@ -241,8 +232,7 @@ class PlainView(View):
     def tick(self) -> None:
         """Print the stage and its progress, unless a line was printed a short time ago."""
         now, stage = self._clock(), self._current.stage
-        quiet = min(LONGEST_QUIET, max(QUIET_SECONDS, (now - stage.since) / 5))
-        if not self._stages or now - self._printed_at < quiet:
+        if not self._stages or now - self._printed_at < QUIET_SECONDS:
             return
         took = f"{format_duration(now - stage.since)} so far" if now - stage.since >= 1 else ""
         self._print(f"{stage.text} ... {', '.join(filter(None, (stage.progress(now), took)))}".rstrip())
@@ -251,7 +241,7 @@ class PlainView(View):
         """Tick in a thread until `stop`."""
 
         def work() -> None:
-            while not self._stopped.wait(TICK_SECONDS):
+            while not self._stopped.wait(QUIET_SECONDS / 10):
                 self.tick()
 
         threading.Thread(target=work, name="view", daemon=True).start()
@@ -272,7 +262,7 @@ class PlainView(View):
     def sample(self, sample: ShownCompletion) -> None:
         if self._clock() < self._next_sample:
             return
-        self._next_sample = self._clock() + SAMPLE_SECONDS
+        self._next_sample = self._clock() + 3 * QUIET_SECONDS
         scores = [f"{name} {format_number(value)}" for name, value in sample.rewards.items()]
         facts = "  ".join([*scores, f"advantage {format_number(sample.advantage)}"])
         said = f"{_quoted(prompt_text(sample.prompt))} -> {_quoted(sample.completion)}"

@@ -38,10 +38,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     of_outcomes = mean * (1 - mean)
     apart = math.fsum((value - mean) ** 2 for value in values) + AGREEING * of_outcomes
     draws = n * max(1.0, of_outcomes * (n - 1 + AGREEING) / apart) if apart > 0 else n
-    z = NormalDist().inv_cdf(0.975)
-    center, reach = mean + z**2 / (2 * draws), z * math.sqrt(of_outcomes / draws + (z / (2 * draws)) ** 2)
-    low, high = ((center + side * reach) / (1 + z**2 / draws) for side in (-1, 1))
-    return max(0.0, min(low, mean)), min(1.0, max(high, mean))
+    return wilson(mean, draws)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +106,14 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     share_S, sum_S = np.fft.fft(spectrum_S).real / size, np.minimum(place_S, size - place_S)
     seen = abs(int(steps_N.sum()))
     return min(1.0, max(0.0, float(share_S[sum_S > seen].sum() + share_S[sum_S == seen].sum() / 2)))
+
+
+def wilson(share: float, draws: float) -> tuple[float, float]:
+    """Wilson's 95 % score interval (1927) of a share over so many independent draws; it contains the share."""
+    z = NormalDist().inv_cdf(0.975)
+    center, reach = share + z**2 / (2 * draws), z * math.sqrt(share * (1 - share) / draws + (z / (2 * draws)) ** 2)
+    low, high = ((center + side * reach) / (1 + z**2 / draws) for side in (-1, 1))
+    return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
 def mean_text(values: Sequence[float], digits: int = 3) -> str:

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Quote
 
 from grpocli.composition.overrides import to_text
 from grpocli.rollout.vllm.engine_parts import VllmColocate
-from grpocli.text import clean, one_line
+from grpocli.text import clean, one_line, shorten
 from grpocli_tools.porting.foreign_names import UNSTATED, Equivalent
 
 COLOCATED = [f.name for f in dataclasses.fields(VllmColocate)]
@@ -175,7 +175,7 @@ def with_numbers(settings: Mapping[str, Any], defaults: Mapping[str, Any], port:
 def short(value: Any) -> str:
     """A value as text of at most 80 characters."""
     text = " ".join(str(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shorten(text, 80)
 
 
 def recipe(port: Port, origin: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from grpocli.text import clean, counted, format_number, one_line
+from grpocli.text import clean, counted, format_number, one_line, shorten
 from grpocli_tools.console import CleanConsole
 from grpocli_tools.replay import checks as limits
 from grpocli_tools.replay.checks import Check, Difference, total
@@ -119,4 +119,4 @@ def _other(other: dict[str, Any], indent: str = "") -> list[str]:
 
 def _value(value: Any) -> str:
     text = one_line("nothing" if value is None else str(value))
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return shorten(text, LONGEST)

@@ -6,8 +6,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
+from grpocli.config import yaml_text
 from grpocli.tracking.recorder import MISMATCH_LIMITS
 from grpocli_tools.evaluation.significance import CLEAR
 from grpocli_tools.report.curves import HIGH, LOW, Curves
@@ -32,7 +35,6 @@ FULL = 0.95
 
 SPIKE = 20.0
 """A gradient norm is a spike above this multiple of the median; clipping limits smaller ones."""
-SLOW = "Sampling and training should take most of the time."
 SAME = 0.5
 """The share of groups with equal rewards up to which a low entropy is harmless."""
 STALE = 0.1
@@ -41,162 +43,60 @@ STALE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A warning: the mean of `metric` over WINDOW steps passes the limit.
-
-    limit: (start mean, config) -> limit. sure: a stricter limit for the mean over EARLY steps.
-    """
+    """A warning: the mean of a metric over WINDOW steps passes a limit. `page/warnings.yaml` says what it means."""
 
     kind: str
     metric: str
-    limit: Callable[[float, Mapping[str, Any]], float]
-    below: bool
     chart: str
     seen: str
-    meaning: str
-    advice: str
+    """What was seen, with `value` and `start`."""
+    above: Callable[[float, Mapping[str, Any]], float] | None = None
+    """(mean at the start, config) -> the limit that values above it pass."""
+    below: Callable[[float, Mapping[str, Any]], float] | None = None
     sure: float | None = None
+    """A stricter limit for the mean over EARLY steps."""
+
+    def passes(self, value: float, limit: float) -> bool:
+        return value > limit if self.above else value < limit
+
+    def limit(self, start: float, flat: Mapping[str, Any]) -> float:
+        chosen = self.above or self.below
+        assert chosen
+        return chosen(start, flat)
 
 
 def _mismatch(start: float, flat: Mapping[str, Any]) -> float:
     return MISMATCH_LIMITS.get(str(flat.get("model.dtype")), MISMATCH_LIMITS["bfloat16"])
 
 
+ENTROPY = "the entropy is {value:.3g} nats, from {start:.3g}"
+LENGTH = "the mean length is {value:.0f} tokens, from {start:.0f}"
+EQUAL, CUT = "{value:.0%} of the groups have equal rewards", "{value:.0%} of the completions are cut off"
+FAR, CLIPPED = "the KL to the reference is {value:.3g} nats per token", "{value:.0%} of the tokens are clipped"
+SKIPPED, KEPT = "{value:.1f} updates of a step are skipped", "{value:.0%} of the groups are kept"
+DIFFERS = "token_mult_prob_error is {value:.3f}"
+
 RULES = (
+    Rule("entropy collapse", "entropy", "entropy", ENTROPY, below=lambda start, _: min(0.1 * start, 0.02)),
+    Rule("entropy explosion", "entropy", "entropy", ENTROPY, above=lambda start, _: max(3 * start, start + 0.5)),
+    Rule("no spread", "frac_reward_zero_std", "zero_std", EQUAL, above=lambda *_: 0.9, sure=0.99),
+    Rule("truncation", "completions/clipped_ratio", "truncated", CUT, above=lambda *_: 0.5, sure=0.95),
+    Rule("mismatch", "token_mult_prob_error", "mismatch", DIFFERS, above=_mismatch, sure=1.5),
+    Rule("KL", "kl", "kl", FAR, above=lambda *_: 1.0),
+    Rule("clipping", "clip_ratio/region_mean", "clip", CLIPPED, above=lambda *_: 0.3),
+    Rule("overflow", "optim/skipped_updates", "skipped", SKIPPED, above=lambda *_: 0.5),
     Rule(
-        "entropy collapse",
-        "entropy",
-        lambda start, _: min(0.1 * start, 0.02),
-        True,
-        "entropy",
-        "the entropy is {value:.3g} nats, from {start:.3g}",
-        "The policy samples nearly the same text each time, so groups hardly differ and exploration ends.",
-        "Raise algorithm.objective.high or rollout.temperature, or lower optim.lr.",
-    ),
-    Rule(
-        "entropy explosion",
-        "entropy",
-        lambda start, _: max(3 * start, start + 0.5),
-        False,
-        "entropy",
-        "the entropy is {value:.3g} nats, from {start:.3g}",
-        "The policy becomes random; rewards usually fall soon after.",
-        "Lower optim.lr.",
-    ),
-    Rule(
-        "no spread",
-        "frac_reward_zero_std",
-        lambda *_: 0.9,
-        False,
-        "zero_std",
-        "{value:.0%} of the groups have equal rewards",
-        "Groups with equal rewards have no training signal: the problems are too hard or too easy.",
-        "Choose problems of another difficulty, raise rollout.group_size, or use algorithm/keep=dynamic.",
-        sure=0.99,
-    ),
-    Rule(
-        "truncation",
-        "completions/clipped_ratio",
-        lambda *_: 0.5,
-        False,
-        "truncated",
-        "{value:.0%} of the completions are cut off",
-        "A completion that is cut off usually has no answer, and its reward says little.",
-        "Raise rollout.max_completion_tokens.",
-        sure=0.95,
-    ),
-    Rule(
-        "mismatch",
-        "token_mult_prob_error",
-        _mismatch,
-        False,
-        "mismatch",
-        "token_mult_prob_error is {value:.3f}",
-        "The sampler and the trainer give the same tokens different probabilities.",
-        "Try model.dtype=float32, or algorithm/correction=token_truncate.",
-        sure=1.5,
-    ),
-    Rule(
-        "KL",
-        "kl",
-        lambda *_: 1.0,
-        False,
-        "kl",
-        "the KL to the reference is {value:.3g} nats per token",
-        "The policy has moved far from the reference model.",
-        "Raise algorithm.kl.beta or lower optim.lr.",
-    ),
-    Rule(
-        "clipping",
-        "clip_ratio/region_mean",
-        lambda *_: 0.3,
-        False,
-        "clip",
-        "{value:.0%} of the tokens are clipped",
-        "The policy moves too far within a step, so many tokens have no gradient.",
-        "Lower optim.lr, train.epochs or train.minibatches.",
-    ),
-    Rule(
-        "overflow",
-        "optim/skipped_updates",
-        lambda *_: 0.5,
-        False,
-        "skipped",
-        "{value:.1f} updates of a step are skipped",
-        "Gradients overflow float16 again and again, and a skipped update teaches nothing.",
-        "Set model.dtype=bfloat16, or float32 on a device without it.",
-    ),
-    Rule(
-        "length growth",
-        "completions/mean_length",
-        lambda start, _: max(3 * start, start + 64),
-        False,
-        "length",
-        "the mean length is {value:.0f} tokens, from {start:.0f}",
-        "Longer completions cost time; without a higher reward they gain nothing.",
-        "Lower rollout.max_completion_tokens, or use the reward overlong.",
+        "length growth", "completions/mean_length", "length", LENGTH, above=lambda start, _: max(3 * start, start + 64)
     ),
     Rule(
         "length collapse",
         "completions/mean_length",
-        lambda start, _: start / 3 if start >= 16 else 0.0,
-        True,
         "length",
-        "the mean length is {value:.0f} tokens, from {start:.0f}",
-        "The model stops reasoning, perhaps because a reward favours short texts.",
-        "Read the completions and check the rewards.",
+        LENGTH,
+        below=lambda start, _: start / 3 if start >= 16 else 0.0,
     ),
-    Rule(
-        "low acceptance",
-        "sampling/acceptance",
-        lambda *_: 0.2,
-        True,
-        "acceptance",
-        "{value:.0%} of the groups are kept",
-        "Most of the sampled completions are thrown away.",
-        "Choose problems of another difficulty.",
-    ),
+    Rule("low acceptance", "sampling/acceptance", "acceptance", KEPT, below=lambda *_: 0.2),
 )
-
-SPECIAL = {
-    "solved": ("Nothing is left to learn from these problems.", "Choose harder problems."),
-    "not finite": (
-        "The update cannot be trusted: an overflow, or a batch without a token in the loss.",
-        "Lower optim.lr, or try model.dtype=float32.",
-    ),
-    "reward falls": ("The update harms the policy.", "Lower optim.lr, or raise algorithm.kl.beta."),
-    "reward hacking": (
-        "The model may exploit the reward instead of solving the problems.",
-        "Read completions of high reward, and choose stricter rewards.",
-    ),
-    "gradient spike": ("Single batches dominate the update.", "Lower optim.max_grad_norm or optim.lr."),
-    "reward errors": ("Completions have no score, or a wrong one.", "Check the reward with grpocli reward-check."),
-    "staleness": ("Sampled completions are thrown away.", "Raise rollout.max_staleness."),
-    "slow reward": (SLOW, "Choose a faster reward, or one with worker processes."),
-    "slow sync": (SLOW, "Raise sync.verify_every."),
-    "slow eval": (SLOW, "Raise eval.every, or lower eval.problems."),
-    "slow checkpoint": (SLOW, "Raise checkpoint.every."),
-}
-"""(meaning, advice) of the warnings without a Rule."""
 
 STAGES = ("reward", "sync", "eval", "checkpoint")
 """The stages that should be small beside sampling and training."""
@@ -224,9 +124,8 @@ def _warning(rule: Rule, curves: Curves, flat: Mapping[str, Any]) -> RunWarning 
         if rule.kind == "entropy collapse" and _is_harmless(curves, flat, step):
             continue
         text = f"{rule.seen.format(value=value, start=start)} (the mean of {width} steps)"
-        if rule.kind == "no spread" and _solved(curves, flat, step):
-            return RunWarning(step, "solved", text, *SPECIAL["solved"], rule.chart)
-        return RunWarning(step, rule.kind, text, rule.meaning, rule.advice, rule.chart)
+        solved = rule.kind == "no spread" and _solved(curves, flat, step)
+        return _made(step, "solved" if solved else rule.kind, text, rule.chart)
     return None
 
 
@@ -236,7 +135,7 @@ def _means(rule: Rule, points: Sequence[tuple[int, float]], limit: float) -> Ite
         for width, border in ((WINDOW, limit), (EARLY, rule.sure)):
             if border is not None and end >= width:
                 value = statistics.fmean(value for _, value in points[end - width : end])
-                if value < border if rule.below else value > border:
+                if rule.passes(value, border):
                     yield points[end - 1][0], value, width
                     break
 
@@ -275,22 +174,30 @@ def _maximum(flat: Mapping[str, Any], name: str) -> float:
 
 def _not_finite(curves: Curves) -> list[RunWarning]:
     return [
-        _special(steps[0], "not finite", f"{name} is not a finite number in {len(steps)} steps", name)
+        _made(steps[0], "not finite", f"{name} is not a finite number in {len(steps)} steps", name)
         for name in ("loss", "grad_norm")
         if (steps := curves.not_finite.get(name))
     ]
 
 
-def _special(step: int, kind: str, text: str, chart: str) -> RunWarning:
+def _made(step: int, kind: str, text: str, chart: str) -> RunWarning:
     shown = "slow stage" if kind.startswith("slow ") else kind
-    return RunWarning(step, shown, text, *SPECIAL[kind], chart)
+    return RunWarning(step, shown, text, chart=chart, **texts()[kind])
+
+
+@cache
+def texts() -> dict[str, dict[str, str]]:
+    """{kind: its meaning and advice}."""
+    text = files("grpocli_tools.report").joinpath("page", "warnings.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, str]] = yaml_text.load(text)
+    return found
 
 
 def _slow_stages(curves: Curves) -> list[RunWarning]:
     whole = sum(value for _, value in curves.series("time/step"))
     parts = {stage: sum(value for _, value in curves.series(f"time/{stage}")) for stage in STAGES}
     return [
-        _special(curves.steps[0], f"slow {stage}", f"{seconds / whole:.0%} of the time is {stage}", "time")
+        _made(curves.steps[0], f"slow {stage}", f"{seconds / whole:.0%} of the time is {stage}", "time")
         for stage, seconds in parts.items()
         if len(curves.steps) >= WINDOW and whole and seconds > whole / 2
     ]
@@ -415,9 +322,9 @@ def _learning(curves: Curves) -> list[RunWarning]:
     change, accuracy = _reward_change(curves), _by_accuracy(curves)
     last = curves.steps[-1] if curves.steps else 0
     if change and change[0] == "bad":
-        return [_special(last, "reward falls", f"the reward went {change[1]}", "reward")]
+        return [_made(last, "reward falls", f"the reward went {change[1]}", "reward")]
     if change and change[0] == "good" and accuracy and accuracy[0] == "bad":
-        return [_special(last, "reward hacking", f"{accuracy[2]} The reward rose {change[1]}", "accuracy")]
+        return [_made(last, "reward hacking", f"{accuracy[2]} The reward rose {change[1]}", "accuracy")]
     return []
 
 
@@ -429,14 +336,14 @@ def _events(curves: Curves) -> list[RunWarning]:
     spikes = [(step, value) for step, value in norms if len(norms) >= FEW_STEPS and value > SPIKE * usual > 0]
     if spikes:
         text = f"the gradient norm is {spikes[0][1]:.3g}, the median {usual:.3g}, in {len(spikes)} steps"
-        found.append(_special(spikes[0][0], "gradient spike", text, "grad_norm"))
+        found.append(_made(spikes[0][0], "gradient spike", text, "grad_norm"))
     for name in curves.metrics:
         failed = [(step, value) for step, value in curves.series(name) if value > 0]
         if failed and name.startswith("rewards/") and name.endswith(("/errors", "/timeouts")):
             text = f"{name} is {failed[0][1]:g}, above 0 in {len(failed)} steps"
-            found.append(_special(failed[0][0], "reward errors", text, "reward_errors"))
+            found.append(_made(failed[0][0], "reward errors", text, "reward_errors"))
     stale = [(step, value) for step, value in curves.series("sampling/stale") if value > 0]
     if len(stale) > len(curves.steps) * STALE:
         text = f"groups were dropped as too old in {len(stale)} steps"
-        found.append(_special(stale[0][0], "staleness", text, "staleness"))
+        found.append(_made(stale[0][0], "staleness", text, "staleness"))
     return found

@@ -9,7 +9,7 @@ import os
 import statistics
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,9 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
-from grpocli.runs.metrics import read_summary
-from grpocli.runs.run_dir import RunDir
-from grpocli.text import clean
-from grpocli_tools.report.curves import Curves, current_summary, read_curves, smoothed, with_evaluations
-from grpocli_tools.report.run_rows import RunRow
-from grpocli_tools.report.several import labels
+from grpocli.text import clean, shorten
+from grpocli_tools.report.comparison import RunRow, labels
+from grpocli_tools.report.curves import Curves, smoothed, with_evaluations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +50,7 @@ SETTINGS: Any = {
 
 @dataclass(frozen=True, slots=True)
 class RunCurves:
-    """The curves of a run. name: its folder. group: the label without the seed."""
+    """The curves of a run, named as in `Label`."""
 
     name: str
     label: str
@@ -63,23 +60,17 @@ class RunCurves:
 
 
 def run_curves(rows: Sequence[RunRow]) -> list[RunCurves]:
-    """The curves of runs, with the numbers of metrics.jsonl and summary.json. Raises ConfigError without runs."""
-    if not rows:
-        raise ConfigError("there is no run below these folders; give the folder of a run or sweep")
+    """The curves of runs, with the evaluations before their first and after their last step."""
     return [
-        RunCurves(name, label, group, row.settings.get("seed"), _curves(row.path))
-        for row, (name, label, group) in zip(rows, labels(rows), strict=True)
+        RunCurves(
+            one.name,
+            one.label,
+            one.group,
+            row.settings.get("seed"),
+            with_evaluations(Curves.of(row.run.metrics), row.run.outcome),
+        )
+        for row, one in zip(rows, labels(rows), strict=True)
     ]
-
-
-def _curves(run: Path) -> Curves:
-    """The metrics of a run, with the evaluations before its first and after its last step."""
-    try:
-        summary = read_summary(RunDir(run).summary)
-    except (OSError, ValueError):
-        summary = {}
-    curves = read_curves(run)
-    return with_evaluations(curves, current_summary(summary, curves)[0])
 
 
 def chosen_metrics(runs: Sequence[RunCurves], names: Sequence[str]) -> list[str]:
@@ -181,7 +172,7 @@ def _legend(figure: Figure, runs: Sequence[RunCurves], smoothing: float) -> None
 def _plain(text: str) -> str:
     """A label for the picture, on several lines if it is long. A leading underscore would hide it."""
     shown = clean(text)
-    shown = textwrap.fill(shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 3]}...", LINE)
+    shown = textwrap.fill(shorten(shown, LONGEST), LINE)
     return f" {shown}" if shown.startswith("_") else shown
 
 
@@ -213,19 +204,14 @@ def write_csv(path: Path, rows: Sequence[RunRow], runs: Sequence[RunCurves], met
 
     metrics: None for all.
     """
+    table = [
+        (clean(str(row.path)), clean(run.label), run.seed, step, clean(metric), value)
+        for row, run in zip(rows, runs, strict=True)
+        for metric in (run.curves.metrics if metrics is None else metrics)
+        for step, value in run.curves.series(metric)
+    ]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["run", "label", "seed", "step", "metric", "value"])
-    table = list(_csv_rows(rows, runs, metrics))
-    writer.writerows(table)
+    writer.writerows([("run", "label", "seed", "step", "metric", "value"), *table])
     _write(path, out.getvalue().encode(errors="replace"), "--curves")
     return len(table)
-
-
-def _csv_rows(
-    rows: Sequence[RunRow], runs: Sequence[RunCurves], metrics: Sequence[str] | None
-) -> Iterator[tuple[Any, ...]]:
-    for row, run in zip(rows, runs, strict=True):
-        for metric in run.curves.metrics if metrics is None else metrics:
-            for step, value in run.curves.series(metric):
-                yield clean(str(row.path)), clean(run.label), run.seed, step, clean(metric), value

@@ -1,15 +1,16 @@
-"""The report's page of runs, with the formulas of their objectives."""
+"""The report's page of runs, with the formulas of their objectives: what the trainer's hook and the commands call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, GrpoError
 from grpocli.progress import Progress, unreported
 from grpocli.publish.pull import foreign_target
+from grpocli.runs.saved_run import SavedRun
 
 PLAIN_REWARD = "grpocli.rewards.reward.BaseReward"
 
@@ -24,26 +25,28 @@ def report_page(
     from grpocli_tools.report.build_page import Builder
     from grpocli_tools.report.html import page_html
 
-    page = Builder(formula_lines_of, completions, progress).page(folders)
+    page = Builder(formula_lines_of, completions=completions, progress=progress).page(folders)
     return page_html(replace(page, made=made or page.made))
 
 
-def formula_lines_of(run: Path) -> list[str]:
-    """The objective of a run as `grpocli explain resume=RUN` prints it."""
+def formula_lines_of(run: SavedRun) -> list[str]:
+    """The objective of a run as `grpocli explain resume=RUN` prints it. Raises GrpoError if it is unknown."""
     from omegaconf import OmegaConf
 
     from grpocli.composition.compose import register_parts
     from grpocli.config.build import build
-    from grpocli.runs.saved_run import SavedRun
     from grpocli_tools.explain.explanation import explanation
     from grpocli_tools.explain.render import formula_lines
 
     register_parts()
-    config = OmegaConf.create(own_parts(SavedRun(run).config))
-    return formula_lines(explanation(build(config), config, []))
+    try:
+        config = OmegaConf.create(own_parts(run.config))
+        return formula_lines(explanation(build(config), config, []))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise GrpoError("config.yaml is not the config of a run") from error
 
 
-def own_parts(saved: dict[str, Any]) -> dict[str, Any]:
+def own_parts(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a run without code outside grpocli, which a report does not run.
 
     Rewards become a reward without a formula; parts that the formula does not show become built-in ones. Raises

@@ -7,17 +7,21 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from itertools import pairwise
 from math import isfinite
+from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import RunError
 from grpocli.progress import Progress, unreported
 from grpocli.runs.metrics import number
 from grpocli.runs.saved_run import SavedRun
+from grpocli.text import shorten
 from grpocli_tools.report.page_data import CompletionView, GroupView, PromptText, RolloutSelection, Series
-from grpocli_tools.report.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 BUDGET = 6_000_000
 """Bytes of JSON of all rollouts of a page: small enough for a mail, and read by a browser in a moment."""
@@ -28,14 +32,14 @@ LONGEST = 20_000
 MOST_TOKENS = 8_192
 """Tokens of a completion that have values; longer completions are shown as text."""
 
-FILES_FOR_PROMPTS = 2_000
-"""The most rollout files whose prompts are compared to follow a prompt: a millisecond for each."""
+UNFINISHED = "\ufffd"
+"""The character that a decoder returns for bytes that are not a whole character."""
 
 TOKEN_BYTES, COMPLETION_BYTES = 40, 230
 """The JSON of a token and of the rest of a completion, measured on runs of the built-in model."""
 
-Wanted = dict[int, list[int] | None]
-"""{step: groups}; None for all groups of the step."""
+Wanted = dict[int, list[int]]
+"""{step: groups}."""
 
 
 @dataclass(slots=True)
@@ -52,10 +56,65 @@ class Prompts:
             self.numbers[key] = len(self.found)
             answer = row.get("answer")
             text = PromptText(
-                key[0], cut(key[1]), _messages(row.get("messages")), None if answer is None else cut(answer)
+                key[0],
+                shorten(key[1], LONGEST, counted=True),
+                _messages(row.get("messages")),
+                None if answer is None else shorten(answer, LONGEST, counted=True),
             )
             self.found.append(text)
         return self.numbers[key]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTexts:
+    """Decodes tokens one by one."""
+
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of_run(cls, run: SavedRun) -> TokenTexts | None:
+        """With the tokenizer of the final model, of the newest checkpoint or of a local start model; None without."""
+        from tokenizers import Tokenizer
+
+        for folder in _folders(run):
+            try:
+                return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
+            except Exception:  # noqa: BLE001 - tokenizers raises plain Exception for a missing or broken file
+                continue
+        return None
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """A text for each token, special tokens included; joined they are the decoded text.
+
+        A character of several tokens is in the last one of them.
+        """
+        from tokenizers.decoders import DecodeStream
+
+        whole = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        stream = DecodeStream(skip_special_tokens=False)
+        try:
+            pieces = [stream.step(self.tokenizer, token) or "" for token in ids]
+        except Exception:  # noqa: BLE001 - tokenizers raises plain Exception for bytes that no text has
+            return self._by_prefix(ids, whole)
+        joined = "".join(pieces)
+        if pieces and whole.startswith(joined):  # the rest are bytes of a character that was cut off
+            return [*pieces[:-1], pieces[-1] + whole[len(joined) :]]
+        return self._by_prefix(ids, whole)
+
+    def _by_prefix(self, ids: Sequence[int], whole: str) -> list[str]:
+        """Each piece ends where the text of the tokens so far and the whole text differ; slow for long completions."""
+        if not ids:
+            return []
+        ends = [0]
+        for end in range(1, len(ids)):
+            text = self.tokenizer.decode(list(ids[:end]), skip_special_tokens=False).rstrip(UNFINISHED)
+            ends.append(max(ends[-1], len(commonprefix([text, whole]))))  # noqa: RUF071 - of texts, not of paths
+        return [whole[first:last] for first, last in pairwise([*ends, len(whole)])]
+
+
+def _folders(run: SavedRun) -> list[Path]:
+    checkpoints = [run.dir.checkpoint(step) for step in reversed(run.dir.saved_steps())]
+    return [run.dir.model, *checkpoints, Path(str(run.section("model").get("path")))]
 
 
 @dataclass(frozen=True)
@@ -65,7 +124,7 @@ class RolloutSample:
     budget: bytes of JSON. most: completions; None without a limit. notes: gets a sentence for each problem.
     """
 
-    run: Path
+    run: SavedRun
     prompts: Prompts
     tokens: TokenTexts | None
     budget: int = BUDGET
@@ -83,18 +142,18 @@ class RolloutSample:
         if not steps or self.most == 0:
             return RolloutSelection("no completions were asked for" if steps else "", total, steps)
         affordable = self._affordable(steps)
-        wanted: Wanted = dict.fromkeys(steps)
-        rule = ""
+        wanted, rule = None, ""
         if total > affordable:
             wanted, rule = self._chosen(steps, counts, affordable)
-        groups = list(self._read(wanted))
+        read = {step: wanted[step] if wanted else None for step in sorted(wanted or steps)}
+        groups = [group for step, numbers in read.items() for group in self._groups(step, numbers)]
         shown = sum(len(group.completions) for group in groups)
         return RolloutSelection(rule and f"{shown:,} of {total:,} completions: {rule}", total, steps, groups)
 
-    @cached_property
+    @property
     def files(self) -> dict[int, Path]:
         """{step: rollout file}."""
-        return SavedRun(self.run).rollout_files
+        return self.run.rollout_files
 
     def _counts(self, steps: Sequence[int]) -> dict[int, int]:
         """The number of completions of each step, from the files' footers; unreadable files are left out."""
@@ -124,20 +183,19 @@ class RolloutSample:
         return COMPLETION_BYTES + sum(shown) / len(shown)
 
     def _chosen(self, steps: Sequence[int], counts: Mapping[int, int], affordable: int) -> tuple[Wanted, str]:
-        """Half for the first and last steps, half for prompts that are followed through the steps."""
-        ends, whole = _ends(steps, counts, affordable // 2)
-        looked = _evenly([step for step in steps if step not in ends], FILES_FOR_PROMPTS)
-        prompts = self._prompts_of([*ends, *looked])
-        sizes = [counts[step] / max(1, len(prompts.get(step, {}))) for step in looked if prompts.get(step)]
-        each = sum(sizes) / len(sizes) if sizes else 1.0
-        wanted: Wanted = dict.fromkeys(ends)
-        if not whole:
-            wanted = _lowest({step: prompts.get(step, {}) for step in ends}, int(affordable / 2 / each))
-        followed = _lowest({step: prompts[step] for step in looked if step in prompts}, int(affordable / 2 / each))
-        first = f"all of the steps {_listed(ends)}" if whole else f"groups of the steps {_listed(ends)}"
-        seen = "" if len(looked) + len(ends) == len(steps) else f" of {len(looked):,} evenly spaced steps"
-        rule = f"{first}; of the other steps, the prompts{seen} with the lowest hash, those seen in several steps first"
-        return wanted | followed, rule
+        """Half from both ends of the run inwards, half of prompts that are followed through the steps."""
+        prompts = self._prompts_of(steps)
+        rank = {step: min(at, len(steps) - 1 - at) for at, step in enumerate(steps)}
+        numbered = [(rank[step], at, step, one) for step, ones in prompts.items() for at, one in enumerate(ones)]
+        places = [(step, group) for _, _, step, group in sorted(numbered)]
+        most = max(2, affordable * len(places) // sum(counts.values()))
+        ends = places[: most // 2]
+        followed = sorted(places[len(ends) :], key=lambda place: (prompts[place[0]][place[1]], place))
+        wanted: Wanted = defaultdict(list)
+        for step, group in [*ends, *followed[: most - len(ends)]]:
+            wanted[step].append(group)
+        first = _listed(sorted({step for step, _ in ends}))
+        return wanted, f"of the steps {first}; of the other steps, the prompts with the lowest hash"
 
     def _prompts_of(self, steps: Sequence[int]) -> dict[int, dict[int, str]]:
         """{step: {group: hash of its prompt}}."""
@@ -150,11 +208,6 @@ class RolloutSample:
                 found[step] = {group: _hash(*text) for group, text in texts.items()}
             self.progress(done + 1, len(steps), "steps compared")
         return found
-
-    def _read(self, wanted: Wanted) -> Iterator[GroupView]:
-        for done, step in enumerate(sorted(wanted)):
-            yield from self._groups(step, wanted[step])
-            self.progress(done + 1, len(wanted), "steps read")
 
     def _groups(self, step: int, groups: Sequence[int] | None) -> Iterator[GroupView]:
         by_group: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -206,9 +259,8 @@ def read_step(run: Path, step: int) -> dict[str, Any]:
 
     Raises RunError if the file is broken.
     """
-    prompts = Prompts()
-    tokens = TokenTexts.of_run(run, SavedRun(run).config)
-    sample = RolloutSample(run, prompts, tokens)
+    saved, prompts = SavedRun(run), Prompts()
+    sample = RolloutSample(saved, prompts, TokenTexts.of_run(saved))
     groups = sample.step_groups(step)
     if sample.notes:
         raise RunError(sample.notes[0])
@@ -221,7 +273,7 @@ def completion_view(row: Mapping[str, Any], tokens: TokenTexts | None) -> Comple
     short = len(ids) <= MOST_TOKENS
     length = row.get("length")
     return CompletionView(
-        text=cut(_text(row.get("completion"))),
+        text=shorten(_text(row.get("completion")), LONGEST, counted=True),
         status=_text(row.get("status")),
         finish=_text(row.get("finish_reason")),
         length=length if isinstance(length, int) else len(ids),
@@ -240,12 +292,6 @@ def completion_view(row: Mapping[str, Any], tokens: TokenTexts | None) -> Comple
     )
 
 
-def cut(text: str) -> str:
-    """The first LONGEST characters of a text, and how many are missing."""
-    more = len(text) - LONGEST
-    return text if more <= 0 else f"{text[:LONGEST]} … ({more:,} more characters)"
-
-
 def rounded(value: Any) -> float | int | None:
     """Four significant digits, which keeps the page small."""
     known = number(value)
@@ -261,42 +307,6 @@ def _rounded(values: Any, ids: Sequence[int]) -> Series | None:
 
 def _per_token(values: Any, ids: Sequence[int]) -> Any:
     return values if isinstance(values, list) and ids and len(values) == len(ids) else None
-
-
-def _ends(steps: Sequence[int], counts: Mapping[int, int], most: int) -> tuple[list[int], bool]:
-    """The first and last steps with `most` completions, and whether they fit; the first and last if not even those."""
-    inwards = [step for pair in zip(steps, reversed(steps), strict=True) for step in pair]
-    chosen: list[int] = []
-    for step in dict.fromkeys(inwards):
-        if sum(counts[other] for other in chosen) + counts[step] > most:
-            break
-        chosen.append(step)
-    if len(chosen) >= 2:
-        return sorted(chosen), True
-    return sorted({steps[0], steps[-1]}), False
-
-
-def _evenly(steps: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` of the steps, evenly spaced."""
-    if len(steps) <= most:
-        return list(steps)
-    return [steps[int(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
-
-
-def _lowest(prompts: Mapping[int, Mapping[int, str]], most: int) -> Wanted:
-    """The groups of the prompts with the lowest hashes, those that several steps have first, at most `most` groups."""
-    places: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for step, hashes in prompts.items():
-        for group, text in hashes.items():
-            places[text].append((step, group))
-    wanted: dict[int, list[int]] = defaultdict(list)
-    left = most
-    for text in sorted(places, key=lambda text: (len({step for step, _ in places[text]}) < 2, text)):
-        for step, group in _evenly(places[text], max(2, left)):
-            if left > 0:
-                wanted[step].append(group)
-                left -= 1
-    return dict(wanted)
 
 
 def _listed(steps: Sequence[int]) -> str:
@@ -319,7 +329,7 @@ def _messages(messages: Any) -> list[dict[str, str]] | None:
     if not isinstance(messages, list):
         return None
     return [
-        {"role": _text(message.get("role")), "content": cut(_text(message.get("content")))}
+        {"role": _text(message.get("role")), "content": shorten(_text(message.get("content")), LONGEST, counted=True)}
         for message in messages
         if isinstance(message, Mapping)
     ]

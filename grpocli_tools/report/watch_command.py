@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 import threading
+import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,29 +27,6 @@ Each printed address lets one browser in. Ctrl-C stops the server; the run goes 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """Prints the address for a browser. port: of the server."""
-
-    port: int
-
-    def address(self, token: str) -> str:
-        return f"http://127.0.0.1:{self.port}/?token={token}"
-
-    def next(self, token: str) -> None:
-        """Print the address for one more browser."""
-        with suppress(OSError):  # the terminal is closed
-            print(f"opened; another browser: {self.address(token)}", flush=True)
-
-    def tunnel(self) -> str | None:
-        """The command that forwards the port to the user's machine, in a session of SSH."""
-        parts = os.environ.get("SSH_CONNECTION", "").split()
-        if len(parts) != 4:
-            return None
-        user = os.environ.get("USER") or "USER"
-        return f"ssh -N -L {self.port}:127.0.0.1:{self.port} {user}@{parts[2]}"
-
-
 def main(argv: Sequence[str]) -> int:
     """Serve the page until Ctrl-C. Returns the exit code. Raises ConfigError for a file or a port that is taken."""
     args = _parser().parse_args(argv)
@@ -58,21 +35,25 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"{folder} is a file; give the folder of a run, or a folder of runs")
     if not 0 <= args.port < 1 << 16:
         raise ConfigError("must be between 1 and 65535, or 0 for a free one", key="--port", value=args.port)
-    from grpocli_tools.report.build_page import Builder, new_values
-    from grpocli_tools.report.live import BrowserSessions, live_app
+    from grpocli_tools.report.build_page import Builder
     from grpocli_tools.report.live_data import LiveData
-    from grpocli_tools.report.live_server import listen, serve
+    from grpocli_tools.report.live_server import BrowserSessions, listen, live_app, serve
     from grpocli_tools.report.report_page import formula_lines_of
-    from grpocli_tools.report.rollout_sample import read_step
 
     server = listen(args.port)
-    announcement = Announcement(server.getsockname()[1])
-    data = LiveData(args.folders, Builder(formula_lines_of, live=True).page, new_values, read_step)
-    sessions = BrowserSessions(f"grpocli_watch_{announcement.port}", announcement.next)
+    port = server.getsockname()[1]
+    address = f"http://127.0.0.1:{port}/?token="
+
+    def announce(token: str) -> None:
+        with suppress(OSError):  # the terminal is closed
+            print(f"opened; another browser: {address}{token}", flush=True)
+
+    data = LiveData(args.folders, Builder(formula_lines_of, live=True).page)
+    sessions = BrowserSessions(f"grpocli_watch_{port}", announce)
     app = live_app(data, sessions, "grpocli watch")
-    _announce(args.folders, announcement, sessions.token)
-    if args.open:
-        _open(announcement.address(sessions.token))
+    _announce(args.folders, address + sessions.token, port)
+    if args.open and not webbrowser.open(address + sessions.token):
+        print("no browser can be opened here", file=sys.stderr)
     with suppress(KeyboardInterrupt):  # before the server handles it
         serve(app, server)
     print("the server has stopped; the runs continue", flush=True)
@@ -81,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _announce(folders: Sequence[Path], announcement: Announcement, token: str) -> None:
+def _announce(folders: Sequence[Path], address: str, port: int) -> None:
     from grpocli.text import one_line
 
     say = partial(print, flush=True)
@@ -89,17 +70,12 @@ def _announce(folders: Sequence[Path], announcement: Announcement, token: str) -
     for folder in folders:
         if not folder.is_dir():
             say(f"there is no folder {one_line(str(folder))} yet; its runs are shown when they begin")
-    say(f"open {announcement.address(token)}")
-    if tunnel := announcement.tunnel():
-        say(f"from your machine, first: {one_line(tunnel)}")
+    say(f"open {address}")
+    connection = os.environ.get("SSH_CONNECTION", "").split()  # the client's address and port, this machine's
+    if len(connection) == 4:
+        user = os.environ.get("USER") or "USER"
+        say(f"from your machine, first: {one_line(f'ssh -N -L {port}:127.0.0.1:{port} {user}@{connection[2]}')}")
     say("Ctrl-C stops the server")
-
-
-def _open(address: str) -> None:
-    import webbrowser
-
-    if not webbrowser.open(address):
-        print("no browser can be opened here", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -83,13 +83,6 @@ def test_a_run_is_finished_if_its_summary_says_so(run: RunDir) -> None:
         assert SavedRun(run.path).finished_steps is None
 
 
-def test_the_summary_of_a_failed_run_has_the_error(run: RunDir) -> None:
-    summary(run, after={}, cause="RunError: disk")
-    read = json.loads(run.summary.read_text())
-    assert read["exit"] == "RunError: disk"
-    assert "eval/accuracy" not in read
-
-
 @pytest.mark.processes
 def test_a_summary_can_be_written_to_a_full_disk(small_disk: Path) -> None:
     run = RunDir(small_disk)
@@ -115,14 +108,6 @@ def test_the_card_has_results_and_config(run: RunDir) -> None:
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["seed"] == 0
 
 
-def test_accuracies_over_different_problems_are_marked(run: RunDir) -> None:
-    why = "before and after are of different evaluations: eval.problems 256 -> 512"
-    made = summary(run, incomparable=why)
-    assert json.loads(run.summary.read_text())["eval/incomparable"] == why
-    assert f"\n\nB{why[1:]}.\n\n```python" in model_card(run, "Qwen/Qwen2.5-0.5B", made)
-    assert "eval/incomparable" not in summary(run, incomparable=why, after={}), "no accuracies of the same problems"
-
-
 def test_the_card_lists_the_sessions(run: RunDir) -> None:
     for step, changes in ((0, {}), (20, {"optim.lr": (1e-6, 5e-7), "rollout.stop": ([], ["|"])})):
         add_session(run, Session(step, f"day {step}", {"grpocli": "0.1.0", "torch": "2"}, changes))
@@ -131,26 +116,3 @@ def test_the_card_lists_the_sessions(run: RunDir) -> None:
     assert "| steps 21 to 60 | started day 20 with grpocli 0.1.0, torch 2; `optim.lr` 1e-06 -> 5e-07; `rollout" in card
     assert "[\\|]" in card
     assert "The config of the last steps:" in card
-
-
-def test_the_card_names_choices_of_a_resume(run: RunDir) -> None:
-    (run.path / ".hydra").mkdir()
-    choices = {"algorithm": "dapo", "task": "gsm8k", "engine": "auto"}
-    (run.path / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices}}}))
-    overrides = ["algorithm=dapo", "task=gsm8k", "optim.lr=1", "algorithm=drgrpo", "+reward@reward.mine=python"]
-    run.config.write_text(CONFIG + yaml.safe_dump({"overrides": overrides}))
-    card = model_card(run, "Qwen/Qwen2.5-0.5B", summary(run))
-    assert "| algorithm | `drgrpo` |" in card
-    assert "| task | `gsm8k` |" in card
-
-
-def test_the_card_names_the_choices_that_hydra_saved(run: RunDir) -> None:
-    (run.path / ".hydra").mkdir()
-    choices = {"algorithm": "dapo", "task": "gsm8k", "model": "tiny", "hydra/launcher": "basic"}
-    saved = {"hydra": {"runtime": {"choices": choices}}}
-    (run.path / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(saved))
-    card = model_card(run, "/home/me/.cache/grpocli/tiny-abc", summary(run, before={}, after={}))
-    assert "| algorithm | `dapo` |" in card
-    assert "| task | `gsm8k` |" in card
-    assert "not measured before, not measured after" in card
-    assert "base_model" not in front(card)

@@ -19,7 +19,7 @@ from grpocli.errors import ConfigError
 from grpocli.hub import HubPath
 from grpocli.publish import pull
 from grpocli.publish.published import HIDDEN
-from grpocli.publish.pull import check_config, newest_checkpoint, runs_code
+from grpocli.publish.pull import check_config, runs_code
 from grpocli.publish.push import Pusher
 from grpocli.runs.run_dir import RunDir
 from grpocli_tools.command_line import composed
@@ -159,13 +159,6 @@ def test_an_interpolation_that_becomes_code_is_refused(config: Callable[..., Pat
         check_config(config(change=change), NAME, [])
 
 
-@pytest.mark.parametrize("key", ["env", "paired_env"])
-def test_environments_of_verifiers_are_code(config: Callable[..., Path], key: str) -> None:
-    path = config(change=lambda plain: plain["task"].update({"_target_": "task/verifiers", key: "evil.py"}))
-    with pytest.raises(ConfigError, match=rf"task\.{key}=evil\.py"):
-        check_config(path, NAME, [])
-
-
 @pytest.mark.parametrize(
     "override",
     [
@@ -254,14 +247,6 @@ def test_an_interrupted_download_of_another_commit_is_not_completed(
     Pusher(run, Hub(push="me/new")).push_checkpoint(add_checkpoint(run, 7), 7)
     pull.fetch(HubPath("me/new"), "hub:me/new", tmp_path / "b", [])
     assert [path.name for path in (tmp_path / "b" / "checkpoints").iterdir()] == ["step_000007"]
-
-
-def test_the_newest_checkpoint_has_the_largest_number_that_a_run_gives() -> None:
-    files = [f"checkpoints/step_{name}/trainer.json" for name in ("000002", "1000000", "999999", "9" * 20, "\x1b[31m")]
-    assert (
-        newest_checkpoint([*files, "checkpoints/step_2000000/model.safetensors"], "me/run")
-        == "checkpoints/step_1000000"
-    )
 
 
 def test_where_a_key_is_sent_must_be_given_again(config: Callable[..., Path]) -> None:

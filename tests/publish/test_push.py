@@ -119,18 +119,6 @@ def test_a_repeated_push_sends_nothing_again(hub: StandInHub, run: RunDir) -> No
     assert len(hub.repos["me/new"].commits) == commits + 1
 
 
-def test_a_push_that_was_interrupted_goes_on_where_it_was(hub: StandInHub, run: RunDir) -> None:
-    hub.refuse["/api/models/me/new/commit"] = 400
-    with pytest.raises(ConfigError, match=r"^hub\.push=me/new: .*refused by the test"):
-        Pusher(run, Hub(push="me/new", rollouts=False)).push()
-    sent = list(hub.uploads)
-    assert len(sent) >= 1  # the weights were sent before the commit
-    hub.refuse.clear()
-    Pusher(run, Hub(push="me/new", rollouts=False)).push()
-    assert hub.uploads.count(sent[0]) == 1
-    assert "model.safetensors" in (hub.repos["me/new"].files("main") or {})
-
-
 def test_rollouts_and_checkpoints_are_chosen(hub: StandInHub, run: RunDir) -> None:
     add_checkpoint(run, 1)
     Pusher(run, Hub(push="me/less", rollouts=False)).push()
@@ -152,25 +140,6 @@ def test_a_pushed_checkpoint_replaces_those_that_the_run_has_deleted(hub: StandI
     assert there == {"step_000002", "step_000003"}
 
 
-def test_another_branch_keeps_the_default_branch_as_it_is(hub: StandInHub, run: RunDir) -> None:
-    Pusher(run, Hub(push="me/new", revision="second")).push()
-    repo = hub.repos["me/new"]
-    assert "model.safetensors" in (repo.files("second") or {})
-    assert "model.safetensors" not in (repo.files("main") or {})
-
-
-def test_another_run_goes_to_a_branch_of_its_own(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:
-    Pusher(run, Hub(push="me/new")).push()
-    before = hub.repos["me/new"].files("main")
-    other = make_run(tmp_path / "other" / "run", "second")
-    for _ in range(2):
-        forget_hub()
-        Pusher(other, Hub(push="me/new", revision="second")).push()
-    files = hub.repos["me/new"].files("second") or {}
-    assert files["model.safetensors"] == (other.model / "model.safetensors").read_bytes()
-    assert hub.repos["me/new"].files("main") == before
-
-
 def test_another_run_is_not_overwritten(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:
     Pusher(run, Hub(push="me/new")).push()
     with pytest.raises(ConfigError, match=r"^hub\.push=me/new: holds another run; .*hub\.revision=BRANCH"):
@@ -185,15 +154,6 @@ def test_files_that_are_no_run_are_not_overwritten(hub: StandInHub, run: RunDir,
     with pytest.raises(ConfigError, match=r"^hub\.push=me/base: holds files that are no run of grpocli; choose"):
         Pusher(run, Hub(push="me/base")).push()
     assert hub.repos["me/base"].files("main") == mine
-
-
-def test_a_new_repository_of_the_hub_s_page_is_pushed_to(hub: StandInHub, run: RunDir) -> None:
-    hub.repos["me/new"] = Repo(private=True)
-    hub.repos["me/new"].commit(
-        "main", {".gitattributes": b"", "README.md": b"---\nlicense: mit\n---\n"}, "initial commit"
-    )
-    Pusher(run, Hub(push="me/new")).push()
-    assert b"library_name" in (hub.repos["me/new"].files("main") or {})["README.md"]
 
 
 @pytest.mark.parametrize("path", ["/api/models/me/new/tree", "/me/new/resolve"])
@@ -216,17 +176,6 @@ def test_a_hub_that_does_not_say_what_it_holds_is_not_pushed_to(
     assert "HTTP Error" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("private", "warned"), [(True, 1), (False, 0)])
-def test_a_push_to_a_public_repository_is_warned_of(
-    hub: StandInHub, run: RunDir, capsys: pytest.CaptureFixture[str], private: bool, warned: int
-) -> None:
-    Pusher(run, Hub(push="me/new", private=False)).push()
-    forget_hub()
-    Pusher(run, Hub(push="me/new", private=private)).push()
-    assert capsys.readouterr().err.count("warning: me/new is a public repository") == warned
-    assert not hub.repos["me/new"].private
-
-
 @pytest.mark.parametrize(
     ("token", "name", "problem"),
     [
@@ -246,16 +195,6 @@ def test_a_token_that_may_not_write_is_refused_in_a_sentence(
         Pusher(run, Hub(push=name)).push()
     assert "\n" not in str(caught.value)
     assert token is None or token not in str(caught.value)
-
-
-def test_a_token_that_may_only_read_an_existing_repository_is_refused(
-    hub: StandInHub, run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Pusher(run, Hub(push="me/new", private=False)).push()
-    forget_hub()
-    monkeypatch.setenv("HF_TOKEN", "hf_reader_token")
-    with pytest.raises(ConfigError, match="the token may not do this"):
-        Pusher(run, Hub(push="me/new")).push()
 
 
 def test_secrets_and_local_folders_are_not_pushed(
@@ -415,29 +354,8 @@ def test_secrets_and_folders_of_former_sessions_are_hidden(run: RunDir) -> None:
     }
 
 
-def test_texts_without_anything_to_hide_stay_as_they_are() -> None:
-    text = "https://example.org/a/b?x=1 and/or 1/2 </answer> /no_think"
-    assert Publisher.of({"a": text})(text) == text
-
-
-def test_the_command_pushes_a_run_and_repeats_it(
-    hub: StandInHub, run: RunDir, grpocli: Callable[..., tuple[int, str, str]]
-) -> None:
-    code, out, _ = grpocli("push", str(run.path), "--to", "me/new", "--no-rollouts")
-    assert (code, out.strip()) == (0, f"{hub.url}/me/new")
-    assert grpocli("push", str(run.path), "--to", "me/new")[0] == 0
-    assert "rollouts/step_000001.parquet" in (hub.repos["me/new"].files("main") or {})
-
-
 def test_the_command_wants_a_name(run: RunDir, grpocli: Callable[..., tuple[int, str, str]]) -> None:
     code, _, said = grpocli("push", str(run.path))
     assert code == 2
     assert "--to: name the repository: --to OWNER/NAME" in said
     assert "--to=new: expected OWNER/NAME" in grpocli("push", str(run.path), "--to", "new")[2]
-
-
-def test_a_running_run_is_not_pushed(run: RunDir, grpocli: Callable[..., tuple[int, str, str]]) -> None:
-    with run.locked():
-        code, _, said = grpocli("push", str(run.path), "--to", "me/new")
-    assert code == 2
-    assert "is running" in said

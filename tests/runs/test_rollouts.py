@@ -14,14 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 
-from grpocli.rewards.length import Overlong
-from grpocli.rewards.reward import answer_columns
-from grpocli.rewards.text_match import ExactMatch
 from grpocli.runs.rollouts import Record, evaluation_records, read_rollouts, write_rollouts
-from grpocli.tasks.generated import CountdownReward
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row, Status
 
 TALK = [{"role": "user", "content": "Wie groß?"}]
@@ -142,12 +137,6 @@ def test_columns_and_reference_answer_are_the_examples(
     assert json.loads(row["columns"]) == columns
 
 
-def test_the_reference_answer_is_in_the_rewards_column() -> None:
-    assert answer_columns([CountdownReward(), ExactMatch()]) == ("answer", "target")
-    assert answer_columns([Overlong(max_tokens=4), ExactMatch(answer_column="solution")]) == ("solution", "answer")
-    assert answer_columns([Overlong(max_tokens=4)]) == ("answer",)
-
-
 def test_columns_of_any_kind_are_json(tmp_path: Path) -> None:
     columns = {
         "date": datetime.datetime(2024, 1, 2),
@@ -180,30 +169,11 @@ def test_columns_of_any_kind_are_json(tmp_path: Path) -> None:
     assert json.loads(rows[1]["columns"]) == {"date": 3}, "another task's column of the same name"
 
 
-def test_the_files_of_all_steps_have_the_same_schema(tmp_path: Path) -> None:
-    """Files of steps with different tasks, prompts and statuses can then be read as one data set."""
-    written(tmp_path / "one", group("a", "p", [{"math": 1.0}], {"answer": 3}))
-    written(tmp_path / "two", group("a", TALK, [{"math": math.nan}], {"level": {"of": ["x"]}}))
-    one, two = (pyarrow.parquet.read_schema(tmp_path / name / "rollouts.parquet") for name in ("one", "two"))
-    assert one == two
-
-
 def test_the_docs_list_every_column_and_status(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
     (row,) = written(tmp_path, group("a", "p", [{"NAME": 1.0}]))
     documented = set(re.findall(r"`([\w/]+)`", "".join(re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE))))
     assert documented == {*row, *Status}
-
-
-def test_a_step_may_keep_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts" / "step_000001.parquet"
-    write_rollouts(path, [], step=1)
-    assert read_rollouts(path) == []
-
-
-def test_text_may_have_lone_surrogates(tmp_path: Path) -> None:
-    (row,) = written(tmp_path, group("a", "half \ud83d of a face", [{"math": 1.0}]))
-    assert row["prompt"] == "half ? of a face"
 
 
 @pytest.mark.processes

@@ -17,27 +17,6 @@ from grpocli.errors import ConfigError
 from grpocli.runs.run_dir import RunDir
 
 
-def test_files_have_their_paths(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "day" / "time")
-    assert run.name == "day/time"
-    assert run.rollouts(1) == run.path / "rollouts" / "step_000001.parquet"
-    below = {p.name for p in (run.config, run.metrics, run.summary, run.log, run.checkpoints, run.model)}
-    assert below == {"config.yaml", "metrics.jsonl", "summary.json", "run.log", "checkpoints", "model"}
-
-
-def test_a_new_folder_is_created_empty(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "a" / "b")
-    run.check_writable(resuming=False)
-    assert list(run.path.iterdir()) == []
-
-
-def test_a_file_at_the_path_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()
-    for path in (tmp_path / "a", tmp_path / "a" / "b"):
-        with pytest.raises(ConfigError, match=rf"^hydra\.run\.dir={path}: cannot be written: .*choose another"):
-            RunDir(path).check_writable(resuming=False)
-
-
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT])
 def test_a_folder_that_cannot_be_written_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -51,12 +30,6 @@ def test_a_folder_that_cannot_be_written_is_reported(
     assert os.strerror(code) in str(caught.value)
     assert ("free some space" in str(caught.value)) == (code in (errno.ENOSPC, errno.EDQUOT))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.processes
-def test_a_full_disk_is_reported(full_disk: Path) -> None:
-    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*No space left.*free some space"):
-        RunDir(full_disk).check_writable(resuming=False)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
@@ -82,14 +55,6 @@ def test_the_folder_of_a_run_that_never_began_is_removed(tmp_path: Path) -> None
     run.log.touch()
     run.remove_unstarted()
     assert not run.path.exists()
-
-
-def test_a_run_that_began_is_kept(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "a")
-    run.path.mkdir()
-    run.metrics.touch()
-    run.remove_unstarted()
-    assert run.metrics.exists()
 
 
 @pytest.mark.processes
@@ -127,12 +92,6 @@ def test_an_os_error_during_a_run_has_a_remedy(tmp_path: Path, code: int, inside
     assert error.exit_code == 1
     with pytest.raises(type(error), match=said):
         raise error
-
-
-def test_a_folder_that_was_removed_is_reported(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    error = run.run_error(FileNotFoundError(errno.ENOENT, "No such file or directory", str(run.metrics)))
-    assert "the folder was removed or emptied while the run was writing in it" in str(error)
 
 
 @pytest.mark.parametrize(("problem", "goes_on"), [(errno.ENOSYS, True), (errno.ENOLCK, True), (errno.EIO, False)])

@@ -62,16 +62,6 @@ def test_broken_lines_are_ignored(tmp_path: Path) -> None:
     assert (saved.id, saved.problems) == ("abc", ["sessions.jsonl: line 1, 2, 3 cannot be read"])
 
 
-def test_a_session_names_its_versions(tmp_path: Path) -> None:
-    import torch
-
-    run = RunDir(tmp_path)
-    add_session(run, Session.now(0, {}))
-    (session,) = SavedRun(tmp_path).sessions
-    assert torch.__version__.startswith(session.versions["torch"])
-    assert {"grpocli", "python", "transformers"} <= session.versions.keys()
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(1e-6, "1e-06"), (None, "null"), (True, "true"), ("a\nb\x1b[31m", "a b"), ([1, "x"], "[1,x]"), (7, "7")],

@@ -36,10 +36,6 @@ class Recorded(Callback):
         self.seen.append(step)
 
 
-def test_the_base_class_does_nothing() -> None:
-    Callbacks([("plain", Callback())], strict=True).before_step(1)
-
-
 def test_an_error_is_shown_once_and_counted_and_the_others_are_called(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     shown: list[str] = []
@@ -70,17 +66,6 @@ def test_a_callback_can_end_the_training() -> None:
     callbacks.before_step(3)
     assert callbacks.stop == "the callback x.py:Stops ends the run: good enough"
     assert not callbacks.failures
-
-
-class Leaves(Callback):
-    def before_step(self, step: int) -> None:
-        raise SystemExit(3)
-
-
-def test_exit_in_a_callback_is_an_error_like_others() -> None:
-    callbacks = Callbacks([("x.py:Leaves", Leaves())])
-    callbacks.before_step(1)
-    assert callbacks.failures["x.py:Leaves", "before_step"] == 1
 
 
 class Draws(Callback):
@@ -114,20 +99,6 @@ def test_the_data_is_plain_and_a_copy() -> None:
     assert event.metrics == {"reward": 0.5, "kl": None, "inner": {"a": [1, 2]}}
     event.metrics["inner"]["a"].append(3)
     assert metrics["inner"] == {"a": [1, 2]}
-
-
-def test_an_evaluation_is_passed_on_once_for_a_step() -> None:
-    seen = []
-
-    class Evaluated(Callback):
-        def after_evaluation(self, evaluation: Any) -> None:
-            seen.append((evaluation.step, dict(evaluation.metrics)))
-
-    callbacks = Callbacks([("x", Evaluated())])
-    callbacks.after_evaluation(2, {"eval/accuracy": 0.5, "loss": 1.0})
-    callbacks.after_evaluation(2, {"eval/accuracy": 0.5})
-    callbacks.after_evaluation(3, {"loss": 1.0})
-    assert seen == [(2, {"eval/accuracy": 0.5})]
 
 
 CODE = """

@@ -17,8 +17,6 @@ from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import check_is_run
 from grpocli.runs.sessions import Session, add_session
 from grpocli_tools.report.compare_command import main
-from grpocli_tools.report.run_rows import find_runs
-from grpocli_tools.report.several import labels
 
 
 def run(folder: Path, algorithm: str, seed: int, accuracy: float | None, lr: float = 0.1) -> None:
@@ -81,40 +79,11 @@ def test_accuracies_over_different_problems_have_no_change(
     assert (f"{said}{key} " in capsys.readouterr().out) is not comparable
 
 
-def test_a_run_that_is_being_resumed_is_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "one", "grpo", 0, 0.3)
-
-    def state() -> str:
-        main([str(tmp_path), "--format", "json"])
-        return str(json.loads(capsys.readouterr().out)[0]["exit"])
-
-    assert state() == "done"
-    with RunDir(tmp_path / "one").locked():
-        assert state() == "running"
-    assert state() == "done"
-
-
-def test_a_key_that_a_second_resume_changes_back_does_not_count(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path / "one", "grpo", 0, 0.3)
-    for step, values in ((10, (256, 512)), (20, (512, 256))):
-        add_session(RunDir(tmp_path / "one"), Session(step, "day", {}, {"eval.problems": values}))
-    main([str(tmp_path), "--format", "json"])
-    assert json.loads(capsys.readouterr().out)[0]["change"] == pytest.approx(0.2)
-
-
 def test_repetitions_with_other_seeds_are_averaged(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(sweep), "--format", "markdown"])
     out = capsys.readouterr().out
     assert "| grpo | 2 | 0.100 ± 0.000 | 0.400 ± 1.271 | 0.300 ± 1.271 |" in out
     assert out.endswith("final reward: the mean over the last 10 steps\n")
-
-
-@pytest.mark.parametrize("style", ["table", "csv"])
-def test_the_table_has_other_formats(style: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(sweep), "--format", style])
-    assert "dapo" in capsys.readouterr().out
 
 
 def test_a_folder_without_runs_is_reported(tmp_path: Path) -> None:
@@ -173,37 +142,6 @@ def test_typed_keys_are_shown_beside_a_choice_that_differs(tmp_path: Path, capsy
     assert columns(tmp_path, capsys) == ["algorithm", "kl.beta", "lr"]
 
 
-def test_a_replaced_part_is_shown_if_the_algorithm_is_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for part in ("k1", "k2"):
-        choices = {"algorithm": "grpo", "algorithm/kl": part, "hydra/launcher": part, "recipe@_global_": part}
-        typed(tmp_path / part, [f"algorithm/kl={part}"], choices, {"algorithm": {"kl": {"beta": part}}})
-    assert columns(tmp_path, capsys) == ["recipe", "algorithm/kl"]
-
-
-def test_a_default_that_changed_between_versions_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for clip in (0.2, 0.3):
-        typed(tmp_path / str(clip), ["train.steps=3"], {"algorithm": "grpo"}, {"algorithm": {"clip": clip}})
-    assert columns(tmp_path, capsys) == ["clip"]
-
-
-def test_names_that_clash_are_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for i in (1, 2):
-        overrides = [f"train.steps={i}", f"a.every={i}", f"b.every={i}"]
-        config = {"train": {"steps": i}, "a": {"every": i}, "b": {"every": i}}
-        typed(tmp_path / str(i), overrides, {}, config)
-    main([str(tmp_path), "--format", "csv"])
-    assert capsys.readouterr().out.splitlines()[0].startswith("run,train.steps,a.every,b.every,steps,")
-
-
-def test_names_that_other_keys_of_the_runs_have_are_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for i, allowed in ((1, True), (2, False)):
-        config = {"checkpoint": {"every": i}, "eval": {"every": 5}, "optim": {"lr": i}, "resume_other_weights": allowed}
-        typed(tmp_path / str(i), [f"checkpoint.every={i}", f"optim.lr={i}"], {}, config)
-    assert columns(tmp_path, capsys) == ["checkpoint.every", "lr"]
-
-
 def test_broken_and_unstarted_runs_are_shown_as_such(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (sweep / "0" / "config.yaml").write_text("a: [1, 2")
     (sweep / "1" / "summary.json").write_text('{"exit": "do')
@@ -218,37 +156,10 @@ def test_broken_and_unstarted_runs_are_shown_as_such(sweep: Path, capsys: pytest
     ] * 3
 
 
-def test_means_are_over_finished_runs_only(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(sweep), "--format", "markdown"])
-    assert "| dapo | 1 | 0.100 | 0.900 | 0.800 |" in capsys.readouterr().out
-
-
-def test_an_accuracy_of_zero_is_sorted_before_a_missing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for i, accuracy in enumerate([None, 0.0, 0.1]):
-        run(tmp_path / str(i), "grpo", i, accuracy)
-    main([str(tmp_path), "--format", "json"])
-    assert [row["run"] for row in json.loads(capsys.readouterr().out)] == ["2", "1", "0"]
-
-
-def test_a_long_error_is_cut_only_in_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "a", "grpo", 0, 0.5)
-    cause = "RunError: " + "very | long " * 20
-    (tmp_path / "a" / "summary.json").write_text(json.dumps({"exit": cause}))
-    main([str(tmp_path), "--format", "markdown"])
-    assert "RunError: very \\| long very \\|" in capsys.readouterr().out
-    main([str(tmp_path), "--format", "json"])
-    assert json.loads(capsys.readouterr().out)[0]["exit"] == cause
-
-
-def test_a_folder_given_twice_is_shown_once(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(sweep), str(sweep / "1"), "--format", "json"])
-    assert len(json.loads(capsys.readouterr().out)) == 4
-
-
 @pytest.mark.processes
 def test_help_imports_nothing_heavy() -> None:
     heavy = "[m for m in ('torch', 'rich', 'hydra') if m in sys.modules]"
-    code = f"import sys; from grpocli_tools.report import comparison; print({heavy})"
+    code = f"import sys; from grpocli_tools.report import compare_command; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -279,8 +190,6 @@ def test_escape_sequences_of_a_run_never_reach_the_terminal(
     [
         "a: !!timestamp x",
         "a: " + "9" * 5000,
-        "reward: 3",
-        "overrides: 3",
         "- a list",
     ],
 )
@@ -307,40 +216,3 @@ def test_results_that_are_not_numbers_are_shown_as_missing(
     main([str(sweep), "--sort", "accuracy", "--format", "json"])
     row = next(row for row in json.loads(capsys.readouterr().out) if row["run"] == "0")
     assert [row[name] for name in ("before", "accuracy", "change", "final reward", "seconds")] == [None] * 5
-
-
-@pytest.fixture
-def kinds(tmp_path: Path) -> Path:
-    """Runs of different kinds: each has thirty keys of its own on its command line; the first has a name."""
-    for i in range(3):
-        folder = tmp_path / f"day/{i}"
-        run(folder, f"kind{i}", i, 0.3 + i / 10)
-        config = json.loads((folder / "config.yaml").read_text())
-        own = {f"key{i}_{n}": n for n in range(30)}
-        more = {"name": "my baseline", "tags": ["paper"]} if i == 0 else {}
-        typed = [f"rollout.{key}={value}" for key, value in own.items()] + [f"{key}=x" for key in more]
-        (folder / "config.yaml").write_text(json.dumps(config | more | {"rollout": own, "overrides": typed}))
-    return tmp_path / "day"
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_runs_of_different_kinds_show_results_first_and_then_what_fits(
-    kinds: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("grpocli_tools.report.comparison.PIPE", width)
-    main([str(kinds)])
-    out = capsys.readouterr().out
-    lines = out.splitlines()
-    assert max(map(len, lines[:-1])) <= width
-    assert [cell in out for cell in ("0.300", "0.400", "0.500", "done", "accuracy")] == [True] * 5
-    assert "my baseline (0): " in out
-    for i in range(3):
-        assert f"algorithm=kind{i}" in out or f" kind{i} " in out
-        assert f"key{i}_29=29" in out.replace("\n", " ")
-    assert "key0_0=0" not in out.split("1: ")[-1].split("my baseline")[0]
-
-
-def test_labels_of_pages_are_names_folders_or_a_few_settings(kinds: Path) -> None:
-    rows = sorted(find_runs(kinds), key=lambda row: row.path)
-    assert [label for _, label, _ in labels(rows)] == ["my baseline", "1", "2"]
-    assert [group for _, _, group in labels(rows)] == ["as my baseline", "as 1", "as 2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from grpocli_tools.report.build_page import Builder, new_values
+from grpocli.runs.saved_run import SavedRun
+from grpocli_tools.report.build_page import Builder
 from grpocli_tools.report.html import page_json
-from grpocli_tools.report.live_data import SHARE, Budget, LiveData, MetricsTail
-from grpocli_tools.report.rollout_sample import read_step
+from grpocli_tools.report.live_data import SHARE, LiveData
 
 
 def row(step: int, **more: Any) -> str:
@@ -32,22 +33,16 @@ def make_run(path: Path, steps: int = 3) -> Path:
     return path
 
 
-class Rested(Budget):
-    """A budget that never rests."""
-
-    def allows(self) -> bool:
-        return True
-
-
-def no_formula(run: Path) -> list[str]:
+def no_formula(run: SavedRun) -> list[str]:
     return ["J = 1"]
 
 
 @pytest.fixture
 def live(tmp_path: Path) -> Callable[..., LiveData]:
     def made(*folders: Path) -> LiveData:
-        load = Builder(no_formula, live=True).page
-        return LiveData(folders or (tmp_path,), load, new_values, read_step, Rested(1), Rested(1))
+        return LiveData(
+            folders or (tmp_path,), Builder(no_formula, live=True).page, clock=itertools.count(0, 100).__next__
+        )
 
     return made
 
@@ -69,18 +64,6 @@ def test_only_new_steps_are_sent(live: Callable[..., LiveData], tmp_path: Path) 
     assert ["steps", "5 of 10"] in answer(data.whole())["runs"][0]["facts"]
 
 
-def test_each_page_gets_every_step_once(live: Callable[..., LiveData], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    data = live()
-    early = answer(data.whole())["cursor"]
-    add(run, row(4))
-    late = answer(data.whole())
-    assert late["runs"][0]["steps"] == [1, 2, 3, 4]
-    add(run, row(5))
-    assert answer(data.since(late["cursor"]))["runs"]["r0"]["steps"] == [5]
-    assert answer(data.since(early))["runs"]["r0"]["steps"] == [4, 5]
-
-
 def test_steps_logged_while_the_page_is_built_again_are_not_lost(tmp_path: Path) -> None:
     run, build = make_run(tmp_path / "a"), Builder(no_formula, live=True).page
     meanwhile: list[str] = []
@@ -90,7 +73,7 @@ def test_steps_logged_while_the_page_is_built_again_are_not_lost(tmp_path: Path)
         add(run, *meanwhile)
         return page
 
-    data = LiveData([tmp_path], load, new_values, read_step, Rested(1), Rested(1))
+    data = LiveData([tmp_path], load, clock=itertools.count(0, 100).__next__)
     cursor = data.whole()["cursor"]
     add(run, row(4))
     meanwhile.append(row(5))
@@ -108,28 +91,6 @@ def test_a_torn_line_waits_for_its_end(live: Callable[..., LiveData], tmp_path: 
     assert data.since(cursor) is None
     add(run, line[20:])
     assert answer(data.since(cursor))["runs"]["r0"]["steps"] == [4]
-
-
-def test_a_page_opened_in_the_middle_of_a_line_gets_the_step(live: Callable[..., LiveData], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    line = row(4)
-    add(run, line[:20])
-    data = live()
-    cursor = answer(data.whole())["cursor"]
-    add(run, line[20:])
-    news = answer(data.since(cursor))
-    assert news.get("reload") or news["runs"]["r0"]["steps"] == [4]
-    assert answer(data.whole())["runs"][0]["steps"] == [1, 2, 3, 4]
-
-
-def test_only_appended_bytes_are_read(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    tail = MetricsTail(run / "metrics.jsonl")
-    size = (run / "metrics.jsonl").stat().st_size
-    assert (tail.offset, tail.read()) == (size, [])
-    add(run, row(4), "broken\n", '{"step": true}\n', row(5))
-    assert [found["step"] for found in tail.read() or []] == [4, 5]
-    assert tail.read() == []
 
 
 def test_new_accuracies_have_intervals(live: Callable[..., LiveData], tmp_path: Path) -> None:
@@ -186,39 +147,19 @@ def test_a_deleted_run_is_a_note(live: Callable[..., LiveData], tmp_path: Path) 
     assert answer(data.whole())["runs"] == []
 
 
-def test_runs_are_in_the_order_of_the_report(live: Callable[..., LiveData], tmp_path: Path) -> None:
-    for name in "cabed":
-        make_run(tmp_path / name, 1)
-    whole = answer(live(tmp_path).whole())
-    assert [(run["id"], run["name"]) for run in whole["runs"]] == [(f"r{i}", name) for i, name in enumerate("abcde")]
-
-
-def test_the_files_are_not_read_again_while_the_budget_rests(tmp_path: Path) -> None:
+def test_files_are_not_looked_at_again_for_many_times_as_long(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
-    still = lambda: 0.0  # noqa: E731
-    reads: list[int] = []
+    now, reads = [0.0], list[float]()
 
     def load(paths: Any) -> Any:
-        reads.append(1)
+        reads.append(now[0])
+        now[0] += 0.1
         return Builder(no_formula, live=True).page(paths)
 
-    data = LiveData((tmp_path,), load, new_values, read_step, Budget(1, still), Budget(1, still))
+    data = LiveData((tmp_path,), load, clock=lambda: now[0])
     cursor = answer(data.whole())["cursor"]
-    for _ in range(5):
-        add(tmp_path / "a", row(4))
+    for step, time in enumerate((1.0, 5.0, 6.2, 10.0, 11.5), start=4):
+        add(tmp_path / "a", row(step))
+        now[0] = time
         data.since(cursor)
-    assert reads == [1]
-
-
-def test_work_rests_for_many_times_its_duration_and_a_minute_at_most() -> None:
-    times = iter([0.0, 0.125, 37.5, 37.625, 100.0, 102.0, 161.0, 162.0])
-    budget = Budget(1.0, lambda: next(times))
-    with budget:
-        pass
-    assert budget.next == 0.125 + SHARE * 0.125 == 37.625
-    assert not budget.allows()
-    assert budget.allows()
-    with budget:
-        pass
-    assert not budget.allows()
-    assert budget.allows()
+    assert reads == [0.0, 1.0, 6.2, 11.5], f"{SHARE} times 0.1 seconds apart"

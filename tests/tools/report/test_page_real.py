@@ -72,49 +72,6 @@ def test_the_arrow_keys_show_each_metric_of_each_step_to_the_last_digit(show: Sh
         assert float(shown_values(browser, "#chart-reward")["reward"]) == row["reward"]
 
 
-def test_the_mouse_shows_the_reward_of_each_step_to_the_last_digit(show: Show, trained: Data) -> None:
-    from selenium.webdriver import ActionChains
-
-    run, data = trained
-    browser = show(data, "#tab=curves")
-    area = browser.find_element("css selector", "#chart-reward .plot")
-    over = browser.find_element("css selector", "#chart-reward .u-over")
-    rows, width, steps = logged(run), over.size["width"], data.runs[0].steps
-    seen = set()
-    for at in range(0, width - 4, width // 12):
-        ActionChains(browser).move_to_element_with_offset(over, at + 2 - width // 2, 0).perform()
-        frame(browser)
-        step = int(area.get_attribute("aria-valuenow"))
-        if "reward" in rows.get(step, {}):
-            assert float(shown_values(browser, "#chart-reward")["reward"]) == rows[step]["reward"]
-            seen.add(step)
-    assert seen == {step for step in steps if step > 0}
-
-
-@pytest.mark.parametrize(
-    ("address", "condition"),
-    [
-        ("", pc.field("step") >= 1),
-        ("from=2&to=3", (pc.field("step") >= 2) & (pc.field("step") <= 3)),
-        ("adv=positive", pc.field("advantage") > 0),
-        ("adv=negative", pc.field("advantage") < 0),
-        ("adv=zero", pc.field("advantage") == 0),
-        ("finish=length", pc.field("finish_reason") == "length"),
-        ("status=trained", pc.field("status") == "trained"),
-        ("min.exact_match=1", pc.field("reward/exact_match") >= 1),
-        ("max.exact_match=0.5&from=4", (pc.field("reward/exact_match") <= 0.5) & (pc.field("step") >= 4)),
-        ("q=12", pc.match_substring(pc.field("prompt"), "12") | pc.match_substring(pc.field("completion"), "12")),
-    ],
-)
-def test_a_filter_finds_as_many_completions_as_the_parquet_has(
-    show: Show, trained: Data, address: str, condition: Any
-) -> None:
-    run, data = trained
-    expected = pq.read_table(run / "rollouts", filters=condition).num_rows
-    found = show(data, f"#tab=rollouts&{address}").find_element("id", "found")
-    assert int(found.get_attribute("data-count")) == expected > 0
-
-
 def test_an_open_group_has_the_texts_and_numbers_of_the_parquet(show: Show, trained: Data) -> None:
     run, data = trained
     rows = pq.read_table(run / "rollouts/step_000003.parquet", filters=pc.field("group") == 5).to_pylist()
@@ -126,16 +83,6 @@ def test_an_open_group_has_the_texts_and_numbers_of_the_parquet(show: Show, trai
         assert shown[at].find_element("css selector", ".text").text == row["completion"].strip()
         assert float(shown[at].find_element("css selector", '[data-number="reward"]').text) == row["reward"]
     assert browser.find_element("css selector", "#group .answer").text == rows[0]["answer"]
-
-
-def test_a_saved_csv_has_the_numbers_of_metrics_jsonl(show: Show, trained: Data, downloads: Any) -> None:
-    run, data = trained
-    browser = show(data, "#tab=curves")
-    saved = downloads(lambda: browser.find_element("css selector", "#chart-reward .chart-foot button").click())
-    rows = list(csv.DictReader(saved.read_text().splitlines()))
-    expected = {str(step): row["reward"] for step, row in logged(run).items() if "reward" in row}
-    assert {row["step"]: float(row["reward"]) for row in rows} == expected
-    assert {row["run"] for row in rows} == {data.runs[0].name}
 
 
 def test_all_curves_as_csv_have_each_number_of_the_page(show: Show, trained: Data, downloads: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from cli.running import SMALL, killed_after, run_here
 
 from grpocli.runs.run_dir import RunDir
-from grpocli_tools.report.build_page import Builder, state_of
+from grpocli_tools.report.build_page import Builder
 from grpocli_tools.report.page_data import PageData, RunView
 from grpocli_tools.report.report_page import formula_lines_of
 
@@ -89,13 +89,6 @@ def test_a_mixture_and_an_environment(tmp_path: Path, shared_cache: Path, monkey
     assert found.notes == []
 
 
-@pytest.mark.parametrize("kind", ["done", "stopped", "failed"])
-def test_the_state_is_the_kind_of_the_summary(tmp_path: Path, kind: str) -> None:
-    assert state_of(tmp_path, {"steps": 7, "exit": "SIGNAL 3 came", "exit_kind": kind}, 7) == kind
-    assert state_of(tmp_path, {"steps": 7, "exit": "SIGNAL 3 came", "exit_kind": "?"}, 7) == "failed"
-    assert state_of(tmp_path, {"steps": 7}, 7) == "unfinished"
-
-
 NOTICES = [
     (None, 9, "The run was killed after step 3 of 9: it has written no summary. Without a checkpoint it starts again."),
     ("SIGINT after step 3; resume with: grpocli train resume=/x", 9, "The run was stopped after step 3 of 9: SIGINT"),
@@ -115,26 +108,14 @@ def test_a_run_that_ended_early_says_so_with_the_command_that_continues_it(
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "reward": 0.5}) + "\n" for step in (1, 2, 3)))
     if cause:
         kind = "done" if cause == "done" else "stopped" if cause.startswith("SIGINT") else "failed"
-        (run / "summary.json").write_text(json.dumps({"steps": 3, "exit": cause, "exit_kind": kind}))
+        (run / "summary.json").write_text(
+            json.dumps({"steps": 3, "exit": cause, "exit_cause": cause.partition("; ")[0], "exit_kind": kind})
+        )
     found = view(run)
     assert found.notice.startswith(notice)
     assert bool(found.notice) == bool(notice)
     assert found.resume == ("" if cause == "done" else f"grpocli train 'resume={run}'")
     assert dict(found.facts)["steps"] == ("3 of 9" if asked == 9 else "3 of 3" if asked == 3 else "3, train.steps=2")
-
-
-def test_a_notice_names_the_newest_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("seed: 0\ntrain:\n  steps: 9\n")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    for name in ("step_000020", "step_000100", "step_000200.damaged"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert "The newest checkpoint is of step 100." in view(tmp_path).notice
-
-
-def test_a_finished_run_that_was_resumed_for_more_steps_and_killed_is_unfinished(tmp_path: Path) -> None:
-    assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 20) == "unfinished"
-    assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 5) == "done", "it asked for fewer steps than there were"
-    assert state_of(tmp_path, {"steps": 7, "exit": "done"}, 20, "eval/accuracy is 1") == "done"
 
 
 def facts_of(tmp_path: Path, *overrides: str) -> dict[str, str]:
@@ -164,12 +145,6 @@ def test_facts_are_for_people(tmp_path: Path) -> None:
     assert facts["update"] == "AdamW, learning rate 0.0005, 2 epochs, gradient norm up to 1"
     assert (facts["engine"], facts["hardware"]) == ("transformers", "CPU, 2 processes, ddp")
     assert facts["evaluation"] == "none"
-
-
-def test_facts_of_a_recipe(tmp_path: Path) -> None:
-    facts = facts_of(tmp_path, "recipe=dapo-qwen2.5-32b")
-    assert (facts["algorithm"], facts["recipe"], facts["engine"]) == ("DAPO", "dapo-qwen2.5-32b", "vllm")
-    assert "Qwen2.5-32B" in facts["model"]
 
 
 def test_a_report_runs_no_code_of_a_run(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from grpocli_tools.report.token_texts import TokenTexts
+from grpocli.runs.saved_run import SavedRun
+from grpocli_tools.report.rollout_sample import TokenTexts
 
 TEXTS = [
     "2 + 2 = 4",
@@ -76,21 +77,6 @@ def test_a_character_that_is_cut_off_keeps_its_place_at_the_end(tokenizer: Token
         assert "".join(pieces) == decoded(tokenizer, whole[:end])
 
 
-def test_a_cut_off_character_in_the_middle_loses_no_text(tokenizer: Tokenizer) -> None:
-    emoji = tokenizer.encode("👩", add_special_tokens=False).ids
-    ids = [*tokenizer.encode("2", add_special_tokens=False).ids, *emoji[:-1], *tokenizer.encode("and").ids]
-    pieces = TokenTexts(tokenizer)(ids)
-    assert len(pieces) == len(ids)
-    assert "".join(pieces) == decoded(tokenizer, ids)
-
-
-def test_special_tokens_are_shown(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("<think>a<|end|><|end|>").ids
-    pieces = TokenTexts(tokenizer)(ids)
-    assert [piece.strip() for piece in pieces][-2:] == ["<|end|>", "<|end|>"]
-    assert "".join(pieces) == decoded(tokenizer, ids)
-
-
 def test_ids_outside_the_vocabulary_do_not_stop_the_page(tokenizer: Tokenizer) -> None:
     ids = [*tokenizer.encode("2").ids, 10_000_000]
     assert "".join(TokenTexts(tokenizer)(ids)) == decoded(tokenizer, ids)
@@ -99,4 +85,4 @@ def test_ids_outside_the_vocabulary_do_not_stop_the_page(tokenizer: Tokenizer) -
 def test_a_broken_tokenizer_leaves_the_completions_as_texts(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text('{"version": "1.0", "model"')
-    assert TokenTexts.of_run(tmp_path, {}) is None
+    assert TokenTexts.of_run(SavedRun(tmp_path)) is None
