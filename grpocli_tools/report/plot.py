@@ -87,10 +87,8 @@ def check_target(path: Path, key: str, suffixes: Sequence[str]) -> None:
     """Raise ConfigError unless a file of this name, with one of these suffixes, can be written."""
     if path.suffix.lower() not in suffixes:
         raise ConfigError("has an unknown suffix", key=key, value=path, hint=f"use {', '.join(suffixes)}")
-    if path.is_dir():
-        raise ConfigError("is a folder; name a file", key=key, value=path)
-    if not path.parent.is_dir():
-        raise ConfigError("there is no such folder", key=key, value=path)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError("is no file in a folder that exists", key=key, value=path)
 
 
 def plot(path: Path, runs: Sequence[RunCurves], metrics: Sequence[str], smoothing: float = 0.0) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import SavedRun
 from grpocli_tools.report.build_page import Builder
 from grpocli_tools.report.html import page_json
@@ -82,15 +83,16 @@ def test_steps_logged_while_the_page_is_built_again_are_not_lost(tmp_path: Path)
     assert answer(data.whole())["runs"][0]["steps"] == [1, 2, 3, 4, 5]
 
 
-def test_a_torn_line_waits_for_its_end(live: Callable[..., LiveData], tmp_path: Path) -> None:
+def test_a_torn_line_of_a_running_run_waits_for_its_end(live: Callable[..., LiveData], tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
-    data = live()
-    cursor = answer(data.whole())["cursor"]
-    line = row(4)
-    add(run, line[:20])
-    assert data.since(cursor) is None
-    add(run, line[20:])
-    assert answer(data.since(cursor))["runs"]["r0"]["steps"] == [4]
+    with RunDir(run).locked():
+        data = live()
+        cursor = answer(data.whole())["cursor"]
+        line = row(4)
+        add(run, line[:20])
+        assert data.since(cursor) is None
+        add(run, line[20:])
+        assert answer(data.since(cursor))["runs"]["r0"]["steps"] == [4]
 
 
 def test_new_accuracies_have_intervals(live: Callable[..., LiveData], tmp_path: Path) -> None:
