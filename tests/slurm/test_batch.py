@@ -98,13 +98,6 @@ def test_scancel_leaves_no_process(cluster: Cluster, tmp_path: Path) -> None:
     assert job.shown("Restarts") == "0"
 
 
-def test_a_stopping_run_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
-    job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 1000}))
-    job.until_step(3)
-    cluster.run("scancel", job.number)
-    job.until_over("CANCELLED")
-    assert (job.run / "again").exists()
-    assert job.shown("Restarts") == "0"
 
 
 def test_a_node_without_the_run_folder_is_named(cluster: Cluster, tmp_path: Path) -> None:
@@ -133,18 +126,6 @@ def test_a_dead_node_is_named_and_the_run_is_requeued(cluster: Cluster, tmp_path
     assert node in job.log.partition("start 2")[0].partition("\n")[2]
 
 
-def test_a_dead_node_is_named_without_requeueing(cluster: Cluster, tmp_path: Path) -> None:
-    overrides = [*MULTINODE, "hydra.launcher.max_requeues=0", "hydra.launcher.signal_before=5"]
-    job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 1000}, *overrides))
-    job.until_step(3)
-    cluster.power_off("node3")
-    try:
-        job.until_over("NODE_FAIL", "FAILED")
-    finally:
-        cluster.power_on("node3")
-    assert "node3" in job.log.partition("\n")[2]
-    job.until(lambda: cluster.idle() == 3, "idle nodes")
-    assert [cluster.processes(node) for node in cluster.nodes] == [[], [], []]
 
 
 def test_a_job_submitted_from_an_array_task_requeues_itself(cluster: Cluster, tmp_path: Path) -> None:

@@ -113,11 +113,6 @@ def test_a_sweep_is_one_array_and_its_runs_are_listed(grpocli: Command, tmp_path
     assert [f"seed: {i}" in (folder / "config.yaml").read_text() for i, folder in enumerate(folders)] == [True] * 3
 
 
-@pytest.mark.processes
-def test_nodes_and_gpus_follow_from_the_hardware(grpocli: Command, tmp_path: Path) -> None:
-    script = written(grpocli, tmp_path, *MULTINODE)
-    for line in ("#SBATCH --nodes=5", "#SBATCH --gpus-per-node=8", "TRAIN_NODES=4", "ROLLOUT_NODES=1"):
-        assert line in script
 
 
 @pytest.mark.processes
@@ -168,10 +163,6 @@ def test_without_slurm_nothing_is_written(grpocli: Command, tmp_path: Path, monk
     assert not (tmp_path / "sweep" / "0").exists()
 
 
-def test_the_launcher_asks_for_a_multirun(grpocli: Command) -> None:
-    code, _, err = grpocli("train", "hydra/launcher=slurm")
-    assert code == 2
-    assert "add -m" in err
 
 
 @pytest.mark.parametrize(
