@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from grpocli.errors import GrpoError, RunError
-from grpocli.runs.run_dir import RunDir
+from grpocli.errors import RunError
+from grpocli.runs.saved_run import SavedRun
 from hydra_plugins.grpocli_slurm import cluster
 from hydra_plugins.grpocli_slurm.prepare import SweepRun
 
@@ -30,9 +29,8 @@ class JobMonitor:
     """Follows the jobs of one submission until all are over. limit: seconds in all."""
 
     def __init__(self, number: str, jobs: Sequence[SweepRun], limit: int) -> None:
-        self._number, self._jobs = number, jobs
+        self._number, self._jobs, self._limit = number, jobs, limit
         self._deadline = time.monotonic() + limit
-        self._limit = limit
         self._shown: dict[int, tuple[str, str]] = {}
         self._state_since: dict[int, float] = {}
 
@@ -89,25 +87,18 @@ class JobMonitor:
 
     def _result(self, i: int, job: SweepRun) -> Result:
         state, where = self._shown[i]
-        summary = RunDir(job.folder).summary
-        try:
-            said = json.loads(summary.read_text())
-        except (OSError, json.JSONDecodeError):
-            said = {}
+        said = SavedRun(job.folder).summary
         if state == "COMPLETED" and said.get("exit") == "done":
             accuracy = said.get("eval/accuracy")
             return None if accuracy is None else float(accuracy)
-        error = self._error(i, job, state, where, str(said.get("exit", "")))
+        log, cause = job.folder / "slurm.log", str(said.get("exit", ""))
+        reason = last_error(log) or (cause if cause != "done" else "") or "no error was printed"
+        if not log.exists():
+            reason = "the batch script did not begin: is hydra.sweep.dir on a file system that the nodes share?"
+        ended = f"job {self._name(i)} ({job.folder}) ended as {state} {where}: {reason}"
+        error = RunError(f"{ended}; see {log}" if log.exists() else ended)
         print(f"grpocli: {error}", flush=True)
         return error
-
-    def _error(self, i: int, job: SweepRun, state: str, where: str, cause: str) -> GrpoError:
-        log = job.folder / "slurm.log"
-        reason = last_error(log) or (cause if cause != "done" else "")
-        if not reason and not log.exists():
-            reason = "the batch script did not begin: is hydra.sweep.dir on a file system that the nodes share?"
-        ended = f"job {self._name(i)} ({job.folder}) ended as {state} {where}: {reason or 'no error was printed'}"
-        return RunError(f"{ended}; see {log}" if log.exists() else ended)
 
 
 def last_error(log: Path) -> str | None:
