@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 NO_VALUE = object()
 """Marks a ConfigError without a value."""
 
@@ -50,6 +54,27 @@ class ConfigError(GrpoError):
         if self.hint:
             return ConfigError(self.problem, key=self.key, value=self.value, hint=f"{self.hint} ({note})")
         return ConfigError(f"{self.problem} ({note})", key=self.key, value=self.value)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).splitlines() or [""])[0]
+
+
+@contextmanager
+def config_errors(
+    *kinds: type[BaseException], says: str = "{}", why: Callable[[Any], str] = first_line, **where: Any
+) -> Iterator[None]:
+    """A block whose errors of these kinds are raised as ConfigError; those that are one already pass.
+
+    says: the problem, with `{}` for `why(error)`. where: key, value and hint of the ConfigError.
+    """
+    try:
+        yield
+    except GrpoError:
+        raise
+    except kinds as error:
+        raise ConfigError(says.replace("{}", why(error)), **where) from error
 
 
 class RunError(GrpoError):

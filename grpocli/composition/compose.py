@@ -20,7 +20,7 @@ from grpocli.composition.hydra_sources import composer, extend_hydra
 from grpocli.composition.overrides import rewrite, texts_of
 from grpocli.config.build import build, leaves
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
-from grpocli.errors import ConfigError
+from grpocli.errors import config_errors
 from grpocli.files import write_atomic
 from grpocli.plugins import load, plugins
 
@@ -71,10 +71,9 @@ def compose(overrides: list[str], config_name: str = "train", *, with_hydra: boo
     register_parts()
     overrides = rewrite(overrides)
     with hydra_errors(overrides, config_name), composer(config_name) as hydra:
-        try:
+        # Hydra raises these for a choice that is null or a list in a list
+        with config_errors(TypeError, ValueError, says="Hydra cannot read it: {}", key=choices_in(overrides)):
             config = cast("DictConfig", hydra.compose_config(config_name, overrides, RunMode.RUN, from_shell=False))
-        except (TypeError, ValueError) as error:  # Hydra raises these for a choice that is null or a list in a list
-            raise ConfigError(f"Hydra cannot read the choices: {error}", key=choices_in(overrides)) from error
         resolve_hydra(config)
     chosen = next((one for one in reversed(overrides) if one.startswith("reward=[")), None)
     removed = any(one.startswith("~reward") for one in overrides)
@@ -148,11 +147,8 @@ def run_job(config: DictConfig, task: Callable[[DictConfig], Any]) -> Any:
 
     with composer(config.hydra.job.config_name) as hydra:
         context = HydraContext(hydra.config_loader, Callbacks(config))
-        try:
+        with config_errors(OSError, says="cannot be written: {}", why=str, key="hydra.run.dir"):
             done = run_hydra_job(task, config, "hydra.run.dir", None, context)
-        except OSError as error:
-            folder = error.filename or "the output folder"
-            raise ConfigError(f"{folder} cannot be written: {error.strerror}", key="hydra.run.dir") from error
     if done.status is JobStatus.FAILED:
         raise done._return_value  # `return_value` prints a line of Hydra's, too
     return done.return_value

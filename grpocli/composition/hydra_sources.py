@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpocli.config import yaml_text
 from grpocli.config.parts import CHOICES, CLASSES, SCHEMAS, choices_of, config_node
 from grpocli.config.user_parts import CHOICE, config_of, is_spec
-from grpocli.errors import ConfigError
+from grpocli.errors import config_errors
 from grpocli.version import PACKAGE
 
 MODEL = re.compile(r"model/(.+)")
@@ -129,11 +129,10 @@ class CheckedFiles(FileConfigSource):  # type: ignore[misc]
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The config of a file. Raises ConfigError if it is broken."""
-        try:
+        file = Path(self.path, self._normalize_file_name(config_path))
+        kinds, says = (*yaml_text.BROKEN, OmegaConfBaseException), "cannot be read: {}"
+        with config_errors(*kinds, says=says, why=yaml_text.reason, key=str(file), hint="repair it"):
             return super().load_config(config_path)
-        except (*yaml_text.BROKEN, OmegaConfBaseException) as error:
-            file = Path(self.path, self._normalize_file_name(config_path))
-            raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key=str(file), hint="repair it") from error
 
 
 # Hydra registers its own source later, and keeps this one if it has the same name.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.composition.hydra_errors import known_keys
 from grpocli.composition.overrides import expand_task_lists, in_files, in_quotes, text_of, texts_of
@@ -19,7 +20,7 @@ from grpocli.config.build import TARGET, leaves
 from grpocli.config.environment import raw_value, unresolved
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.config.yaml_text import flat_values
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import check_is_run
 from grpocli.runs.sessions import accuracy_rewards
@@ -87,13 +88,9 @@ class Resume:
 
         Raises ConfigError if the saved config does not fit the schema.
         """
-        from omegaconf.errors import OmegaConfBaseException
-
-        try:
+        says = "its config does not fit: {}"
+        with config_errors(OmegaConfBaseException, says=says, why=unresolved, key="resume", value=self.folder):
             return self._merged(composed, self._config())
-        except OmegaConfBaseException as error:
-            problem = f"its config does not fit: {unresolved(error)}"
-            raise ConfigError(problem, key="resume", value=self.folder) from error
 
     def _config(self) -> Any:
         """The saved config. User code whose file is gone is in the file in which it is named again."""
@@ -248,9 +245,6 @@ def of_hydra(override: str) -> bool:
 
 def _load(path: Path) -> Any:
     """A saved YAML, plain. Raises ConfigError if it is damaged."""
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
+    kinds = (*yaml_text.BROKEN, OSError, OmegaConfBaseException)
+    with config_errors(*kinds, says="cannot be read: {}", why=yaml_text.reason, key="resume", value=path):
         return OmegaConf.to_container(OmegaConf.create(path.read_text()))
-    except (*yaml_text.BROKEN, OSError, OmegaConfBaseException) as error:
-        raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key="resume", value=path) from error

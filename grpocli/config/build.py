@@ -19,7 +19,7 @@ from grpocli.config.environment import unresolved
 from grpocli.config.parts import CLASSES, nearest
 from grpocli.config.user_code import raised
 from grpocli.config.user_parts import is_spec, user_class
-from grpocli.errors import ConfigError, GrpoError
+from grpocli.errors import ConfigError, config_errors
 
 TARGET = "_target_"
 Leaf = tuple[str, Any]
@@ -31,12 +31,10 @@ def build(config: DictConfig) -> Any:
 
     Raises ConfigError for a value that a part refuses, a missing one, or a broken interpolation.
     """
-    try:
+    with config_errors(OmegaConfBaseException, why=unresolved):
         _refuse_missing(config)
         plain = OmegaConf.to_container(config, resolve=True)
         key = str(config._get_full_key(None))
-    except OmegaConfBaseException as error:
-        raise ConfigError(unresolved(error)) from error
     return _built(plain, key)
 
 
@@ -87,16 +85,13 @@ def _construct(target: str, values: dict[str, Any], key: str) -> Any:
         cls = user_class(target, key) if is_spec(target) else _imported(target, key)
     _refuse_unknown(cls, values, key)
     try:
-        return cls(**values)
+        with config_errors(Exception, why=raised, key=key):
+            return cls(**values)
     except ConfigError as error:
         class_key = getattr(cls, "config_key", "")  # classes named by import path have none
         if class_key == key or not f"{error.key}.".startswith(f"{class_key}."):
             raise
         raise error.with_key(key + error.key.removeprefix(class_key)) from error  # `task.gsm8k.path` in a mixture
-    except GrpoError:
-        raise
-    except Exception as error:
-        raise ConfigError(raised(error), key=key) from error
 
 
 def _refuse_unknown(cls: type[Any], values: dict[str, Any], key: str) -> None:
@@ -116,10 +111,8 @@ def _imported(target: str, key: str) -> Any:
         hint = "install the package that registers it"
         raise ConfigError("no choice has this name", key=subject, value=target, hint=hint)
     module, _, name = target.rpartition(".")
-    try:
+    with config_errors(Exception, says="cannot be imported: {}", why=raised, key=subject, value=target):
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ConfigError(f"cannot be imported: {raised(error)}", key=subject, value=target) from error
     if not isinstance(found, type) or module.partition(".")[0] in sys.stdlib_module_names:
         hint = "name a choice, FILE.py:CLASS, or the import path of a part's class"
         raise ConfigError("is not a part of a run", key=subject, value=target, hint=hint)

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast, dataclass_transform,
 
 from omegaconf import OmegaConf
 
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 
 T = TypeVar("T")
 
@@ -236,21 +236,16 @@ def one_of(owner: object, field: str, choices: Iterable[str], what: str = "one o
 def check_regex(owner: object, field: str, group: str = "") -> None:
     """Raise ConfigError unless the field is a regular expression. group: the meaning of a required group."""
     pattern = getattr(owner, field)
-    try:
+    with config_errors(re.error, says="is not a regular expression: {}", key=key_of(owner, field), value=pattern):
         groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ConfigError(f"is not a regular expression: {error}", key=key_of(owner, field), value=pattern) from error
     require(owner, field, not group or groups > 0, f"needs a group: {group}")
 
 
 def template_fields(template: str, key: str = "task.prompt_template") -> list[str]:
     """The names in {braces}. Raises ConfigError for unmatched braces."""
-    try:
+    hint = "double the braces that stand for themselves"
+    with config_errors(ValueError, key=key, value=repr(template), hint=hint):
         return [field for _, field, _, _ in Formatter().parse(template) if field is not None]
-    except ValueError as error:
-        raise ConfigError(
-            str(error), key=key, value=repr(template), hint="double the braces that stand for themselves"
-        ) from error
 
 
 class ByColumn(Formatter):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpocli.config.parts import Escaped, UserCode, nearest, one_of, part, require, require_part, section
+from grpocli.config.parts import Escaped, UserCode, check_regex, nearest, one_of, part, require, require_part, section
 from grpocli.errors import ConfigError
 from grpocli.hub import REPO
 from grpocli.types import Sampling
@@ -182,10 +181,7 @@ class Rollouts:
         require(self, "json_schema", schema is None or isinstance(schema, dict), "must be a JSON schema: an object")
         require(self, "json_schema", schema is None or self.regex is None, "choose this or rollout.regex, not both")
         if self.regex is not None:
-            try:
-                re.compile(self.regex)
-            except re.error as error:
-                raise ConfigError(f"does not compile: {error}", key="rollout.regex", value=self.regex) from error
+            check_regex(self, "regex")
 
 
 @section("checkpoint")

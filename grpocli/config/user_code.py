@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.config.parts import nearest
-from grpocli.errors import ConfigError, GrpoError, RunError
+from grpocli.errors import ConfigError, GrpoError, RunError, config_errors
 from grpocli.plugins import plugins
 from grpocli.text import shorten
 from grpocli.version import PACKAGE
@@ -44,12 +44,8 @@ def load(function: str, key: str) -> Callable[..., Any]:
     Raises ConfigError for `key` if there is none.
     """
     place, name = _split(function)
-    try:
+    with config_errors(Exception, SystemExit, says="importing it raised {}", why=raised, key=key, value=function):
         module = _file(_existing(place, key)) if place.endswith(".py") else _module(place)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"importing it raised {raised(error)}", key=key, value=function) from error
     found = getattr(module, name, None)
     if not callable(found):
         if hasattr(module, name):

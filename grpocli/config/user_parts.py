@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config.parts import BASES, CLASSES, config_node, section, target_of
 from grpocli.config.user_code import load, short
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 
 SPEC = re.compile(r"(?:[^:=\[\]{},]+|.+\.py):[A-Za-z_]\w*")
 """FILE.py:NAME or module:NAME."""
@@ -77,11 +77,9 @@ def config_of(group: str, spec: str) -> tuple[DictConfig, str]:
         config = config_node(CLASSES["reward/python"])
         config.function = spec
         return config, package
-    try:
+    says = "has a field that cannot be a config key: {}"
+    with config_errors(OmegaConfBaseException, says=says, key=group, value=spec):
         return config_node(_as_part(found, group, spec, package)), package
-    except OmegaConfBaseException as error:
-        problem = f"has a field that cannot be a config key: {str(error).splitlines()[0]}"
-        raise ConfigError(problem, key=group, value=spec) from error
 
 
 def user_class(spec: str, key: str) -> type[Any]:
@@ -95,12 +93,11 @@ def user_class(spec: str, key: str) -> type[Any]:
 def _as_part(cls: type[Any], group: str, spec: str, key: str) -> type[Any]:
     """The class as a part; a plain class becomes a frozen dataclass. Raises ConfigError if that fails."""
     if "__dataclass_params__" not in cls.__dict__:
-        try:
+        says = "cannot be made a frozen dataclass: {}"  # such as a base that is not frozen, or a mutable default
+        with config_errors(TypeError, ValueError, says=says, key=group, value=spec):
             if "__init__" in cls.__dict__:
                 raise TypeError("it defines __init__, and its fields would be its keys")
             section(key)(cls)
-        except (TypeError, ValueError) as error:  # also a base that is not frozen, or a mutable default
-            raise ConfigError(f"cannot be made a frozen dataclass: {error}", key=group, value=spec) from error
     if "config_key" not in cls.__dict__:
         cls.config_key = key
     cls.config_target = spec

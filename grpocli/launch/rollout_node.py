@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpocli.composition.compose import saved_run
-from grpocli.errors import ConfigError, GrpoError
+from grpocli.errors import ConfigError, GrpoError, config_errors
 from grpocli.hardware import devices_of
 from grpocli.http import is_loopback
 from grpocli.launch.run import READY_WITHIN
@@ -66,10 +66,8 @@ def serve(run_dir: Path, stop_event: threading.Event) -> None:
 def _reachable_name() -> str:
     """The name under which other machines reach this one. Raises ConfigError if it has only loopback addresses."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    try:
+    with config_errors(OSError, says=f"{name} has no address here: {{}}", key="hardware", value="multinode"):
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
-    except OSError as error:
-        raise ConfigError(f"{name} has no address here: {error.strerror}", key="hardware", value="multinode") from error
     if all(is_loopback(address) for address in addresses):
         raise ConfigError(
             f"{name} is {', '.join(sorted(addresses))} here, which other machines do not reach",

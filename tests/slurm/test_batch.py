@@ -98,8 +98,6 @@ def test_scancel_leaves_no_process(cluster: Cluster, tmp_path: Path) -> None:
     assert job.shown("Restarts") == "0"
 
 
-
-
 def test_a_node_without_the_run_folder_is_named(cluster: Cluster, tmp_path: Path) -> None:
     script = written(tmp_path / "sweep", {}, *MULTINODE)
     script.write_text(script.read_text().replace("seq 30", "seq 1"))
@@ -124,8 +122,6 @@ def test_a_dead_node_is_named_and_the_run_is_requeued(cluster: Cluster, tmp_path
     job.until_over("COMPLETED")
     assert job.shown("Restarts") == "1"
     assert node in job.log.partition("start 2")[0].partition("\n")[2]
-
-
 
 
 def test_a_job_submitted_from_an_array_task_requeues_itself(cluster: Cluster, tmp_path: Path) -> None:

@@ -113,8 +113,6 @@ def test_a_sweep_is_one_array_and_its_runs_are_listed(grpocli: Command, tmp_path
     assert [f"seed: {i}" in (folder / "config.yaml").read_text() for i, folder in enumerate(folders)] == [True] * 3
 
 
-
-
 @pytest.mark.processes
 def test_a_config_folder_is_passed_to_the_job(grpocli: Command, tmp_path: Path) -> None:
     (tmp_path / "mine" / "recipe").mkdir(parents=True)
@@ -161,8 +159,6 @@ def test_without_slurm_nothing_is_written(grpocli: Command, tmp_path: Path, monk
     assert code == 2
     assert "there is no sbatch on the path" in err
     assert not (tmp_path / "sweep" / "0").exists()
-
-
 
 
 @pytest.mark.parametrize(
