@@ -250,12 +250,12 @@ def _example(
 
     from grpocli.rewards.reward import accepted, answer_text
 
-    def shortened(text: str) -> str:
-        cut = f"{text[: SHOWN // 2]} ... {len(text) - SHOWN:,} characters, see --whole ... {text[-SHOWN // 2 :]}"
-        return text if whole or len(text) <= SHOWN else cut
+    def cut(text: str) -> str:
+        short = f"{text[: SHOWN // 2]} ... {len(text) - SHOWN:,} characters, see --whole ... {text[-SHOWN // 2 :]}"
+        return text if whole or len(text) <= SHOWN else short
 
-    def marked(text: str) -> Padding:
-        shown = Text(shortened(text))
+    def block(text: str) -> Padding:
+        shown = Text(cut(text))
         if special := sorted(filter(None, view.tokenizer.all_special_tokens), key=len, reverse=True):
             shown.highlight_regex("|".join(map(re.escape, special)), style="bold magenta")
         return Padding(shown, (0, 0, 0, 2))
@@ -264,10 +264,10 @@ def _example(
     long = f", {over:,} too many" if over > 0 else ""
     title = f"{split['split']} {example['example']} ({example['where']}), {example['tokens']:,} tokens{long}"
     yield Text(f"\n{title}", style="bold")
-    yield marked(example["text"])
+    yield block(example["text"])
     answer = example["columns"].get("answer")
     if "target" in example:
         yield Text(f"taught, {len(example['target_ids']):,} tokens", style="bold")
-        yield marked(example["target"])
+        yield block(example["target"])
     elif answer is not None:
-        yield Text.assemble(("answer ", "bold"), shortened(" or ".join(map(answer_text, accepted(answer)))))
+        yield Text.assemble(("answer ", "bold"), cut(" or ".join(map(answer_text, accepted(answer)))))

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     options = _simulation(run, given) if args.simulate else None
     found = None
     with stages() as view:
-        plan, changes = _made(run, args, view)
+        plan, changes = _plan_of(run, args, view)
         if options:
             from grpocli_tools.plan.sweep import sweep
 
@@ -76,7 +76,7 @@ def _simulation(run: Run, given: dict[str, Any]) -> Options:
     return options
 
 
-def _made(run: Run, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
+def _plan_of(run: Run, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
     """The plan, and changes that need less memory if it does not fit, or hardly, or that take less time if it does."""
     view.stage("loading libraries")
     import transformers.models.auto.modeling_auto  # noqa: F401  # most of a plan's time

@@ -31,7 +31,7 @@ Again = Callable[[list[str]], "Plan"]
 
 def as_text(plan: Plan, title: str, advice: Sequence[str]) -> str:
     """The model, a table per kind of device, the work of a step, the assumptions and the advice."""
-    return _printed(
+    return _text_of(
         _bold(f"grpocli plan {title}".rstrip()),
         *_pairs(facts(plan)),
         *(part for device in plan.devices for part in _device(device)),
@@ -43,7 +43,7 @@ def as_text(plan: Plan, title: str, advice: Sequence[str]) -> str:
     )
 
 
-def _printed(*parts: Text | Table) -> str:
+def _text_of(*parts: Text | Table) -> str:
     """The parts as text; only tables are cut to the width."""
     out = CleanConsole(width=WIDTH)
     with out.capture() as captured:
@@ -223,7 +223,7 @@ def candidates(plan: Plan) -> Iterator[list[str]]:
 
 def simulation_text(found: Sweep, title: str, plan: Plan) -> str:
     """A row for each number of servers, the configured one marked, and which is best."""
-    return _printed(
+    return _text_of(
         _bold(f"grpocli plan {title}".rstrip()),
         *_pairs(_simulated_facts(found)),
         _bold(f"\nsimulated steps by {found.unit}, * as configured"),

@@ -128,7 +128,7 @@ class StepReplay:
 
     # Checks of the file's columns
 
-    def _compared(self, spec: Columns, expected: Sequence[Mapping[str, Any]]) -> Check:
+    def _compare(self, spec: Columns, expected: Sequence[Mapping[str, Any]]) -> Check:
         def token_text(token: int) -> str:
             return str(self.source.tokenizer.decode([token]))
 
@@ -144,7 +144,7 @@ class StepReplay:
             if spec.name == "finish reasons" and not self.source.end_ids:
                 yield spec.check().skip(UNKNOWN_END, len(expected))
             else:
-                yield self._compared(spec, expected)
+                yield self._compare(spec, expected)
 
     def _reward_checks(self, groups: Sequence[Group]) -> Iterator[Check]:
         """The rewards computed again. Those that see the group get the recorded scores of the others."""
@@ -155,7 +155,7 @@ class StepReplay:
                 yield spec.check().skip(f"not called again: {why}", len(self.recorded.rows))
                 continue
             scores = self.source.scores(name, groups)
-            check = self._compared(spec, [{column: _none(score)} for score in scores])
+            check = self._compare(spec, [{column: _none(score)} for score in scores])
             if check.differ:  # it may draw random numbers, or keep a state
                 again = self.source.scores(name, groups)
                 if not np.allclose(scores, again, rtol=limits.SUM_TOLERANCE, atol=1e-9, equal_nan=True):
@@ -167,7 +167,7 @@ class StepReplay:
         numbers = [group.number for group in self.recorded.trained]
         by_group = dict(zip(numbers, (computed_PG * _multipliers_P1(trained)).float().tolist(), strict=True))
         rows = [{"advantage": v} for g in self.recorded.groups for v in by_group.get(g.number, [None] * self._size)]
-        return self._compared(Columns("advantages", ("advantage",), limits.SUM_TOLERANCE, 1e-6), rows)
+        return self._compare(Columns("advantages", ("advantage",), limits.SUM_TOLERANCE, 1e-6), rows)
 
     def _selection(self, collected: CollectedStep) -> Check:
         """The groups that were kept and dropped, by the recorded rewards, in their order."""
@@ -195,12 +195,12 @@ class StepReplay:
                 continue
             tolerance = limits.LOGP_TOLERANCE[self.weights.dtype]
             rounded = replace(spec, relative=tolerance if column == "ratios" else 0.0, absolute=tolerance)
-            check = self._compared(rounded, expected)
+            check = self._compare(rounded, expected)
             if self.exact is None and check.agree + check.differ:
                 unequal = check.rounded + check.differ
                 self.exact = unequal <= max(1, (1 - limits.EXACT_SHARE) * (check.agree + check.differ))
             if self.exact and check.rounded:
-                check = self._compared(spec, expected)
+                check = self._compare(spec, expected)
             elif column == "clipped" and check.differ and not self.exact:
                 check.excuse("rounding may move a token across the limit")
             yield check

@@ -105,18 +105,18 @@ def agreement(
     texts = [list(map(answer_text, accepted(example.get(column)))) or [""] for example in examples]
     finals = [[final_answer(text) for text in of_example] for of_example in texts]
     cases = [case for i in range(len(texts)) for case in _cases(i, texts, finals, template)]
-    _scored(task, reward, examples, cases[:1])  # imports libraries and starts workers
+    _score(task, reward, examples, cases[:1])  # imports libraries and starts workers
     start = time.perf_counter()
-    answers = _scored(task, reward, examples, cases)
+    answers = _score(task, reward, examples, cases)
     seconds = time.perf_counter() - start
     right = list(dict.fromkeys(one.number for one in answers if one.kind == "own" and one.agrees))
     some = right[:: max(1, -(-len(right) // FORM_EXAMPLES))]
     in_forms = ((kind, i, FORMS[kind](finals[i][0])) for i in some for kind in reward.answer_forms)
-    forms = _scored(task, reward, examples, [(kind, i, text) for kind, i, text in in_forms if text is not None])
+    forms = _score(task, reward, examples, [(kind, i, text) for kind, i, text in in_forms if text is not None])
     return Agreement(task, split, name, answers, forms, seconds, column)
 
 
-def _scored(
+def _score(
     task: str, reward: BaseReward, examples: Sequence[Mapping[str, Any]], cases: Sequence[tuple[str, int, str]]
 ) -> list[ScoredAnswer]:
     samples = [_sample({**examples[i], "task_name": task}, text) for _, i, text in cases]

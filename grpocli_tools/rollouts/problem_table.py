@@ -96,7 +96,7 @@ def problems_of(saved: SavedRun, wanted: str | None, conditions: Sequence[Condit
             which = ", ".join(map(str, gone[:4])) + (" ..." if gone[4:] else "")
             print(f"warning: rollout files of steps {which} are gone: their samples are not counted", file=sys.stderr)
         rows = matching_rows(saved, steps, conditions, lambda name: name in COLUMNS or name.startswith("reward/"))
-        found = _counted(rows, saved)
+        found = _problems(rows, saved)
     woke = {task: one.position.woke for task, one in scores.items() if one.position}
     for problem in found:  # one rests if it is solved in its last group, and since all of its task's were woken
         least = _task(saved, problem.task).get("no_resampling_pass_rate")
@@ -105,7 +105,7 @@ def problems_of(saved: SavedRun, wanted: str | None, conditions: Sequence[Condit
     return found
 
 
-def _counted(rows: Iterable[RolloutRow], saved: SavedRun) -> list[Problem]:
+def _problems(rows: Iterable[RolloutRow], saved: SavedRun) -> list[Problem]:
     """The problems of rows, which come group by group."""
     found: dict[tuple[str, int], Problem] = {}
     for (step, _), members in groupby(rows, key=lambda row: (row["step"], row["group"])):

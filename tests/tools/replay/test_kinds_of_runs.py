@@ -72,10 +72,9 @@ def test_a_reward_that_sees_the_group_is_checked_with_the_recorded_scores_of_oth
     grpocli: Grpocli, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(
-        "CALLS = []\n\n"
+        "import os\n\n"
         "def varies(completions):\n"
-        "    CALLS.append(1)\n"
-        "    return [float(i % 2) + 0.01 * len(CALLS) for i in range(len(completions))]\n\n"
+        "    return [os.urandom(1)[0] / 256 for _ in completions]\n\n"
         "def best(completions, scores=None):\n"
         "    return [max(scores['varies']) - one for one in scores['varies']]\n"
     )

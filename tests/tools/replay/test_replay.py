@@ -83,50 +83,25 @@ def first(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 CELLS: dict[str, Callable[[Any], Any]] = {
     "completion_ids": first(lambda token: token + 1),
     "logprobs": first(moved(0.1)),
-    "loss_mask": first(lambda inside: 1 - inside),
-    "prompt_ids": first(lambda token: token + 1),
     "reward/exact_match": lambda value: 1 - value,
-    "reward/overlong": moved(-0.25),
-    "reward": moved(1e-3),
-    "version": moved(-1),
     "status": lambda value: "surplus" if value == "filtered" else "zero_advantage",
-    "completion": lambda text: f"{text}1",
     "prompt": lambda text: f"{text}1",
-    "answer": lambda text: f"{text}1",
     "uid": lambda text: f"{text}1",
-    "columns": lambda text: text.replace("{", '{"more": 1, ', 1),
-    "task": lambda text: f"{text}1",
-    "length": moved(1),
-    "group": moved(1),
-    "step": moved(1),
-    "sampled_step": moved(-1),
+    "version": moved(-1),
     "finish_reason": lambda reason: {"stop": "length", "length": "stop"}[reason],
 }
-MAIN = ("completion_ids", "logprobs", "reward/exact_match", "status")
-TOGETHER = [
-    ("completion_ids", "reward/overlong", "version", "prompt"),
-    ("logprobs", "reward", "status", "uid"),
-    ("loss_mask", "reward/exact_match", "completion", "columns"),
-    ("prompt_ids", "answer", "length", "finish_reason"),
-    ("sampled_step", "task"),
-    ("group",),
-    ("step",),
-]
-"""Columns that are changed in one copy of a run, each in another completion if there are enough."""
 
 
 @pytest.mark.parametrize(
     ("status", "columns"),
     [
-        ("filtered", MAIN),
-        *(
-            pytest.param(status, columns, marks=pytest.mark.survival, id=f"{status}-{'+'.join(columns)}")
-            for status, columns in zip(cycle(("filtered", "trained", "masked")), TOGETHER, strict=False)
-        ),
+        ("filtered", list(CELLS)[:4]),
+        pytest.param("trained", list(CELLS)[4:], marks=pytest.mark.survival),
+        pytest.param("masked", list(CELLS)[:4], marks=pytest.mark.survival),
     ],
 )
 def test_each_changed_cell_is_found_and_named(
-    status: str, columns: tuple[str, ...], grpocli: Grpocli, dapo: Path, tmp_path: Path
+    status: str, columns: list[str], grpocli: Grpocli, dapo: Path, tmp_path: Path
 ) -> None:
     rows = cycle(rows_with(dapo, status))
     cells = [(next(rows), column, CELLS[column]) for column in columns]
@@ -266,20 +241,6 @@ def test_a_reward_that_scores_nothing_ends_with_its_first_error_after_the_table(
     assert code == 1
     assert "everything that can be checked agrees" in out
     assert "step 2: closed cannot score any completion; the first error: " in err
-
-
-@pytest.mark.survival
-def test_a_reward_that_draws_random_numbers_cannot_be_repeated(grpocli: Grpocli, tmp_path: Path) -> None:
-    reward = tmp_path / "mine.py"
-    reward.write_text(
-        "import os\n\n\ndef drawn(completions, **_):\n    return [os.urandom(1)[0] / 256 for _ in completions]\n"
-    )
-    run = trained(tmp_path, f"reward=[{reward}:drawn]", "train.steps=2")
-    code, report = replayed(grpocli, run)
-    assert (code, differing(report)) == (0, {})
-    checks = {check["name"]: check for step in report["steps"] for check in step["checks"] if step["asked"]}
-    (why,) = checks["reward drawn"]["why"]
-    assert why.startswith("the reward cannot be repeated")
 
 
 @pytest.mark.survival
