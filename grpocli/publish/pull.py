@@ -32,7 +32,7 @@ from grpocli.config.parts import CLASSES, USER_CODE, is_marked
 from grpocli.config.user_parts import GROUP, is_spec
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.environments.tools import READY
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.files import remove
 from grpocli.http import is_loopback
 from grpocli.hub import MODEL_FILES, HubPath, hub_api, hub_errors, hub_path
@@ -149,10 +149,8 @@ def _composed(resume: Resume, named: str, searched: Sequence[str]) -> dict[str, 
 
 
 def _loaded(path: Path, named: str) -> dict[str, Any]:
-    try:
+    with config_errors(ValueError, OSError, says="its config.yaml is broken: {}", key=KEY, value=named):
         return yaml_text.load_mapping(path.read_text())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"its config.yaml is broken: {error}", key=KEY, value=named) from error
 
 
 def _name(override: str) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from grpocli.errors import ConfigError
+from grpocli.errors import config_errors
 from grpocli.files import write_atomic
 from grpocli.text import prompt_text, shorten, spoken
 from grpocli.types import Group, Message, Prompt, Rollout, Row, Status
@@ -92,13 +92,10 @@ def read_schema(path: Path) -> Any:
         return pq.read_schema(path)
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:  # the errors of Arrow, and of text that is not UTF-8
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: is broken or no parquet file: {reason}; remove it, or name other steps") from error
+def _readable(path: Path) -> AbstractContextManager[None]:
+    """Turns the errors of Arrow, and of text that is not UTF-8, into a ConfigError."""
+    problem = f"{path}: is broken or no parquet file: {{}}; remove it, or name other steps"
+    return config_errors(OSError, ValueError, says=problem)
 
 
 def _of_prompt(prompt: Prompt, answers: Sequence[str]) -> dict[str, Any]:

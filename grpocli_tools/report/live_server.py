@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config, Server
 
-from grpocli.errors import ConfigError, GrpoError
+from grpocli.errors import GrpoError, config_errors
 from grpocli.processes.signals import handle_stops, restore
 from grpocli.processes.threads import run_in_thread
 from grpocli.version import __version__
@@ -182,11 +182,8 @@ class QuietServer(Server):
 
 def listen(port: int) -> socket.socket:
     """A socket on the loopback address. port: 0 for a free one. Raises ConfigError if it cannot be opened."""
-    try:
+    with config_errors(OSError, key="--port", value=port, hint="choose another one, or leave it out"):
         return socket.create_server((ADDRESS, port), backlog=MOST_CONNECTIONS)
-    except OSError as error:
-        problem = (error.strerror or str(error)).lower()
-        raise ConfigError(problem, key="--port", value=port, hint="choose another one, or leave it out") from error
 
 
 def serve(app: ASGIApp, server: socket.socket) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import nearest
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.files import write_atomic
 from grpocli.text import clean, shorten
 from grpocli_tools.report.comparison import RunRow, labels
@@ -175,10 +175,8 @@ def _plain(text: str) -> str:
 
 
 def _write(path: Path, data: str | bytes, key: str) -> None:
-    try:
+    with config_errors(OSError, key=key, value=path, hint="name another file"):
         write_atomic(path, data)
-    except OSError as error:
-        raise ConfigError(f"{error.strerror or error}; name another file", key=key, value=path) from error
 
 
 def _groups(runs: Sequence[RunCurves]) -> dict[str, list[RunCurves]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpocli.cli import plain_parser
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 
 EXAMPLES = """\
 examples
@@ -29,11 +29,9 @@ def main(argv: Sequence[str]) -> int:
     from grpocli_tools.report.report_page import report_page
 
     html = report_page(args.folders, args.completions, _progress)
-    try:
+    hint = "name another file with --out FILE.html"
+    with config_errors(OSError, says="the page cannot be written: {}", key="--out", value=out, hint=hint):
         write_atomic(out, html)
-    except OSError as error:
-        problem = f"the page cannot be written: {error.strerror or error}"
-        raise ConfigError(problem, key="--out", value=out, hint="name another file with --out FILE.html") from error
     print(clean(str(out)))
     return 0
 
