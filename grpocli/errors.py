@@ -57,8 +57,9 @@ class ConfigError(GrpoError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).splitlines() or [""])[0]
+    """The first line of an error's message; of an error of the system without its number."""
+    system = error.strerror if isinstance(error, OSError) else None
+    return ((system or str(error)).splitlines() or [""])[0]
 
 
 @contextmanager
