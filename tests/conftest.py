@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -19,12 +20,31 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the
 
 import pytest
 import torch
+from hydra.plugins.config_source import ConfigResult
 from isolation import isolated
 from little import ENDS, SHAPE
+
+from grpocli.composition.hydra_sources import CheckedFiles
 
 # `make test &` and nohup start it with these ignored, which runs then go on to ignore
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+parsed: dict[tuple[str, Path, int], ConfigResult] = {}
+load_config = CheckedFiles.load_config
+
+
+def load_once(source: CheckedFiles, config_path: str) -> ConfigResult:
+    """A YAML file's config for Hydra. Each file is parsed once, since tests compose it thousands of times."""
+    file = Path(source.path, source._normalize_file_name(config_path))
+    key = (source.provider, file, file.stat().st_mtime_ns if file.is_file() else 0)
+    if key not in parsed:
+        parsed[key] = load_config(source, config_path)
+    return copy.deepcopy(parsed[key])  # Hydra changes it
+
+
+CheckedFiles.load_config = load_once  # type: ignore[method-assign]
 
 
 def pytest_configure(config: pytest.Config) -> None:
