@@ -80,7 +80,7 @@ def test_a_kept_file_is_read_again_after_its_name_is_gone(tmp_path: Path) -> Non
     file, server = BucketFile(tmp_path / "w", file_size(SHAPES, torch.float32)), MappedFiles()
     file.write(SHAPES, WEIGHTS.values(), torch.float32)
     server.tensors("w", tmp_path, keep=True)
-    file.unlink()
+    file.path.unlink()
     file.write(SHAPES, [tensor + 1 for tensor in WEIGHTS.values()], torch.float32)
     assert torch.equal(dict(server.tensors("w", tmp_path, keep=True))["big"], WEIGHTS["big"] + 1)
     server.forget()

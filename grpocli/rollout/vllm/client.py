@@ -234,13 +234,19 @@ async def _after_a_pause(
         await asyncio.sleep(FIRST_DELAY / 2)
 
 
+async def _ask(http: httpx.AsyncClient, path: str) -> httpx.Response | httpx.HTTPError:
+    try:
+        return await request(http, "GET", path, CHECK)
+    except httpx.HTTPError as error:
+        return error
+
+
 async def _health(http: httpx.AsyncClient) -> bool | None:
     """Whether the server runs and its engine lives; None if unknown, since the server may be busy."""
-    try:
-        response = await request(http, "GET", "/health", CHECK)
-    except httpx.HTTPError as error:
-        return False if isinstance(error, httpx.ConnectError) else None
-    return True if response.is_success else False if response.status_code == 503 else None
+    answer = await _ask(http, "/health")
+    if isinstance(answer, httpx.HTTPError):
+        return False if isinstance(answer, httpx.ConnectError) else None
+    return True if answer.is_success else False if answer.status_code == 503 else None
 
 
 async def _tokens_computed(http: httpx.AsyncClient) -> dict[str, float]:
@@ -256,11 +262,8 @@ async def _is_paused(http: httpx.AsyncClient) -> bool:
 
 async def _text(http: httpx.AsyncClient, path: str) -> str:
     """A successful answer, or "": the waiting call and `_health` report errors."""
-    try:
-        response = await request(http, "GET", path, CHECK)
-    except httpx.HTTPError:
-        return ""
-    return response.text if response.is_success else ""
+    answer = await _ask(http, path)
+    return answer.text if isinstance(answer, httpx.Response) and answer.is_success else ""
 
 
 @functools.cache

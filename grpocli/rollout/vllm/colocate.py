@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob, OnGroup
     from grpocli.rollout.vllm.config import ColocateOptions
 
-logger = logging.getLogger(__name__)
-
 IN_PROCESS_BACKEND = "direct"  # the name under which vLLM finds `weight_transfer.InProcessWeightTransfer`
 DISCARD_LEVEL = 2  # vLLM keeps neither weights nor cache; `InProcessLLM.load` sends the weights again
 
@@ -85,14 +83,9 @@ class ColocateEngine(Engine):
         At the first sync vLLM's weights are random, which proves the load.
         """
         due, sent = self.verifier.due(), 0
-        stream = itertools.chain(self.weights.stream(), self.weights.buffers())
-        with together(self.world):
-            try:
-                sent = self.llm.load(stream, version)
-            finally:
-                if self.weights.sharded:
-                    for _ in stream:  # gathers are collective, so finish them after a failure in this process too
-                        pass
+        everything = itertools.chain(self.weights.stream(), self.weights.buffers())
+        with together(self.world), self.weights.walked(everything) as stream:
+            sent = self.llm.load(stream, version)
         if due:
             expected = self.verifier.score()  # outside of the next block, since that may be collective
             with together(self.world):
@@ -205,10 +198,8 @@ class InProcessLLM:
         with self._vllm_call("stop"), output_to(self.log), _keep_trainers_group():
             if self.asleep:  # vLLM's allocator would release memory that sleeps a second time
                 torch.cuda.empty_cache()
-                try:
+                with contextlib.suppress(RuntimeError):  # no room, after a failure in the update: the driver complains
                     self.llm.wake_up()
-                except RuntimeError as error:  # no room, after a failure in the update: the driver complains, no more
-                    logger.warning("vLLM ends asleep: %s", error)
             self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         gc.collect()
@@ -413,13 +404,10 @@ def log_to(path: Path) -> None:
 def output_to(path: Path) -> Iterator[None]:
     """Redirect standard error to a file, on the level of descriptors, because C++ libraries write there directly."""
     sys.stderr.flush()
-    kept = os.dup(2)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.dup2(file, 2)
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(file)
+    with path.open("a") as file, os.fdopen(os.dup(2), "w") as kept:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept.fileno(), 2)

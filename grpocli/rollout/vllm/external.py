@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -188,42 +188,30 @@ def serve(
     record = serve_file(port)
     log = record.with_suffix(".log")
     check_port(spec.host, spec.port, spec.port_key)  # before the log of a server that uses the port is changed
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        _interrupted_by_term(),
-        fresh_log(log),
-        printed_log(log) if config.verbose else contextlib.nullcontext(),
-        serving(spec, options, log, remove=[record], progress=progress) as (endpoint, process),
-    ):
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+        stack.callback(restore, handle_stops(_interrupt))
+        stack.enter_context(fresh_log(log))
+        if config.verbose:
+            stack.enter_context(printed_log(log))
+        endpoint, process = stack.enter_context(serving(spec, options, log, remove=[record], progress=progress))
+        stack.callback(record.unlink, missing_ok=True)
         client = ServerClient(endpoint, timeout=60)
         description = client.get("/server_info?config_format=json")["vllm_config"]["model_config"]
         description |= client.get("/version")
-        try:
-            endpoint.save(record)
-            ready()
-            print(how_to_use(endpoint, record, job, description), flush=True)
-            while (code := process.poll()) is None:  # a blocking wait would not notice a signal to another thread
-                time.sleep(POLL)
-            raise EngineError(f"the vLLM server ended by itself with exit code {code}{endpoint.cause()}")
-        finally:
-            record.unlink(missing_ok=True)
+        endpoint.save(record)
+        ready()
+        print(how_to_use(endpoint, record, job, description), flush=True)
+        while (code := process.poll()) is None:  # a blocking wait would not notice a signal to another thread
+            time.sleep(POLL)
+        raise EngineError(f"the vLLM server ended by itself with exit code {code}{endpoint.cause()}")
     print("vllm-serve: stopped", flush=True)
     return 0
 
 
-@contextlib.contextmanager
-def _interrupted_by_term() -> Iterator[None]:
-    """Make every stopping signal act like Ctrl-C, once, so that a second one does not interrupt the cleanup."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        handle_stops(signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = handle_stops(interrupt)
-    try:
-        yield
-    finally:
-        restore(before)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Make a stopping signal act like Ctrl-C, once, so that a second one does not interrupt the cleanup."""
+    handle_stops(signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def how_to_use(endpoint: Endpoint, record: Path, job: EngineJob, description: dict[str, Any]) -> str:

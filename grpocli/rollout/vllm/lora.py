@@ -14,7 +14,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -29,7 +29,7 @@ from grpocli.models import lora as peft
 from grpocli.models.lora import WEIGHTS, adapter_tensors, lora_layers, switched_off, write_config
 from grpocli.models.quantization import whole_weight
 from grpocli.rollout.vllm.client import ADAPTER, MODEL, Refused, ServerGone, call_all
-from grpocli.rollout.vllm.transport_shm import write_error
+from grpocli.rollout.vllm.transport_shm import writing_to
 from grpocli.rollout.vllm.weight_sync import WeightVerifier, mean, require_close, together, verify_version
 
 if TYPE_CHECKING:
@@ -221,16 +221,18 @@ class AdapterSync:
 
     def _load_adapter(self, server: ServerClient, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Write a new folder in peft's format into the folder for weights, and have the server load it."""
-        root, folder = Path(server.endpoint.shm_dir).absolute(), None
-        try:
-            folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=root))
-            write_config(self.policy.model, folder)
-            (folder / WEIGHTS).write_bytes(save(tensors))
-            server.load_adapter(name, folder)
-        except (OSError, Refused) as error:
-            if folder:
-                shutil.rmtree(folder)
-            raise (_explain(error, root) if isinstance(error, Refused) else write_error(root, error)) from error
+        root = Path(server.endpoint.shm_dir).absolute()
+        with ExitStack() as stack:
+            with writing_to(root):
+                folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=root))
+                stack.callback(shutil.rmtree, folder)
+                write_config(self.policy.model, folder)
+                (folder / WEIGHTS).write_bytes(save(tensors))
+            try:
+                server.load_adapter(name, folder)
+            except Refused as error:
+                raise _explain(error, root) from error
+            stack.pop_all()
 
     def _unload(
         self, server: ServerClient, adapters: dict[str, Path], keep: set[str], prefix: tuple[str, ...] | str = ADAPTERS

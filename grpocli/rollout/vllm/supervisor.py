@@ -123,10 +123,8 @@ def _weights_folder() -> Iterator[Path]:
         pieces = [f"{SHM}/{pattern}" for pattern in shared_memory_patterns(folder.path)]
         remove: list[Path | str] = [*pieces, folder.path]
         keeper = stack.enter_context(guarded(command, name="weights", remove=remove, hold=[folder.lock], grace=OUTLIVE))
-        try:
-            yield folder.path
-        finally:
-            keeper.stop(0)
+        stack.callback(keeper.stop, 0)
+        yield folder.path
 
 
 @contextlib.contextmanager

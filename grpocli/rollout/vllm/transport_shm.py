@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -62,54 +63,32 @@ class ShmTransport:
             self.close()
             call_all(servers, lambda server: server.init_transfer({}))
         self._mapped_plan = []
-        self._make_slots(folders, plan)
-        call_all(servers, lambda server: server.start_update())
-        self._send_buckets(plan, folders, servers, stream)
-        call_all(servers, lambda server: server.finish_update(version))
-        self._mapped_plan = plan
-
-    def close(self) -> None:
-        for file in [file for files in self._slots for file in files.values()]:
-            file.unlink()  # a file that no server has mapped still has its name
-        self._slots = []
-
-    def _send_buckets(
-        self,
-        plan: list[list[ParameterShape]],
-        folders: list[Path],
-        servers: Sequence[ServerClient],
-        stream: Iterator[tuple[str, torch.Tensor]],
-    ) -> None:
-        loading: Future[None] | None = None
-        try:
+        with ExitStack() as names:  # whatever fails, no file keeps its name
+            make = partial(make_files, names, folders, self.weights.dtype)
+            if not self._slots and all(in_memory(folder) for folder in folders):
+                # before any server begins an update, because there may be no space
+                self._slots = [make(plan[slot::SLOTS]) for slot in range(min(SLOTS, len(plan)))]
+            call_all(servers, lambda server: server.start_update())
+            loading: Future[None] | None = None
+            names.callback(lambda: wait([loading] if loading else []))
             for index, shapes in enumerate(plan):
-                kept = self._slots[index % SLOTS] if self._slots else None
-                files = kept or make_files(folders, [shapes], self.weights.dtype)
+                files = self._slots[index % SLOTS] if self._slots else make([shapes])
                 first, *others = files.values()
                 first.write(shapes, (tensor for _, tensor in islice(stream, len(shapes))), self.weights.dtype)
                 for other in others:
                     other.copy(first)
-                for file in [] if kept else files.values():
+                for file in [] if self._slots else files.values():
                     file.flush()
                 if loading:
                     loading.result()
-                loading = run_in_thread(partial(_load, files, servers, kept is not None), "load weights")
-        finally:
+                loading = run_in_thread(partial(_load, files, servers, bool(self._slots)), "load weights")
             if loading:
-                wait([loading])
-        if loading:
-            loading.result()
+                loading.result()
+            call_all(servers, lambda server: server.finish_update(version))
+        self._mapped_plan = plan
 
-    def _make_slots(self, folders: list[Path], plan: list[list[ParameterShape]]) -> None:
-        """Make the files in shared memory before any server begins an update, because there may be no space."""
-        if self._slots or not all(in_memory(folder) for folder in folders):
-            return
-        try:
-            for slot in range(min(SLOTS, len(plan))):
-                self._slots.append(make_files(folders, plan[slot::SLOTS], self.weights.dtype))
-        except EngineError:
-            self.close()
-            raise
+    def close(self) -> None:
+        self._slots = []
 
 
 def buckets(shapes: Shapes, dtype: torch.dtype, size: int) -> list[list[ParameterShape]]:
@@ -127,20 +106,15 @@ def buckets(shapes: Shapes, dtype: torch.dtype, size: int) -> list[list[Paramete
     return found
 
 
-def make_files(folders: Iterable[Path], buckets: Iterable[list[ParameterShape]], dtype: torch.dtype) -> Files:
-    """A file in each folder with space for the largest bucket.
-
-    Raises EngineError, and leaves no file, if there is no space.
-    """
-    size = max(file_size(shapes, dtype) for shapes in buckets)
-    files: Files = {}
-    try:
-        for folder in folders:
-            files[folder] = BucketFile(folder / f"weights-{secrets.token_hex(8)}.safetensors", size)
-    except EngineError:
-        for file in files.values():
-            file.unlink()
-        raise
+def make_files(
+    names: ExitStack, folders: Iterable[Path], dtype: torch.dtype, buckets: Iterable[list[ParameterShape]]
+) -> Files:
+    """A file in each folder with space for the largest bucket. names: removes its name. Raises EngineError."""
+    size, files = max(file_size(shapes, dtype) for shapes in buckets), Files()
+    for folder in folders:
+        path = folder / f"weights-{secrets.token_hex(8)}.safetensors"
+        names.callback(path.unlink, missing_ok=True)
+        files[folder] = BucketFile(path, size)
     return files
 
 
@@ -155,11 +129,9 @@ def _load(files: Files, servers: Sequence[ServerClient], keep: bool) -> None:
     def load(server: ServerClient) -> None:
         server.update({"file": files[Path(server.endpoint.shm_dir)].path.name, "keep": keep})
 
-    try:
-        call_all(servers, load)
-    finally:
-        for file in files.values():
-            file.unlink()
+    call_all(servers, load)
+    for file in files.values():
+        file.path.unlink(missing_ok=True)
 
 
 class BucketFile:
@@ -170,19 +142,11 @@ class BucketFile:
 
     def __init__(self, path: Path, size: int) -> None:
         """size: bytes, header included (`file_size`); a smaller bucket leaves bytes at the end."""
-        self.path, self.size = path, size
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, size)
-                self._memory = mmap.mmap(descriptor, size)
-            except OSError:
-                path.unlink(missing_ok=True)
-                raise
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise write_error(path.parent, error) from error
+        self.path = path
+        private = partial(os.open, mode=0o600)
+        with writing_to(path.parent), open(path, "x+b", opener=private) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            self._memory = mmap.mmap(file.fileno(), size)
 
     def write(self, shapes: Shapes, tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
         """Cast and copy one bucket, tensor by tensor as they come."""
@@ -199,25 +163,23 @@ class BucketFile:
 
     def flush(self) -> None:
         """Make the bucket visible to other machines."""
-        try:
+        with writing_to(self.path.parent):
             self._memory.flush()
-        except OSError as error:
-            raise write_error(self.path.parent, error) from error
 
     def copy(self, other: BucketFile) -> None:
         """Copy the bytes of a file of the same size."""
         self._memory[:] = memoryview(other._memory)
 
-    def unlink(self) -> None:
-        """Remove its name; processes that have mapped it keep it."""
-        self.path.unlink(missing_ok=True)
 
-
-def write_error(folder: Path, error: OSError) -> EngineError:
-    """The error of a write of weights, with a way out if there is no space."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    advice = "; make room there, or give the server another folder with sync=shm sync.folder=" if full else ""
-    return EngineError(f"cannot write weights to {folder}: {error.strerror}{advice}")
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """A block whose OSError becomes EngineError, with a way out if there is no space."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "; make room there, or give the server another folder with sync=shm sync.folder=" if full else ""
+        raise EngineError(f"cannot write weights to {folder}: {error.strerror}{advice}") from error
 
 
 def file_size(shapes: Shapes, dtype: torch.dtype) -> int:

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -111,6 +111,16 @@ class PolicyWeights:
             whole = part.to(self.dtype).full_tensor() if hasattr(part, "full_tensor") else part
             yield from self._as_known(name, whole)
 
+    @contextmanager
+    def walked(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[LockedIterator]:
+        """A block at whose end sharded weights are walked through, also after a failure: gathers are collective."""
+        locked = LockedIterator(stream)
+        try:
+            yield locked
+        finally:
+            for _ in locked if self.sharded else ():
+                pass
+
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers of a checkpoint, such as GLM-4.5's expert biases, for a vLLM that has not read one.
 
@@ -207,23 +217,16 @@ class WeightSync:
         with together(self.world):  # before a collective send, which the main process would not join
             call_all(servers, lambda server: server.weight_version())  # raises if another run has changed them
             call_all(servers, lambda server: server.pause(self.pause_mode))
-        stream = LockedIterator(self.weights.stream())
-        try:
-            with together(self.world):
-                try:
-                    if self.world.is_main or self.transport.collective:
-                        self.transport.send(servers, stream, version)
-                    call_all(servers, lambda server: server.reset_prefix_cache(running=self.pause_mode == "keep"))
-                    call_all(servers, lambda server: verify_version(server, version))
-                    call_all(servers, lambda server: server.resume())
-                finally:
-                    if self.world.size > 1 and self.weights.sharded:
-                        for _ in stream:  # gathers are collective, so every process finishes them
-                            pass
-        except EngineError:
+        with ExitStack() as stack:
             if self.transport.collective:
-                self.transport.close()
-            raise
+                stack.callback(self.transport.close)  # in every process, unless all succeed
+            with together(self.world), self.weights.walked(self.weights.stream()) as stream:
+                if self.world.is_main or self.transport.collective:
+                    self.transport.send(servers, stream, version)
+                call_all(servers, lambda server: server.reset_prefix_cache(running=self.pause_mode == "keep"))
+                call_all(servers, lambda server: verify_version(server, version))
+                call_all(servers, lambda server: server.resume())
+            stack.pop_all()
 
     def _verify(self, version: int) -> None:
         """Raise EngineError in every process unless the servers have the weights. Collective.
