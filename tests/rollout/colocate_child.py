@@ -81,10 +81,6 @@ def main(model: Path, run: Path) -> dict[str, Any]:
     never_arrives, policy.sent = refusal(lambda: engine.sync(1)), None
     found["synced"] = [engine.sync(1), 4.0 * sum(p.numel() for p in policy.model.parameters())]
     found["sampled"] = {name: sampled(engine, policy, sampling) for name, sampling in SAMPLINGS.items()}
-    together = tokens(engine, requests())
-    alone = [tokens(engine, [request])[0] for request in reversed(requests())][::-1]
-    found["seeds"] = [together, alone, tokens(engine, requests(seed=100))]
-    found["greedy"] = greedy(engine, policy)
     found["moved"] = moved(engine, policy)
     found["corrupted"] = corrupted(engine, policy) | {"never arrives": [never_arrives]}
     found["structured outputs"] = structure()
@@ -104,20 +100,6 @@ def sampled(engine: Any, policy: TinyPolicy, sampling: Sampling) -> list[dict[st
     ]
 
 
-def tokens(engine: Any, asked: list[Request]) -> list[list[list[int]]]:
-    return [[one.token_ids for one in group] for group in engine.generate(asked, Sampling(16))]
-
-
-def greedy(engine: Any, policy: TinyPolicy) -> list[list[int]]:
-    """Log-probs of the engine and of transformers."""
-    group = engine.generate([Request(PROMPTS[0], 2, seed=0)], Sampling(8, temperature=0.0))[0]
-    ids = list(PROMPTS[0])
-    while len(ids) < len(PROMPTS[0]) + 8 and ids[-1] != TOKENIZER.eos_token_id:
-        with torch.no_grad():
-            ids.append(int(policy.model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return [ids[len(PROMPTS[0]) :], *(one.token_ids for one in group)]
-
-
 def moved(engine: Any, policy: TinyPolicy) -> dict[str, Any]:
     """Log-probs of both sides before, between and after a change of the weights and a sync."""
     probe = engine.verifier.token_ids
@@ -132,22 +114,12 @@ def moved(engine: Any, policy: TinyPolicy) -> dict[str, Any]:
 
 def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
     """Sends wrong weights; records the refusal and both means."""
-    found = {}
-    wrong = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "missing")
-    for version, name in enumerate(wrong, start=3):
-        policy.change(seed=version)
-        weights = dict(policy.model.named_parameters())
-        if name == "missing":
-            del weights["model.layers.0.self_attn.o_proj.weight"]
-        else:
-            weights[name] = weights[name] + noise(weights[name])
-        policy.sent = weights
-        said = refusal(lambda version=version: engine.sync(version))
-        means = [
-            sum(s) / len(s)
-            for s in (engine.llm.score(engine.verifier.token_ids), policy.score(engine.verifier.token_ids))
-        ]
-        found[name] = [said, *means]
+    policy.change(seed=3)
+    weights = dict(policy.model.named_parameters())
+    policy.sent = weights | {"model.norm.weight": weights["model.norm.weight"] + 0.05}
+    said, probe = refusal(lambda: engine.sync(3)), engine.verifier.token_ids
+    means = [sum(scores) / len(scores) for scores in (engine.llm.score(probe), policy.score(probe))]
+    found = {"wrong": [said, *means]}
     policy.sent = None
     engine.sync(8)
     policy.sent = weights | {"model.layers.0.new.weight": weights["model.norm.weight"]}
@@ -155,10 +127,6 @@ def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
     policy.sent = None
     engine.sync(20)
     return found
-
-
-def noise(like: torch.Tensor) -> torch.Tensor:
-    return 0.05 * torch.randn(like.shape, generator=torch.Generator().manual_seed(0))
 
 
 def structure() -> list[str]:

@@ -19,6 +19,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.answer: Answer = lambda path, body: (200, {})
+        self.heard: list[tuple[str, str | None]] = []  # paths and the header with the key
         self.in_flight = self.max_in_flight = 0
         self.closed = threading.Event()  # a response that never comes waits for this event
         self.lock = threading.Lock()
@@ -29,6 +30,7 @@ class StandIn:
                 with outer.lock:
                     outer.in_flight += 1
                     outer.max_in_flight = max(outer.max_in_flight, outer.in_flight)
+                    outer.heard.append((self.path.partition("?")[0], self.headers["authorization"]))
                 body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "null")
                 status, answer = outer.answer(self.path, body)
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()

@@ -40,19 +40,6 @@ def test_log_probs_equal_those_of_transformers(found: Any, name: str) -> None:
     assert name == "truncated" or reasons == {"stop", "length"}
 
 
-def test_a_seed_gives_the_same_tokens_in_any_batch(found: Any) -> None:
-    together, alone, other = found["seeds"]
-    assert together == alone
-    assert other != together
-    everything = [tuple(ids) for group in together for ids in group]
-    assert len(set(everything)) == len(everything), "neighbouring seeds gave the same completion"
-
-
-def test_greedy_takes_the_likeliest_tokens(found: Any) -> None:
-    expected, *got = found["greedy"]
-    assert got == [expected] * 2
-
-
 def test_only_a_sync_changes_the_weights(found: Any) -> None:
     synced, size = found["synced"]
     assert synced == {"sync/bytes": size}
@@ -65,18 +52,11 @@ def test_only_a_sync_changes_the_weights(found: Any) -> None:
     assert "call sync before generate" in found["before the first sync"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "missing"],
-)
-def test_wrong_weights_are_refused_with_both_numbers(found: Any, name: str) -> None:
-    said, server, trainer = found["corrupted"][name]
+def test_wrong_weights_are_refused_with_both_numbers(found: Any) -> None:
+    said, server, trainer = found["corrupted"]["wrong"]
     assert "does not have the trainer's weights" in said
     assert f"{server:.5f}" in said
     assert f"{trainer:.5f}" in said
-
-
-def test_a_parameter_that_never_arrives_is_found_at_the_first_sync(found: Any) -> None:
     assert "does not have the trainer's weights" in found["corrupted"]["never arrives"][0]
 
 

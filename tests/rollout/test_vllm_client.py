@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -77,24 +76,6 @@ def test_the_servers_message_is_passed_on(stand_in: StandIn, client: ServerClien
     stand_in.answer = lambda path, body: (200, {}) if path == "/health" else (500, b"Internal Server Error\nmore")
     with pytest.raises(Refused, match=r"refused /resume \(500\): Internal Server Error$"):
         client.resume()
-
-
-def test_the_first_failure_does_not_wait_for_the_others(stand_in: StandIn, client: ServerClient) -> None:
-    others = threading.Event()
-
-    def answer(path: str, body: Any) -> tuple[int, Any]:
-        if path == "/health":
-            return 200, {}
-        if body["token_ids"] == [1]:
-            return 500 if others.wait(60) else 404, {"error": "broken"}
-        others.set()
-        stand_in.closed.wait(60)
-        return 200, {"choices": []}
-
-    stand_in.answer = answer
-    with pytest.raises(Refused, match="broken"):
-        generate(client, 3)
-    assert stand_in.in_flight, "the others have no answer yet"
 
 
 class Busy:
@@ -235,25 +216,6 @@ def test_a_failed_call_to_a_replaced_server_does_not_mark_its_successor_as_lost(
     with pytest.raises(ServerGone):
         client.pause()
     assert client.lost is None
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ([], "returned 0 completions of a prompt instead of 1"),
-        ([choice([])], "broken completion: 0 tokens"),
-        ([choice([4, 5], logprobs={"content": [{"logprob": -1.0}]})], "2 tokens, 1 log-probs"),
-        ([choice([4, 5], reason="error")], 'finish reason "error"'),
-        ([choice([4])], "after 1 of 2 tokens"),
-        ([choice([4, 5]), choice([4, 5])], r"its completions are numbered \[0, 0\]"),
-    ],
-)
-def test_broken_completions_are_errors(
-    stand_in: StandIn, client: ServerClient, broken: list[Any], message: str
-) -> None:
-    stand_in.answer = lambda path, body: (200, {"choices": broken})
-    with pytest.raises(EngineError, match=message):
-        generate(client, 1)
 
 
 def test_seeds_of_neighbouring_prompts_do_not_overlap() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout.stand_in import StandIn
 
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineJob
@@ -25,39 +24,17 @@ from grpocli.rollout.vllm.server_files import Endpoint, serve_file
 KEY = "the-key"
 
 
-class StandIn:
+class VllmServe(StandIn):
     """A vllm-serve stand-in; `answers[path]` overrides a response."""
 
     def __init__(self, shm_dir: Path) -> None:
+        super().__init__()
         self.answers: dict[str, tuple[int, Any]] = {}
-        self.asked: list[tuple[str, str | None]] = []
-        outer = self
+        self.folder, self.port = shm_dir, self.server.server_address[1]
+        self.answer = self.respond
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                path, key = self.path.partition("?")[0], self.headers["authorization"]
-                outer.asked.append((path, key))
-                self.rfile.read(int(self.headers.get("content-length", 0)))
-                status, answer = outer.answer(path, key)
-                data = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_POST = do_GET
-
-            def log_message(self, *_: object) -> None:
-                return
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self.server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.folder = shm_dir
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def answer(self, path: str, key: str | None) -> tuple[int, Any]:
+    def respond(self, path: str, body: Any) -> tuple[int, Any]:
+        path, key = self.heard[-1]
         if path in self.answers:
             return self.answers[path]
         if path != "/health" and key != f"Bearer {KEY}":
@@ -69,10 +46,6 @@ class StandIn:
             "/version": (200, {"version": "0.1.2"}),
         }
         return known.get(path, (404, {"detail": "Not Found"}))
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
 
 def served(**model: Any) -> dict[str, Any]:
@@ -87,9 +60,9 @@ def served(**model: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[StandIn]:
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[VllmServe]:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    server = StandIn(tmp_path)
+    server = VllmServe(tmp_path)
     Endpoint(server.url, KEY, str(tmp_path)).save(serve_file(server.port))
     yield server
     server.close()
@@ -100,19 +73,19 @@ def job(tmp_path: Path) -> EngineJob:
     return EngineJob("/other", "float32", 128, tmp_path / "run", seed=0)
 
 
-def test_a_suitable_server_is_accepted(stand_in: StandIn, job: EngineJob) -> None:
+def test_a_suitable_server_is_accepted(stand_in: VllmServe, job: EngineJob) -> None:
     """The key and folder come from vllm-serve's file."""
     assert external_servers(Vllm(base_url=stand_in.url + "/"), job) == [
         Endpoint(stand_in.url, KEY, str(stand_in.folder))
     ]
 
 
-def test_a_dead_server_is_not_reported_as_a_missing_key(stand_in: StandIn, job: EngineJob) -> None:
+def test_a_dead_server_is_not_reported_as_a_missing_key(stand_in: VllmServe, job: EngineJob) -> None:
     serve_file(stand_in.port).unlink()
     options = Vllm(base_url=stand_in.url)
     with pytest.raises(ConfigError, match=rf"engine\.api_key_file=None: no key for {stand_in.url}"):
         external_servers(options, job)
-    assert stand_in.asked == [("/health", "Bearer none")]
+    assert stand_in.heard == [("/health", "Bearer none")]
     stand_in.answers["/health"] = (503, {"error": "the engine is dead"})
     with pytest.raises(ConfigError, match=r"engine\.base_url=.*no vLLM server answers there.*the engine is dead"):
         external_servers(options, job)
@@ -132,14 +105,14 @@ def test_a_dead_server_is_not_reported_as_a_missing_key(stand_in: StandIn, job: 
     ],
 )
 def test_unsuitable_servers_are_refused(
-    stand_in: StandIn, job: EngineJob, answers: dict[str, tuple[int, Any]], message: str
+    stand_in: VllmServe, job: EngineJob, answers: dict[str, tuple[int, Any]], message: str
 ) -> None:
     stand_in.answers.update(answers)
     with pytest.raises(ConfigError, match=rf"^engine\.base_url={stand_in.url}: .*{message}"):
         external_servers(Vllm(base_url=stand_in.url), job)
 
 
-def test_a_wrong_key_is_refused(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
+def test_a_wrong_key_is_refused(stand_in: VllmServe, job: EngineJob, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("of another server")
     with pytest.raises(ConfigError, match=r"refuses the key: set engine\.api_key_file"):
@@ -150,7 +123,7 @@ def test_a_wrong_key_is_refused(stand_in: StandIn, job: EngineJob, tmp_path: Pat
 
 
 def test_a_folder_of_weights_that_this_machine_lacks_is_refused(
-    stand_in: StandIn, job: EngineJob, tmp_path: Path
+    stand_in: VllmServe, job: EngineJob, tmp_path: Path
 ) -> None:
     Endpoint(stand_in.url, KEY, "/of/another/machine").save(serve_file(stand_in.port))
     options = Vllm(base_url=stand_in.url)
@@ -161,7 +134,7 @@ def test_a_folder_of_weights_that_this_machine_lacks_is_refused(
 
 @pytest.mark.parametrize(("transport", "rank"), [("nccl", 0), ("ipc", 0), ("shm", 0), ("nccl", 8)])
 def test_another_minor_version_of_vllm_cannot_send_weights(
-    stand_in: StandIn, job: EngineJob, monkeypatch: pytest.MonkeyPatch, transport: str, rank: int
+    stand_in: VllmServe, job: EngineJob, monkeypatch: pytest.MonkeyPatch, transport: str, rank: int
 ) -> None:
     """Only nccl and ipc send with the trainer's vLLM, so only they need one."""
     monkeypatch.setattr(external, "check_vllm", lambda engine: None)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -49,18 +46,3 @@ def test_only_our_own_servers_leave_out_ranks(monkeypatch: pytest.MonkeyPatch, o
     assert (sampler.batched_count_greater_than is count) is not own
     if own:
         assert sampler.batched_count_greater_than(torch.zeros(2, 3), torch.zeros(2, 1)).tolist() == [0, 0]
-
-
-@pytest.mark.vllm
-def test_the_engines_of_a_gpus_syncs_are_imported_early_and_leave_torchs_compiler_its_threads() -> None:
-    code = """if True:
-    import sys
-    from grpocli.rollout.vllm.transport_gpu import import_engines
-    import_engines()
-    from torch._inductor import config
-    folder = "vllm.distributed.weight_transfer"
-    print(config.compile_threads, *(f"{folder}.{name}_engine" in sys.modules for name in ("ipc", "nccl")))
-    """
-    env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "3"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "3 True True"

@@ -56,6 +56,9 @@ def test_versions_that_the_run_has_not_sent_are_refused() -> None:
         ({"logprobs": {"content": [{"logprob": 0.5}] * 4}}, "0.5 is not a log-prob"),
         ({"logprobs": {"content": [{"logprob": None}] * 4}}, "TypeError"),
         ({"logprobs": None}, "TypeError"),
+        ({"token_ids": []}, "0 tokens"),
+        ({"token_ids": [0]}, "1 tokens, 4 log-probs"),
+        ({"finish_reason": "error"}, 'finish reason "error"'),
     ],
 )
 def test_impossible_completions_are_refused(wrong: dict[str, Any], said: str) -> None:

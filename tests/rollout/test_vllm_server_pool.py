@@ -15,7 +15,6 @@ from rollout.vllm_tiny import Alone
 from grpocli.errors import EngineError, EngineGone
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener
-from grpocli.rollout.vllm import engine as vllm_engine
 from grpocli.rollout.vllm.client import Refused, ServerClient
 from grpocli.rollout.vllm.engine import ServerPool, VllmEngine
 from grpocli.rollout.vllm.server_files import Endpoint
@@ -116,32 +115,6 @@ def prompts_of(groups: list[list[Completion]]) -> list[int]:
 
 def bodies(*sizes: int) -> list[dict[str, Any]]:
     return [{"token_ids": [i], "sampling_params": {"n": n}} for i, n in enumerate(sizes)]
-
-
-def test_a_fast_server_gets_more_requests_and_answers_keep_their_order(
-    serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The slow server answers only after the fast one has answered all other requests."""
-    monkeypatch.setattr(vllm_engine, "REQUESTS", 4)
-    slow, fast = serve(), serve()
-    go_on, count = threading.Event(), 20
-    respond = slow.respond
-
-    def answer(path: str, body: Any) -> tuple[int, Any]:
-        assert path != "/inference/v1/generate" or go_on.wait(30)
-        return respond(path, body)
-
-    def count_answers(path: str, body: Any) -> tuple[int, Any]:
-        if len(fast.asked) == count - 4 - 1:
-            go_on.set()
-        return fast.respond(path, body)
-
-    slow.answer, fast.answer = answer, count_answers
-    engine, _ = engine_of([slow, fast], Comes())
-    assert prompts_of(engine.generate(requests(count), Sampling(2))) == [10 + i for i in range(count)]
-    assert len(slow.asked) == 4
-    assert len(fast.asked) == count - 4
-    assert fast.max_in_flight <= 4
 
 
 def test_only_a_dead_servers_unanswered_requests_are_repeated(serve: Callable[..., Vllm]) -> None:

@@ -126,20 +126,6 @@ def test_a_failed_start_counts_as_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_server_that_does_not_exit_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hung GPU may keep its process forever; the trainer must not wait for its own deadline."""
-
-    def stuck(self: Guarded, grace: float) -> int:
-        raise subprocess.TimeoutExpired("vllm", grace)
-
-    with watched(tmp_path, Starts(), max_restarts=2), monkeypatch.context() as patch:
-        patch.setattr(Guarded, "stop", stuck)
-        lost_file(tmp_path, 0).write_text("0 it hangs")
-        until(lambda: told(tmp_path).gone is not None)
-        assert "timed out" in str(told(tmp_path).gone)
-
-
-@pytest.mark.processes
 def test_a_server_that_a_trainer_reports_is_replaced_once(tmp_path: Path) -> None:
     """It may hang and never exit; a second report of the same server must not cost another restart."""
     starts, own = Starts(), OwnServers(Vllm(), job_in(tmp_path), never)

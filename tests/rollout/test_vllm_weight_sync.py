@@ -76,18 +76,6 @@ def test_only_floating_point_buffers_of_a_checkpoint_are_loaded_into_a_colocated
     assert [(name, tensor.dtype) for name, tensor in sent] == [("bias_of_experts", torch.float32)]
 
 
-def test_a_kept_file_is_read_again_after_its_name_is_gone(tmp_path: Path) -> None:
-    file, server = BucketFile(tmp_path / "w", file_size(SHAPES, torch.float32)), MappedFiles()
-    file.write(SHAPES, WEIGHTS.values(), torch.float32)
-    server.tensors("w", tmp_path, keep=True)
-    file.path.unlink()
-    file.write(SHAPES, [tensor + 1 for tensor in WEIGHTS.values()], torch.float32)
-    assert torch.equal(dict(server.tensors("w", tmp_path, keep=True))["big"], WEIGHTS["big"] + 1)
-    server.forget()
-    with pytest.raises(ValueError, match="is not a file"):
-        server.tensors("w", tmp_path, keep=True)
-
-
 @pytest.mark.parametrize("size", [1, 64, 200, 2900, 10**9])
 def test_buckets_are_bounded_and_hold_all_weights(size: int) -> None:
     counts = [len(bucket) for bucket in buckets(SHAPES, torch.float32, size)]
@@ -526,19 +514,6 @@ def test_workers_of_several_servers_are_one_group(tmp_path: Path) -> None:
         assert server.calls == ["init_transfer", "start_update", "update", "finish_update"]
         assert server.infos[1] == {"names": ["a"], "ipc_handles": encode_handles({"GPU-1": HANDLE})}
         assert server.weight_version() == 7
-
-
-def test_a_failed_transfer_is_completed(tmp_path: Path) -> None:
-    """Other processes take part in it and would wait forever otherwise."""
-    server: Any = Server(tmp_path, fails="start_update")
-    client = transport_gpu.TransferClient()
-    client.begin([server], 7)
-    client.start_weight_update()
-    client.update_weights({"names": []})
-    client.finish_weight_update()
-    assert server.calls == ["start_update"]
-    with pytest.raises(EngineError, match="start_update failed"):
-        client.check()
 
 
 class Handing:
