@@ -23,6 +23,7 @@ from grpocli.progress import UNWATCHED, Watch, unreported
 from grpocli.rollout.engine import Engine, Listener, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.client import (
+    CHECK,
     Refused,
     ServerClient,
     ServerGone,
@@ -50,8 +51,6 @@ SEQUENCES = 1024
 """Completions at a server at a time: as many as vLLM runs at once on a large GPU; a smaller server queues the rest."""
 REQUESTS = 256
 """Requests at a server at a time, since each has its own connection."""
-POLL = 0.5
-"""Seconds between checks of the watch and at the counts of tokens, and between two attempts at a sync."""
 ATTEMPTS = 10  # of one sync or one batch of completions, in case a server dies every time
 
 Choices = list[dict[str, Any]]
@@ -197,7 +196,7 @@ class ServerPool:
         """Until cancelled, report the tokens generated, and cancel `tasks` once the watch is cancelled."""
         first: float | None = None
         while True:
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(CHECK / 10)
             if count.watch.cancelled():
                 for task in tasks:
                     task.cancel()
@@ -319,7 +318,7 @@ class VllmEngine(Engine):
                 if not self._lost():
                     raise
                 last = error
-            time.sleep(POLL)  # the server may be busy
+            time.sleep(CHECK / 10)  # the server may be busy
         raise EngineGone(f"{ATTEMPTS} syncs of weights failed one after the other: {last}")
 
     def _lost(self) -> dict[int, str]:

@@ -17,11 +17,11 @@ from grpocli.http import is_loopback
 from grpocli.models.loading import ModelPart
 from grpocli.processes.signals import handle_stops, restore
 from grpocli.progress import Progress, unreported
-from grpocli.rollout.vllm.client import MODEL, Refused, ServerClient
+from grpocli.rollout.vllm.client import CHECK, MODEL, Refused, ServerClient
 from grpocli.rollout.vllm.config import check_vllm, vllm_version
 from grpocli.rollout.vllm.plugin import BACKENDS
-from grpocli.rollout.vllm.server import POLL, ServerSpec, check_port, free_port, model_config, serving
-from grpocli.rollout.vllm.server_files import Endpoint, fresh_log, printed_log, serve_file
+from grpocli.rollout.vllm.server import ServerSpec, check_port, free_port, model_config, serving
+from grpocli.rollout.vllm.server_files import POLL, Endpoint, fresh_log, printed_log, serve_file
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -39,7 +39,6 @@ SHAPE = (
 )
 """Entries of a model's config by which another model is recognized."""
 SERVE = "`grpocli vllm-serve`"
-HEALTH_TIMEOUT = 30.0  # seconds; even a busy server answers /health at once
 
 
 def external_servers(options: VllmOptions, job: EngineJob) -> list[Endpoint]:
@@ -52,7 +51,7 @@ def external_servers(options: VllmOptions, job: EngineJob) -> list[Endpoint]:
 
 def _external_server(options: VllmOptions, url: str, job: EngineJob) -> Endpoint:
     try:
-        ServerClient(Endpoint(url, "none", ""), min(options.request_timeout, HEALTH_TIMEOUT)).get("/health")
+        ServerClient(Endpoint(url, "none", ""), min(options.request_timeout, 6 * CHECK)).get("/health")
     except EngineError as error:
         problem = f"no vLLM server answers there: start one with {SERVE}, or unset it and the run starts its own"
         raise ConfigError(f"{problem} ({error})", key="engine.base_url", value=url) from error

@@ -30,7 +30,7 @@ from grpocli.rollout.vllm.client import MODEL, ServerClient
 from grpocli.rollout.vllm.config import check_plugin
 from grpocli.rollout.vllm.lora import lora_flags
 from grpocli.rollout.vllm.plugin import BACKENDS
-from grpocli.rollout.vllm.server_files import Endpoint, StartupLog, private_folder
+from grpocli.rollout.vllm.server_files import POLL, Endpoint, StartupLog, private_folder
 from grpocli.rollout.vllm.transport_shm import WEIGHTS_FOLDER_VARIABLE
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 HF_OVERRIDES = "hf_overrides"
 """vLLM's option for entries of a model's config, among them the dtype of its output head."""
 LOOPBACK = "127.0.0.1"
-POLL = 0.2  # seconds between checks of a starting server
 FIRST_REQUEST = [0] * 8
 """Token ids that a new server scores while the trainer loads, so that no sync waits for what vLLM compiles then."""
 LONGEST_SOCKET_FOLDER = 107 - 37  # bytes: the kernel's limit for a socket's path, less vLLM's file name

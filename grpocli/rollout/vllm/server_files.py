@@ -27,6 +27,8 @@ from grpocli.files import read_shared, write_atomic
 from grpocli.processes.threads import run_in_thread
 
 SHM = Path("/dev/shm")
+POLL = 0.2
+"""Seconds between checks of files, logs, processes and threads."""
 ROOM = 2**30  # bytes: a memory file system with less free space is too small for weights
 FOLDER = "grpocli-weights-"
 LOCK = "lock"
@@ -181,7 +183,6 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-FOLLOW = 0.1  # seconds between checks of a growing log
 TAIL = 256 * 1024  # bytes at the end of a log that are searched for the cause
 ERROR = re.compile(r"(?:^|[\s\]])((?:[\w.]+\.)?\w*(?:Error|Exception): .+|[\w.]+: error: .+)$")
 NOT_THE_CAUSE = re.compile(r"Engine core initialization failed|EngineDeadError|CancelledError|KeyboardInterrupt")
@@ -329,7 +330,7 @@ def printed_log(log: Path) -> Iterator[None]:
 def _print_until(file: IO[str], ended: threading.Event) -> None:
     last = False
     while not last:
-        last = ended.wait(FOLLOW)
+        last = ended.wait(POLL)
         if text := file.read():
             sys.stdout.write(text)
             sys.stdout.flush()

@@ -33,6 +33,7 @@ from grpocli.progress import unreported
 from grpocli.rollout.vllm.external import external_servers
 from grpocli.rollout.vllm.server import LOOPBACK, ServerSpec, free_port, serving
 from grpocli.rollout.vllm.server_files import (
+    POLL,
     SHM,
     Endpoint,
     failed_file,
@@ -55,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 OUTLIVE = 15.0  # seconds after this process's death within which servers and trainer processes have ended too
 GRACE = 2.0  # seconds that a lost server has to exit
-POLL = 0.2  # seconds between checks of processes and files
 ARRIVE = 300.0  # seconds within which all machines of a job begin
 
 StartServer = Callable[[int], AbstractContextManager[tuple[Endpoint, "Guarded"]]]

@@ -11,22 +11,22 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from concurrent.futures import wait
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpocli.errors import EngineError
 from grpocli.processes.threads import run_in_thread
 from grpocli.rollout.vllm.client import call_all
+from grpocli.rollout.vllm.server_files import POLL
 
 if TYPE_CHECKING:
     from grpocli.rollout.vllm.client import ServerClient
     from grpocli.rollout.vllm.weight_sync import PolicyWeights
 
-T = TypeVar("T")
 DEADLINE = 600.0  # seconds for one transfer, since NCCL itself has no deadline
-POLL = 0.1
 Stream = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -191,10 +191,10 @@ class NcclTransport(GpuTransport):
         uid = bytes(NCCLLibrary().ncclGetUniqueId().internal)
         info = {"rank_offset": 1, "world_size": size, "nccl_unique_id_b64": base64.b64encode(uid).decode(), **packed}
         engine = NCCLTrainerWeightTransferEngine(client=self.client, source=self.source, **packed)
-        with ThreadPoolExecutor(1) as asking:  # the servers answer once the trainer has joined too
-            joined = asking.submit(self.client.init_weight_transfer_engine, info)
-            engine.model_update_group = uid_init_process_group(uid, 0, size, torch.accelerator.current_device_index())
-            joined.result()
+        # the servers answer once the trainer has joined too
+        joined = run_in_thread(partial(self.client.init_weight_transfer_engine, info), "join the servers' group")
+        engine.model_update_group = uid_init_process_group(uid, 0, size, torch.accelerator.current_device_index())
+        joined.result()
         self.client.check()
         self._engine = engine
 
