@@ -106,7 +106,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_folder: Path) ->
         return [sys.executable, "-c", FAKE, str(spec.port), str(tmp_path / "die")]
 
     monkeypatch.setattr(vllm_server, "command", command)
-    monkeypatch.setattr(vllm_server, "check_plugin", lambda: None)
     return Serve(model=None, engine=Vllm(start_timeout=30), sync=AutoSyncConfig(), port=vllm_server.free_port())
 
 

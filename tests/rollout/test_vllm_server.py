@@ -132,7 +132,6 @@ def test_unsafe_environment_variables_are_not_passed_on(monkeypatch: pytest.Monk
 
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "check_plugin", lambda: None)
     monkeypatch.setattr(vllm_server, "on_cpu", lambda: True)
 
 

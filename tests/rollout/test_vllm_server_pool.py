@@ -6,11 +6,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from rollout.stand_in import StandIn, choice, clients_of
-from rollout.vllm_tiny import Alone
+from rollout.vllm_tiny import Alone, two_worlds
 
 from grpocli.errors import EngineError, EngineGone
 from grpocli.progress import Watch
@@ -218,49 +219,27 @@ def test_answers_during_a_failed_sync_are_discarded(serve: Callable[..., Vllm]) 
     assert engine.generate(requests(1), Sampling(2))[0][0].version == 4
 
 
-class Together:
-    """Threads as processes: collective calls meet at a barrier."""
-
-    def __init__(self, rank: int, meeting: threading.Barrier, box: dict[int, Any]) -> None:
-        self.rank, self.size, self.is_main = rank, meeting.parties, rank == 0
-        self.meeting, self.box = meeting, box
-
-    def gather_objects(self, items: Sequence[Any]) -> list[Any]:
-        self.box[self.rank] = list(items)
-        self.meeting.wait(5)
-        everyone = [item for rank in range(self.size) for item in self.box[rank]]
-        self.meeting.wait(5)
-        return everyone
-
-    def broadcast_object(self, item: Any) -> Any:
-        return self.gather_objects([item])[0]
-
-
 @pytest.mark.parametrize("back", [True, False], ids=["it comes back", "it does not"])
 def test_processes_recover_together_or_fail_together(serve: Callable[..., Vllm], back: bool) -> None:
     """Only the second process loses a server; the first waits for the new one, and both sync equally often."""
     good, dies, new = serve(), serve(lives=1), serve()
-    meeting, box = threading.Barrier(2), dict[int, Any]()
     waiting = Comes(*([new] if back else []))
-    engines = [engine_of([server], waiting, Together(i, meeting, box)) for i, server in enumerate((good, dies))]
-    results: dict[int, Any] = {}
+    pairs = zip((good, dies), two_worlds(), strict=True)
+    engines = [engine_of([server], waiting, world) for server, world in pairs]
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> Any:
         try:
-            results[rank] = prompts_of(engines[rank][0].generate(requests(5), Sampling(2)))
+            return prompts_of(engines[rank][0].generate(requests(5), Sampling(2)))
         except EngineError as error:
-            results[rank] = error
+            return error
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(work, (0, 1)))
     if back:
-        assert results == {0: [10, 11, 12, 13, 14], 1: [10, 11, 12, 13, 14]}
+        assert results == [[10, 11, 12, 13, 14]] * 2
         assert [sync.versions for _, sync in engines] == [[3], [3]]
     else:
-        assert [type(error) for error in results.values()] == [EngineGone, EngineGone]
+        assert [type(error) for error in results] == [EngineGone, EngineGone]
         assert str(results[0]) == str(results[1])
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models.architectures import architecture
+from rollout.vllm_tiny import Alone, two_worlds
 from safetensors import safe_open
 
 from grpocli.composition.compose import build_run, compose
@@ -189,34 +191,7 @@ class Server:
             raise EngineError(f"{name} failed")
 
 
-class Pair:
-    """Two processes as threads, and their messages."""
-
-    def __init__(self) -> None:
-        self.box: Any = None
-        self.items: list[list[Any]] = [[], []]
-        self.meet = threading.Barrier(2, timeout=10)
-
-    def world(self, rank: int) -> Any:
-        def broadcast(item: Any) -> Any:
-            if rank == 0:
-                self.box = item
-            self.meet.wait()
-            got = self.box
-            self.meet.wait()
-            return got
-
-        def gather(items: list[Any]) -> list[Any]:
-            self.items[rank] = items
-            self.meet.wait()
-            got = [item for one in self.items for item in one]
-            self.meet.wait()
-            return got
-
-        return SimpleNamespace(is_main=rank == 0, broadcast_object=broadcast, gather_objects=gather, size=2, rank=rank)
-
-
-ALONE = SimpleNamespace(is_main=True, broadcast_object=lambda item: item, gather_objects=list, size=1, rank=0)
+ALONE = Alone()
 
 
 def sync_for(servers: Any, world: Any = ALONE, *, in_flight: bool = False, **options: Any) -> WeightSync:
@@ -240,20 +215,14 @@ def two() -> Any:
     """Runs a sync in two processes at once; returns each one's result or error."""
 
     def run(server: Server, **options: Any) -> list[Any]:
-        pair, results = Pair(), [None, None]
-
-        def work(rank: int) -> None:
+        def work(world: Any) -> Any:
             try:
-                results[rank] = sync_for([server], pair.world(rank), **options)(3)  # type: ignore[call-overload]
+                return sync_for([server], world, **options)(3)
             except EngineError as error:
-                results[rank] = str(error)  # type: ignore[call-overload]
+                return str(error)
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        return results
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(work, two_worlds()))
 
     return run
 

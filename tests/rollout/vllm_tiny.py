@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,30 @@ class Alone:
 
     def broadcast_object(self, item: Any) -> Any:
         return item
+
+
+class Together:
+    """A thread as a process: collective calls meet at a barrier."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, box: dict[int, Any]) -> None:
+        self.rank, self.size, self.is_main = rank, meeting.parties, rank == 0
+        self.meeting, self.box = meeting, box
+
+    def gather_objects(self, items: Sequence[Any]) -> list[Any]:
+        self.box[self.rank] = list(items)
+        self.meeting.wait(10)
+        everyone = [item for rank in range(self.size) for item in self.box[rank]]
+        self.meeting.wait(10)
+        return everyone
+
+    def broadcast_object(self, item: Any) -> Any:
+        return self.gather_objects([item])[0]
+
+
+def two_worlds() -> list[Together]:
+    """The worlds of two processes, each for a thread."""
+    meeting, box = threading.Barrier(2), dict[int, Any]()
+    return [Together(rank, meeting, box) for rank in range(2)]
 
 
 TOKENIZER: Any = SimpleNamespace(eos_token_id=1, chat_template=None)

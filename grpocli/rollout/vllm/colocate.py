@@ -26,7 +26,6 @@ from grpocli.files import QuietFileHandler
 from grpocli.rollout.engine import Engine, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.client import check_refusal, check_temperature, completions, sampling_params
-from grpocli.rollout.vllm.config import check_vllm
 from grpocli.rollout.vllm.plugin import leave_out_ranks
 from grpocli.rollout.vllm.server import HF_OVERRIDES, common_options, on_cpu
 from grpocli.rollout.vllm.weight_sync import PROBE_ROOM, PolicyWeights, WeightVerifier, require_close, together
@@ -110,7 +109,6 @@ class ColocateEngine(Engine):
 @contextlib.contextmanager
 def launch(options: ColocateOptions, job: EngineJob) -> Iterator[None]:
     """Check the options before the model is loaded. Raises ConfigError."""
-    check_vllm("vllm_colocate")
     options.check_room(job)
     if options.sleep and on_cpu():
         raise ConfigError(

@@ -27,7 +27,6 @@ from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.api_server import KEY_VARIABLE, PRIVATE_FOLDER_VARIABLE
 from grpocli.rollout.vllm.client import MODEL, ServerClient
-from grpocli.rollout.vllm.config import check_plugin
 from grpocli.rollout.vllm.lora import lora_flags
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import POLL, Endpoint, StartupLog, private_folder
@@ -220,7 +219,6 @@ def serving(
     this process is killed. progress: called during the start.
     Raises ConfigError for a busy port or if the log names a key, EngineError with the log's cause if the start fails.
     """
-    check_plugin()
     check_port(spec.host, spec.port, spec.port_key)
     cpu, key = on_cpu(), secrets.token_urlsafe(32)
     words = command(spec, options, cpu)  # may raise, so before any folder is made
