@@ -16,7 +16,7 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.library_environments import openenv
 from grpocli.rewards import judge
 from grpocli.rewards.judge import Judge
-from grpocli.rollout.vllm import connection
+from grpocli.rollout.vllm import client
 from grpocli.rollout.vllm.client import ServerClient
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.training import teachers
@@ -46,8 +46,7 @@ class Slow(BaseHTTPRequestHandler):
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(judge, "CONNECT_TIMEOUT", 0.5)
     monkeypatch.setattr(openenv, "SCHEMA_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "CHECK_TIMEOUT", 0.2)
-    monkeypatch.setattr(connection, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(client, "CHECK", 0.2)
     Slow.closed.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         server.daemon_threads = True
