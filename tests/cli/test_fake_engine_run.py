@@ -63,7 +63,7 @@ def test_the_engine_releases_memory_before_the_updates_of_each_step(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["rollout.max_staleness=1"], "rollout.max_staleness=1: engine=fake samples with the trainer's own weights"),
+        (["rollout.max_staleness=1"], "rollout.max_staleness=1: engine=fake does not sample beside the trainer"),
         (["rollout.regex=a"], "rollout.regex=a: engine=fake cannot constrain completions"),
         (["engine.completions=[]"], "engine.completions=[]: needs at least one text"),
         (["engine.function=nowhere.py:write"], "nowhere.py: there is no such file"),

@@ -167,12 +167,15 @@ def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engin
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["engine=transformers", "rollout.max_staleness=1"], "rollout.max_staleness=1: engine=transformers samples"),
-        (["rollout.max_staleness=1"], "rollout.max_staleness=1: engine=transformers samples"),  # the value of auto here
+        (["engine=transformers", "rollout.max_staleness=1"], "rollout.max_staleness=1: engine=transformers does not"),
+        (
+            ["rollout.max_staleness=1"],
+            "rollout.max_staleness=1: engine=transformers does not",
+        ),  # the value of auto here
         (["rollout.in_flight=true"], "rollout.in_flight=true: no request runs while weights change"),
         (
             ["engine=vllm", "rollout.max_staleness=1", "algorithm=dapo", "algorithm.keep.surplus=carry"],
-            "algorithm.keep.surplus=carry: leftover groups would be older than rollout.max_staleness=1",
+            "rollout.max_staleness=1: leftover groups would be older than this",
         ),
     ],
     ids=str,

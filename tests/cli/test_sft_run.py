@@ -58,23 +58,6 @@ def test_lora_without_a_reward_measures_the_held_out_loss_only(tmp_path: Path) -
     assert (folder / "model" / "adapter_model.safetensors").exists() or list((folder / "model").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        (["rollout.group_size=2"], "rollout.group_size"),
-        (["rollout.max_staleness=1", "engine=vllm"], "rollout.max_staleness"),
-        (["algorithm/keep=dynamic"], "algorithm/keep"),
-        (["algorithm/correction=sampler"], "algorithm/correction"),
-        (["task.order=difficulty"], "task.order"),
-        (["task=calculator"], "task.environment.name"),
-    ],
-)
-def test_what_needs_a_sampler_is_refused(given: list[str], key: str) -> None:
-    with pytest.raises(ConfigError, match="supervised training has one answer") as refused:
-        build_run(compose(["algorithm=sft", *given]))
-    assert refused.value.key == key
-
-
 def test_passes_over_the_data_set_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{n}", "answer": f"{n}"}) + "\n" for n in range(21)))

@@ -65,6 +65,7 @@ BAD = [
     # sampling and training
     ("rollout.group_size=1", "rollout.group_size"),
     ("algorithm=sft rollout.group_size=8", "rollout.group_size"),
+    ("algorithm=sft engine=vllm rollout.max_staleness=1", "rollout.max_staleness"),
     ("algorithm=sft algorithm/keep=dynamic", "algorithm/keep"),
     ("algorithm=sft algorithm/correction=token_mask", "algorithm/correction"),
     ("train.minibatches=1000", "train.minibatches"),
