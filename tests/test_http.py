@@ -13,7 +13,6 @@ import pytest
 
 from grpocli import http
 from grpocli.errors import ConfigError, EngineError
-from grpocli.library_environments import openenv
 from grpocli.rewards import judge
 from grpocli.rewards.judge import Judge
 from grpocli.rollout.vllm import client
@@ -45,7 +44,6 @@ class Slow(BaseHTTPRequestHandler):
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(judge, "CONNECT_TIMEOUT", 0.5)
-    monkeypatch.setattr(openenv, "SCHEMA_SECONDS", 0.5)
     monkeypatch.setattr(client, "CHECK", 0.2)
     Slow.closed.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
@@ -83,7 +81,7 @@ class Tokens:
         return {"a": 1}
 
 
-@pytest.mark.parametrize("ask", [ask_judge, openenv.action_schema, ask_server, ask_teacher])
+@pytest.mark.parametrize("ask", [ask_judge, ask_server, ask_teacher])
 def test_the_deadline_is_that_of_the_whole_answer(site: str, ask: Callable[[str], object]) -> None:
     began = time.monotonic()
     with pytest.raises((ConfigError, EngineError, httpx.HTTPError)):
