@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import sys
 from collections.abc import MutableMapping
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # malloc.h
@@ -24,22 +23,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its errors are exceptions, which grpocli reports
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    if "transformers" in sys.modules:  # imported before, by a program that calls grpocli: the variables come too late
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
-    if "datasets" in sys.modules:
-        from datasets import disable_progress_bars
-        from datasets.utils.logging import CRITICAL, set_verbosity
-
-        disable_progress_bars()
-        set_verbosity(CRITICAL)
-    if "huggingface_hub" in sys.modules:
-        from huggingface_hub.utils.logging import set_verbosity_error
-        from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_bars
-
-        disable_hub_bars()
-        set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.captureWarnings(True)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
@@ -66,7 +49,7 @@ def keep_freed_memory() -> bool:
     a quarter of a step's time. Settings in the environment and other implementations of malloc stay as they are.
     """
     variables = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
-    if sys.platform != "linux" or any(name in os.environ for name in variables):
+    if any(name in os.environ for name in variables):
         return False
     if "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
@@ -57,13 +58,17 @@ class RewardModel(BaseReward):
         check_folder(KEY, self.path, self.revision)
 
     def check(self, columns: Sequence[str]) -> None:
-        _classifier(self)
+        _ = self._classifier  # loads it
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        return list(_classifier(self).scores(samples))
+        return list(self._classifier.scores(samples))
 
     def close(self) -> None:
-        _loaded.pop(self, None)  # frees the model's memory
+        vars(self).pop("_classifier", None)  # frees the model's memory
+
+    @cached_property
+    def _classifier(self) -> Classifier:
+        return Classifier(self)
 
 
 class Classifier:
@@ -123,16 +128,6 @@ class Classifier:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids[-self.reward.max_tokens :]
-
-
-_loaded: dict[RewardModel, Classifier] = {}
-
-
-def _classifier(reward: RewardModel) -> Classifier:
-    """The loaded model of a reward."""
-    if reward not in _loaded:
-        _loaded[reward] = Classifier(reward)
-    return _loaded[reward]
 
 
 def _device(name: str) -> torch.device:

@@ -163,9 +163,7 @@ def backend_named(name: str, python: str | None) -> Backend:
     Raises SandboxError if it is no longer available.
     """
     found = interpreter(python)
-    if name == "none":
-        return no_isolation(found)
-    for backend in available_backends(found):
+    for backend in (no_isolation(found), *available_backends(found)):
         if backend.name == name:
             return backend
     raise SandboxError(f"{name} was available when the run began and is missing now")
