@@ -194,7 +194,10 @@ def raised(error: BaseException) -> str:
     With GRPOCLI_TRACEBACK=1 the traceback follows. It is part of the text because worker processes send only text.
     """
     name = type(error).__name__
-    message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
+    try:
+        message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
+    except Exception:  # noqa: BLE001 - the text of a user's error may raise
+        message = ""
     return f"{name}: {message}{where(error)}" if message else f"{name}{where(error)}"
 
 

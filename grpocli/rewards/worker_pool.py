@@ -33,6 +33,8 @@ from grpocli.rewards.reward import Failure, Forfeit, Overrun
 from grpocli.version import PACKAGE
 
 START_TIMEOUT = 120.0
+EXIT_GRACE = 2.0
+"""Seconds that a user's exit handlers get, which may flush a log."""
 PIPE = 2**20
 """Bytes that a pipe to or from a worker holds; the most that Linux gives a user."""
 FULL_TIMEOUTS = 8
@@ -133,14 +135,17 @@ class Worker:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
-    def kill(self) -> None:
-        """Kill the process and collect it. No other thread may be using it."""
+    def end(self, grace: float = 0.0) -> None:
+        """End the process, and kill it after `grace` seconds. No other thread may be using it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # unwritten input is lost with the worker
+            self.process.stdin.close()  # which ends it, after its exit handlers
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace)
         self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # unwritten input is lost with the worker
-                stream.close()
+        self.process.stdout.close()
 
 
 def _print(stderr: IO[bytes]) -> None:
@@ -171,7 +176,7 @@ class WorkerPool:
         self.function, self.size, self.timeout, self.variables = function, workers, timeout, variables
         self.trusted, self.first = trusted, first
         self._workers: list[Worker] = []
-        weakref.finalize(self, _kill_all, self._workers)  # where an error ended a run before `close`
+        weakref.finalize(self, _end_all, self._workers, 0.0)  # where an error ended a run before `close`
         self._idle: LifoQueue[Worker] = LifoQueue()
         self._closed = False
         self._mapping = threading.RLock()
@@ -247,7 +252,7 @@ class WorkerPool:
         """A new worker instead of one that hangs or has died. Raises RunError if the pool is being closed."""
         if self._closed:
             raise RunError("the pool is closed")
-        worker.kill()
+        worker.end()
         self._workers.remove(worker)
         return self._new()
 
@@ -257,20 +262,21 @@ class WorkerPool:
             worker.process.kill()
 
     def close(self) -> None:
-        """Kill the workers. A `map` that runs in another thread raises PoolClosed."""
-        self._kill()
+        """End the workers. A `map` that runs in another thread raises PoolClosed."""
         if not self._mapping.acquire(blocking=False):
+            self._kill()
             return
         try:
-            _kill_all(self._workers)
+            self._closed = True
+            _end_all(self._workers, EXIT_GRACE if self.trusted else 0.0)
             self._idle = LifoQueue()
         finally:
             self._mapping.release()
 
 
-def _kill_all(workers: list[Worker]) -> None:
+def _end_all(workers: list[Worker], grace: float) -> None:
     while workers:
-        workers.pop().kill()
+        workers.pop().end(grace)
 
 
 def default_workers() -> int:
@@ -336,4 +342,7 @@ def serve(function: str, limited: bool) -> None:
             message = json.dumps([None, str(error) or type(error).__name__])
         if os.getpid() != process:  # a process that the function forked must not serve items
             os._exit(FORKED)
-        print(message, file=out, flush=True)
+        try:
+            print(message, file=out, flush=True)
+        except OSError:  # the function has closed it
+            os._exit(1)

@@ -6,14 +6,12 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rewards.test_streaming_scorer import PROMPTS, Recording, Scripted, sampler
 
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
-from grpocli.rewards.length import GroupLength, KimiLength, LengthPenalty
 from grpocli.rewards.python import PythonReward
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.rewards.scorer import Scorer
@@ -122,62 +120,6 @@ def test_its_random_numbers_depend_on_its_group_alone() -> None:
 
     first, second = group("0", "a", "b", tokens=2), group("1", "c", "d", tokens=3)
     assert drawn(first, second) == [*drawn(first), *drawn(second)]
-
-
-# Length rewards
-
-
-def scored(reward: GroupLength, lengths: Sequence[int], right: Sequence[float | None], name: str = "right") -> Any:
-    samples = [
-        Sample("?", "", "", {}, [7] * length, 100, truncated=False, scores={name: one})
-        for length, one in zip(lengths, right, strict=True)
-    ]
-    return reward(samples)
-
-
-def test_length_penalty_is_prime_rls_term_of_output_tokens() -> None:
-    """prime-rl subtracts weight * mean reward * (tokens / the group's most tokens) from each reward of 0 or 1."""
-    random_ = random.Random(0)
-    for _ in range(50):
-        size = random_.randint(1, 9)
-        lengths = [random_.randint(0, 40) for _ in range(size)]
-        right = [float(random_.random() < 0.6) for _ in range(size)]
-        mean, most = sum(right) / size, max(1, *lengths, 1)
-        assert scored(LengthPenalty(), lengths, right) == pytest.approx([-mean * n / most for n in lengths], abs=1e-15)
-        gated = [-mean * n / most * one for n, one in zip(lengths, right, strict=True)]
-        assert scored(LengthPenalty(only_right=True), lengths, right) == pytest.approx(gated, abs=1e-15)
-    assert LengthPenalty().weight == 0.25
-    assert [math.copysign(1, score) for score in scored(LengthPenalty(), [3, 4], [0.0, 0.0])] == [1.0, 1.0]
-
-
-def test_kimi_length_is_the_papers_formula() -> None:
-    lengths, right = [10, 20, 30, 20], [1.0, 1.0, 0.0, 0.0]
-    assert scored(KimiLength(), lengths, right) == [0.5, 0.0, -0.5, 0.0]
-    assert scored(KimiLength(), [10, 30, 12], [0.0, 0.0, 1.0]) == [0.0, -0.5, pytest.approx(0.4)]
-    assert scored(KimiLength(), [5, 5, 5], right[:3]) == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("reward", [LengthPenalty(), LengthPenalty(only_right=True), KimiLength()])
-def test_a_completion_without_a_known_accuracy_gets_no_score_and_changes_no_other(reward: GroupLength) -> None:
-    alone = scored(reward, [10, 20, 30], [1.0, 0.0, 1.0])
-    assert scored(reward, [10, 99, 20, 30], [1.0, None, 0.0, 1.0]) == [alone[0], None, *alone[1:]]
-    assert scored(reward, [10, 20], [None, None]) == [None, None]
-    assert len(scored(reward, [10], [1.0])) == 1, "a greedy answer is a group of one"
-
-
-def test_an_environments_tokens_do_not_count() -> None:
-    masked = Sample("?", "", "", {}, [7] * 4, 9, truncated=False, mask=[1, 0, 0, 1], scores={"right": 1.0})
-    plain = Sample("?", "", "", {}, [7] * 4, 9, truncated=False, scores={"right": 1.0})
-    assert LengthPenalty()([masked, plain]) == [-0.5, -1.0]
-
-
-def test_the_accuracy_is_that_of_evaluations() -> None:
-    """`eval.reward` if it scores the task, else the task's first reward; a score of 1 or more is right."""
-    scores = {"first": 0.5, "second": 2.0}
-    sample = Sample("?", "", "", {}, [7], 9, truncated=False, scores=scores)
-    assert LengthPenalty()([sample]) == [0.0]
-    assert LengthPenalty(reward="second")([sample]) == [-1.0]
-    assert LengthPenalty(reward="other_task")([sample]) == [0.0]
 
 
 # Functions of the user

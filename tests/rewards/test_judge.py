@@ -172,7 +172,6 @@ def test_requests_are_concurrent_up_to_the_limit(endpoint: Endpoint) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"base_url": "http://[::1/v1"}, r"reward\.judge\.base_url=http://\[::1/v1: must be a URL"),
         ({"base_url": "localhost:8000"}, r"reward\.judge\.base_url=localhost:8000: must be a URL"),
         ({"pattern": "score"}, r"reward\.judge\.pattern=score: needs a group"),
         ({"low": 1.0}, r"reward\.judge\.high=1\.0: must be above reward\.judge\.low=1\.0"),
@@ -189,28 +188,8 @@ def test_the_judge_is_checked_before_training(endpoint: Endpoint) -> None:
         judge(endpoint).check(["answers"])
     with pytest.raises(ConfigError, match=r"reward\.judge\.prompt=.*double the braces that stand for themselves"):
         judge(endpoint, prompt="{").check([])
-    with pytest.raises(ConfigError, match=r"reward\.judge\.base_url=http://a\.\.b/v1: cannot be reached"):
-        Judge(base_url="http://a..b/v1", model="m", prompt="{prompt}").check([])
     with pytest.raises(ConfigError, match=r"reward\.judge\.base_url=http://127\.0\.0\.1:1/v1: cannot be reached"):
         Judge(base_url="http://127.0.0.1:1/v1", model="m", prompt="{prompt}").check([])
-
-
-def test_a_text_that_is_not_valid_utf8_is_judged(endpoint: Endpoint) -> None:
-    assert judge(endpoint)(samples("1", "half a pair \ud800 0", "1"))[::2] == [1.0, 1.0]
-
-
-def test_an_error_of_one_sample_does_not_fail_the_others(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    (one,), (broken,), (other,) = samples("1"), samples("1"), samples("0")
-    broken.columns["answer"] = Unprintable()
-    first, failed, last = judge(endpoint)([one, broken, other])
-    assert (first, last) == (1.0, 0.0)
-    assert isinstance(failed, Failure)
-    assert "ValueError: no text" in failed.reason
-
-
-class Unprintable:
-    def __format__(self, spec: str) -> str:
-        raise ValueError("no text")
 
 
 def test_a_run_that_ends_does_not_wait_for_the_judge(endpoint: Endpoint) -> None:

@@ -24,6 +24,7 @@ from grpocli.rewards.scorer import call
 
 SOURCE = """
 import asyncio
+import atexit
 import os
 import random
 import re
@@ -82,6 +83,7 @@ def texts(completions, **kwargs):
     return ["good", 1.0]
 
 def prints(completions, **kwargs):
+    atexit.register(print, "at the end")
     print("to stdout")
     print("to stderr", file=sys.stderr)
     return [os.environ["MY_KEY"] == "mine", 1.0]
@@ -182,7 +184,7 @@ def test_output_and_environment_are_those_of_the_run(
     for thread in threading.enumerate():
         if thread.name == "worker output":
             thread.join(30)
-    assert {"to stdout", "to stderr"} <= set(capsys.readouterr().err.splitlines())
+    assert {"to stdout", "to stderr", "at the end"} <= set(capsys.readouterr().err.splitlines())
 
 
 ATTACKS = {
