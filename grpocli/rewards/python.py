@@ -160,7 +160,7 @@ def in_worker(kind: str, spec: str, key: str, *given: Any) -> Any:
             arguments[IDS] = [one.tolist() for one in arguments[IDS]]
         scores = scores_of(function, arguments, count)
     except (Exception, SystemExit) as error:
-        raise RuntimeError(f"it raised {raised(error)}") from None
+        raise RuntimeError(f"it raised {raised(error)}") from error
     return [one.reason if isinstance(one, Failure) else one for one in scores]
 
 
