@@ -11,6 +11,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,8 +243,9 @@ def _one_of(cls: type[Any]) -> dict[str, tuple[str, ...]]:
                 isinstance(one, ast.Name) and one.id == "run"
                 for one in ast.walk(choices)  # those of check_run
             ):
-                values = eval(ast.unparse(choices), vars(sys.modules[cls.__module__]))  # noqa: S307 - our own source
-                found[field] = tuple(map(str, values))
+                with suppress(NameError):  # such as the columns of a run's data
+                    values = eval(ast.unparse(choices), vars(sys.modules[cls.__module__]))  # noqa: S307 - our own source
+                    found[field] = tuple(map(str, values))
     return found
 
 
