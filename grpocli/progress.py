@@ -54,6 +54,15 @@ class Watch:
 
         return Watch(report, self.cancelled)
 
+    def detailed(self, text: str) -> Watch:
+        """The watch of work whose reports have the text before their details."""
+        progress = self.progress
+
+        def report(done: float, total: float, unit: str, detail: str = "") -> None:
+            progress(done, total, unit, f"{text}, {detail}" if detail else text)
+
+        return Watch(report, self.cancelled)
+
 
 UNWATCHED = Watch()
 

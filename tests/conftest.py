@@ -84,6 +84,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"selected by -m: {config.getoption('markexpr')} (`make test-all` runs every test)")
 
 
+@pytest.fixture(scope="module")
+def world():
+    """This process alone."""
+    from grpocli.distributed.world import World
+    from grpocli.hardware import Single
+
+    return World(Single(device="cpu"))
+
+
 @pytest.fixture(scope="session")
 def little_model():
     """A two-layer Llama with random weights, large enough for its choices to be far from uniform."""

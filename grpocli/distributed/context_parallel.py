@@ -60,17 +60,11 @@ class ContextParallel:
         torch.distributed.broadcast_object_list(box, group=self.group, group_src=0)
         return box
 
-    def check_heads(self, heads: int) -> None:
-        """Raise ValueError if attention heads cannot be dealt out evenly."""
-        if heads % self.size:
-            raise ValueError(f"{heads} attention heads cannot be dealt out to {self.size} processes")
-
     def by_heads(self, *states: Tensor) -> list[Tensor]:
         """States [1, heads, L / size, D] of this process's tokens -> [1, heads / size, L, D] of all tokens.
 
         Heads of keys and values are repeated if there are fewer than processes, or they cannot be dealt out evenly.
         """
-        self.check_heads(max(state.shape[1] for state in states))
         parts = [self._divisible(state)[0].unflatten(0, (self.size, -1)) for state in states]
         # one message for queries, keys and values: [size, L / size, heads / size * D, all three]
         sent = torch.cat([part.transpose(1, 2).flatten(2) for part in parts], 2)
@@ -107,13 +101,12 @@ class ContextParallel:
 
 @dataclass(frozen=True, slots=True)
 class SharedAttention:
-    """Attention of this process's tokens of a sequence.
-
-    whole: attention of all `tokens` tokens. The processes' shares may have filler behind them.
-    """
+    """Attention of this process's tokens of a sequence."""
 
     whole: Attends
+    """Attention of all `tokens` tokens."""
     tokens: int
+    """The processes' shares may have filler behind them."""
     processes: ContextParallel
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> Tensor:

@@ -30,11 +30,6 @@ class Processes(Protocol):
     rank: int
     size: int
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes what there is once."""
-        ...
-
     def gather_objects(self, items: Sequence[T]) -> list[T]:
         """Every process's items, in rank order. Collective."""
         ...

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tasks.task import Example, Task
-    from grpocli.training.resume_point import ResumePoint
+    from grpocli.training.checkpointer import ResumePoint
     from grpocli.views.view import View
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def _clear_folder(run: Run, run_dir: RunDir, resuming: bool, begin: Callable[[],
 
 
 def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> ResumePoint:
-    from grpocli.training.resume_point import ResumePoint, resume_point
+    from grpocli.training.checkpointer import ResumePoint, resume_point
 
     if not resuming:
         return ResumePoint()
@@ -416,7 +416,7 @@ def _load(run: Run, job: TrainerJob) -> tuple[PromptSource, PreTrainedModel | No
     """The prompts and, if servers start meanwhile, the policy on the CPU: vLLM is measuring the memory of GPUs."""
     from grpocli.models.loading import load_policy
     from grpocli.training.build_trainer import load_prompts
-    from grpocli.training.resume_point import restoring
+    from grpocli.training.checkpointer import restoring
 
     base = job.engine.model_path
     prompts = load_prompts(run, base)

@@ -25,15 +25,16 @@ def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Run a function in a daemon thread, which the end of the process does not wait for, as it does for executors'."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so the thread may set it
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=fulfil, args=(future, work), name=name, daemon=True).start()
     return future
+
+
+def fulfil(future: Future[T], work: Callable[[], T]) -> None:
+    """Give the future the result of the work, or its error."""
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+        future.set_exception(error)
 
 
 def end_process(code: int) -> NoReturn:

@@ -368,16 +368,10 @@ class Curriculum:
     scores: dict[str, ProblemScores] = field(default_factory=dict)
     orders: dict[str, ProblemOrder] = field(default_factory=dict)
 
-    def begin_step(self, collected: int) -> dict[str, Position]:
-        """Let draws use the scores of the steps collected so far. Returns the positions, for `go_back`."""
+    def begin_step(self, collected: int) -> None:
+        """Let draws use the scores of the steps collected so far."""
         for order in self.orders.values():
             order.begin_step(collected)
-        return {name: order.position for name, order in self.orders.items()}
-
-    def go_back(self, positions: Mapping[str, Position]) -> None:
-        """Undo the draws since `begin_step`."""
-        for name, position in positions.items():
-            self.orders[name].position = position
 
     def end_step(self, step: int, outcomes: Iterable[Outcome]) -> None:
         """Make the scores of a step known."""

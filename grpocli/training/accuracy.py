@@ -43,10 +43,12 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyRewards:
-    """The rewards that decide whether an answer is right. names: by task. rewards: by name."""
+    """The rewards that decide whether an answer is right."""
 
     names: Mapping[str, str]
+    """By task."""
     rewards: Mapping[str, BaseReward]
+    """By name."""
 
     def name(self, group: Group) -> str:
         return self.names[group.prompt.task]
@@ -58,25 +60,23 @@ class AccuracyRewards:
 
     def by_problem(self, groups: Sequence[Group]) -> dict[str, float]:
         """The share of right samples of each question that has a scored one, by its `problem_id`."""
-        scored = ((group, share) for group in groups if not math.isnan(share := _mean(self.right(group))))
-        return {problem_id(group.prompt): share for group, share in scored}
+        known = ((group, _known(self.right(group))) for group in groups)
+        return {problem_id(group.prompt): mean_or_nan(right) for group, right in known if right}
 
     def doubts(self, groups: Sequence[Group]) -> dict[str, str]:
         """Why scores cannot measure accuracy: they are all equal, or of another scale; by reward."""
         found = {}
         for name in dict.fromkeys(self.names.values()):
             of_reward = (one.rewards[name] for group in groups if self.name(group) == name for one in group.rollouts)
-            scores = [score for score in of_reward if not math.isnan(score)]
+            scores = _known(list(of_reward))
             if not scores or isinstance(self.rewards[name], Correctness):
                 continue
             low, high, kinds = min(scores), max(scores), len(set(scores))
             if kinds == 1 < len(scores) or (kinds > 2 and (low < 0 or high > 1)):
-                scored = f"the score {low:g}" if kinds == 1 else f"scores from {low:g} to {high:g}"
-                known = f", unless {'every' if low else 'no'} answer was right" if kinds == 1 and low in (0, 1) else ""
                 found[name] = (
-                    f"reward.{name} gave all {len(scores)} completions of the evaluation {scored}, so it does not "
-                    f"measure accuracy (the share of scores of 1 or more){known}; "
-                    "eval.reward=NAME chooses the reward that does"
+                    f"reward.{name} scored all {len(scores)} completions of the evaluation between {low:g} and "
+                    f"{high:g}, so it may not measure accuracy (the share of scores of 1 or more); eval.reward=NAME "
+                    "chooses the reward that does"
                 )
         return found
 
@@ -96,21 +96,18 @@ def question_scores(
     """
     scores: dict[str, list[float]] = {}
     if greedy:
-        means = [_mean(accuracy_rewards.right(group)) for group in greedy]
-        scores["greedy"] = [mean for mean in means if not math.isnan(mean)]
+        scores["greedy"] = _known([right for group in greedy for right in accuracy_rewards.right(group)])
     if not sampled:
         return scores
     samples = len(sampled[0].rollouts)
-    scored = [(group, right) for group in sampled if _scored(right := accuracy_rewards.right(group))]
-    scores[f"mean@{samples}"] = [_mean(right) for _, right in scored]
+    known = [(group, right) for group in sampled if (right := _known(accuracy_rewards.right(group)))]
+    scores[f"mean@{samples}"] = [mean_or_nan(right) for _, right in known]
     k = 1
-    while (k := min(2 * k, samples)) > 1:
-        counts = [(int(np.nansum(right)), len(_scored(right))) for _, right in scored]
-        scores[f"pass@{k}"] = [pass_at_k(c, n, k) for c, n in counts if n >= k]
-        if k == samples:
-            break
+    while k < samples:
+        k = min(2 * k, samples)
+        scores[f"pass@{k}"] = [pass_at_k(int(sum(right)), len(right), k) for _, right in known if len(right) >= k]
     if samples > 1:
-        scores[f"maj@{samples}"] = [accuracy_rewards.majority(group, max_tokens) for group, _ in scored]
+        scores[f"maj@{samples}"] = [accuracy_rewards.majority(group, max_tokens) for group, _ in known]
     return scores
 
 
@@ -120,12 +117,8 @@ def problem_id(prompt: Prompt) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _scored(right: Sequence[float]) -> list[float]:
-    return [value for value in right if not math.isnan(value)]
-
-
-def _mean(right: Sequence[float]) -> float:
-    return mean_or_nan(_scored(right))
+def _known(values: Sequence[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
 
 
 def mean_or_nan(values: Sequence[float]) -> float:
@@ -140,11 +133,6 @@ class Evaluator:
     `eval/accuracy` is mean@N with N = `samples`; with several tasks there is `eval/TASK/accuracy` and so on as well. A
     completion is right if the accuracy reward of its task scores 1 or more. Every evaluation of a run uses the same
     problems and seeds, so that two of them differ only by the weights.
-
-    target_loss: the loss on the held-out problems' answers, in supervised training. Without rewards it is all there is.
-    sampling: the run's. Repetition penalty, stop strings, regex and schema are kept, because they change greedy answers
-    too; temperature and truncation are not. watch: gets the number of completions; it may cancel the evaluation.
-    warn: gets the `doubts` about the accuracy rewards.
     """
 
     sampler: Sampler
@@ -152,10 +140,14 @@ class Evaluator:
     samples: int
     accuracy_rewards: AccuracyRewards
     sampling: Sampling
+    """The run's. Penalty, stop strings, regex and schema are kept, because they change greedy answers, too."""
     seed: int
     watch: Watch = UNWATCHED
+    """Gets the number of completions; it may cancel the evaluation."""
     target_loss: Callable[[], dict[str, Any]] | None = None
+    """The loss on the held-out problems' answers, in supervised training. Without rewards it is all there is."""
     warn: Callable[[Mapping[str, str]], None] = lambda doubts: None
+    """Gets the `doubts` about the accuracy rewards."""
 
     @property
     def samples_answers(self) -> bool:

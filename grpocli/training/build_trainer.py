@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm import Algorithm
-from grpocli.algorithm.kl import KL, has_teacher
+from grpocli.algorithm.kl import has_teacher
 from grpocli.algorithm.objective import Clip
 from grpocli.errors import ConfigError
 from grpocli.models.loading import (
-    UNFIT_FOR_FLOAT16,
     checkpoint_activations,
     configured_end_ids,
     end_token_ids,
@@ -25,7 +24,7 @@ from grpocli.models.loading import (
 )
 from grpocli.progress import Progress, Watch
 from grpocli.rewards.scorer import Scorer
-from grpocli.rollout.engine import Engine, EngineContext, EngineJob, connected
+from grpocli.rollout.engine import EngineContext, EngineJob, connected
 from grpocli.rollout.sampling import keep_stop_token_ids
 from grpocli.runs.saved_run import SavedRun
 from grpocli.tasks.curriculum import Curriculum, load_problems
@@ -33,18 +32,16 @@ from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rew
 from grpocli.tasks.task import error_limits_of, errors_below, tasks_of
 from grpocli.training import checkpoint, saved_rollouts
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
-from grpocli.training.checkpointer import Checkpointer
+from grpocli.training.checkpointer import Checkpointer, restoring
 from grpocli.training.collector import Collector, RolloutBatch, Sampler, TargetSampler
 from grpocli.training.optim import make_optimizer
 from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.prefetch import Prefetcher
-from grpocli.training.resume_point import restoring
 from grpocli.training.teachers import Teachers, load_teachers
 from grpocli.training.trainer import Trainer
 from grpocli.training.trials import choose_layout, update_sampling
-from grpocli.training.update import Updater
-from grpocli.training.update_checks import UpdateChecks
+from grpocli.training.update import UpdateChecks, Updater
 from grpocli.types import PREFIX, Row
 
 if TYPE_CHECKING:
@@ -79,12 +76,10 @@ def build_trainer(
     """
     _check_rewards(run, data, recorder)
     state, leftover, updater = _load(run, job, world, data, recorder, checkpoint_path, model)
-    policy, reference = updater.policy, updater.reference
+    policy = updater.policy
     keep_stop_token_ids(policy.model, data.tokenizer)
-    for hint in (*_hints(run, data, policy.model.config.get_text_config()), *_overflows(policy)):
+    for hint in _hints(run, data, policy.model.config.get_text_config()):
         recorder.view.note(hint)
-    if world.is_main:
-        checkpoint.check_savable(policy.model, data.tokenizer, recorder.run_dir.path)
 
     def recover() -> None:
         """Sync the engine again, in the main thread because an update may be changing the weights."""
@@ -103,18 +98,18 @@ def build_trainer(
         before_change=lambda: trainer.wait_for_checkpoint(),
     )
     engine = connected(run.engine.resolved(), context)
-    sampler = _sampler(run, world, engine, data)
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, error_limits_of(run.task))
+    sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
+    sampler.episodes.check()
+    kind = TargetSampler if run.algorithm.supervised else Sampler
+    source = kind(world, engine, data.tokenizer, scorer, data.environments, sampler.scoring)
     watch = Watch(recorder.progress_of("rollout"))
-    source = sampler
-    if run.algorithm.supervised:
-        source = TargetSampler(world, engine, data.tokenizer, sampler.scorer, sampler.environments)
     collector = make_collector(run, source, data.draw, state.draws, leftover, watch, data.curriculum)
     collector.epoch_draws = data.epoch if run.algorithm.supervised else None
     trainer = Trainer(
         run=run,
         world=world,
         policy=policy,
-        reference=reference,
         tokenizer=data.tokenizer,
         engine=engine,
         collector=collector,
@@ -169,15 +164,6 @@ def _hints(run: Run, data: PromptSource, config: Any) -> Iterator[str]:
             yield f"prompts are plain text: an instruct model, which has a chat template, needs {task.key}.format=chat"
 
 
-def _overflows(policy: Policy) -> Iterator[str]:
-    """What is known of a model whose activations may leave the range of float16."""
-    model = policy.model
-    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    if policy.dtype == torch.float16 and (kept or model.config.get_text_config().model_type in UNFIT_FOR_FLOAT16):
-        why = f" (transformers keeps {', '.join(sorted(kept))} in float32)" if kept else ""
-        yield f"model.dtype=float16: activations of {model.config.model_type} may overflow{why}; bfloat16 is safer"
-
-
 def _load(
     run: Run,
     job: EngineJob,
@@ -188,13 +174,13 @@ def _load(
     model: PreTrainedModel | None,
 ) -> tuple[checkpoint.State, list[Group], Updater]:
     """The state, leftover groups, models and optimizer of a checkpoint, or of a new run."""
+    state, problems = checkpoint.State(run=SavedRun(recorder.run_dir.path).id), {}
     leftover: list[Group] = []
     with restoring(path):
-        state = checkpoint.load_state(path) if path else checkpoint.State(run=SavedRun(recorder.run_dir.path).id)
         if path:
             limits = run.rollout.group_size, run.reward, run.rollout.prompts_per_step
+            state, problems = checkpoint.load_state(path), load_problems(path)
             leftover = saved_rollouts.load_leftover(path, data.redraw, *limits)
-        problems = load_problems(path) if path else {}
         data.curriculum.restore(problems, data.drawn(state.draws))
         updater = load_updater(run, job, world, path, state, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds
@@ -242,23 +228,9 @@ def load_updater(
 
 def _checkpointer(run: Run, world: World, updater: Updater, data: PromptSource, recorder: Recorder) -> Checkpointer:
     kept = updater.reference if run.algorithm.kl.sync_every or run.model.lora.path else None
-    return Checkpointer(
-        run_dir=recorder.run_dir,
-        keep=run.checkpoint.keep,
-        policy=updater.policy,
-        optimizer=updater.optimizer,
-        tokenizer=data.tokenizer,
-        reference=kept if isinstance(kept, Reference) else None,
-        world=world,
-        progress=recorder.progress_of("checkpoint"),
-    )
-
-
-def _sampler(run: Run, world: World, engine: Engine, data: PromptSource) -> Sampler:
-    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, error_limits_of(run.task))
-    sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
-    sampler.episodes.check()
-    return sampler
+    reference = kept if isinstance(kept, Reference) else None
+    contents = checkpoint.Contents(updater.policy, updater.optimizer, data.tokenizer, reference)
+    return Checkpointer(recorder.run_dir, run.checkpoint.keep, contents, world, recorder.progress_of("checkpoint"))
 
 
 def _policy(run: Run, job: EngineJob, world: World, model: PreTrainedModel) -> tuple[Policy, Any]:
@@ -334,8 +306,7 @@ def _prefetcher(
         with restoring(checkpoint_path):
             wanted = run.rollout.max_staleness > 0
             ready = saved_rollouts.load_prefetched(checkpoint_path, collector, data.redraw, wanted)
-    served = bool(isinstance(run.algorithm.kl, KL) and run.algorithm.kl.urls)
-    return Prefetcher(collector, world, run.rollout, run.train.steps, step, ready, returnable=served)
+    return Prefetcher(collector, world, run.rollout, run.train.steps, step, ready)
 
 
 def _evaluator(

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -39,10 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from grpocli.distributed.world import World
-    from grpocli.tasks.curriculum import TaskProblems
-    from grpocli.training.collector import RolloutBatch
     from grpocli.training.policy import Policy, Reference
-    from grpocli.types import Group
+    from grpocli.training.prefetch import PrefetchState
 
 STATE = "trainer.json"
 NAME = re.compile(r"step_(\d+)")
@@ -54,46 +50,45 @@ CHECKSUMS = "checksums.json"
 """The file {file: [bytes, XXH3 of 128 bits]}, by which a resume detects damage."""
 READERS = 4
 BLOCK = 1 << 20
-GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The counters of a run. All random numbers depend only on the seed and these counters.
-
-    step: steps done. draws: prompts drawn. updates: optimizer updates. seconds: time spent. before: the evaluation
-    before training. num_tokens: of prompts and completions, in the steps done. unevaluated: whether the evaluation
-    after `step` was due and has not ended. evaluation: its results; None without one. run: `sessions.run_id`. scaler:
-    the state of `Parallel.scaler`.
-    """
+    """The counters of a run. All random numbers depend only on the seed and these counters."""
 
     step: int = 0
+    """Steps done."""
     draws: int = 0
+    """Prompts drawn."""
     updates: int = 0
+    """Optimizer updates."""
     seconds: float = 0.0
+    """Time spent."""
     before: dict[str, float] | None = None
+    """The evaluation before training."""
     num_tokens: int = 0
+    """Tokens of prompts and completions in the steps done."""
     unevaluated: bool = False
+    """Whether the evaluation after `step` was due and has not ended."""
     evaluation: dict[str, float] | None = None
+    """The results of the evaluation after `step`; None without one."""
     run: str = ""
+    """`sessions.run_id`."""
     scaler: dict[str, Any] = field(default_factory=dict)
+    """The state of `Parallel.scaler`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a checkpoint beside `State`.
-
-    reference: None unless it changes in training or has an adapter. leftover: groups that the next step trains on
-    first. prefetched: batches of the next steps. problems: the scores of each task's problems.
-    """
+    """What a checkpoint holds beside `State`."""
 
     policy: Policy
     optimizer: Any
     tokenizer: PreTrainedTokenizerBase
     reference: Reference | None = None
-    leftover: Sequence[Group] = ()
-    prefetched: Sequence[RolloutBatch] = ()
-    problems: Mapping[str, TaskProblems] = field(default_factory=dict)
+    """None unless it changes in training or has an adapter."""
+    prefetched: PrefetchState | None = None
+    """The rollouts and scores that the next steps begin with."""
 
 
 def save(path: Path, state: State, contents: Contents, world: World, progress: Progress = unreported) -> None:
@@ -111,10 +106,11 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
         if world.is_main:
             shards.write_index(files, folder / OPTIMIZER_INDEX)
             contents.tokenizer.save_pretrained(folder)
-            saved_rollouts.save_leftover(contents.leftover, folder)
-            saved_rollouts.save_prefetched(contents.prefetched, folder)
-            save_problems(contents.problems, folder)
-            (folder / STATE).write_text(json.dumps(asdict(state) | {"checksums": CHECKSUMS}, indent=2))
+            if contents.prefetched:
+                saved_rollouts.save_leftover(contents.prefetched.leftover, folder)
+                saved_rollouts.save_prefetched(contents.prefetched.ready, folder)
+                save_problems(contents.prefetched.problems, folder)
+            (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
         progress(0, 0, "checksums")
         write_checksums(folder, world)
 
@@ -124,9 +120,9 @@ def _save_trained(
 ) -> None:
     """Write the weights of the policy or the reference; with an adapter, only that. Collective."""
     if not is_adapted(model):
-        save_weights(model, folder, _gathered(policy, policy.parallel.parameters(model), progress), world)
+        save_weights(model, folder, _gather(policy, policy.parallel.parameters(model), progress), world)
         return
-    updates = dict(_gathered(policy, adapter_tensors(model)))
+    updates = dict(_gather(policy, adapter_tensors(model)))
     if world.is_main:
         save_adapter(model, folder, updates)
 
@@ -142,7 +138,7 @@ def save_model(
 ) -> None:
     """Write the final model, in `dtype`, with its card; with LoRA, with the updates merged into it. Collective."""
     with _folder(path, world) as folder:
-        save_weights(policy.model, folder, _gathered(policy, policy.weights(), progress), world, dtype)
+        save_weights(policy.model, folder, _gather(policy, policy.weights(), progress), world, dtype)
         if world.is_main:
             tokenizer.save_pretrained(folder)
             (folder / "README.md").write_text(card)
@@ -156,7 +152,7 @@ def _folder(path: Path, world: World) -> Iterator[Path]:
         world.barrier()
 
 
-def _gathered(
+def _gather(
     policy: Policy, tensors: Iterable[tuple[str, Tensor]], progress: Progress = unreported
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors, one at a time. Collective: every process iterates to the end."""
@@ -209,21 +205,9 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
         model.config.dtype, model.generation_config = configured, generation
 
 
-def check_savable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise ConfigError if transformers cannot write, below `folder`, what a run saves beside the weights."""
-    with tempfile.TemporaryDirectory(dir=folder) as trial:
-        try:
-            _save_config(model, Path(trial), None)
-            tokenizer.save_pretrained(trial)
-        except (ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
-            problem = f"transformers could not save it: {' '.join(str(error).split())}"
-            raise ConfigError(problem, key="model.path", value=model.name_or_path) from error
-
-
 def load_state(path: Path) -> State:
     """The counters of a checkpoint. Raises ValueError or TypeError if the file is damaged."""
-    saved = dict(json.loads((path / STATE).read_text()))
-    state = State(**{key: value for key, value in saved.items() if key != "checksums"})
+    state = State(**json.loads((path / STATE).read_text()))
     if (numbered := NAME.fullmatch(path.name)) and int(numbered[1]) != state.step:
         raise ValueError(f"{STATE} is of step {state.step}")
     return state
@@ -245,30 +229,23 @@ def load_optimizer(path: Path, policy: Policy, optimizer: Any, optim: Any = None
     """Restore the optimizer's state; each process reads its part. Learning rates and decay are the config's.
 
     optim: the run's choice of `optim`; a user's may not say which tensors its state has. Raises ConfigError if the
-    state is another optimizer's. Raises ValueError if it does not fit the policy, or cannot be read.
+    state is another optimizer's. Raises ValueError if it does not fit the policy.
     """
-    from safetensors import SafetensorError
-
-    try:
-        with shards.reading(path / OPTIMIZER_INDEX) as stored:
-            state: dict[str, dict[str, shards.StoredTensor]] = defaultdict(
-                dict
-            )  # a weight without a gradient so far has no state
-            for key, tensor in stored.items():
-                name, _, kind = key.rpartition(".")
-                state[name][kind] = tensor
-            unknown = state.keys() - {name for name, _ in _trained(policy)}
-            if unknown:
-                raise ValueError(f"there is optimizer state for {min(unknown)!r}, which is not trained")
-            matrices = matrices_in_layers(policy.model)
-            ours = isinstance(optim, Optimizer) and not is_spec(choice_of("optim", optim))
-            for name, parameter in _trained(policy):
-                if ours:
-                    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves a parameter flat
-                    _check_state(name, state[name], optim.state_of(shape, name in matrices), optim)
-                policy.parallel.restore_moments(optimizer, parameter, state[name])
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"optimizer: {error}") from error
+    state: dict[str, dict[str, shards.StoredTensor]] = defaultdict(dict)  # none of a weight without a gradient so far
+    with shards.reading(path / OPTIMIZER_INDEX) as stored:
+        for key, tensor in stored.items():
+            name, _, kind = key.rpartition(".")
+            state[name][kind] = tensor
+        unknown = state.keys() - {name for name, _ in _trained(policy)}
+        if unknown:
+            raise ValueError(f"there is optimizer state for {min(unknown)!r}, which is not trained")
+        matrices = matrices_in_layers(policy.model)
+        ours = isinstance(optim, Optimizer) and not is_spec(choice_of("optim", optim))
+        for name, parameter in _trained(policy):
+            if ours:
+                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves a parameter flat
+                _check_state(name, state[name], optim.state_of(shape, name in matrices), optim)
+            policy.parallel.restore_moments(optimizer, parameter, state[name])
 
 
 def _check_state(name: str, state: Mapping[str, Any], expected: Mapping[str, Any], optim: Optimizer) -> None:
@@ -294,10 +271,7 @@ def write_checksums(folder: Path, world: World) -> None:
 
 
 def check_files(folder: Path, progress: Progress = unreported) -> None:
-    """Raise ValueError, with the name of a file, unless `folder` holds exactly the files that were written.
-
-    progress: called with the gigabytes read.
-    """
+    """Raise ValueError, with the name of a file, unless `folder` holds exactly the files that were written."""
     expected = json.loads((folder / CHECKSUMS).read_text())
     if not isinstance(expected, dict):
         raise ValueError(f"{CHECKSUMS} is damaged")
@@ -305,18 +279,10 @@ def check_files(folder: Path, progress: Progress = unreported) -> None:
     if differing := sorted(expected.keys() ^ names):
         name = differing[0]
         raise ValueError(f"{name} is missing" if name in expected else f"{name} does not belong to the checkpoint")
-    total = sum((folder / name).stat().st_size for name in names)
-    done, counting = 0, threading.Lock()
-
-    def count(read: int) -> None:
-        nonlocal done
-        with counting:
-            done += read
-            progress(done / GB, total / GB, "GB")
-
     with ThreadPoolExecutor(READERS) as pool:
-        checksums = pool.map(lambda name: _checksum(folder / name, count), names)
-        for name, checksum in zip(names, checksums, strict=True):
+        checksums = pool.map(lambda name: _checksum(folder / name), names)
+        for done, (name, checksum) in enumerate(zip(names, checksums, strict=True), 1):
+            progress(done, len(names), "files")
             if checksum != expected[name]:
                 pool.shutdown(wait=False, cancel_futures=True)  # the others need not be read
                 raise ValueError(f"{name} differs from what was written")
@@ -331,12 +297,11 @@ def _files_of(folder: Path) -> list[str]:
     )
 
 
-def _checksum(path: Path, count: Callable[[int], None] = lambda _: None) -> list[int | str]:
-    """Size and digest of a file. count: called with the length of each block read."""
+def _checksum(path: Path) -> list[int | str]:
+    """Size and digest of a file."""
     size, digest = 0, xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):
             digest.update(block)
             size += len(block)
-            count(len(block))
     return [size, digest.hexdigest()]

@@ -62,17 +62,16 @@ def lengths_of(groups: Sequence[Group], algorithm: Algorithm) -> Tensor:
 
 @dataclass(slots=True)
 class Sampler:
-    """Generates, decodes and scores completions, spread over the processes. Two threads may use it at once.
-
-    environments: by task name. scoring: held while rewards run, which need not be thread-safe.
-    """
+    """Generates, decodes and scores completions, spread over the processes. Two threads may use it at once."""
 
     world: World
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     scorer: Scorer
     environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
+    """By task name."""
     scoring: threading.Lock = field(default_factory=threading.Lock)
+    """Held while rewards run, which need not be thread-safe."""
 
     def generate_and_score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch = UNWATCHED
@@ -101,11 +100,9 @@ class Sampler:
         stats = replace(stats, seconds=time.perf_counter() - start)
         groups = [Group(prompts[i], rollouts[k * n : (k + 1) * n]) for k, i in enumerate(mine)]
         self.world.enter("gather")
-        everyone = self.world.gather_objects(list(zip(mine, groups, strict=True)))
+        everyone = dict(self.world.gather_objects(list(zip(mine, groups, strict=True))))
         all_stats = self.world.gather_objects([stats])
-        return [group for _, group in sorted(everyone, key=lambda pair: pair[0])], reduce(
-            ScoreStats.add_process, all_stats
-        )
+        return [everyone[i] for i in range(len(prompts))], reduce(ScoreStats.add_process, all_stats)
 
     @property
     def episodes(self) -> MultiTurnEngine:
@@ -141,18 +138,17 @@ class TargetSampler(Sampler):
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """The groups that one step trains on, with statistics of everything that was sampled for it.
-
-    metrics: of this step alone; the trainer adds the earlier steps to `num_tokens`. warnings: see `Scorer.warnings`.
-    untrained: groups that the step does not train on, with the reason, for the rollout file; in the main process only.
-    leftover_uids: of the groups that were sampled for the step before.
-    """
+    """The groups that one step trains on, with statistics of everything that was sampled for it."""
 
     groups: list[Group]
     metrics: dict[str, float]
+    """Of this step alone; the trainer adds the earlier steps to `num_tokens`."""
     warnings: Mapping[str, str] = field(default_factory=dict)
+    """See `Scorer.warnings`."""
     untrained: list[tuple[Status, Group]] = field(default_factory=list)
+    """Groups that the step does not train on, with the reason, for the rollout file; in the main process only."""
     leftover_uids: frozenset[str] = frozenset()
+    """Of the groups that were sampled for the step before."""
 
 
 MAX_REFILL = 4
@@ -162,30 +158,32 @@ MAX_REFILL = 4
 def rollout_metrics(
     groups: Sequence[Group], rewards: Mapping[str, Tensor], scores_PG: Tensor | None
 ) -> dict[str, float]:
-    """Means and deviations of rewards, lengths of completions in tokens that the model wrote, and calls of tools.
+    """Means and deviations of rewards, and lengths of completions in tokens that the model wrote.
 
     rewards: of the groups, {name: [P, G]}. scores_PG: None in a run without rewards.
     """
-    flat = {name: values.reshape(1, -1) for name, values in rewards.items()}
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     turns = [one.episode.turns for one in completions if one.episode]
-    scores = {}
+    metrics = {"completions/clipped_ratio": float(np.mean([one.truncated for one in completions]))}
     if scores_PG is not None:
-        scores = {
+        metrics |= {
             "reward": scores_PG.nanmean().item(),
             "reward_std": std_P1(scores_PG).mean().item(),
             "frac_reward_zero_std": constant_P1(scores_PG).double().mean().item(),
         }
-    return {
-        **scores,
-        **_length_metrics("length", [one.written for one in completions]),
-        **_length_metrics("terminated_length", [one.written for one in completions if not one.truncated]),
-        "completions/clipped_ratio": float(np.mean([one.truncated for one in completions])),
-        **({"completions/mean_turns": float(np.mean(turns))} if turns else {}),
-        **ToolUse.of(groups).metrics(),
-        **{f"rewards/{name}/mean": values.nanmean().item() for name, values in flat.items()},
-        **{f"rewards/{name}/std": std_P1(values).item() for name, values in flat.items() if count_P1(values) > 1},
-    }
+    if turns:
+        metrics["completions/mean_turns"] = float(np.mean(turns))
+    ended = [one for one in completions if not one.truncated]
+    for kind, some in (("length", completions), ("terminated_length", ended)):
+        if lengths := [one.written for one in some]:
+            measured = {"mean": float(np.mean(lengths)), "min": float(min(lengths)), "max": float(max(lengths))}
+            metrics |= {f"completions/{name}_{kind}": value for name, value in measured.items()}
+    for name, values_PG in rewards.items():
+        values_1N = values_PG.reshape(1, -1)
+        metrics[f"rewards/{name}/mean"] = values_1N.nanmean().item()
+        if count_P1(values_1N) > 1:
+            metrics[f"rewards/{name}/std"] = std_P1(values_1N).item()
+    return metrics
 
 
 def task_metrics(
@@ -200,67 +198,34 @@ def task_metrics(
         own_P = torch.tensor([group.prompt.task == task for group in groups])
         accuracies = rewards[accuracy_reward][own_P]
         right = (accuracies >= 1).double().where(~accuracies.isnan(), math.nan)
-        metrics |= {
-            f"task/{task}/reward": scores_PG[own_P].nanmean().item(),
-            f"task/{task}/accuracy": right.nanmean().item(),
-        }
+        metrics[f"task/{task}/reward"] = scores_PG[own_P].nanmean().item()
+        metrics[f"task/{task}/accuracy"] = right.nanmean().item()
     return metrics
 
 
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """The calls of tools in a step's groups."""
+def tool_use(groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, str]]:
+    """The calls of tools and failed ones for each completion, and a sentence for each tool whose calls all failed.
 
-    callers: int
-    """Completions of tasks with tools."""
-    calls: Counter[str]
-    """Calls of each tool."""
-    failures: Counter[str]
-    """Failed calls of each tool."""
-    errors: Mapping[str, str]
-    """The first failed result of each tool."""
-
-    @classmethod
-    def of(cls, groups: Sequence[Group]) -> ToolUse:
-        everyone = (rollout.completion.episode for group in groups for rollout in group.rollouts)
-        episodes = [episode for episode in everyone if episode and episode.calls is not None]
-        failed = [
-            one for episode in episodes for one in episode.messages if one["role"] == "tool" and "is_error" in one
-        ]
-        return cls(
-            callers=len(episodes),
-            calls=sum((Counter(episode.calls or {}) for episode in episodes), Counter()),
-            failures=sum((Counter(episode.failures or {}) for episode in episodes), Counter()),
-            errors={one.get("name", UNKNOWN): str(one["content"]) for one in reversed(failed)},
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Calls and failed ones for each completion; empty without tools."""
-        if not self.callers:
-            return {}
-        return {
-            "tools/calls": self.calls.total() / self.callers,
-            "tools/failures": self.failures.total() / self.callers,
-            **{f"tools/{name}/calls": count / self.callers for name, count in sorted(self.calls.items())},
-            **{f"tools/{name}/failures": self.failures[name] / self.callers for name in sorted(self.calls)},
-        }
-
-    def warnings(self) -> dict[str, str]:
-        """A sentence for each tool whose calls all failed. A single call may be the model's mistake."""
-        found = {}
-        for name, count in self.calls.items():
-            if count > 1 and count == self.failures[name] and name != UNKNOWN:
-                reason = f", the first with {self.errors[name].removeprefix('error: ')}" if name in self.errors else ""
-                found[f"tool {name}"] = f"all {count} calls of {name} failed{reason}; `grpocli rollouts RUN` shows them"
-        return found
-
-
-def _length_metrics(name: str, lengths: Sequence[int]) -> dict[str, float]:
-    """Mean, minimum and maximum in tokens; empty without completions."""
-    if not lengths:
-        return {}
-    values = {"mean": float(np.mean(lengths)), "min": float(min(lengths)), "max": float(max(lengths))}
-    return {f"completions/{kind}_{name}": value for kind, value in values.items()}
+    A single call may be the model's mistake.
+    """
+    everyone = [rollout.completion.episode for group in groups for rollout in group.rollouts]
+    episodes = [episode for episode in everyone if episode and episode.calls is not None]
+    if not episodes:
+        return {}, {}
+    calls: Counter[str] = sum((Counter(episode.calls) for episode in episodes), Counter())
+    failures: Counter[str] = sum((Counter(episode.failures) for episode in episodes), Counter())
+    counts = {"tools/calls": calls.total(), "tools/failures": failures.total()}
+    for name in sorted(calls):
+        counts |= {f"tools/{name}/calls": calls[name], f"tools/{name}/failures": failures[name]}
+    failed = [one for episode in episodes for one in episode.messages if one["role"] == "tool" and "is_error" in one]
+    first = {one.get("name", UNKNOWN): str(one["content"]).removeprefix("error: ") for one in reversed(failed)}
+    warnings = {
+        f"tool {name}": f"all {count} calls of {name} failed, the first with {first.get(name, 'no message')}; "
+        "`grpocli rollouts RUN` shows them"
+        for name, count in calls.items()
+        if count > 1 and count == failures[name] and name != UNKNOWN
+    }
+    return {name: count / len(episodes) for name, count in counts.items()}, warnings
 
 
 @dataclass(slots=True)
@@ -312,15 +277,67 @@ class Collector:
     def collect(self) -> RolloutBatch:
         """Sample until the algorithm has kept `prompts_per_step` groups, or its rounds are used up. Collective.
 
-        An error leaves the state unchanged.
+        After an error `Prefetcher.state` is that before the step, and the run ends.
         """
-        before, positions = (self.draws, self.leftover), self.curriculum.begin_step(self.collected)
-        try:
-            return self._collect()
-        except BaseException:
-            self.draws, self.leftover = before
-            self.curriculum.go_back(positions)
-            raise
+        self.curriculum.begin_step(self.collected)
+        sampled = SampledGroups()
+        while (missing := self.missing(sampled)) > 0 and sampled.rounds < self.algorithm.keep.max_rounds:
+            self.sample_round(sampled, missing)
+        return self.end_step(sampled)
+
+    def missing(self, sampled: SampledGroups) -> int:
+        """The number of groups that a step still needs."""
+        return self.prompts_per_step - len(self.leftover) - len(sampled.kept)
+
+    def sample_round(self, sampled: SampledGroups, missing: int) -> None:
+        """Sample as many prompts as are likely to give `missing` groups, by the share of groups kept in this step."""
+        n, watch = missing, self.watch
+        if sampled.rounds:
+            expected = math.ceil(missing * len(sampled.all) / max(len(sampled.kept), 1))
+            n = min(expected, MAX_REFILL * self.prompts_per_step)
+            kept = self.prompts_per_step - missing
+            watch = watch.detailed(f"round {sampled.rounds + 1}, {kept} of {self.prompts_per_step} groups kept")
+        draws = range(self.draws, self.draws + n)
+        self.draws += n
+        prompts, seeds = [self.draw(d) for d in draws], [derive_seed(self.seed, d) for d in draws]
+        groups, stats = self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch)
+        sampled.score_stats = sampled.score_stats.add_round(stats)
+        self.sampler.scorer.check_errors(sampled.score_stats, self.prompts_per_step * self.group_size)
+        known = [(group, name) for group in groups if (name := self.accuracy_rewards.get(group.prompt.task))]
+        scores = [[rollout.rewards[name] for rollout in group.rollouts] for group, name in known]
+        sampled.outcomes += outcomes_of([group.prompt for group, _ in known], scores)
+        for group, keep in zip(groups, self._kept(groups), strict=True):
+            (sampled.kept if keep else sampled.filtered).append(group)
+        sampled.all += groups
+        sampled.rounds += 1
+
+    def end_step(self, sampled: SampledGroups) -> RolloutBatch:
+        """The batch of a step; the next one begins with its surplus."""
+        n, leftover = self.prompts_per_step, self.leftover
+        groups = [*leftover, *sampled.kept]
+        wanted, surplus = groups[:n], groups[n:]
+        if len(wanted) < n and self.algorithm.keep.on_exhausted == "error":
+            raise RewardError(
+                f"algorithm.keep.max_rounds={sampled.rounds}: only {len(wanted)} of {n} prompts had completions of "
+                "different reward; raise it, or choose easier or harder prompts"
+            )
+        tools, tool_warnings = tool_use(sampled.all or wanted)
+        metrics = self._metrics(sampled, wanted, len(leftover)) | tools
+        # at most one step's worth: the next step trains on all of it, so none gets older than one weight version
+        self.leftover = surplus[:n] if self.algorithm.keep.surplus == "carry" else []
+        self.collected += 1
+        self.curriculum.end_step(self.collected, sampled.outcomes)
+        untrained = [(Status.FILTERED, group) for group in sampled.filtered]
+        untrained += [(Status.LEFTOVER, group) for group in self.leftover]
+        untrained += [(Status.SURPLUS, group) for group in surplus[len(self.leftover) :]]
+        scored = self.sampler.scorer.warnings(sampled.score_stats)
+        return RolloutBatch(
+            wanted,
+            metrics | self.curriculum.metrics(),
+            {**scored, **self.curriculum.warnings(), **tool_warnings},
+            untrained if self.keeps_untrained else [],
+            frozenset(group.uid for group in leftover),
+        )
 
     def advantages(self, groups: Sequence[Group]) -> Tensor:
         """The advantages [P, G] of the groups that a step trains on."""
@@ -328,36 +345,6 @@ class Collector:
             unscored_PG = torch.zeros(len(groups), self.group_size, dtype=torch.float64)
             return self.algorithm.advantage(unscored_PG) if self.algorithm.supervised else unscored_PG
         return advantages_of(groups, self.algorithm, self.reward_weights, self._accuracy(groups))
-
-    def _collect(self) -> RolloutBatch:
-        leftover = self.leftover
-        sampled = self._sample(self.prompts_per_step - len(leftover))
-        groups = [*leftover, *sampled.kept]
-        wanted, surplus = groups[: self.prompts_per_step], groups[self.prompts_per_step :]
-        # at most one step's worth: the next step trains on all of it, so none gets older than one weight version
-        self.leftover = surplus[: self.prompts_per_step] if self.algorithm.keep.surplus == "carry" else []
-        if len(wanted) < self.prompts_per_step and self.algorithm.keep.on_exhausted == "error":
-            raise RewardError(
-                f"algorithm.keep.max_rounds={sampled.rounds}: only {len(wanted)} of {self.prompts_per_step} prompts "
-                "had completions of different reward; raise it, or choose easier or harder prompts"
-            )
-        metrics = self._metrics(sampled, wanted, len(leftover))
-        self.collected += 1
-        self.curriculum.end_step(self.collected, sampled.outcomes)
-        untrained = [(Status.FILTERED, group) for group in sampled.filtered]
-        untrained += [(Status.LEFTOVER, group) for group in self.leftover]
-        untrained += [(Status.SURPLUS, group) for group in surplus[len(self.leftover) :]]
-        return RolloutBatch(
-            wanted,
-            metrics | self.curriculum.metrics(),
-            warnings={
-                **self.sampler.scorer.warnings(sampled.score_stats),
-                **self.curriculum.warnings(),
-                **ToolUse.of(sampled.all).warnings(),
-            },
-            untrained=untrained if self.keeps_untrained else [],
-            leftover_uids=frozenset(group.uid for group in leftover),
-        )
 
     def _metrics(self, sampled: SampledGroups, wanted: Sequence[Group], n_leftover: int) -> dict[str, float]:
         written = sum(rollout.completion.written for group in sampled.all for rollout in group.rollouts)
@@ -381,27 +368,6 @@ class Collector:
             }
         return metrics | ({"epoch": self.draws / self.epoch_draws} if self.epoch_draws else {})
 
-    def _sample(self, missing: int) -> SampledGroups:
-        """Rounds of sampling until `missing` groups are kept."""
-        sampled = SampledGroups()
-        while len(sampled.kept) < missing and sampled.rounds < self.algorithm.keep.max_rounds:
-            n_prompts = self._refill(missing - len(sampled.kept), sampled)
-            groups, score_stats = self._round(n_prompts, self._watch_of(sampled))
-            sampled.score_stats = sampled.score_stats.add_round(score_stats)
-            self.sampler.scorer.check_errors(sampled.score_stats, self.prompts_per_step * self.group_size)
-            sampled.outcomes += self._outcomes(groups)
-            for group, keep in zip(groups, self._kept(groups), strict=True):
-                (sampled.kept if keep else sampled.filtered).append(group)
-            sampled.all += groups
-            sampled.rounds += 1
-        return sampled
-
-    def _outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
-        """The outcomes of the groups of tasks that have an accuracy reward."""
-        known = [(group, name) for group in groups if (name := self.accuracy_rewards.get(group.prompt.task))]
-        scores = [[rollout.rewards[name] for rollout in group.rollouts] for group, name in known]
-        return outcomes_of([group.prompt for group, _ in known], scores)
-
     def _kept(self, groups: Sequence[Group]) -> list[bool]:
         """Whether the algorithm keeps each group; all of them in a run without rewards."""
         if not self.reward_weights:
@@ -409,33 +375,6 @@ class Collector:
         rewards = rewards_of(groups, list(self.reward_weights))
         kept: list[bool] = self.algorithm.kept(rewards, self.reward_weights, self._accuracy(groups)).tolist()
         return kept
-
-    def _refill(self, missing: int, sampled: SampledGroups) -> int:
-        """The number of prompts that are likely to give `missing` groups, by the share of groups kept in this step."""
-        if not sampled.all:
-            return missing
-        expected = math.ceil(missing * len(sampled.all) / max(len(sampled.kept), 1))
-        return min(expected, MAX_REFILL * self.prompts_per_step)
-
-    def _watch_of(self, sampled: SampledGroups) -> Watch:
-        """The watch of the next round; from the second round on its detail names the round and the groups kept."""
-        if not sampled.rounds:
-            return self.watch
-        progress, kept = self.watch.progress, len(self.leftover) + len(sampled.kept)
-        round_ = f"round {sampled.rounds + 1}, {kept} of {self.prompts_per_step} groups kept"
-
-        def report(done: float, total: float, unit: str, detail: str = "") -> None:
-            progress(done, total, unit, ", ".join(filter(None, [round_, detail])))
-
-        return replace(self.watch, progress=report)
-
-    def _round(self, n: int, watch: Watch) -> tuple[list[Group], ScoreStats]:
-        """Groups of the next `n` prompts."""
-        draws = range(self.draws, self.draws + n)
-        self.draws += n
-        prompts = [self.draw(d) for d in draws]
-        seeds = [derive_seed(self.seed, d) for d in draws]
-        return self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch)
 
     def _accuracy(self, groups: Sequence[Group]) -> list[str] | None:
         """The name of the accuracy reward of each group's task; None: the first reward."""

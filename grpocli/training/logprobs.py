@@ -8,7 +8,7 @@ computed for LOGITS_AT_ONCE numbers at a time, and again in the backward pass.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -40,42 +40,38 @@ COLUMNS = 1024
 
 
 class TokenScores(NamedTuple):
-    """What the model says about given tokens, all of one shape.
-
-    logp: log-probs in nats. entropy: of the distribution, in nats. top: 1 where no other token is more probable.
-    """
+    """What the model says about given tokens, all of one shape."""
 
     logp: Tensor
+    """Log-probs in nats."""
     entropy: Tensor
+    """Of the distribution, in nats."""
     top: Tensor
+    """1 where no other token is more probable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Tokens [N] whose log-probs are wanted, and the distribution they are drawn from.
-
-    predictor_N: the index of the hidden state that predicts each token; None: token n is predicted from hidden state n.
-    seen: the earlier tokens, for a repetition penalty.
-    entropy_gradient: whether entropies have a gradient.
-    on_cpu: whether scores are computed as on a CPU; None: as the device.
-    """
+    """Tokens [N] whose log-probs are wanted, and the distribution they are drawn from."""
 
     ids_N: Tensor
     predictor_N: Tensor | None
+    """The index of the hidden state that predicts each token; None: token n is predicted from hidden state n."""
     sampling: Sampling
     seen: TokenHistory | None = None
+    """The earlier tokens, for a repetition penalty."""
     entropy_gradient: bool = False
+    """Whether entropies have a gradient."""
     on_cpu: bool | None = None
+    """Whether scores are computed as on a CPU; None: as the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """Which tokens of the vocabulary occur before each of N = B x completion tokens.
-
-    first_BV: where each token first occurs in a row's completion; -1: in the prompt, `completion`: nowhere.
-    """
+    """Which tokens of the vocabulary occur before each of N = B x completion tokens."""
 
     first_BV: Tensor
+    """Where each token first occurs in a row's completion; -1: in the prompt, `completion`: nowhere."""
     completion: int
 
     def rows(self, start: int, end: int) -> Tensor:
@@ -92,7 +88,7 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
     """
 
     def forward(hidden: Tensor) -> Tensor:
-        hidden_NH = _picked(hidden.reshape(-1, hidden.shape[-1]), targets.predictor_N)
+        hidden_NH = _pick(hidden.reshape(-1, hidden.shape[-1]), targets.predictor_N)
         sampling = targets.sampling
         plain = sampling.repetition_penalty == 1 and not sampling.truncates and not targets.entropy_gradient
         linear = type(head) in (torch.nn.Linear, Float32Head) and getattr(head, "bias", None) is None
@@ -105,7 +101,7 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
         shape = hidden.shape[:-1] if targets.predictor_N is None else (1, len(targets.ids_N))
         return torch.stack(scores, -1).view(*shape, 3)
 
-    with replaced(head, forward):
+    with replace_forward(head, forward):
         yield
 
 
@@ -116,17 +112,17 @@ def repeating(head: torch.nn.Module | None, predictor_N: Tensor | None) -> Itera
         yield
         return
     plain = head.forward
-    with replaced(head, lambda hidden: plain(_picked(hidden[0], predictor_N).unsqueeze(0))):
+    with replace_forward(head, lambda hidden: plain(_pick(hidden[0], predictor_N).unsqueeze(0))):
         yield
 
 
-def _picked(hidden_UH: Tensor, predictor_N: Tensor | None) -> Tensor:
+def _pick(hidden_UH: Tensor, predictor_N: Tensor | None) -> Tensor:
     """Hidden states [N, H] of the targets. An embedding sums its gradient in a fixed order, unlike an index."""
     return hidden_UH if predictor_N is None else torch.nn.functional.embedding(predictor_N, hidden_UH)
 
 
 @contextmanager
-def replaced(head: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def replace_forward(head: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """A block in which the module has another forward; no other thread may call the model meanwhile."""
     before = vars(head).get("forward")
     head.forward = forward
@@ -139,7 +135,7 @@ def replaced(head: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iter
 
 
 @torch.no_grad()
-def marked(head: torch.nn.Module, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+def mark_head(head: torch.nn.Module, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
     """The model's logits when its output head returns a mark, and the mark, in the model's compute dtype.
 
     They are equal unless the model scales or caps the output of its head.
@@ -152,13 +148,11 @@ def marked(head: torch.nn.Module, model: torch.nn.Module) -> tuple[Tensor, Tenso
         marks.append(mark.view(1, n, 2).to(hidden.dtype))
         return marks[-1]
 
-    with replaced(head, forward):
-        logits = model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=_device(model)), use_cache=False).logits
+    with replace_forward(head, forward):
+        logits = model(
+            input_ids=torch.zeros(1, 8, dtype=torch.long, device=next(model.parameters()).device), use_cache=False
+        ).logits
     return logits, marks[-1]
-
-
-def _device(model: torch.nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _pieces(n: int, size: int) -> Iterator[slice]:
@@ -166,14 +160,10 @@ def _pieces(n: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, n)) for start in range(0, max(n, 1), size))
 
 
-def _rows_at_once(vocabulary: int) -> int:
-    return max(1, LOGITS_AT_ONCE // max(1, vocabulary))
-
-
 @torch.library.custom_op("grpocli::score_rows", mutates_args=())
 def _kernel_scores(logits_nV: torch.Tensor, ids_n: torch.Tensor, temperature: float) -> torch.Tensor:
     """The results [4, n] of `_row_scores`, from logits of the whole vocabulary before the temperature."""
-    from grpocli.training.head_kernels import scores
+    from grpocli.models.head_kernels import scores
 
     return scores(logits_nV, ids_n, temperature)
 
@@ -204,7 +194,7 @@ def _kernel_gradient_(
     temperature: float,
 ) -> None:
     """Replace logits by their gradient, as `_How.gradient_` does, in their own dtype."""
-    from grpocli.training.head_kernels import gradient_
+    from grpocli.models.head_kernels import gradient_
 
     gradient_(logits_nv, ids_n, normalizer_n, gradient_n, start, temperature)
 
@@ -216,11 +206,13 @@ def _(*_: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """How `_Scores` computes. in_float32: whether the head is a `Float32Head`. on_cpu: without the kernels of a GPU."""
+    """How `_Scores` computes."""
 
     temperature: float
     in_float32: bool
+    """Whether the head is a `Float32Head`."""
     on_cpu: bool
+    """Without the kernels of a GPU."""
 
     def at_once(self, dtype: torch.dtype) -> int:
         """Logits of a piece. The kernels need no copies in float32, and so take as many bytes as a CPU."""
@@ -308,7 +300,9 @@ class _Scores(torch.autograd.Function):
         hidden_NH = torch.zeros_like(cast_NH, dtype=torch.float32) if of_hidden else None
         weight_VH = torch.empty_like(cast_VH, dtype=weight_dtype) if of_weight else None
         # pieces of the vocabulary, not of the rows, so that each part of the weight's gradient is written once
-        for piece in _pieces(len(cast_VH), _columns(len(ids_N), how.at_once(cast_VH.dtype))):
+        columns = max(1, how.at_once(cast_VH.dtype) // max(1, len(ids_N)))
+        columns = columns // 64 * 64 or columns  # products are fast at multiples of 64
+        for piece in _pieces(len(cast_VH), columns):
             logits_Nv = how.logits(cast_NH, cast_VH[piece])
             how.gradient_(logits_Nv, ids_N, normalizer_N, gradient_N, piece.start)
             factors = how.factors(logits_Nv, cast_VH.dtype)
@@ -320,12 +314,6 @@ class _Scores(torch.autograd.Function):
                     how.add_product(weight_VH[piece], factor_Nv.T, cast_NH, beta=min(k, 1))
             del factors, factor_Nv  # before the next piece
         return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None
-
-
-def _columns(rows: int, logits: int) -> int:
-    """Tokens of the vocabulary in a piece of the backward pass; products are fast at multiples of 64."""
-    columns = max(1, logits // max(1, rows))
-    return columns // 64 * 64 or columns
 
 
 def _row_scores(hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, how: _How) -> Tensor:
@@ -357,40 +345,34 @@ def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> T
     """Scores for any head and any sampling parameters, with torch's autograd."""
 
     def scores(hidden_nH: Tensor, piece: slice) -> TokenScores:
-        logits_nV = type(head).forward(head, hidden_nH)
-        seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
-        return _token_scores(logits_nV, targets.ids_N[piece], targets.sampling, targets.entropy_gradient, seen_nV)
+        return _token_scores(type(head).forward(head, hidden_nH), targets, piece)
 
-    vocabulary = len(head.weight) if isinstance(head.weight, torch.Tensor) else LOGITS_AT_ONCE
-    pieces = [
-        checkpoint(scores, hidden_NH[piece], piece, use_reentrant=False)
-        for piece in _pieces(len(targets.ids_N), _rows_at_once(vocabulary))
-    ]
-    return TokenScores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+    pieces = _pieces(len(targets.ids_N), max(1, LOGITS_AT_ONCE // _vocabulary(head)))
+    return _join([checkpoint(scores, hidden_NH[piece], piece, use_reentrant=False) for piece in pieces])
 
 
 def of_logits(logits_NV: Tensor, targets: Targets) -> TokenScores:
     """Scores from logits [N, V], for a model that scales or caps the output of its head."""
-    pieces = []
-    for piece in _pieces(len(targets.ids_N), _rows_at_once(logits_NV.shape[1])):
-        seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
-        pieces.append(
-            _token_scores(logits_NV[piece], targets.ids_N[piece], targets.sampling, targets.entropy_gradient, seen_nV)
-        )
+    pieces = _pieces(len(targets.ids_N), max(1, LOGITS_AT_ONCE // logits_NV.shape[1]))
+    return _join([_token_scores(logits_NV[piece], targets, piece) for piece in pieces])
+
+
+def _join(pieces: Sequence[TokenScores]) -> TokenScores:
     return TokenScores(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
 
-def _token_scores(
-    logits_NV: Tensor, ids_N: Tensor, sampling: Sampling, entropy_gradient: bool, seen_NV: Tensor | None
-) -> TokenScores:
-    logits_NV = sampling_logits(logits_NV, sampling, keep_N=ids_N, seen_NV=seen_NV)
-    normalizer_N = logits_NV.logsumexp(-1)
-    chosen_N = logits_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1)
-    top_N = (chosen_N >= logits_NV.amax(-1)).to(chosen_N.dtype).detach()
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        probs_NV = (logits_NV - normalizer_N.unsqueeze(1)).exp()
-        entropy_N = normalizer_N - (probs_NV * logits_NV.masked_fill(logits_NV.isinf(), 0.0)).sum(-1)
-    return TokenScores(chosen_N - normalizer_N, entropy_N, top_N)
+def _token_scores(logits_nV: Tensor, targets: Targets, piece: slice) -> TokenScores:
+    """The scores of a piece of the targets."""
+    ids_n = targets.ids_N[piece]
+    seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
+    logits_nV = sampling_logits(logits_nV, targets.sampling, keep_N=ids_n, seen_NV=seen_nV)
+    normalizer_n = logits_nV.logsumexp(-1)
+    chosen_n = logits_nV.gather(1, ids_n.unsqueeze(1)).squeeze(1)
+    top_n = (chosen_n >= logits_nV.amax(-1)).to(chosen_n.dtype).detach()
+    with torch.set_grad_enabled(targets.entropy_gradient and torch.is_grad_enabled()):
+        probs_nV = (logits_nV - normalizer_n.unsqueeze(1)).exp()
+        entropy_n = normalizer_n - (probs_nV * logits_nV.masked_fill(logits_nV.isinf(), 0.0)).sum(-1)
+    return TokenScores(chosen_n - normalizer_n, entropy_n, top_n)
 
 
 def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
@@ -426,20 +408,6 @@ def completion_scores(
         output = layout.forward(model)
     values_KN = torch.stack(output.unbind(-1) if at_head else of_logits(output, targets))
     return TokenScores(*layout.spread(values_KN))
-
-
-def completion_logp(
-    model: torch.nn.Module,
-    batch: MicroBatch,
-    sampling: Sampling,
-    context: AbstractContextManager[Any],
-    entropy_gradient: bool = False,
-    at_head: bool = True,
-    on_cpu: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [B, T] of `completion_scores`."""
-    scores = completion_scores(model, batch, sampling, context, entropy_gradient, at_head, on_cpu)
-    return scores.logp, scores.entropy
 
 
 def _vocabulary(head: Any) -> int:

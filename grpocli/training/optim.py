@@ -6,12 +6,12 @@ A schedule is a pure function of an update's number, so that a resume restores n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from grpocli.config.parts import nearest, one_of, part, require, section
+from grpocli.config.parts import one_of, part, require, section
 from grpocli.config.user_parts import choice_of
 from grpocli.errors import ConfigError
 from grpocli.models.quantization import check_bitsandbytes, import_bitsandbytes
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 QUANTIZED_FROM, BLOCK = 4096, 256
 """bitsandbytes: numbers from which a state has 8 bits, and numbers that share a scale."""
-
+MAPS = {"qmap1": "dynamic", "qmap2": "udynamic"}
+"""Names in bitsandbytes' state and in the library of the values that 8 bits stand for: constants, for both moments."""
 
 OWN: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
@@ -32,33 +33,19 @@ OWN: dict[str, Callable[[float], float]] = {
 }
 """Schedules without arguments, as functions of the share of the updates after the warm-up."""
 
-SCHEDULES: dict[str, tuple[str, ...]] = {
-    "constant": (),
-    "constant_with_warmup": (),
-    "linear": (),
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
-    "cosine_warmup_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"),
-    "polynomial": ("lr_end", "power"),
-    "inverse_sqrt": ("timescale",),
-    "warmup_stable_decay": (
-        "num_decay_steps",
-        "num_stable_steps",
-        "warmup_type",
-        "decay_type",
-        "min_lr_ratio",
-        "num_cycles",
-    ),
-}
-"""The schedules of transformers that are functions of an update's number, with their arguments."""
-
-NEEDED = {
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
-    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
-    "warmup_stable_decay": ("num_decay_steps",),
-}
-"""Arguments of which a schedule needs one."""
+SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+)
+"""The schedules of transformers that are functions of an update's number."""
 
 
 class StateTensor(NamedTuple):
@@ -94,7 +81,6 @@ class Optimizer:
         require(self, "weight_decay", 0 <= self.weight_decay < math.inf, "must be a finite number of 0 or more")
         require(self, "warmup_steps", self.warmup_steps >= 0, "must be 0 or more")
         one_of(self, "schedule", SCHEDULES)
-        check_arguments(self.schedule, self.schedule_arguments)
         require(self, "max_grad_norm", self.max_grad_norm >= 0, "must be 0 (no clipping) or more")
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -113,8 +99,18 @@ class Optimizer:
         raise NotImplementedError
 
     def rate(self, update: int, total: int) -> float:
-        """The learning rate of update number `update` (from 0) of `total`: a pure function, without state to save."""
-        return scheduled(self.lr, self.schedule, self.schedule_arguments, self.warmup_steps, update, total)
+        """The learning rate of update number `update` (from 0) of `total`: a pure function, without state to save.
+
+        In the warm-up it rises linearly to `lr`, and is never 0. After it the schedule is transformers'; a schedule
+        whose arguments describe a warm-up has that one instead. Raises ConfigError for what transformers refuses.
+        """
+        arguments, warmup = self.schedule_arguments, self.warmup_steps
+        if update < warmup and not any(name.startswith("warmup_") for name in arguments):
+            return self.lr * (update + 1) / (warmup + 1)
+        if self.schedule in OWN and not arguments:
+            return self.lr * OWN[self.schedule]((update - warmup) / max(total - warmup, 1))
+        factor = _factors(self.lr, self.schedule, tuple(sorted(arguments.items())), warmup, total)
+        return self.lr * float(factor(update))
 
     def check_run(self, run: Run) -> None:
         """Require weights that its state is sharded with, and a schedule that fits into the run's updates."""
@@ -123,8 +119,17 @@ class Optimizer:
             problem = f"works with hardware.parallel={' or '.join(self.parallel)}, not {parallel}"
             raise ConfigError(problem, key="optim", value=choice_of("optim", self))
         if run.train.data_epochs is None:  # otherwise the steps are known once the data is read
-            total = run.train.steps * run.train.updates_per_step
-            check_total(self.schedule, self.schedule_arguments, self.warmup_steps, total)
+            self.check_total(run.train.steps * run.train.updates_per_step)
+
+    def check_total(self, total: int) -> None:
+        """Raise ConfigError for a schedule that transformers refuses, or that does not fit into `total` updates."""
+        arguments = self.schedule_arguments
+        decay = arguments.get("num_decay_steps", 0)
+        if "num_decay_steps" in arguments and "num_stable_steps" not in arguments and self.warmup_steps + decay > total:
+            # the rate would jump between them
+            problem = f"with optim.warmup_steps={self.warmup_steps} these are more than the {total:,} updates"
+            raise ConfigError(problem, key="optim.schedule_arguments.num_decay_steps", value=decay)
+        self.rate(total - 1, total)
 
     def groups(self, parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
         """The parameters with gradients in groups: norms and biases have no weight decay."""
@@ -156,10 +161,8 @@ class Adam(Optimizer):
         )
         require(self, "eps", self.eps > 0, "must be above 0")
 
-    @property
-    def pair(self) -> tuple[float, float]:
-        """`betas`, which is a list in a composed config."""
-        return self.betas[0], self.betas[1]
+    def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
+        return {"step": StateTensor(()), "exp_avg": StateTensor(shape), "exp_avg_sq": StateTensor(shape)}
 
 
 @part("optim", "adamw")
@@ -169,10 +172,7 @@ class AdamW(Adam):
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         import torch
 
-        return torch.optim.AdamW(self.groups(parameters), lr=self.lr, betas=self.pair, eps=self.eps, fused=True)
-
-    def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
-        return {"step": StateTensor(()), "exp_avg": StateTensor(shape), "exp_avg_sq": StateTensor(shape)}
+        return torch.optim.AdamW(self.groups(parameters), lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
 
 @part("optim", "adamw_8bit")
@@ -189,12 +189,22 @@ class AdamW8bit(Adam):
         check_bitsandbytes("optim", "adamw_8bit")
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        import_bitsandbytes("optim", "adamw_8bit")
-        from grpocli.training.optimizers import adamw_8bit
+        library = import_bitsandbytes("optim", "adamw_8bit")
 
-        return adamw_8bit(
-            self.groups(parameters), lr=self.lr, betas=self.pair, eps=self.eps, min_8bit_size=QUANTIZED_FROM
-        )
+        class WithoutConstants(library.optim.AdamW8bit):  # type: ignore[misc, name-defined]
+            """Its state holds constants during an update only: checkpoints would repeat them."""
+
+            def update_step(self, group: dict[str, Any], p: Any, gindex: int, pindex: int) -> None:
+                state = self.state[p]
+                for name, kind in MAPS.items():
+                    self.name2qmap[kind] = state[name] = self.name2qmap[kind].to(p.device)
+                super().update_step(group, p, gindex, pindex)
+                for name in MAPS:
+                    del state[name]
+
+        options = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "min_8bit_size": QUANTIZED_FROM}
+        made: torch.optim.Optimizer = WithoutConstants(self.groups(parameters), **options)
+        return made
 
     def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
         step, count = {"step": StateTensor((), 8)}, math.prod(shape)
@@ -231,38 +241,23 @@ class Muon(Adam):
         require(self, "adamw_lr_share", 0 <= self.adamw_lr_share < math.inf, "must be a finite number of 0 or more")
 
     def make_for(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        matrices = matrices_in_layers(model)
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        return self._make(
-            [p for name, p in trained if name in matrices], [p for name, p in trained if name not in matrices]
-        )
-
-    def _make(self, matrices: list[torch.nn.Parameter], others: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         import torch
 
-        from grpocli.training.optimizers import CombinedOptimizer
-
+        names = matrices_in_layers(model)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            parts.append(
-                torch.optim.Muon(
-                    matrices,
-                    lr=self.lr,
-                    weight_decay=self.weight_decay,
-                    momentum=self.momentum,
-                    nesterov=self.nesterov,
-                    adjust_lr_fn=self.scale,
-                )
-            )
-        if others:
-            groups = [group | {"lr_share": self.adamw_lr_share} for group in self.groups(others)]
-            parts.append(torch.optim.AdamW(groups, lr=self.lr, betas=self.pair, eps=self.eps, fused=True))
-        return CombinedOptimizer(parts)
+        if matrices := [p for name, p in trained if name in names]:
+            options: Any = {"momentum": self.momentum, "nesterov": self.nesterov, "adjust_lr_fn": self.scale}
+            parts.append(torch.optim.Muon(matrices, lr=self.lr, weight_decay=self.weight_decay, **options))
+        if others := self.groups(p for name, p in trained if name not in names):
+            groups = [group | {"lr_share": self.adamw_lr_share} for group in others]
+            parts.append(torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True))
+        return combine(parts)
 
     def state_of(self, shape: tuple[int, ...], in_layers: bool) -> Mapping[str, StateTensor]:
         if in_layers:
             return {"momentum_buffer": StateTensor(shape)}
-        return {"step": StateTensor(()), "exp_avg": StateTensor(shape), "exp_avg_sq": StateTensor(shape)}
+        return super().state_of(shape, in_layers)
 
 
 @part("optim", "adafactor")
@@ -328,6 +323,35 @@ def make_optimizer(part: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     return made
 
 
+def combine(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """One optimizer that steps several with different parameters. It shares their groups, and one state with all."""
+    import torch
+
+    class Combined(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__([group for one in parts for group in one.param_groups], {})
+            self.parts = parts
+            self.share()
+
+        def share(self) -> None:
+            groups = iter(self.param_groups)
+            for one in parts:
+                one.param_groups = [next(groups) for _ in one.param_groups]
+                one.state = self.state
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """As accelerate calls it; torch makes new groups and a new state, which are shared again."""
+            super().load_state_dict(state_dict)
+            self.share()
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for one in parts:
+                one.step()
+
+    return Combined()
+
+
 def matrices_in_layers(model: torch.nn.Module) -> set[str]:
     """The names of the matrices that are neither the embedding nor the output head; LoRA's are among them.
 
@@ -339,49 +363,6 @@ def matrices_in_layers(model: torch.nn.Module) -> set[str]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     ends |= {f"{name}.weight" for name, module in model.named_modules() if module is head}
     return {name for name, p in model.named_parameters() if p.ndim == 2 and name not in ends}
-
-
-def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless transformers' schedule has these arguments. Loads no slow library."""
-    known = SCHEDULES[name]
-    for argument, value in arguments.items():
-        key = f"optim.schedule_arguments.{argument}"
-        if argument not in known:
-            choices = f"choose of {', '.join(known)}{nearest(argument, known)}" if known else "it has none"
-            raise ConfigError(f"schedule={name} has no such argument: {choices}", key=key, value=value)
-        if argument.endswith("_type"):
-            if value not in ("linear", "cosine", "1-sqrt"):
-                raise ConfigError("choose one of linear, cosine, 1-sqrt", key=key, value=value)
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ConfigError("must be a finite number of 0 or more", key=key, value=value)
-    needed = NEEDED.get(name, ())
-    if len(needed) > 0 and sum(argument in arguments for argument in needed) != 1:
-        problem = f"schedule={name} needs {'one of ' * (len(needed) > 1)}{' and '.join(needed)}"
-        raise ConfigError(problem, key="optim.schedule_arguments", value=dict(arguments))
-
-
-def check_total(name: str, arguments: Mapping[str, Any], warmup: int, total: int) -> None:
-    """Raise ConfigError for a warm-up and a decay that overlap in `total` updates: the rate would jump between them."""
-    decay = arguments.get("num_decay_steps", 0)
-    if name == "warmup_stable_decay" and "num_stable_steps" not in arguments and warmup + decay > total:
-        problem = f"with optim.warmup_steps={warmup} these are more than the {total:,} updates of the run"
-        key = "optim.schedule_arguments.num_decay_steps"
-        raise ConfigError(problem, key=key, value=decay, hint="lower one of them, or raise train.steps")
-
-
-def scheduled(lr: float, name: str, arguments: Mapping[str, Any], warmup: int, update: int, total: int) -> float:
-    """The learning rate of update number `update` (from 0) of `total`.
-
-    In the warm-up it rises linearly to `lr`, and is never 0. After it the schedule is transformers'; a schedule whose
-    arguments describe a warm-up has that one instead. Raises ConfigError for a value that transformers refuses.
-    """
-    own_warmup = not any(argument.startswith("warmup_") for argument in arguments)
-    if update < warmup and own_warmup:
-        return lr * (update + 1) / (warmup + 1)
-    if name in OWN and not arguments:
-        return lr * OWN[name]((update - warmup) / max(total - warmup, 1))
-    factor = _factors(lr, name, tuple(sorted(arguments.items())), warmup, total)
-    return lr * float(factor(update))
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,7 @@
-"""Packed and padded micro-batches: how rows are dealt to processes, grouped, and laid out in one forward."""
+"""Packed and padded micro-batches: how rows are dealt to processes, grouped, and laid out in one forward.
+
+With `hardware.context_parallel` each of several processes has a share of a packed sequence's tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
+from grpocli.distributed.context_parallel import SharedAttention
 from grpocli.hardware import to_device
 from grpocli.models import flex_attention
 from grpocli.models.flex_attention import TiledMask
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from grpocli.distributed.context_parallel import ContextParallel
     from grpocli.types import Row
 
     Array = NDArray[Any]
@@ -36,15 +42,16 @@ UNEVEN = 0.1
 class Padded:
     """One row per sequence: prompts padded on the left, completions on the right, so that completions align.
 
-    input_ids, attention_mask, position_ids [B, L]; the last `completion` columns are completions. full: whether no row
-    has padding.
+    input_ids, attention_mask, position_ids [B, L].
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     position_ids: Tensor
     completion: int
+    """The last so many columns are completions."""
     full: bool = False
+    """Whether no row has padding."""
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device) -> Padded:
@@ -133,24 +140,25 @@ class Padded:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """All rows in one sequence: each prompt once, before its completions, and filler up to the next `fitting` size.
-
-    input_ids, position_ids [1, L]. keep_U: the positions whose hidden states predict completion tokens, each once, so
-    that the gradients of all completions at the last token of their prompt are summed in a fixed order. predictor_N:
-    for each completion token, row by row, the index in keep_U of the position that predicts it; then filler. index_C:
-    the indices of the completion tokens in [B, T], flattened, with T = `completion`. spans: for each row the first
-    position of its prompt and of its completion, and their numbers of tokens.
-    """
+    """All rows in one sequence: each prompt once, before its completions, and filler up to the next `fitting` size."""
 
     input_ids: Tensor
+    """[1, L], as `position_ids`."""
     position_ids: Tensor
     keep_U: Tensor
+    """The positions whose hidden states predict completion tokens, each once.
+
+    So the gradients of all completions at the last token of their prompt are summed in a fixed order.
+    """
     predictor_N: Tensor
+    """For each completion token, row by row, the index in keep_U of the position that predicts it; then filler."""
     index_C: Tensor
+    """The indices of the completion tokens in [B, T], flattened, with T = `completion`."""
     completion: int
     rows: int
     segments: Attends
     spans: tuple[tuple[int, int, int, int], ...] = ()
+    """For each row the first position of its prompt and of its completion, and their numbers of tokens."""
     attention: ClassVar[type[Segments | TiledMask]] = Segments
 
     @classmethod
@@ -257,7 +265,7 @@ class Packed:
     def targets(self, completion_ids_BT: Tensor) -> Tensor:
         """The target tokens [N]: the completions, row by row, and filler."""
         ids_C = completion_ids_BT.reshape(-1).index_select(0, self.index_C)
-        return torch.nn.functional.pad(ids_C, (0, len(self.predictor_N) - len(ids_C)))
+        return pad(ids_C, (0, len(self.predictor_N) - len(ids_C)))
 
     def spread(self, values_KN: Tensor) -> Tensor:
         """K values of each target as [K, B, T]; 0 at padding."""
@@ -301,6 +309,90 @@ class FlexPacked(Packed):
     def fitting(n: int) -> int:
         """The size of a sequence of n tokens: two tiles at least, because torch compiles apart what there is one of."""
         return flex_attention.TILE * max(2, rounded(-(-n // flex_attention.TILE)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceShard(Packed):
+    """This process's tokens of a packed sequence, and the completion tokens that they predict.
+
+    input_ids, position_ids, keep_U and predictor_N are of this process's tokens, the other fields of the whole.
+    `forward`, `spread` and `total` are collective among the processes. `shards_of` makes a class for them.
+    """
+
+    whole: Packed
+    """The sequence, the same in all processes."""
+    target_C: Tensor
+    """The indices of this process's targets among all completion tokens."""
+    processes: ClassVar[ContextParallel]
+    layout: ClassVar[type[Packed]]
+
+    @classmethod
+    def build(cls, rows: Sequence[Row], device: torch.device, on_cpu: bool | None = None) -> SequenceShard:
+        whole, n, rank = cls.layout.build(rows, device, on_cpu), cls.processes.size, cls.processes.rank
+        tokens = whole.input_ids.shape[1]
+        # from `spans`, which are on the CPU, so that nothing waits for the device
+        position_C = predictors(whole.spans)
+        target_C = np.flatnonzero(position_C % n == rank)
+        keep_U, predictor_N = index_predictors(position_C[target_C] // n)
+        return cls(
+            input_ids=_divisible(whole.input_ids, n)[:, rank::n],
+            position_ids=_divisible(whole.position_ids, n)[:, rank::n],
+            keep_U=to_device(torch.from_numpy(keep_U), device),
+            predictor_N=to_device(torch.from_numpy(predictor_N), device),
+            index_C=whole.index_C,
+            completion=whole.completion,
+            rows=whole.rows,
+            segments=SharedAttention(whole.segments, tokens, cls.processes),
+            spans=whole.spans,
+            whole=whole,
+            target_C=to_device(torch.from_numpy(target_C), device),
+        )
+
+    @classmethod
+    def pack(cls, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+        """Micro-batches of which each process has at most max_tokens tokens."""
+        return cls.layout.pack(rows, max_tokens * cls.processes.size)
+
+    @classmethod
+    def size(cls, rows: Sequence[Row]) -> int:
+        """The number of tokens that all processes together compute."""
+        return cls.layout.size(rows)
+
+    def targets(self, completion_ids_BT: Tensor) -> Tensor:
+        """This process's target tokens [N], and filler."""
+        ids_N = self.whole.targets(completion_ids_BT).index_select(0, self.target_C)
+        return pad(ids_N, (0, len(self.predictor_N) - len(ids_N)))
+
+    def spread(self, values_KN: Tensor) -> Tensor:
+        """K values of each target of all processes as [K, B, T]; 0 at padding."""
+        zeros = values_KN.new_zeros(len(values_KN), len(self.whole.predictor_N))
+        own = zeros.index_copy(1, self.target_C, values_KN[:, : len(self.target_C)])
+        return self.whole.spread(self.processes.sum(own))
+
+    def members(self) -> Tensor:
+        """[B, N] in float32: 1 where one of this process's N tokens is of a row, its prompt included."""
+        member_BL, n = self.whole.members(), self.processes.size
+        return pad(member_BL, (0, -member_BL.shape[1] % n))[:, self.processes.rank :: n]
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over the processes of a sum over their tokens."""
+        return self.processes.sum(part)
+
+
+_SHARDS: dict[tuple[ContextParallel, type[Packed]], type[SequenceShard]] = {}
+
+
+def shards_of(processes: ContextParallel, layout: type[Packed]) -> type[SequenceShard]:
+    """The layout of processes that share each micro-batch. layout: of whole sequences."""
+    if (key := (processes, layout)) not in _SHARDS:
+        _SHARDS[key] = type("SequenceShard", (SequenceShard,), {"processes": processes, "layout": layout})
+    return _SHARDS[key]
+
+
+def _divisible(values_1L: Tensor, n: int) -> Tensor:
+    """The values, and their last one repeated until n divides their number: a real token, as in `Padded.build`."""
+    filler = -values_1L.shape[1] % n
+    return torch.cat([values_1L, values_1L[:, -1:].expand(1, filler)], 1) if filler else values_1L
 
 
 Layout = Padded | Packed

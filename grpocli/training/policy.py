@@ -13,10 +13,9 @@ from grpocli.distributed.parallel import Parallel
 from grpocli.models.head import weights_kept
 from grpocli.models.lora import is_adapted, merged, switched_off
 from grpocli.progress import Progress, unreported
-from grpocli.training.logprobs import TokenScores, completion_logp, completion_scores
+from grpocli.training.logprobs import TokenScores, completion_scores
 from grpocli.training.micro_batch import MicroBatch, RowBatch
-from grpocli.training.packing import Layout, Packed, Padded
-from grpocli.training.sequence_shard import shards_of
+from grpocli.training.packing import Layout, Packed, Padded, shards_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,25 +30,26 @@ LEAST_OFFLOADED = 2**20
 
 
 class Policy:
-    """A causal language model with float32 weights that computes in `dtype`.
-
-    model: the model of transformers. wrapped: what training calls, the same object or a wrapper (DDP, DeepSpeed).
-    parallel: how the processes share it; None for a single process. packs: whether it takes packed rows; packed: their
-    layout. at_head: whether its logits are exactly the output of its output head. `grpocli.training.trials` sets
-    `packs` and `at_head`. recomputes: whether the backward pass computes activations again. offloads: whether they wait
-    for it in the CPU's memory. compiles: whether decoder layers are compiled. shared_with: the processes that share
-    each micro-batch; None: this one alone.
-    """
+    """A causal language model with float32 weights that computes in `dtype`."""
 
     def __init__(
         self, model: PreTrainedModel, wrapped: torch.nn.Module, dtype: torch.dtype, parallel: Parallel | None = None
     ) -> None:
+        """wrapped: what training calls, the model or a wrapper (DDP, DeepSpeed). parallel: None in a process alone."""
         self.model, self.wrapped, self.dtype = model, wrapped, dtype
         self.parallel: Parallel = parallel or Parallel(model.device)
-        self.packs, self.at_head, self.compiles = False, True, False
-        self.recomputes = self.offloads = False
+        self.packs = False
+        """Whether it takes packed rows, as `grpocli.training.trials` finds out."""
         self.packed: type[Packed] = Packed
+        """Their layout."""
+        self.at_head = True
+        """Whether its logits are exactly the output of its output head, as trials find out."""
+        self.compiles = False
+        """Whether decoder layers are compiled."""
+        self.recomputes = self.offloads = False
+        """Whether the backward pass computes activations again, and whether they wait for it in the CPU's memory."""
         self.shared_with: ContextParallel | None = None
+        """The processes that share each micro-batch; None: this one alone."""
 
     def layout(self, sampling: Sampling) -> type[Layout]:
         """Whether the rows of a micro-batch are packed or padded."""
@@ -91,11 +91,9 @@ class Policy:
     def _evaluating(self) -> Iterator[None]:
         training = self.model.training
         self.model.eval()
-        try:
-            with torch.no_grad(), torch.compiler.set_stance("force_eager") if self.compiles else nullcontext():
-                yield
-        finally:
-            self.model.train(training)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager") if self.compiles else nullcontext():
+            yield
+        self.model.train(training)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1.
@@ -157,14 +155,11 @@ class Reference:
     def finish(self, micro_batches: Sequence[RowBatch], world: World, progress: Progress = unreported) -> None:
         """Called after `score` of all micro-batches of a step, before the first update. Collective."""
 
-    def close(self) -> None:
-        """Called when the run ends."""
-
     @torch.no_grad()
     def logp(self, batch: MicroBatch, sampling: Sampling) -> Tensor:
         """Log-probs [B, T] of the completions, in nats."""
         context = self.policy.parallel.autocast(self.model, self.policy.dtype)
-        return completion_logp(self.model, batch, sampling, context, at_head=self.at_head)[0]
+        return completion_scores(self.model, batch, sampling, context, at_head=self.at_head).logp
 
     @torch.no_grad()
     def mix(self, alpha: float) -> None:
@@ -198,37 +193,27 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
     """train.activation_offload: a block in which the large tensors that autograd keeps wait in the CPU's memory.
 
     They are moved back for the backward pass. torch's `save_on_cpu` would move weights, too. Copies go through pinned
-    memory, in the order of the GPU's other work, so the CPU does not wait for them. weights: tensors that stay.
-    devices: the kinds of devices that are relieved; on a CPU, nothing is moved.
+    memory, in the order of the GPU's other work, so the CPU does not wait for them.
     """
 
     def __init__(self, weights: Iterable[Tensor], devices: tuple[str, ...] = ("cuda",)) -> None:
+        """weights: tensors that stay. devices: the kinds of devices that are relieved."""
         self.devices, self.moved = devices, 0
         self.stays = {_storage(weight) for weight in weights}
         super().__init__(self.pack, self.unpack)
 
-    def pack(self, tensor: Tensor) -> tuple[torch.device, Any] | Tensor:
+    def pack(self, tensor: Tensor) -> tuple[torch.device, Tensor] | Tensor:
         """What is kept of a tensor."""
         large = tensor.numel() * tensor.element_size() >= LEAST_OFFLOADED
         if not large or tensor.device.type not in self.devices or _storage(tensor) in self.stays:
             return tensor
         self.moved += 1
-        return tensor.device, self.store(tensor)
-
-    def unpack(self, kept: tuple[torch.device, Any] | Tensor) -> Tensor:
-        """The tensor, on its device."""
-        return kept if isinstance(kept, Tensor) else self.fetch(*kept)
-
-    def store(self, tensor: Tensor) -> Any:
-        """A copy in the CPU's memory."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copy.copy_(tensor, non_blocking=True)
-        return copy
+        return tensor.device, copy.copy_(tensor, non_blocking=True)
 
-    def fetch(self, device: torch.device, stored: Any) -> Tensor:
-        """The stored tensor on its device."""
-        tensor: Tensor = stored.to(device, non_blocking=True)
-        return tensor
+    def unpack(self, kept: tuple[torch.device, Tensor] | Tensor) -> Tensor:
+        """The tensor, on its device."""
+        return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
 
 
 def _storage(tensor: Tensor) -> int:

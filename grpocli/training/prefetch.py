@@ -12,8 +12,7 @@ Two threads share a `Prefetcher`. The main thread trains; the rollout thread sam
     wait_until_idle(s), state: for a checkpoint
     while waiting: make the call, if there is one <- run_in_main_thread(work): wait for its result
 
-The condition `_changed` guards what they share: the step numbers `_requested`, `_started` and `_collected`, the limits
-`_pause_after` and `_stop_after`, the batches `_ready`, the rollout thread's `_call` and its `_error`.
+The condition `_changed` guards what they share.
 
 With several processes each has both threads. The rollout threads make their collective calls in a separate channel.
 The main process decides when a step begins, because two processes that decide for themselves could wait for each other.
@@ -29,14 +28,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from grpocli.errors import GrpoError, RunError, ServiceGone
+from grpocli.processes.threads import GRACE, fulfil, run_in_thread
 from grpocli.types import Status
 
 if TYPE_CHECKING:
@@ -50,78 +50,54 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 5.0
-"""Seconds that `close` waits for the rollout thread."""
-
 POLL_SECONDS = 0.2
 """With several processes, the longest time between two rounds of `RankStatus`."""
 
-GRACE_SECONDS = 2.0
-"""Seconds that a process waits for its own thread's error when another process has failed: most errors are the
-engine's.
-"""
-
-
-def version_of(group: Group) -> int:
-    """The oldest weight version that sampled a token of the group."""
-    return min(rollout.completion.version for rollout in group.rollouts)
-
 
 def without_stale(batch: RolloutBatch, step: int, max_staleness: int) -> RolloutBatch:
-    """The batch of a step without groups that are too old, with metrics of the ages."""
+    """The batch of a step without groups that have a token of a too old version, with metrics of the ages."""
     groups: list[Group] = []
-    stale: list[Group] = []
+    stale: list[tuple[Status, Group]] = []
     for group in batch.groups:
-        (groups if version_of(group) >= step - max_staleness else stale).append(group)
+        if min(rollout.completion.version for rollout in group.rollouts) < step - max_staleness:
+            stale.append((Status.STALE, group))
+        else:
+            groups.append(group)
     ages = [step - rollout.completion.version for group in groups for rollout in group.rollouts]
-    metrics = batch.metrics | {
+    metrics = {
         "sampling/kept": len(groups),
         "sampling/stale": len(stale),
         "staleness/mean": float(np.mean(ages)) if ages else 0.0,
         "staleness/max": max(ages, default=0),
     }
-    untrained = [*((Status.STALE, group) for group in stale), *batch.untrained]
-    return replace(batch, groups=groups, metrics=metrics, untrained=untrained)
-
-
-@dataclass(frozen=True, slots=True)
-class MainThreadCall:
-    """Work that must run in the main thread, between two steps' updates."""
-
-    work: Callable[[], Any]
-    result: Future[Any]
-
-    def run(self) -> None:
-        try:
-            self.result.set_result(self.work())
-        except Exception as error:  # noqa: BLE001 - the rollout thread raises it
-            self.result.set_exception(error)
+    return replace(batch, groups=groups, metrics=batch.metrics | metrics, untrained=[*stale, *batch.untrained])
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchState:
-    """The saved state of a prefetcher.
-
-    ready: batches of the next steps. draws, leftover, problems: the collector's state after them.
-    """
+    """The saved state of a prefetcher."""
 
     draws: int
+    """Prompts drawn for the batches."""
     leftover: list[Group]
+    """The collector's, after the batches."""
     problems: Mapping[str, TaskProblems] = field(default_factory=dict)
+    """The curriculum's, after the batches."""
     ready: tuple[RolloutBatch, ...] = ()
+    """Batches of the next steps."""
+
+    @classmethod
+    def of(cls, collector: Collector) -> PrefetchState:
+        return cls(collector.draws, collector.leftover, collector.curriculum.state())
 
 
-def _state(collector: Collector) -> PrefetchState:
-    return PrefetchState(collector.draws, collector.leftover, collector.curriculum.state())
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """The status that a waiting process sends to the others. error_gone: whether the error is a ServiceGone."""
+class RankStatus(NamedTuple):
+    """The status that a waiting process sends to the others."""
 
     state: Literal["done", "failed", "call", "waiting"]
     error: str = ""
-    error_gone: bool = False
+    gone: bool = False
+    """Whether the error is a ServiceGone."""
 
     @classmethod
     def failed(cls, error: BaseException) -> RankStatus:
@@ -145,35 +121,43 @@ class Prefetcher:
         steps: int,
         done: int = 0,
         ready: Sequence[RolloutBatch] = (),
-        returnable: bool = False,
     ) -> None:
-        """steps: of the whole run. done: steps trained so far. ready: batches of a checkpoint, for the next steps.
-
-        returnable: whether `give_back` may be called.
-        """
-        self.returnable = returnable
+        """steps: of the whole run. done: steps trained so far. ready: batches of a checkpoint, for the next steps."""
         self.collector, self.world, self.steps = collector, world, steps
         self.max_staleness, self.in_flight = rollout.max_staleness, rollout.in_flight
         self._changed = threading.Condition()
         self._ready = deque(ready)
         self._requested = self._started = self._collected = done + len(ready)
+        """The last step that was requested, that began, and that is collected."""
         self._pause_after = self._stop_after = math.inf
+        """No later step begins."""
         collector.collected = self._collected
-        self._collector_state = _state(collector) if self.max_staleness else None
-        self._taken: RolloutBatch | PrefetchState | None = None
-        self._call: MainThreadCall | None = None
-        self._error: BaseException | None = None
-        self._error_raised = self._closing = False
+        self._state = PrefetchState.of(collector) if self.max_staleness else None
+        """The collector's state after the last batch of `_ready`."""
+        self._taken: tuple[int, RolloutBatch | PrefetchState] | None = None
+        """The step that `rollouts` last served, with its batch, or the state before it."""
+        self._call: tuple[Callable[[], Any], Future[Any]] | None = None
+        """Work that the rollout thread wants done in the main thread, between two steps' updates."""
         self._channel = world.channel() if self.max_staleness else None
-        self._thread: threading.Thread | None = None
+        self._thread: Future[None] | None = None
+        self._ident: int | None = None
+        self._error_raised = self._closing = False
 
     # The main thread. Every method but `close` is collective.
 
-    @property
-    def state(self) -> PrefetchState:
-        """The batches that are ready, and the collector's state after them. A step being collected is not included."""
+    def state(self, step: int) -> PrefetchState:
+        """The batches for `step` and later ones, and the collector's state after them; no step that is being collected.
+
+        If `step` has got its rollouts but was not trained, because a service is gone, they are among them.
+        """
         with self._changed:
-            return replace(self._collector_state or _state(self.collector), ready=tuple(self._ready))
+            state, ready = self._state or PrefetchState.of(self.collector), tuple(self._ready)
+            if self._taken and self._taken[0] == step:
+                taken = self._taken[1]
+                if isinstance(taken, PrefetchState):
+                    return taken
+                ready = (taken, *ready)
+            return replace(state, ready=ready)
 
     def rollouts(self, step: int) -> RolloutBatch:
         """The rollouts of a step, without groups older than `max_staleness`; requests the steps after it too.
@@ -181,25 +165,19 @@ class Prefetcher:
         Raises the error of the rollout thread.
         """
         if not self.max_staleness:
-            self._taken = _state(self.collector) if self.returnable else None
+            self._taken = step, PrefetchState.of(self.collector)
             return self.collector.collect()
-        self._start_thread()
+        if not self._thread:
+            self._thread = run_in_thread(self._collect_steps, "rollouts")
+            self._thread.add_done_callback(lambda _: self._notify())
         with self._changed:
             self._requested = max(self._requested, min(step + self.max_staleness, self.steps))
-            self._changed.notify_all()
+        self._notify()
         self._wait(lambda: bool(self._ready))
         with self._changed:
             batch = self._ready.popleft()
-            self._taken = batch
+            self._taken = step, batch
         return without_stale(batch, step, self.max_staleness)
-
-    def give_back(self) -> None:
-        """Undo the last call of `rollouts` in `state`, because its step was not trained and the run ends."""
-        with self._changed:
-            if isinstance(self._taken, PrefetchState):
-                self._collector_state = self._taken
-            elif self._taken:
-                self._ready.appendleft(self._taken)
 
     @contextmanager
     def collection_paused_before(self, step: int) -> Iterator[None]:
@@ -211,15 +189,13 @@ class Prefetcher:
         if not self._thread or self.in_flight:
             yield
             return
+        self._pause_after = step
         try:
-            with self._changed:
-                self._pause_after = step
             self._wait_collected(step)
             yield
         finally:
-            with self._changed:
-                self._pause_after = math.inf
-                self._changed.notify_all()
+            self._pause_after = math.inf
+            self._notify()
 
     def wait_until_idle(self, step: int) -> None:
         """Wait until the running steps and the given step, if requested, are collected.
@@ -232,27 +208,27 @@ class Prefetcher:
 
     def stop_after(self, step: int) -> None:
         """Let no step after this one begin: the run ends."""
-        with self._changed:
-            self._stop_after = step
+        self._stop_after = step
 
-    def close(self, wait: bool = True) -> None:
-        """End the thread. wait: give it CLOSE_SECONDS; a thread that still runs ends with the process."""
+    def close(self, wait_for_thread: bool = True) -> None:
+        """End the thread. wait_for_thread: give it GRACE seconds; a thread that still runs ends with the process."""
         with self._changed:
             self._closing = True
             if self._call:
-                self._call.result.set_exception(RunError("the run has ended"))
+                self._call[1].set_exception(RunError("the run has ended"))
                 self._call = None
-            self._changed.notify_all()
-        if self._thread and wait:
-            self._thread.join(CLOSE_SECONDS)
-            if self._thread.is_alive():
-                logger.warning("rollouts were still being collected %g s after the end of the run", CLOSE_SECONDS)
+        self._notify()
+        if self._thread and wait_for_thread and wait([self._thread], GRACE).not_done:
+            logger.warning("rollouts were still being collected %g s after the end of the run", GRACE)
 
-    def _start_thread(self) -> None:
-        if not self._thread:
-            # a daemon: the process must be able to exit when `close` gives up
-            self._thread = threading.Thread(target=self._collect_steps, name="rollouts", daemon=True)
-            self._thread.start()
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def _error(self) -> BaseException | None:
+        """The error that ended the thread."""
+        return self._thread.exception() if self._thread and self._thread.done() else None
 
     def _wait_collected(self, step: int) -> None:
         with self._changed:
@@ -294,18 +270,20 @@ class Prefetcher:
         with self._changed:
             call, self._call = self._call, None
         assert call is not None
-        call.run()
-        if error := call.result.exception():
+        work, result = call
+        fulfil(result, work)
+        if error := result.exception():
+            assert self._thread
+            wait([self._thread], GRACE)
             raise self._agreed_error(RankStatus.failed(error))
 
     def _agreed_error(self, status: RankStatus) -> BaseException:
         """This process's own error if it is of the reported kind, else the reported one, so that all stop alike."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error, GRACE_SECONDS)
-            self._error_raised = True
-            if self._error and isinstance(self._error, ServiceGone) == status.error_gone:
-                return self._error
-        return ServiceGone(status.error) if status.error_gone else RunError(status.error)
+        self._error_raised = True
+        own = self._error
+        if own and isinstance(own, ServiceGone) == status.gone:
+            return own
+        return ServiceGone(status.error) if status.gone else RunError(status.error)
 
     # The rollout thread
 
@@ -314,32 +292,27 @@ class Prefetcher:
 
         The main thread itself runs it at once. Raises what `work` raises, and RunError if the run ends first.
         """
-        if threading.current_thread() is not self._thread:
+        if threading.get_ident() != self._ident:
             return work()
-        call = MainThreadCall(work, Future())
+        result: Future[T] = Future()
         with self._changed:
             if self._closing:
                 raise RunError("the run has ended")
-            self._call = call
-            self._changed.notify_all()
-        result: T = call.result.result()  # the main thread always sets it, in `_run_call` or in `close`
-        return result
+            self._call = work, result
+        self._notify()
+        return result.result()  # the main thread always sets it, in `_run_call` or in `close`
 
     def _collect_steps(self) -> None:
         assert self._channel is not None
-        try:
-            with self._channel():
-                while self._next_step():
-                    batch, state = self._collect(), _state(self.collector)
-                    with self._changed:
-                        self._ready.append(batch)
-                        self._collected += 1
-                        self._collector_state = state
-                        self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - the main thread raises it
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+        self._ident = threading.get_ident()
+        with self._channel():
+            while self._next_step():
+                batch, state = self._collect(), PrefetchState.of(self.collector)
+                with self._changed:
+                    self._ready.append(batch)
+                    self._collected += 1
+                    self._state = state
+                self._notify()
 
     def _next_step(self) -> bool:
         """Wait until a step may begin. False when `close` was called."""

@@ -9,9 +9,7 @@ l: the L layers with E experts. It is K if each expert gets an equal share of ev
 
 That is the loss of Switch Transformers (arXiv 2101.03961, equations 4 to 6), for K experts as transformers and TRL have
 it, in the sequence-wise form of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20; theirs is divided by K and summed
-over layers). The form over a batch is a product of two sums over tokens, so that its value depends on which tokens
-share a micro-batch, and gradient accumulation does not add up to it. A completion is never split, so this one does not
-depend on micro-batches, packing or processes. Over a batch f would need a forward pass of all rows before the update.
+over layers). A completion is never split, so it does not depend on micro-batches, packing or processes.
 
 transformers lists the modules whose outputs are `router_logits` for each architecture. They are read with hooks, since
 `output_router_logits=True` makes its own loss from a mask that packed rows do not have.
@@ -22,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -37,18 +36,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The router of one layer. index: of the logits in its output."""
+    """The router of one layer."""
 
     module: torch.nn.Module
     index: int
+    """Of the logits in its output."""
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """What a router says about N tokens. logits [N, E], with gradient; chosen [N, K]: the experts of each token."""
+class Routing(NamedTuple):
+    """What a router says about N tokens."""
 
     logits: Tensor
+    """[N, E], with gradient."""
     chosen: Tensor
+    """[N, K]: the experts of each token."""
 
 
 def routers(model: Any) -> list[Router]:
@@ -80,7 +81,7 @@ def check_has_routers(part: Any, path: str, coefficient: float) -> None:
 
 
 @contextmanager
-def recorded(found: list[Router]) -> Iterator[list[Routing]]:
+def record_routings(found: list[Router]) -> Iterator[list[Routing]]:
     """A block whose list has the routings of the forward pass in it.
 
     The hooks only keep tensors: under gradient checkpointing, an operation in a hook would be missing when the layer is
@@ -88,16 +89,13 @@ def recorded(found: list[Router]) -> Iterator[list[Routing]]:
     """
     outputs: list[Routing] = []
 
-    def hook_of(router: Router) -> Any:
-        def keep(module: torch.nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
-            chosen = next(tensor for tensor in output if not tensor.is_floating_point())
-            outputs.append(Routing(output[router.index], chosen))
-
-        return keep
+    def keep(router: Router, module: torch.nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        chosen = next(tensor for tensor in output if not tensor.is_floating_point())
+        outputs.append(Routing(output[router.index], chosen))
 
     with ExitStack() as stack:
         for router in found:
-            stack.callback(router.module.register_forward_hook(hook_of(router)).remove)
+            stack.callback(router.module.register_forward_hook(partial(keep, router)).remove)
         yield outputs
 
 
@@ -121,15 +119,13 @@ def balance(routings: list[Routing], batch: MicroBatch) -> tuple[Tensor, Tensor]
 
 @dataclass(slots=True)
 class RouterBalance:
-    """The loss term and the metrics of a model's routers; without effect for a dense model.
-
-    coefficient: `algorithm.router_aux_loss_coef`. sums: of the step so far: the losses, their number, and the tokens of
-    each expert in each layer.
-    """
+    """The loss term and the metrics of a model's routers; without effect for a dense model."""
 
     routers: list[Router]
     coefficient: float = 0.0
+    """`algorithm.router_aux_loss_coef`."""
     sums: list[Tensor] = field(default_factory=list)
+    """Of the step so far: the losses, their number, and the tokens of each expert in each layer."""
 
     def loss(self, routings: list[Routing], batch: MicroBatch, rows: int) -> Tensor | None:
         """The micro-batch's share of coefficient x B(θ); None if there is none. rows: N of the whole update."""
@@ -153,9 +149,8 @@ class RouterBalance:
         """
         if not self.sums:
             return {}
-        loss, rows, counts_LE = self.sums
-        flat = world.sum(torch.cat([torch.stack([loss, rows]), counts_LE.flatten()]))
-        loss, rows, counts_LE = flat[0], flat[1], flat[2:].view_as(counts_LE)
+        flat = world.sum(torch.cat([one.flatten() for one in self.sums]))
+        loss, rows, counts_LE = flat[0], flat[1], flat[2:].view_as(self.sums[2])
         if not rows:
             return {}
         load_LE = counts_LE / counts_LE.mean(1, keepdim=True)

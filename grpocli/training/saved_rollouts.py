@@ -47,10 +47,8 @@ def load_leftover(
     if not (folder / LEFTOVER_FILE).is_file():
         return []
     saved = torch.load(folder / LEFTOVER_FILE, weights_only=True)
-    names = set(rewards)
-    groups = [group for saved_group in saved if (group := _restored(saved_group, redraw, group_size, names))][
-        :max_groups
-    ]
+    found = [_restore(group, redraw, group_size, set(rewards)) for group in saved]
+    groups = [group for group in found if group][:max_groups]
     if len(groups) < len(saved):
         logger.warning("%d of %d leftover groups do not fit the changed config", len(saved) - len(groups), len(saved))
     return groups
@@ -58,60 +56,46 @@ def load_leftover(
 
 def save_prefetched(batches: Sequence[RolloutBatch], folder: Path) -> None:
     """Write the prefetched batches, in order, with the groups for their rollout files."""
-    if batches:
-        torch.save([_batch(batch) for batch in batches], folder / PREFETCHED_FILE)
+    saved = [
+        {
+            "groups": [_group(group) for group in batch.groups],
+            "metrics": batch.metrics,
+            "rest": [(str(status), _group(group)) for status, group in batch.untrained],
+            "carried": sorted(batch.leftover_uids),
+        }
+        for batch in batches
+    ]
+    if saved:
+        torch.save(saved, folder / PREFETCHED_FILE)
 
 
 def load_prefetched(folder: Path, collector: Collector, redraw: Redraw, wanted: bool) -> list[RolloutBatch]:
     """The batches of `save_prefetched`, equal to the bit.
 
     Empty, with a warning in the log, if they do not fit a config changed by a resume (see `load_leftover`), or if the
-    run no longer prefetches (not `wanted`).
+    run no longer prefetches (not `wanted`). Untrained groups are left out if they do not fit: only the main process has
+    them, and all processes must decide alike.
     """
     if not (folder / PREFETCHED_FILE).is_file():
         return []
-    saved = torch.load(folder / PREFETCHED_FILE, weights_only=True)
-    batches = [batch for saved_batch in saved if (batch := _restored_batch(saved_batch, collector, redraw))]
-    if wanted and len(batches) == len(saved):
+
+    def restored(group: dict[str, Any]) -> Group | None:
+        return _restore(group, redraw, collector.group_size, set(collector.reward_weights))
+
+    saved, batches = torch.load(folder / PREFETCHED_FILE, weights_only=True), []
+    for one in saved:
+        groups = [group for saved_group in one["groups"] if (group := restored(saved_group))]
+        rest = one["rest"] if collector.keeps_untrained else []
+        untrained = [(Status(status), group) for status, saved_group in rest if (group := restored(saved_group))]
+        if wanted and len(groups) == len(one["groups"]):
+            batches.append(RolloutBatch(groups, one["metrics"], {}, untrained, frozenset(one["carried"])))
+    if len(batches) == len(saved):
         return batches
     logger.warning("the rollouts of %d steps collected ahead do not fit the changed config", len(saved))
     return []
 
 
-def _batch(batch: RolloutBatch) -> dict[str, Any]:
-    return {
-        "groups": [_group(group) for group in batch.groups],
-        "metrics": batch.metrics,
-        "rest": [(str(status), _group(group)) for status, group in batch.untrained],
-        "carried": sorted(batch.leftover_uids),
-    }
-
-
-def _restored_batch(saved: dict[str, Any], collector: Collector, redraw: Redraw) -> RolloutBatch | None:
-    """The batch; None if a group to train on does not fit the config.
-
-    `untrained` does not count: only the main process has it, and all processes must decide alike.
-    """
-
-    def restored(group: dict[str, Any]) -> Group | None:
-        return _restored(group, redraw, collector.group_size, set(collector.reward_weights))
-
-    groups = [group for saved_group in saved["groups"] if (group := restored(saved_group))]
-    if len(groups) < len(saved["groups"]):
-        return None
-    saved_untrained = saved["rest"] if collector.keeps_untrained else []
-    untrained = [(Status(status), group) for status, saved_group in saved_untrained if (group := restored(saved_group))]
-    if missing := len(saved_untrained) - len(untrained):
-        logger.warning("%d of %d groups of a rollout file do not fit the changed config", missing, len(saved_untrained))
-    return RolloutBatch(
-        groups,
-        saved["metrics"],
-        untrained=untrained,
-        leftover_uids=frozenset(saved["carried"]),
-    )
-
-
-def _restored(saved: dict[str, Any], redraw: Redraw, size: int, names: set[str]) -> Group | None:
+def _restore(saved: dict[str, Any], redraw: Redraw, size: int, names: set[str]) -> Group | None:
     prompt = redraw(int(saved["draw"]), saved.get("row"))
     if prompt is None:
         return None

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -44,46 +42,36 @@ if TYPE_CHECKING:
 
 CONCURRENCY = 64
 """Requests of a process at a time."""
-CONNECT_TIMEOUT = 10.0
 FIRST_DELAY = 0.5
-"""Seconds at most before the first retry at a busy server."""
+"""Seconds at most before the first retry."""
 LOST = 3
 """Retries of a request whose connection failed."""
-POLL = 0.5
-"""Seconds between two progress reports."""
-PROBE = (
-    "The quick brown fox: 12 + 345 = 357.\n\tdef f(x): return x**2  # 6.02e23\n"
-    "Größe, naïve, ελληνικά, русский, 日本語, 한국어, \U0001f600 <|x|> [INST] </s>"
-)
-"""Text whose tokens are compared: words, digits, code, spaces, and characters outside of ASCII."""
 SAMPLED = 256
 """Tokens of the vocabulary whose text is compared, beside the last and the end token."""
 
 
 class LoadedTeacher(Reference):
-    """A teacher in this process, of any architecture. tasks: the names of those that it scores.
-
-    `grpocli.training.trials` sets `at_head`, as the policy's.
-    """
+    """A teacher in this process, of any architecture."""
 
     at_head = True
+    """As the policy's; `grpocli.training.trials` sets it."""
 
     def __init__(self, model: Any, policy: Policy, tasks: Sequence[str]) -> None:
+        """tasks: the names of those that it scores."""
         super().__init__(model, policy)
         self.tasks, self.parallel = tasks, policy.parallel
 
 
 @dataclass
 class Teachers:
-    """The teachers of a run, as its reference.
-
-    scoring: this step's requests to servers. shared_with: the processes with the same rows, of which one asks servers.
-    """
+    """The teachers of a run, as its reference."""
 
     loaded: list[LoadedTeacher]
     served: list[ServedTeacher] = field(default_factory=list)
     scoring: list[Scoring] = field(default_factory=list)
+    """This step's requests to servers."""
     shared_with: ContextParallel | None = None
+    """The processes with the same rows, of which one asks servers."""
 
     @property
     def models(self) -> list[Any]:
@@ -94,7 +82,9 @@ class Teachers:
         """Send this process's rows of the step to the servers, all at once."""
         asks = self.shared_with is None or self.shared_with.is_first
         rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
-        self.scoring = [teacher.begin([r for r in rows if scores(teacher.tasks, r)]) for teacher in self.served if asks]
+        self.scoring = [
+            Scoring(teacher, [row for row in rows if scores(teacher.tasks, row)]) for teacher in self.served if asks
+        ]
 
     def score(self, micro_batch: RowBatch, batch: MicroBatch, sampling: Sampling) -> None:
         """Set `ref_logp` of the rows of loaded teachers, and 0 for others.
@@ -139,11 +129,6 @@ class Teachers:
             )
             micro_batch.known["ref_logp"] = ref_BT.where(served_B1, micro_batch.known.get("ref_logp", ref_BT))
 
-    def close(self) -> None:
-        """Cancel the requests that are running."""
-        for one in self.scoring:
-            one.cancel()
-
 
 def load_teachers(run: Run, policy: Policy) -> Teachers:
     """The teachers of a run, with the weights of those that are loaded. Collective."""
@@ -162,23 +147,22 @@ def scores(tasks: Sequence[str], row: Row) -> bool:
     return EVERY_TASK in tasks or row.task in tasks
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """The server answered that the request cannot be served."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedTeacher:
-    """One server. tasks: the names of those that it scores. timeout: seconds for a step."""
+    """One vLLM server."""
 
     url: str
     tasks: tuple[str, ...]
+    """The names of the tasks whose rows it scores."""
     key: str
+    """The config key of its URL."""
     api_key: str | None = field(repr=False)
     timeout: float
-
-    def begin(self, rows: Sequence[Row]) -> Scoring:
-        """Send all rows that lack `ref_logp`; the answers come in a thread."""
-        return Scoring(self, [row for row in rows if row.ref_logp is None and any(row.mask)])
+    """Seconds for all rows of a step."""
 
     def http(self) -> httpx.AsyncClient:
         """A client of the server: a proxy only for other machines."""
@@ -187,7 +171,7 @@ class ServedTeacher:
         return httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
-            timeout=httpx.Timeout(self.timeout, connect=min(CONNECT_TIMEOUT, self.timeout), pool=None),
+            timeout=self.timeout,
             limits=httpx.Limits(max_connections=CONCURRENCY),
             verify=self.url.startswith("https"),  # reading certificates is slow
             trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
@@ -199,11 +183,9 @@ class ServedTeacher:
         return next((card for card in cards if not card.get("parent")), cards[0])
 
     async def _json(self, http: httpx.AsyncClient, method: str, path: str, body: Any = None) -> Any:
-        """The answer's JSON, retried while the server is busy, and LOST times without a connection.
+        """The answer's JSON, retried while the server is busy, and LOST times without a connection. Has no deadline.
 
-        The caller sets the deadline.
-
-        Raises _Refused for an HTTP error that a retry does not mend, httpx.HTTPError without a connection.
+        Raises Refused for an HTTP error that a retry does not mend, httpx.HTTPError without a connection.
         """
         tries = 0
         while True:
@@ -216,7 +198,7 @@ class ServedTeacher:
             if response is not None and response.is_success:
                 return response.json()
             if response is not None and response.status_code not in BUSY:
-                raise _Refused(f"{path}: HTTP {response.status_code} {' '.join(response.text.split())[:200]}".rstrip())
+                raise Refused(f"{path}: HTTP {response.status_code} {' '.join(response.text.split())[:200]}".rstrip())
             await asyncio.sleep(retry_delay(tries, FIRST_DELAY, response))
 
     async def score(self, http: httpx.AsyncClient, model: str, row: Row) -> list[float]:
@@ -237,60 +219,47 @@ class Scoring:
     """The requests of one step to one teacher, in a thread."""
 
     def __init__(self, teacher: ServedTeacher, rows: Sequence[Row]) -> None:
-        self.teacher, self.rows, self.done = teacher, rows, 0
-        self._cancelled = threading.Event()
-        self._future = run_in_thread(lambda: asyncio.run(self._within_deadline()), "teacher")
+        self.teacher, self.done = teacher, 0
+        self.rows = [row for row in rows if row.ref_logp is None and any(row.mask)]
+        self.progress: Progress = unreported
+        self._future = run_in_thread(lambda: asyncio.run(self._score_all()), "teacher")
 
-    async def _within_deadline(self) -> list[list[float]]:
+    async def _score_all(self) -> None:
         if not self.rows:
-            return []
+            return
         async with asyncio.timeout(self.teacher.timeout), self.teacher.http() as http, asyncio.TaskGroup() as group:
             model = str((await self.teacher.model(http))["id"])
             slots = asyncio.Semaphore(CONCURRENCY)
-            tasks = [group.create_task(self._one(http, model, row, slots)) for row in self.rows]
-        return [task.result() for task in tasks]
+            for row in self.rows:
+                group.create_task(self._score(http, model, row, slots))
 
-    async def _one(self, http: httpx.AsyncClient, model: str, row: Row, slots: asyncio.Semaphore) -> list[float]:
+    async def _score(self, http: httpx.AsyncClient, model: str, row: Row, slots: asyncio.Semaphore) -> None:
         async with slots:
-            if self._cancelled.is_set():
-                raise asyncio.CancelledError
-            found = await self.teacher.score(http, model, row)
+            row.ref_logp = await self.teacher.score(http, model, row)
         self.done += 1
-        return found
+        self.progress(self.done, len(self.rows), "completions", "scored by the teacher's server")
 
     def wait(self, progress: Progress = unreported) -> RunError | None:
-        """Wait for the answers and set the rows' `ref_logp`; returns the error, if any."""
-        while True:
-            progress(self.done, len(self.rows), "completions", "scored by the teacher's server")
-            try:
-                found = self._future.result(POLL)
-                break
-            except NotDone:  # the poll's; or, if the future has one, the deadline's
-                if self._future.done() and (missed := self._future.exception()):
-                    return self._error(missed)
-            except Exception as error:  # noqa: BLE001 - it becomes a sentence
-                return self._error(error)
-        for row, values in zip(self.rows, found, strict=True):
-            row.ref_logp = values
-        return None
-
-    def cancel(self) -> None:
-        """Send no further request."""
-        self._cancelled.set()
-
-    def _error(self, error: BaseException) -> RunError:
+        """Wait until the rows have their `ref_logp`; returns the error, if any."""
+        self.progress = progress
+        error = self._future.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        subject = f"{self.teacher.key}={self.teacher.url}"
+        if error is None:
+            return None
+        server = f"{self.teacher.key}={self.teacher.url}: the teacher's server"
         if isinstance(error, TimeoutError):
             late = f"scored {self.done} of {len(self.rows)} completions within algorithm.kl.timeout"
-            return ServiceGone(f"{subject}: the teacher's server {late}={self.teacher.timeout:g} s")
+            return ServiceGone(f"{server} {late}={self.teacher.timeout:g} s")
         if isinstance(error, httpx.HTTPError):
-            reason = str(error) or type(error).__name__
-            return ServiceGone(f"{subject}: the teacher's server cannot be reached ({reason})")
-        if isinstance(error, _Refused):
-            return RunError(f"{subject}: the teacher's server refused to score a completion ({error})")
-        return RunError(f"{subject}: not the answer of a vLLM server: {type(error).__name__}: {error}")
+            return ServiceGone(f"{server} cannot be reached ({_cause(error)})")
+        if isinstance(error, Refused):
+            return RunError(f"{server} refused to score a completion ({error})")
+        return RunError(f"{server} gave another answer than vLLM: {_cause(error)}")
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def served_teachers(kl: KL) -> list[ServedTeacher]:
@@ -308,49 +277,31 @@ def served_teachers(kl: KL) -> list[ServedTeacher]:
 def check_served(kl: KL, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
     """Raise ConfigError unless every server is a vLLM server with the policy's tokenizer and room for a row.
 
-    The server tokenizes a fixed text, and turns tokens from all over our vocabulary into text, the last one and the end
-    token among them; both must agree with ours.
+    The server turns tokens from all over our vocabulary into text, the last one and the end token among them.
     longest: the most tokens of a row.
     """
     for teacher in served_teachers(kl):
-        problem = asyncio.run(_problem(teacher, tokenizer, longest))
+        try:
+            problem = asyncio.run(_problem(teacher, tokenizer, longest))
+        except (httpx.HTTPError, TimeoutError) as error:
+            problem = f"no vLLM server answers there ({_cause(error)})"
+        except (Refused, AttributeError, LookupError, TypeError, ValueError) as error:
+            problem = f"is not a vLLM server that scores tokens, or refuses the key ({_cause(error)})"
         if problem:
             raise ConfigError(problem, key=teacher.key, value=teacher.url)
 
 
 async def _problem(teacher: ServedTeacher, tokenizer: Any, longest: int) -> str:
-    ours: list[int] = tokenizer(PROBE, add_special_tokens=False).input_ids
     known = sorted(tokenizer.get_vocab().values())
     sampled = [*known[:: -(-len(known) // SAMPLED)], known[-1], tokenizer.eos_token_id]
-    try:
-        async with asyncio.timeout(min(teacher.timeout, 60.0)), teacher.http() as http:
-            card = await teacher.model(http)
-            room = card.get("max_model_len")
-            body = {"model": card["id"], "prompt": PROBE, "add_special_tokens": False}
-            theirs: list[int] = (await teacher._json(http, "POST", "/tokenize", body))["tokens"]
-            body = {"model": card["id"], "tokens": sampled}
-            text = str((await teacher._json(http, "POST", "/detokenize", body))["prompt"])
-            row = Row(ours[:1], ours[1:2], [1], 0.0, 0, [])
-            await teacher.score(http, str(card["id"]), row)
-    except _Refused as refused:
-        if "HTTP 401" in str(refused) or "HTTP 403" in str(refused):
-            return (
-                f"that server refuses the key: put it into the environment variable of algorithm.kl.api_key ({refused})"
-            )
-        return f"is not a vLLM server that scores tokens ({refused})"
-    except (httpx.HTTPError, TimeoutError) as error:
-        return f"no vLLM server answers there ({str(error) or type(error).__name__})"
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        return f"is not a vLLM server that scores tokens ({type(error).__name__}: {error})"
-    if ours != theirs:
-        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
-        first = f"token {ours[place]} is {theirs[place]} there" if place >= 0 else "it has more or fewer tokens there"
-        return f"its tokenizer is not the policy's: a fixed text is split differently, {first}"
+    async with asyncio.timeout(teacher.timeout), teacher.http() as http:
+        card = await teacher.model(http)
+        body = {"model": card["id"], "tokens": sampled}
+        text = (await teacher._json(http, "POST", "/detokenize", body))["prompt"]
+        await teacher.score(http, str(card["id"]), Row(known[:1], known[1:2], [1], 0.0, 0, []))
     if text != tokenizer.decode(sampled):
         return "its tokenizer is not the policy's: tokens from all over the vocabulary have another text there"
+    room = card.get("max_model_len")
     if room is not None and room <= longest:
-        return (
-            f"its max_model_len={room} has no room for a completion of {longest} tokens and one more: start the server "
-            "with a larger one, or lower rollout.max_completion_tokens"
-        )
+        return f"its max_model_len={room} has no room for a completion of {longest} tokens and one more"
     return ""

@@ -25,8 +25,7 @@ from grpocli.training.checkpoint import State
 from grpocli.training.checkpointer import Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, records_of
 from grpocli.training.micro_batch import rows_of
-from grpocli.training.update import Updater
-from grpocli.training.update_checks import UpdateChecks, overflow_warning
+from grpocli.training.update import UpdateChecks, Updater, overflow_warning
 from grpocli.types import Row
 
 if TYPE_CHECKING:
@@ -37,27 +36,17 @@ if TYPE_CHECKING:
     from grpocli.processes.signals import StopSignal
     from grpocli.rollout.engine import Engine
     from grpocli.tracking.recorder import Recorder
-    from grpocli.training.policy import Policy, Reference
+    from grpocli.training.policy import Policy
     from grpocli.training.prefetch import Prefetcher
-    from grpocli.training.teachers import Teachers
-
-
-CLOSE_SECONDS = 2.0
-"""Seconds that a second Ctrl-C waits for a checkpoint in progress."""
 
 
 @dataclass(slots=True)
 class Trainer:
-    """Trains a policy: `train` is the loop, `step` one step of the papers' algorithm.
-
-    state: the counters that a checkpoint saves. engine_version: the weight version that the engine has. metrics: of
-    this step. evaluated: the last evaluation of this session, and the step that it followed.
-    """
+    """Trains a policy: `train` is the loop, `step` one step of the papers' algorithm."""
 
     run: Run
     world: World
     policy: Policy
-    reference: Reference | Teachers | None
     tokenizer: Any
     engine: Engine
     collector: Collector
@@ -69,10 +58,14 @@ class Trainer:
     recorder: Recorder
     stop: StopSignal
     state: State
+    """The counters that a checkpoint saves."""
     engine_version: int = 0
+    """The weight version that the engine has."""
     started: float = field(default_factory=time.monotonic)
     metrics: dict[str, Any] = field(default_factory=dict)
+    """Of this step."""
     evaluated: tuple[int, dict[str, float]] | None = None
+    """The last evaluation of this session, and the step that it followed."""
 
     def train(self) -> dict[str, float]:
         """Train for `train.steps` steps, or until `eval.stop_at` is reached, and return the final evaluation.
@@ -96,9 +89,8 @@ class Trainer:
             self.save_whole_step()
             resume = resume_command(self.recorder.run_dir.path)
             note = f"step {self.state.step} is saved; when this is mended, resume with: {resume}"
-            if isinstance(failed, ConfigError):
-                raise failed.with_note(note) from failed
-            raise RewardError(f"{failed}; {note}") from failed
+            noted = failed.with_note(note) if isinstance(failed, ConfigError) else RewardError(f"{failed}; {note}")
+            raise noted from failed
         except Cancelled:
             self.checkpoint_and_stop()
 
@@ -160,16 +152,15 @@ class Trainer:
         step = self.next_step
         with self.timed("train"):
             self.engine.release_memory()
-            try:
-                self.metrics |= self.updater.train_step(rows, n_groups, step)
-            except ServiceGone:  # the teacher's server, before the first update: the step is not done
-                self.prefetcher.give_back()
-                raise
+            self.metrics |= self.updater.train_step(rows, n_groups, step)
         self.update_checks(step, self.metrics)
-        updates, num_tokens = self.updater.updates, self.metrics["num_tokens"]
-        scaler = self.policy.parallel.scaler.state_dict()
         self.state = replace(
-            self.state, step=step, updates=updates, num_tokens=num_tokens, evaluation=None, scaler=scaler
+            self.state,
+            step=step,
+            updates=self.updater.updates,
+            num_tokens=self.metrics["num_tokens"],
+            evaluation=None,
+            scaler=self.policy.parallel.scaler.state_dict(),
         )
         self.updater.move_reference(step)
 
@@ -185,7 +176,7 @@ class Trainer:
     def checkpoint(self) -> None:
         """Start to save everything that a resume needs. `wait_for_checkpoint` returns when it is saved."""
         self.prefetcher.wait_until_idle(self.next_step)
-        prefetched = self.prefetcher.state
+        prefetched = self.prefetcher.state(self.next_step)
         self.state = replace(self.state, draws=prefetched.draws, seconds=self.seconds)
         with self.timed("checkpoint"):
             self.checkpointer.save(self.state, prefetched)
@@ -231,9 +222,8 @@ class Trainer:
 
     def ends_early(self) -> bool:
         """Whether a callback ends the run, or the last evaluation has reached `eval.stop_at`. Collective."""
-        reached = self.reached is not None or bool(self.recorder.callbacks.stop)
         may_end = self.run.eval.stop_at.metric is not None or bool(self.run.callbacks)
-        return may_end and self.world.any(reached)
+        return may_end and self.world.any(self.reached is not None or bool(self.recorder.callbacks.stop))
 
     @property
     def reached(self) -> float | None:
@@ -285,13 +275,11 @@ class Trainer:
         """Stop the threads and processes of this trainer, even if some raise errors."""
         interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second Ctrl-C: close without waiting
         with ExitStack() as closing:  # called in reverse order: the prefetcher first, the checkpointer last
-            closing.callback(self.checkpointer.close, CLOSE_SECONDS if interrupted else None)
+            closing.callback(self.checkpointer.close, wait=not interrupted)
             closing.callback(self.collector.sampler.scorer.close)
             closing.callback(self.collector.sampler.episodes.close)
             closing.callback(self.engine.close)
-            closing.callback(self.prefetcher.close, wait=not interrupted)
-            if self.reference:
-                closing.callback(self.reference.close)
+            closing.callback(self.prefetcher.close, wait_for_thread=not interrupted)
 
     # Steps and time
 

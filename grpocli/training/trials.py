@@ -19,14 +19,13 @@ from grpocli.distributed.fsdp2 import layers
 from grpocli.errors import ConfigError
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.flex_attention import TiledMask, for_any_size
-from grpocli.models.loading import FLEX, PACKING
+from grpocli.models.loading import FLEX
 from grpocli.models.lora import trained_share
-from grpocli.training.logprobs import completion_logp, marked, output_head
+from grpocli.training.logprobs import completion_scores, mark_head, output_head
 from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing import FlexPacked, Layout, Packed, Padded
+from grpocli.training.packing import FlexPacked, Layout, Packed, Padded, shards_of
 from grpocli.training.policy import Reference
 from grpocli.training.router_balance import routers
-from grpocli.training.sequence_shard import shards_of
 from grpocli.training.teachers import LoadedTeacher, Teachers, loaded_teachers
 from grpocli.types import Row, Sampling
 
@@ -64,19 +63,17 @@ def choose_layout(run: Run, world: World, policy: Policy, reference: Reference |
         yield "all logits of a micro-batch are kept: this model changes what its output head returns"
     if run.train.packed:
         wanted, packs = policy.packed, pack(policy, reference, world, run.rollout.longest_row)
+        why = f"attention (model.attention={run.model.attention or 'null'}) does not take rows end to end"
         if run.model.attention == FLEX and not (packs and policy.packed is FlexPacked):
             problem = "needs full attention in every layer, and a kernel whose two passes run with the right log-probs"
             raise ConfigError(problem, key="model.attention", value=FLEX, hint="set it to null")
         if not packs and world.context_parallel:
             key, size = "hardware.context_parallel", world.context_parallel.size
-            raise ConfigError(_why_padded(run), key=key, value=size, hint="set it to 1")
+            raise ConfigError(f"this model's {why}", key=key, value=size, hint="set it to 1")
         if not packs:
-            yield f"micro-batches are padded: {_why_padded(run)}"
+            yield f"micro-batches are padded: this model's {why}"
         elif policy.packed is not wanted:
             yield f"attention is sdpa's: torch's {FLEX} failed its trial on this GPU, see run.log"
-    if run.model.attention == FLEX and policy.layout(update_sampling(run)) is Padded:
-        why = "a repetition penalty" if run.train.packed else "train.packed=false"
-        yield f"model.attention={FLEX} is not used: rows are padded ({why})"
     flex = world.device.type == "cuda" and policy.layout(update_sampling(run)) is FlexPacked
     parameters = sum(one.numel() for one in policy.model.parameters())
     if takes_compiled(run, world.size, flex, parameters, bool(routers(policy.model))):
@@ -94,28 +91,22 @@ def update_sampling(run: Run) -> Sampling:
     return Sampling(run.rollout.max_completion_tokens) if run.algorithm.supervised else run.rollout.sampling
 
 
-def _why_padded(run: Run) -> str:
-    if (chosen := run.model.attention) not in PACKING:
-        return f"rows end to end are for model.attention=null, sdpa or flex_attention, not for {chosen}"
-    return "this model's attention does not take rows end to end"
-
-
 def find_head(owner: Policy | LoadedTeacher, world: World) -> bool:
     """Set and return whether the model's logits are exactly the output of its output head. Collective."""
 
     def tried() -> bool:
-        logits, mark = _marked(owner)
+        logits, mark = _marks(owner)
         return logits.shape == mark.shape and torch.equal(logits.float(), mark.float())
 
     owner.at_head = not world.any(output_head(owner.model) is None or not passes(tried))
     return owner.at_head
 
 
-def _marked(policy: Policy | LoadedTeacher) -> tuple[Tensor, Tensor]:
+def _marks(policy: Policy | LoadedTeacher) -> tuple[Tensor, Tensor]:
     head = output_head(policy.model)
     assert head is not None
     with policy.parallel.autocast(policy.model, torch.float32):
-        return marked(head, policy.model)
+        return mark_head(head, policy.model)
 
 
 def pack(
@@ -161,7 +152,7 @@ def agrees(policy: Policy | LoadedTeacher, layout: type[Packed] = Packed, dtype:
     dtype: of the computation, where weights have more. `flex_attention` has another kernel for each.
     """
     rows = trial_rows(policy)
-    exact = _marked(policy)[1].dtype == dtype == torch.float32
+    exact = _marks(policy)[1].dtype == dtype == torch.float32
     padded, tolerance = _logp(policy, rows, Padded, dtype), FLOAT32_TOLERANCE if exact else BFLOAT16_TOLERANCE
     packed = _logp(policy, rows, layout, dtype)
     shared = shards_of(policy.shared_with, layout) if policy.shared_with else None
@@ -211,8 +202,8 @@ def _logp(
     if isinstance(batch.layout, Packed):
         batch = replace(batch, layout=replace(batch.layout, segments=_Tried(batch.layout.segments)))
     context = policy.parallel.autocast(policy.model, dtype)
-    logp_BT, _ = completion_logp(policy.model, batch, Sampling(1), context, at_head=policy.at_head)
-    return logp_BT[batch.mask.bool()]
+    scores = completion_scores(policy.model, batch, Sampling(1), context, at_head=policy.at_head)
+    return scores.logp[batch.mask.bool()]
 
 
 def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
@@ -282,7 +273,8 @@ def _trial_logps(policy: Policy, follower: Reference | None) -> list[Tensor]:
     kept_BT, found = batch.mask.bool(), []
     for gradient in (True, False):
         with torch.set_grad_enabled(gradient):
-            logp_BT, _ = completion_logp(policy.model, batch, Sampling(1), policy.autocast(), at_head=policy.at_head)
+            scores = completion_scores(policy.model, batch, Sampling(1), policy.autocast(), at_head=policy.at_head)
+            logp_BT = scores.logp
         found.append(logp_BT.detach()[kept_BT])
         if gradient and policy.parallel.replicated:
             trained = [weight for weight in policy.model.parameters() if weight.requires_grad]

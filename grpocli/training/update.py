@@ -1,12 +1,13 @@
-"""The optimizer updates of one step.
+"""The optimizer updates of one step, and the checks after it.
 
 Each update trains on a window of groups: the sum of micro-batch losses over all processes.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,19 +17,23 @@ import torch
 
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED, OF_THE_GAP, combined
+from grpocli.errors import RunError
 from grpocli.progress import Progress, unreported
+from grpocli.runs.run_dir import resume_word
+from grpocli.training.checkpointer import latest
 from grpocli.training.micro_batch import MicroBatch, RowBatch, group_spans
 from grpocli.training.packing import padded
 from grpocli.training.policy import Reference
-from grpocli.training.router_balance import RouterBalance, recorded, routers
+from grpocli.training.router_balance import RouterBalance, record_routings, routers
 from grpocli.types import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.algorithm import Algorithm
-    from grpocli.config.schema import Train
+    from grpocli.config.schema import Run, Train
     from grpocli.distributed.world import World
+    from grpocli.runs.run_dir import RunDir
     from grpocli.training.optim import Optimizer
     from grpocli.training.policy import Policy
     from grpocli.training.teachers import Teachers
@@ -36,6 +41,9 @@ if TYPE_CHECKING:
 
 SKIPPED, SCALE = "optim/skipped_updates", "optim/loss_scale"
 """Metrics of runs in float16: updates whose gradients overflowed, and the scale of the next loss."""
+KINDS = ("trained", "skipped", "shared", "padding")
+"""Tokens that are counted."""
+OTHER_DTYPE = "set model.dtype=bfloat16, or float32 on a device without it"
 ROUNDING = 1e-5
 """Relative tolerance of the entropy threshold: equal tokens of two micro-batches may differ by rounding."""
 
@@ -45,12 +53,6 @@ class Updater:
     """Updates the policy on the rows of a step.
 
     A step calls `train_step`: `begin_step`, then `update` for each window in each epoch, then `metrics` and `gather`.
-
-    optim_config: the keys `optim.*`, with the schedule of the learning rate. optimizer: torch's or DeepSpeed's, from
-    `Parallel.prepare`. total_updates: of the whole run; updates: so far. progress: called when a micro-batch begins,
-    without waiting for the GPU. routers: of the policy. The remaining fields are of the current step. first_update:
-    the number of its first update. lr: of its last update. built: of `_batch`. parts: the loss metrics of each
-    micro-batch, names and values on the device. tokens: counts for the `tokens/...` metrics.
     """
 
     world: World
@@ -58,20 +60,32 @@ class Updater:
     reference: Reference | Teachers | None
     algorithm: Algorithm
     optim_config: Optimizer
+    """The keys `optim.*`, with the schedule of the learning rate."""
     optimizer: Any
+    """torch's or DeepSpeed's, from `Parallel.prepare`."""
     train: Train
     sampling: Sampling
     total_updates: int
+    """Of the whole run."""
     updates: int = 0
+    """So far."""
     progress: Progress = unreported
+    """Called when a micro-batch begins, without waiting for the GPU."""
     routers: RouterBalance = field(init=False)
+    """Of the policy."""
     windows: list[Window] = field(default_factory=list)
+    """Of this step, as all fields below."""
     built: tuple[RowBatch, MicroBatch] | None = None
+    """The last tensors of `_batch`."""
     first_update: int = 0
+    """The number of the step's first update."""
     lr: float = 0.0
+    """Of the last update."""
     micro_batches_done: int = 0
     parts: list[tuple[list[str], Tensor]] = field(default_factory=list)
+    """The loss metrics of each micro-batch, names and values on the device."""
     tokens: Counter[str] = field(default_factory=Counter)
+    """Counts for the `tokens/...` metrics."""
 
     def __post_init__(self) -> None:
         self.routers = RouterBalance(routers(self.policy.model), self.algorithm.router_aux_loss_coef)
@@ -186,18 +200,19 @@ class Updater:
             own = [(kinds, [number[id(row)] for one in computed for row in one.rows], values_KN.numpy())]
         self.windows, self.built = [], None  # free the rows' tensors before the next step is sampled
         for kinds, numbers, values_KN in self.world.gather_to_main(own):
-            edges = np.cumsum([0, *(len(rows[i].completion_ids) for i in numbers)])
-            unknown_KR = np.diff(np.pad(np.isnan(values_KN).cumsum(1), ((0, 0), (1, 0)))[:, edges]) > 0
-            for i, start, end, *unknown in zip(numbers, edges, edges[1:], *unknown_KR.tolist(), strict=False):
-                for kind, values_N, is_unknown in zip(kinds, values_KN, unknown, strict=True):
-                    setattr(rows[i], kind, None if is_unknown else values_N[start:end])
-        _complete_ratios(rows)
+            ends = np.cumsum([len(rows[i].completion_ids) for i in numbers])
+            for i, values_Kn in zip(numbers, np.split(values_KN, ends[:-1], 1), strict=True):
+                for kind, values_n in zip(kinds, values_Kn, strict=True):
+                    setattr(rows[i], kind, None if np.isnan(values_n).any() else values_n)
+        if any(row.ratio is not None for row in rows):  # others' only update was on-policy
+            for row in rows:
+                if row.ratio is None and row.logp is not None:
+                    row.ratio, row.clipped = np.ones_like(row.logp), np.zeros_like(row.logp)
 
     @property
     def _sends(self) -> bool:
         """Whether this process sends the values of its rows: of those that share micro-batches, the first one does."""
-        processes = self.world.context_parallel
-        return processes is None or processes.is_first
+        return self.world.context_parallel is None or self.world.context_parallel.is_first
 
     def _window(self, number: int, rows: list[Row]) -> Window:
         """Deal the rows of a window to the processes; all get as many micro-batches as the busiest one.
@@ -220,9 +235,9 @@ class Updater:
         totals = replace(totals, skipped=totals.tokens - sum(sum(r.mask) for r in needed))
         everyones = [some for share in shares for some in share]
         distinct, n = sum(map(layout.distinct, everyones)), sum(r.n_tokens for r in needed)
-        self.tokens["tokens/padding"] += sum(map(layout.size, everyones)) - distinct
-        self.tokens["tokens/shared"] += n - distinct  # prompts that are computed once instead of for each row
-        self.tokens["tokens/skipped"] += sum(r.n_tokens for r in rows) - n
+        self.tokens["padding"] += sum(map(layout.size, everyones)) - distinct
+        self.tokens["shared"] += n - distinct  # prompts that are computed once instead of for each row
+        self.tokens["skipped"] += sum(r.n_tokens for r in rows) - n
         own += [[Row.empty()] for _ in range(busiest - len(own))]
         return Window(number, [RowBatch.of(some, self.world.device) for some in own], totals.to(self.world.device))
 
@@ -280,7 +295,7 @@ class Updater:
     def _micro_batch(self, micro_batch: RowBatch, totals: Totals) -> None:
         batch, known = self._batch(micro_batch), micro_batch.known
         had_old_logp = "old_logp" in known
-        with recorded(self.routers.routers) as routings:
+        with record_routings(self.routers.routers) as routings:
             logp, entropy, top = self.policy.scores(batch, self.sampling, self.algorithm.needs_entropy_gradient)
         current_logp = logp.detach()
         # in rows without an update so far the old policy is the current one
@@ -303,8 +318,12 @@ class Updater:
         )
         if (balance := self.routers.loss(routings, batch, totals.rows_in_loss)) is not None:
             loss = loss + balance
-        if had_old_logp:
-            self._record_ratios(known, batch, current_logp)
+        if had_old_logp:  # for the rollout file: the ratio of this update, and which tokens were clipped in an update
+            clipped = self.algorithm.clipped(current_logp, known["old_logp"], batch.advantages, batch.mask).to(
+                logp.dtype
+            )
+            known["ratio"] = (current_logp - known["old_logp"]).exp()
+            known["clipped"] = known.get("clipped", clipped).maximum(clipped)
         self.policy.parallel.backward(self.policy.wrapped, loss)
         computed = max(totals.tokens - totals.skipped, 1)
         metrics["loss"] = loss.detach()
@@ -317,13 +336,6 @@ class Updater:
             metrics = {name: value for name, value in metrics.items() if name not in OF_THE_GAP}
         self._add(metrics)
 
-    def _record_ratios(self, known: dict[str, Tensor], batch: MicroBatch, logp_BT: Tensor) -> None:
-        """Keep the ratio of this update, and which tokens were clipped in an update, for the rollout file."""
-        old_logp_BT = known["old_logp"]
-        clipped_BT = self.algorithm.clipped(logp_BT, old_logp_BT, batch.advantages, batch.mask).to(logp_BT.dtype)
-        known["ratio"] = (logp_BT - old_logp_BT).exp()
-        known["clipped"] = known.get("clipped", clipped_BT).maximum(clipped_BT)
-
     def _add(self, metrics: dict[str, Tensor]) -> None:
         self.parts.append((list(metrics), torch.stack([value.float() for value in metrics.values()])))
 
@@ -332,31 +344,30 @@ class Updater:
 
         Metrics are means over the updates, extremes over all micro-batches; `lr` is that of the last update.
         """
-        n_updates = self.train.epochs * len(self.windows)
+        epochs, n_updates = self.train.epochs, self.train.epochs * len(self.windows)
         # updates in which a token of the loss was computed
         has_computed = [one.totals.tokens > one.totals.skipped for one in self.windows]
-        counts = dict.fromkeys(MEANS_OVER_COMPUTED, self.train.epochs * sum(has_computed))
+        counts = dict.fromkeys(MEANS_OVER_COMPUTED, epochs * sum(has_computed))
         if self.algorithm.takes_sampler_as_old:  # `_micro_batch` measures the gap in the first update only
             counts |= dict.fromkeys(OF_THE_GAP, int(any(has_computed[:1])))
-        self.tokens["tokens/trained"] = sum(sum(r.mask) for r in rows)
-        kinds = ("trained", "skipped", "shared", "padding")
-        tokens: dict[str, Any] = {f"tokens/{kind}": self.tokens[f"tokens/{kind}"] * self.train.epochs for kind in kinds}
+        self.tokens["trained"] = sum(sum(r.mask) for r in rows)
+        metrics: dict[str, Any] = {f"tokens/{kind}": self.tokens[kind] * epochs for kind in KINDS} | {"lr": self.lr}
         if not self.parts:
-            return tokens | {"lr": self.lr}
+            return metrics
         found = self.sums()
         names = sorted(found.keys() - EXTREMES.keys() - {name for name, n in counts.items() if not n})
         sums = self.world.sum_over_dp(torch.tensor([found[name] for name in names], device=self.world.device)).tolist()
         totals = dict(zip(names, sums, strict=True))
         scaler, skipped = self.policy.parallel.scaler, round(totals.pop(SKIPPED, 0))
         counts["grad_norm"] = n_updates - skipped
-        means = {name: total / n for name, total in totals.items() if (n := counts.get(name, n_updates))}
+        metrics |= {name: total / n for name, total in totals.items() if (n := counts.get(name, n_updates))}
         if scaler.is_enabled():
-            means |= {SKIPPED: skipped, SCALE: scaler.get_scale()}
+            metrics |= {SKIPPED: skipped, SCALE: scaler.get_scale()}
         signs = {name: sign for name, sign in EXTREMES.items() if name in found}
         signed = torch.tensor([sign * found[name] for name, sign in signs.items()], device=self.world.device)
         largest = self.world.max(signed).tolist() if signs else []
-        extremes = {name: sign * value for (name, sign), value in zip(signs.items(), largest, strict=True)}
-        return tokens | means | extremes | self.routers.metrics(self.world) | {"lr": self.lr}
+        metrics |= {name: sign * value for (name, sign), value in zip(signs.items(), largest, strict=True)}
+        return metrics | self.routers.metrics(self.world)
 
     def sums(self) -> dict[str, float]:
         """The metrics of this process's micro-batches so far together."""
@@ -369,20 +380,83 @@ class Updater:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The groups of one optimizer update: this process's micro-batches, and the counts of all processes' rows.
-
-    number: in the epoch, from 0.
-    """
+    """The groups of one optimizer update."""
 
     number: int
+    """In the epoch, from 0."""
     micro_batches: list[RowBatch]
+    """This process's."""
     totals: Totals
+    """The counts of all processes' rows."""
 
 
-def _complete_ratios(rows: Sequence[Row]) -> None:
-    """If some rows have ratios, set those of other computed rows, whose only update was on-policy, to 1."""
-    if all(row.ratio is None for row in rows):
-        return
-    for row in rows:
-        if row.ratio is None and row.logp is not None:
-            row.ratio, row.clipped = np.ones_like(row.logp), np.zeros_like(row.logp)
+def overflow_warning(metrics: Mapping[str, float]) -> dict[str, str]:
+    """A warning, by its kind, if an update was skipped."""
+    if not (n := metrics.get(SKIPPED)):
+        return {}
+    skipped = f"gradients overflowed float16: {n} skipped update{'s' * (n > 1)}, loss scale now {metrics[SCALE]:,.0f}"
+    return {"overflow": f"{skipped}. This is normal at the start and now and then; if it goes on, {OTHER_DTYPE}"}
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateChecks:
+    """Checks that raise RunError if an update diverged, or if the engine reported wrong log-probs."""
+
+    run: Run
+    run_dir: RunDir
+    policy: Policy
+    world: World
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check step number `step` (from 1) after its update. Collective."""
+        self.check_loss(step, metrics)
+        self.check_sampler(step, metrics)
+        self.check_weights(step)
+
+    def check_loss(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics.get(SCALE, 1.0) < 1:
+            raise RunError(
+                f"step {step}: gradients overflow float16 even without a scale of the loss: {OTHER_DTYPE}. If the "
+                f"weights have diverged, {self._remedy(step)}"
+            )
+        for name in ("loss", "grad_norm"):
+            value = metrics.get(name, 0.0)
+            if not math.isfinite(value) and not metrics.get(SKIPPED):
+                raise RunError(f"step {step}: {name} is {value}; {self._remedy(step)}")
+
+    def check_sampler(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compare the engine's log-probs with the policy's.
+
+        Skipped for constrained decoding and rollouts of older weights, whose log-probs differ in any case, and for
+        log-probs that overflow.
+        """
+        rollout, error = self.run.rollout, metrics.get("token_mult_prob_error", 1.0)
+        off_policy = metrics.get("staleness/max", 0) > 0 or metrics.get("sampling/carried", 0) > 0
+        overflowed = math.isnan(error) and bool(metrics.get(SKIPPED))  # in the trainer's forward
+        bound = None if rollout.sampling.structure or off_policy or overflowed else rollout.max_prob_error
+        if bound is not None and not error <= bound:
+            raise RunError(
+                f"step {step}: token_mult_prob_error is {error:.4g}, above rollout.max_prob_error={bound:g}: the "
+                "engine's log-probs are not those of the trainer's weights; the step is not saved"
+            )
+
+    def check_weights(self, step: int) -> None:
+        """Refuse infinite and NaN weights. The loss would only show them in the next step."""
+        parameters = (p for p in self.policy.model.parameters() if p.requires_grad)
+        tensors = [getattr(p, "ds_tensor", p.detach()) for p in parameters]  # where ZeRO-3 keeps the shard
+        shards = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        # the cheapest pass over all weights, whose squares may overflow before they do
+        finite = bool(torch.nn.utils.get_total_norm(shards).isfinite()) or all(bool(t.isfinite().all()) for t in shards)
+        if self.world.any(not finite):
+            remedy = self._remedy(step, began_finite=True)
+            raise RunError(f"step {step}: its update left weights that are not finite; {remedy}")
+
+    def _remedy(self, step: int, began_finite: bool = False) -> str:
+        """What the user can do. began_finite: whether the weights before the update were finite."""
+        change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
+        last = latest(self.run_dir.checkpoints)
+        if last is None:
+            return f"{change}, and begin again: there is no checkpoint yet"
+        if last == self.run_dir.checkpoint(step - 1) and not began_finite:
+            return f"{change}, and remove {last}: it holds the weights that this step began with"
+        return f"{change}, and go on from the last checkpoint with {resume_word(self.run_dir.path)}"

@@ -1,7 +1,7 @@
 """The memory of one micro-batch, from the trainer's forward and backward pass on fake tensors.
 
 Fake tensors have shapes and no numbers, and pass through every operation, autocast and gradient checkpointing
-included. So the bytes are those of the model's own code and of `completion_logp`, and no architecture needs a formula.
+included. So the bytes are those of the model's own code and of `completion_scores`; no architecture needs a formula.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.frozen_linear import multiply
 from grpocli.models.loading import checkpoint_activations
 from grpocli.training import logprobs
-from grpocli.training.logprobs import completion_logp, marked, output_head
+from grpocli.training.logprobs import completion_scores, mark_head, output_head
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import FlexPacked, Packed, Padded
 from grpocli.training.policy import ActivationOffload
@@ -172,7 +172,7 @@ def _micro_batch_bytes(
             computing: Any = nullcontext() if plain else torch.autocast("cpu", dtype=dtype)
             gradient = run.algorithm.needs_entropy_gradient
             with _Elsewhere(model.parameters()) if run.train.activation_offload and shape.gpu else nullcontext():
-                logp, entropy = completion_logp(
+                logp, entropy, _ = completion_scores(
                     model, batch, run.rollout.sampling, computing, gradient, at_head, on_cpu=not shape.gpu
                 )
             kept, forward = allocated.live, allocated.peak
@@ -247,7 +247,7 @@ def _ends_with_its_head(model: torch.nn.Module) -> bool:
     """Whether the logits are the head's output itself, judged by identity because fake tensors have no numbers."""
     if (head := output_head(model)) is None:
         return False
-    found, mark = marked(head, model)
+    found, mark = mark_head(head, model)
     return found is mark
 
 

@@ -19,9 +19,9 @@ from grpocli.rollout.sampling import derive_seed
 from grpocli.tasks.prompt_source import PromptSource, rewards_for
 from grpocli.tasks.task import tasks_of
 from grpocli.training.build_trainer import make_collector
+from grpocli.training.checkpointer import checkpoints
 from grpocli.training.collector import Collector, RolloutBatch, Sampler
 from grpocli.training.prefetch import without_stale
-from grpocli.training.resume_point import checkpoints
 from grpocli.training.saved_rollouts import Redraw
 from grpocli.types import Group, Prompt, Sampling
 from grpocli_tools.replay.record import RecordedEngine, RecordedGroup, RecordedStep, RecordedTokens, commonest

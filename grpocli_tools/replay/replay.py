@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import GrpoError
 from grpocli.runs.saved_run import SavedRun
-from grpocli.training.resume_point import step_of
+from grpocli.training.checkpointer import step_of
 from grpocli_tools.replay.checks import Check
 from grpocli_tools.replay.collection import ReplaySession, RolloutSource
 from grpocli_tools.replay.record import RecordedStep

@@ -24,7 +24,6 @@ from models.architectures import (
     section,
 )
 from safetensors.torch import load_file
-from training.test_update import world
 
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
@@ -38,8 +37,6 @@ from grpocli.training.packing import FlexPacked, Padded
 from grpocli.training.policy import Policy
 from grpocli.training.trials import find_head, pack
 from grpocli.types import Row, Sampling
-
-__all__ = ["world"]
 
 KINDS = ("qwen3", "qwen3_moe", "qwen3_5_text", "gemma3_text", "lfm2")
 """An architecture of each kind: dense, mixture, recurrent, sliding window, convolutional."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 from little import ENDS, SHAPE
 from torch.nn.functional import linear
-from training.test_update import world
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from grpocli.errors import ConfigError
@@ -25,8 +24,6 @@ from grpocli.training.packing import Packed, Padded
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.trials import find_head, pack
 from grpocli.types import Request, Row, Sampling
-
-__all__ = ["world"]
 
 LONG = SHAPE | ENDS | {"max_position_embeddings": 1200}
 ROWS = [
@@ -107,7 +104,7 @@ def test_pieces_of_the_head_are_exact(bias: bool, sampling: Sampling, monkeypatc
         found = head(hidden_NH).unbind(-1)
     parameters = [straight_through(parameter) for parameter in head.parameters()]
     logits_NV = linear(straight_through(hidden_NH), *parameters)
-    expected = logprobs._token_scores(logits_NV, ids_N, sampling, False, None)
+    expected = logprobs.of_logits(logits_NV, logprobs.Targets(ids_N, None, sampling))
     inputs = (hidden_NH, *head.parameters())
     gradients = [torch.autograd.grad((logp * torch.arange(23.0)).sum(), inputs) for logp, *_ in (found, expected)]
     for one, other in [*zip(found, expected, strict=True), *zip(*gradients, strict=True)]:

@@ -13,8 +13,9 @@ import torch
 from grpocli.errors import RunError
 from grpocli.models.tiny import make_model, make_tokenizer
 from grpocli.rollout.fake_engine import Fake, FakeEngine
+from grpocli.training.logprobs import completion_scores
 from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.policy import Policy, completion_logp
+from grpocli.training.policy import Policy
 from grpocli.types import Prompt, Request, Row, Sampling
 
 TOKENIZER = make_tokenizer()
@@ -76,7 +77,7 @@ def test_log_probs_are_the_trainers(policy: Policy, sampling: Sampling) -> None:
     groups = FakeEngine(Fake(["{answer} and {answer}", "wrong"]), policy, TOKENIZER).generate(asked, sampling)
     done = [(request, one) for request, group in zip(asked, groups, strict=True) for one in group]
     rows = [Row(r.token_ids, c.token_ids, [1] * len(c.token_ids), 1.0, 0, c.logprobs) for r, c in done]
-    logp_BT, _ = completion_logp(policy.model, MicroBatch.build(rows, torch.device("cpu")), sampling, nullcontext())
+    logp_BT = completion_scores(policy.model, MicroBatch.build(rows, torch.device("cpu")), sampling, nullcontext()).logp
     for (_, one), logp_T in zip(done, logp_BT, strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), logp_T[: len(one.logprobs)], rtol=0, atol=1e-4)
 

@@ -32,7 +32,7 @@ from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server import free_port
 from grpocli.rollout.vllm.server_files import LOCK, Endpoint, run_file, serve_file
-from grpocli.training.teachers import check_served, served_teachers
+from grpocli.training.teachers import Scoring, check_served, served_teachers
 from grpocli.types import Completion, Request, Row, Sampling
 
 pytestmark = pytest.mark.vllm
@@ -168,7 +168,7 @@ def test_a_server_is_a_teacher(running: Running, monkeypatch: pytest.MonkeyPatch
     check_served(kl, TOKENIZER, longest=100)
     rows = [Row([5, 6, 7], [(3 * k + i) % 90 + 2 for i in range(4 + k)], [1], 0.0, k, []) for k in range(12)]
     (teacher,) = served_teachers(kl)
-    assert teacher.begin(rows).wait() is None
+    assert Scoring(teacher, rows).wait() is None
     for row in rows:
         assert row.ref_logp is not None
         expected = expected_logprobs(running.policy, row.prompt_ids, row.completion_ids, Sampling(9))
@@ -179,7 +179,7 @@ def test_a_server_is_a_teacher(running: Running, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="its tokenizer is not the policy's"):
         check_served(kl, make_tokenizer(), longest=100)
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
-    with pytest.raises(ConfigError, match="that server refuses the key"):
+    with pytest.raises(ConfigError, match="HTTP 401"):
         check_served(kl, TOKENIZER, longest=100)
 
 

@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import sampling_logits
 from grpocli.training import logprobs
-from grpocli.training.logprobs import completion_logp
+from grpocli.training.logprobs import completion_scores
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.types import Completion, Request, Row, Sampling
 
@@ -54,8 +54,10 @@ def test_sampler_and_trainer_agree_with_transformers(
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 40 * 7)  # splits within rows
     micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
     assert (micro.layout.attention_mask == 0).any()
-    logp_BT, _ = completion_logp(little_model, micro, sampling, nullcontext())
-    unpenalised_BT, _ = completion_logp(little_model, micro, replace(sampling, repetition_penalty=1.0), nullcontext())
+    logp_BT = completion_scores(little_model, micro, sampling, nullcontext()).logp
+    unpenalised_BT = completion_scores(
+        little_model, micro, replace(sampling, repetition_penalty=1.0), nullcontext()
+    ).logp
     for i, (prompt, one) in enumerate(done):
         expected = slowly(little_model, prompt, one.token_ids, sampling)
         torch.testing.assert_close(torch.tensor(one.logprobs), expected, rtol=1e-4, atol=1e-4)
@@ -69,7 +71,9 @@ def test_padding_is_not_penalised(little_model) -> None:
     short = Completion([0, 5], [0.0] * 2, "length", 0)
     long = Completion([9, 0, 5, 0, 3], [0.0] * 5, "length", 0)
     rows = [row([6], short), row([6, 7, 8, 9], long)]
-    together, _ = completion_logp(little_model, MicroBatch.build(rows, torch.device("cpu")), PENALISED, nullcontext())
+    together = completion_scores(
+        little_model, MicroBatch.build(rows, torch.device("cpu")), PENALISED, nullcontext()
+    ).logp
     for i, (prompt, done) in enumerate([([6], short), ([6, 7, 8, 9], long)]):
         expected = slowly(little_model, prompt, done.token_ids, PENALISED)
         torch.testing.assert_close(together[i, : len(expected)], expected, rtol=1e-4, atol=1e-4)
@@ -79,7 +83,7 @@ def test_gradient_flows_through_the_penalty(little_model) -> None:
     done = sampled(little_model, PENALISED, n=1)
     weight = little_model.model.layers[0].mlp.down_proj.weight
     micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
-    logp_BT, _ = completion_logp(little_model, micro, PENALISED, nullcontext())
+    logp_BT = completion_scores(little_model, micro, PENALISED, nullcontext()).logp
     loss = sum(logp_BT[i, : len(c.token_ids)].sum() for i, (_, c) in enumerate(done))
     expected = sum(slowly(little_model, p, c.token_ids, PENALISED).sum() for p, c in done)
     torch.testing.assert_close(

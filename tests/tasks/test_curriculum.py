@@ -214,16 +214,6 @@ def test_an_order_may_change_in_a_resume(source: Any) -> None:
     assert set(Steps(resting, 5, draws=5).rows(1)).isdisjoint(drawn), "scores are kept before they are used"
 
 
-def test_a_failed_step_is_undone(source: Any) -> None:
-    data = source(order="difficulty")
-    steps = Steps(data, 5)
-    steps.next()
-    positions = data.curriculum.begin_step(1)
-    drawn = [data.draw(d).row for d in range(5, 10)]
-    data.curriculum.go_back(positions)
-    assert steps.next() == drawn
-
-
 def test_a_draw_is_found_again_by_its_row(source: Any) -> None:
     for options in ({}, {"order": "difficulty"}, {"order": "difficulty", **STREAM}):
         data = source(**options)

@@ -37,7 +37,7 @@ def exact(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float) -> l
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [1, 5, 4096, VOCABULARY, 9000])
+@pytest.mark.parametrize("vocabulary", [1, 4096, VOCABULARY, 9000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_of_logits(temperature: float, vocabulary: int, dtype: torch.dtype) -> None:
     """Logits are read in their dtype and summed in float32. The chosen token is at either end, or the top."""

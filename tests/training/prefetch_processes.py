@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from grpocli.distributed.world import World
-from grpocli.errors import EngineError, EngineGone, RunError
+from grpocli.errors import EngineError, EngineGone, RunError, ServiceGone
 from grpocli.hardware import Single
 from grpocli.tasks.curriculum import Curriculum
 from grpocli.training.collector import RolloutBatch
@@ -84,14 +84,14 @@ def trained(world: World, event: str, staleness: int, in_flight: bool) -> dict[s
             prefetcher.rollouts(step)
             world.sum(torch.ones(3))
             done = step
-    except EngineGone as gone:
+    except ServiceGone as gone:
         error = [type(gone).__name__, str(gone)]
         prefetcher.stop_after(done + 1)
         prefetcher.wait_until_idle(done + 1)
         world.barrier()  # as a checkpoint does
     except RunError as other:
         error = [type(other).__name__, str(other)]
-    progress = prefetcher.state
+    progress = prefetcher.state(done + 1)
     prefetcher.close()
     return {
         "done": done,

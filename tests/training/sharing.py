@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composed import built
 from models.architectures import architecture
 from training import updating
 from training.test_router_balance import ALONE, updated
@@ -25,7 +24,6 @@ from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import Packed
 from grpocli.training.teachers import LoadedTeacher, Teachers
-from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling
 
 MIXTURE = "mixture of experts"
@@ -76,9 +74,11 @@ def taught(world: World, folder: Path) -> dict[str, Any]:
     served = teachers_at(server.url, tasks=("a",)).served
     teachers = Teachers([LoadedTeacher(model, policy, ("b",))], served, shared_with=world.context_parallel)
     assert updating.pack(policy, teachers, world)
-    algorithm, optim = built("algorithm=opd", "algorithm/correction=none"), AdamW(lr=0.1, max_grad_norm=0.0)
-    train = Train(micro_batch_tokens=28)
-    updater = Updater(world, policy, teachers, algorithm, optim, optimizer, train, SAMPLING, 10)
+    optim, overrides = AdamW(lr=0.1, max_grad_norm=0.0), ("algorithm=opd", "algorithm/correction=none")
+    updater = updating.updater_for(
+        None, world, *overrides, policy=policy, reference=teachers, optim=optim, sampling=SAMPLING
+    )
+    updater.optimizer, updater.train = optimizer, Train(micro_batch_tokens=28)
     metrics = updating.train_step(updater, rows(), 3)
     others = [row for row in rows() if row.task == "b"]
     later = updating.train_step(updater, others, 3, step=2)

@@ -60,7 +60,6 @@ def test_a_lost_scoring_service_stops_the_run_as_a_lost_engine_does() -> None:
     "gone",
     [
         ("evaluate_at_start", 0),
-        ("sync", 0),
         ("generate_and_score", 1),
         ("evaluate_if_due", 2),
         ("checkpoint", 2),

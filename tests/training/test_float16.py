@@ -13,6 +13,7 @@ import torch
 from cli.running import EVEN, SMALL, assert_same_run, killed_after, metrics, run_here
 from training import test_update
 from training.test_optim import OPTIMIZERS
+from training.updating import copies, updater_for
 
 from grpocli.config.schema import Rollouts
 from grpocli.distributed import parallel
@@ -22,22 +23,19 @@ from grpocli.errors import RunError
 from grpocli.models import loading, sdpa
 from grpocli.models.hf import HuggingFace
 from grpocli.runs.run_dir import RunDir
-from grpocli.training import build_trainer
 from grpocli.training.optim import AdamW, make_optimizer
 from grpocli.training.packing import Packed
-from grpocli.training.policy import Policy
 from grpocli.training.trials import pack
-from grpocli.training.update import SCALE, SKIPPED, Updater
-from grpocli.training.update_checks import UpdateChecks, overflow_warning
+from grpocli.training.update import SCALE, SKIPPED, UpdateChecks, Updater
 from grpocli.types import Row
 from grpocli_tools.replay.weights import Weights
 
 CPU = torch.device("cpu")
-rows, world = test_update.rows, test_update.world
+rows = test_update.rows
 
 
 def in_float16(little_model: Any, world: World, scale: float, **train: int) -> Updater:
-    up = test_update.updater(little_model, world, "algorithm=dapo", **train)
+    up = updater_for(little_model, world, "algorithm=dapo", **train)
     up.policy.dtype = torch.float16
     up.policy.parallel = Parallel(CPU)
     up.policy.parallel.scaler = loss_scaler(CPU, torch.float16)
@@ -47,7 +45,7 @@ def in_float16(little_model: Any, world: World, scale: float, **train: int) -> U
 
 def gradient(up: Updater, given: list[Row]) -> torch.Tensor:
     """The unscaled gradient of a step's only window."""
-    (window,) = up.begin_step([copy.copy(row) for row in given], 2, 1)
+    (window,) = up.begin_step(copies(given), 2, 1)
     up.accumulate(window)
     up.policy.parallel.scaler.unscale_(up.optimizer)
     return torch.cat([p.grad.flatten() for p in up.policy.model.parameters()])
@@ -62,7 +60,7 @@ def test_a_scaled_loss_gives_the_unscaled_gradient(little_model, world, rows) ->
     unscaled = gradient(in_float16(little_model, world, 1.0), rows)
     for scale in (2.0**8, 2.0**16):
         assert apart(gradient(in_float16(little_model, world, scale), rows), unscaled) <= 1e-3
-    in_float32 = gradient(test_update.updater(little_model, world, "algorithm=dapo"), rows)
+    in_float32 = gradient(updater_for(little_model, world, "algorithm=dapo"), rows)
     assert 0 < apart(unscaled, in_float32) <= 0.02
 
 
@@ -78,7 +76,7 @@ def test_gradients_below_the_range_of_float16_are_not_lost(little_model, world, 
     """Advantages of 1e-6 leave gradients that float16 rounds to 0 without a scale."""
     for row in (rows := [copy.copy(row) for row in rows]):
         row.advantage *= 1e-6
-    expected = gradient(test_update.updater(little_model, world, "algorithm=dapo"), rows)
+    expected = gradient(updater_for(little_model, world, "algorithm=dapo"), rows)
     assert apart(gradient(in_float16(little_model, world, 2.0**16), rows), expected) <= 0.02
     assert apart(gradient(in_float16(little_model, world, 1.0), rows), expected) > 0.5
 
@@ -118,19 +116,6 @@ def test_every_optimizer_skips_an_update_that_overflows(little_model, name: str)
     assert weights[True].equal(weights[False])
 
 
-def test_the_scale_doubles_after_good_updates(little_model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "GOOD_UPDATES", 2)
-    model, scaler = copy.deepcopy(little_model), loss_scaler(CPU, torch.float16)
-    optimizer, scales = make_optimizer(OPTIMIZERS["adamw"], model), []
-    for _ in range(4):
-        scaler.scale(torch.ones(()))
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        step(model, optimizer, 0.01, 1.0, scaler)
-        scales.append(scaler.get_scale())
-    assert scales == [2.0**16, 2.0**17, 2.0**17, 2.0**18]
-
-
 RUN = [*SMALL, *EVEN, "model.dtype=float16", "checkpoint.every=1", "checkpoint.keep=0", "train.steps=4"]
 
 
@@ -160,56 +145,28 @@ def test_a_scale_below_one_ends_the_run(world, tmp_path: Path) -> None:
     with pytest.raises(
         RunError, match=r"step 3: gradients overflow float16 even without a scale.*model\.dtype=bfloat16"
     ):
-        checks._loss(3, {SCALE: 0.5, SKIPPED: 1, "loss": 0.1})
-    checks._loss(3, {SCALE: 1.0, SKIPPED: 1, "loss": float("nan")})
+        checks.check_loss(3, {SCALE: 0.5, SKIPPED: 1, "loss": 0.1})
+    checks.check_loss(3, {SCALE: 1.0, SKIPPED: 1, "loss": float("nan")})
     with pytest.raises(RunError, match="loss is nan"):
-        checks._loss(3, {SCALE: 1.0, SKIPPED: 0, "loss": float("nan")})
+        checks.check_loss(3, {SCALE: 1.0, SKIPPED: 0, "loss": float("nan")})
 
 
 def test_log_probs_that_overflow_do_not_blame_the_engine(world, tmp_path: Path) -> None:
     run = SimpleNamespace(optim=AdamW(), rollout=Rollouts())
     checks = UpdateChecks(run, RunDir(tmp_path), None, world)  # type: ignore[arg-type]
     nan = {"token_mult_prob_error": float("nan")}
-    checks._sampler(3, nan | {SKIPPED: 1})
+    checks.check_sampler(3, nan | {SKIPPED: 1})
     for found in (nan, nan | {SKIPPED: 0}, {"token_mult_prob_error": 11.0, SKIPPED: 1}):
         with pytest.raises(RunError, match="max_prob_error"):
-            checks._sampler(3, found)
+            checks.check_sampler(3, found)
 
 
 def test_norms_of_skipped_updates_are_not_counted(little_model, world, rows, monkeypatch: pytest.MonkeyPatch) -> None:
     up = in_float16(little_model, world, 1.0, epochs=3)
     norms = map(torch.tensor, (2.0, torch.inf, 4.0))
     monkeypatch.setattr(up.policy.parallel, "update", lambda *_: next(norms))
-    found = up.train_step([copy.copy(row) for row in rows], 2, 1)
+    found = up.train_step(copies(rows), 2, 1)
     assert (found["grad_norm"], found[SKIPPED]) == (3.0, 1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "kept", "dtype", "told"),
-    [
-        ("llama", None, torch.float16, ()),
-        ("glm4", None, torch.float16, ("glm4",)),
-        ("llama", ["wo"], torch.float16, ("llama", "wo")),
-        ("glm4", ["wo"], torch.bfloat16, ()),
-    ],
-)
-def test_a_model_that_may_overflow_is_named(
-    little_model, kind: str, kept: list[str] | None, dtype: torch.dtype, told: tuple[str, ...]
-) -> None:
-    policy = Policy(copy.deepcopy(little_model), little_model, dtype)
-    policy.model.config.model_type, policy.model._keep_in_fp32_modules = kind, kept
-    hints = list(build_trainer._overflows(policy))
-    assert len(hints) == bool(told)
-    assert all(word in hints[0] for word in told)
-
-
-def test_a_skipped_update_is_explained() -> None:
-    assert overflow_warning({"loss": 0.1}) == overflow_warning({SKIPPED: 0, SCALE: 65536.0}) == {}
-    (text,) = overflow_warning({SKIPPED: 1, SCALE: 32768.0}).values()
-    assert "32,768" in text
-    (text,) = overflow_warning({SKIPPED: 4, SCALE: 2.0**25}).values()
-    assert "4 skipped updates, loss scale now 33,554,432" in text
-    assert "model.dtype=bfloat16" in text
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from composed import built
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpocli.training.micro_batch import MicroBatch, RowBatch, group_spans
+from grpocli.training.micro_batch import MicroBatch, RowBatch, group_spans, rows_of
 from grpocli.training.packing import Layout, Packed, Padded
-from grpocli.types import Completion, Prompt, Rollout, Row
+from grpocli.types import Completion, Group, Prompt, Rollout, Row
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=30)
 
@@ -81,19 +82,15 @@ def test_prompts_are_padded_left_and_completions_right() -> None:
     assert batch.group_ids.tolist() == [4, 5]
 
 
-def test_the_empty_row_is_not_in_the_loss() -> None:
-    assert MicroBatch.build([Row.empty()], torch.device("cpu")).mask.sum() == 0
-
-
-@pytest.mark.parametrize(("mask_truncated", "mask"), [(True, [0, 0]), (False, [1, 1])])
-def test_truncated_completions_can_be_masked(mask_truncated: bool, mask: list[int]) -> None:
-    done = Completion([5, 6], [-1.0, -2.0], "length", version=1)
-    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, mask_truncated).mask == mask
-
-
-def test_tokens_of_the_environment_are_not_in_the_loss() -> None:
-    done = Completion([5, 6, 7], [-1.0, 0.0, -2.0], "stop", version=1, mask=[1, 0, 1])
-    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0).mask == [1, 0, 1]
+@pytest.mark.parametrize(
+    ("ended", "mask", "mask_truncated", "expected"),
+    [("length", None, True, [0, 0, 0]), ("length", None, False, [1, 1, 1]), ("stop", [1, 0, 1], True, [1, 0, 1])],
+)
+def test_truncated_completions_and_tokens_of_the_environment_can_be_masked(
+    ended: str, mask: list[int] | None, mask_truncated: bool, expected: list[int]
+) -> None:
+    done = Completion([5, 6, 7], [-1.0, 0.0, -2.0], ended, version=1, mask=mask)
+    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, mask_truncated).mask == expected
 
 
 def test_rows_with_and_without_old_log_probs_share_a_micro_batch() -> None:
@@ -112,3 +109,17 @@ def test_a_row_may_have_no_tokens_to_train_on() -> None:
     assert batch.mask.tolist() == [[0, 0], [1, 1]]
     alone = MicroBatch.build([row(2, 0)], torch.device("cpu"))
     assert alone.layout.input_ids.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("correction", "version", "is_samplers"),
+    [("none", 5, True), ("token_truncate", 5, False), ("none", 4, False), ("sampler", 4, True)],
+)
+def test_the_old_policy_of_a_row_follows_its_staleness_and_the_correction(
+    correction: str, version: int, is_samplers: bool
+) -> None:
+    """A stale row's is the sampler unless a correction relates both; with `sampler` every row's is."""
+    rollout = Rollout(Prompt("0", [1], "p"), Completion([3, 4], [-1.0, -0.5], "stop", version=4), "t", {})
+    algorithm = built("algorithm=grpo", f"algorithm/correction={correction}")
+    (row,) = rows_of([Group(rollout.prompt, [rollout])], torch.ones(1, 1), algorithm, version)
+    assert row.old_logp == ([-1.0, -0.5] if is_samplers else None)

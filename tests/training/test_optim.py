@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers.optimization
 from accelerate import Accelerator
 from cli.running import run_here
 from transformers import LlamaConfig, LlamaForCausalLM, SchedulerType, get_scheduler
@@ -19,7 +17,6 @@ from grpocli.composition.compose import build_run, compose
 from grpocli.distributed.parallel import loss_scaler, step
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
-from grpocli.hardware import Single
 from grpocli.models.tiny import make_tokenizer
 from grpocli.training.checkpoint import Contents, State, load_optimizer, save
 from grpocli.training.optim import (
@@ -43,11 +40,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": Sgd(lr=0.1, momentum=0.9),
     "sgd without momentum": Sgd(lr=0.1),
 }
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(Single(device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +157,9 @@ def test_eight_bits_follow_adamw(model) -> None:
     assert 0 < difference < 0.05
 
 
-@pytest.mark.parametrize("parallel", ["fsdp2", "zero2"])
-def test_an_optimizer_that_cannot_be_sharded_is_refused(parallel: str) -> None:
-    config = compose(["optim=adamw_8bit", f"hardware.parallel={parallel}", "engine=transformers"])
-    with pytest.raises(ConfigError, match=f"^optim=adamw_8bit: works with hardware.parallel=ddp, not {parallel}$"):
+def test_an_optimizer_that_cannot_be_sharded_is_refused() -> None:
+    config = compose(["optim=adamw_8bit", "hardware.parallel=fsdp2", "engine=transformers"])
+    with pytest.raises(ConfigError, match="works with hardware"):
         build_run(config)
 
 
@@ -187,7 +178,7 @@ WARMUP, TOTAL, LR = 3, 20, 0.2
 def test_a_combined_optimizer_that_is_loaded_still_shares_groups_and_state() -> None:
     """Accelerate loads an optimizer's own state when it prepares it."""
     model = torch.nn.Linear(4, 4)
-    optimizer = Muon(lr=0.1)._make([model.weight], [model.bias])
+    optimizer = Muon(lr=0.1).make_for(model)
     prepared = Accelerator(cpu=True).prepare_optimizer(optimizer).optimizer
     for part, group in zip(prepared.parts, prepared.param_groups, strict=True):
         assert part.param_groups[0] is group
@@ -233,44 +224,28 @@ def test_a_schedule_with_arguments_for_the_warm_up_has_transformers_own(name: st
 
 
 def test_every_schedule_of_transformers_of_an_updates_number_is_taken() -> None:
-    follow_a_metric = {"reduce_lr_on_plateau", "greedy"}
-    assert {kind.value for kind in SchedulerType} == {*SCHEDULES, *follow_a_metric}
-    common = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "_"}
-    for name, arguments in SCHEDULES.items():
-        make = transformers.optimization.TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
-        assert inspect.signature(make).parameters.keys() - common == set(arguments), name
+    assert {kind.value for kind in SchedulerType} == {*SCHEDULES, "reduce_lr_on_plateau", "greedy"}
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "key"),
     [
-        ("cosin", {}, 'did you mean "cosine"'),
-        ("linear", {"power": 2}, "optim.schedule_arguments.power=2: schedule=linear has no such argument: it has none"),
-        ("cosine", {"num_cycle": 2}, 'choose of num_cycles; did you mean "num_cycles"'),
-        ("cosine", {"num_cycles": "two"}, "must be a finite number of 0 or more"),
-        ("warmup_stable_decay", {}, "schedule=warmup_stable_decay needs num_decay_steps"),
-        ("cosine_with_min_lr", {"min_lr": 0, "min_lr_rate": 0}, "needs one of min_lr and min_lr_rate"),
-        ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "sqrt"}, "choose one of linear, cosine, 1-sqrt"),
+        ("cosin", {}, "optim.schedule"),
+        ("linear", {"power": 2}, "optim.schedule_arguments"),
+        ("warmup_stable_decay", {}, "optim.schedule_arguments"),
+        ("warmup_stable_decay", {"num_decay_steps": 18}, "optim.schedule_arguments.num_decay_steps"),
+        ("polynomial", {"lr_end": 1.0}, "optim.schedule_arguments"),
     ],
 )
-def test_a_wrong_schedule_is_named(name: str, arguments: dict[str, Any], said: str) -> None:
+def test_a_wrong_schedule_is_refused_before_training(name: str, arguments: dict[str, Any], key: str) -> None:
+    """Also a decay that begins in the warm-up, where the rate would jump."""
     with pytest.raises(ConfigError) as caught:
-        AdamW(schedule=name, schedule_arguments=arguments)
-    assert said in str(caught.value)
+        AdamW(lr=LR, warmup_steps=WARMUP, schedule=name, schedule_arguments=arguments).check_total(TOTAL)
+    assert caught.value.key == key
 
 
-@pytest.mark.parametrize("passes", [False, True])
-def test_a_decay_that_begins_in_the_warm_up_is_refused_before_training(passes: bool, tmp_path: Path, capsys) -> None:
-    """Otherwise the rate rises to 0.75 of optim.lr and falls to 0.128 of it at once."""
+def test_a_schedule_that_does_not_fit_its_run_is_refused_when_the_steps_are_known(tmp_path: Path, capsys) -> None:
     config = ["optim.schedule=warmup_stable_decay", "optim.schedule_arguments.num_decay_steps=30"]
-    steps = ["train.data_epochs=0.004", "task.train_size=1000"] if passes else ["train.steps=10"]
-    assert run_here("train", *config, "optim.warmup_steps=3", *steps, f"hydra.run.dir={tmp_path / 'run'}") == 2
-    assert "num_decay_steps=30: with optim.warmup_steps=3 these are more than the " in capsys.readouterr().err
-    build_run(compose([*config, "optim.warmup_steps=30", "train.steps=60"]))
-    build_run(compose([*config, "optim.schedule_arguments.num_stable_steps=4", "train.steps=10"]))
-
-
-def test_a_value_that_transformers_refuses_is_named() -> None:
-    optim = AdamW(lr=1e-8, schedule="polynomial")
-    with pytest.raises(ConfigError, match=r"^optim.schedule_arguments=\{\}: transformers refuses these arguments"):
-        optim.rate(0, 10)
+    passes = ["train.data_epochs=0.004", "task.train_size=1000"]
+    assert run_here("train", *config, "optim.warmup_steps=3", *passes, f"hydra.run.dir={tmp_path / 'run'}") == 2
+    assert "num_decay_steps=30" in capsys.readouterr().err

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from composed import built
+from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt, redraw
 
-from grpocli.errors import EngineError, RunError
+from grpocli.errors import EngineError
 from grpocli.rewards.scorer import ScoreStats
 from grpocli.runs.rollouts import write_rollouts
 from grpocli.training import saved_rollouts
 from grpocli.training.collector import Collector, RolloutBatch, records_of
-from grpocli.training.micro_batch import rows_of as step_rows_of
 from grpocli.training.prefetch import Prefetcher
-from grpocli.types import Completion, Group, Prompt, Rollout, Sampling, Status
+from grpocli.types import Completion, Group, Rollout, Status
 
 WAIT = 20.0  # seconds, far more than anything here takes
 
@@ -42,58 +40,41 @@ class Alone:
         return items
 
 
-class Sampler:
-    """A sampler whose calls wait for `allow`; `version` is the weight version of its completions.
+class Sampler(Scripted):
+    """A sampler whose calls wait for `allow`; `version` is the weight version of its completions."""
 
-    before: called in the middle of sampling, between two tokens.
-    """
-
-    def __init__(self, rewards: Sequence[tuple[float, ...]] = ((0.0, 1.0),)) -> None:
-        self.rewards, self.version = rewards, 0
+    def __init__(self, rewards: Any = (MIXED,)) -> None:
+        super().__init__(rewards)
+        self.version: int = 0
         self.turns = threading.Semaphore(0)
         self.calls: list[tuple[int, list[int]]] = []
         self.threads: set[int] = set()
         self.error: BaseException | None = None
         self.before: Callable[[], None] = lambda: None
-        self.scorer = SimpleNamespace(check_errors=lambda *_: None, warnings=lambda _: {})
+        """Called in the middle of sampling, between two tokens."""
 
     def allow(self, calls: int) -> None:
         self.turns.release(calls)
 
-    def generate_and_score(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: object = None
-    ) -> tuple[list[Group], ScoreStats]:
+    def generate_and_score(self, prompts: Any, *given: Any) -> tuple[list[Group], ScoreStats]:
         first = self.version
         self.threads.add(threading.get_ident())
-        self.calls.append((first, [int(p.uid) for p in prompts]))
+        self.calls.append((first, [int(one.uid) for one in prompts]))
         assert self.turns.acquire(timeout=WAIT), "the test did not allow this call"
         self.before()
         if self.error:
             raise self.error
         spans = [(first, 1), (self.version, 1)] if self.version != first else None
-        groups = []
-        for p in prompts:
-            rewards = self.rewards[int(p.uid) % len(self.rewards)]
-            done = Completion([int(p.uid) % 7, first], [-1.0, -0.5], "stop", first, spans=spans)
-            groups.append(Group(p, [Rollout(p, done, "t", {"r": value}) for value in rewards]))
-        return groups, ScoreStats(Counter({"": len(prompts) * n}))
+        groups, stats = super().generate_and_score(prompts, *given)
+        for rollouts in (group.rollouts for group in groups):
+            rollouts[:] = [
+                replace(one, completion=replace(one.completion, version=first, spans=spans)) for one in rollouts
+            ]
+        return groups, stats
 
 
 def collector(sampler: Sampler, *overrides: str) -> Collector:
-    return Collector(
-        sampler=sampler,  # type: ignore[arg-type]
-        algorithm=built(*overrides),
-        draw=lambda number: Prompt(str(number), [1], "p"),
-        reward_weights={"r": 1.0},
-        prompts_per_step=2,
-        group_size=2,
-        sampling=Sampling(4),
-        seed=0,
-    )
-
-
-def redraw(number: int, row: int | None) -> Prompt:
-    return Prompt(str(number), [1], "p")
+    return collector_of(sampler, *overrides, prompts=2)
 
 
 @contextmanager
@@ -141,7 +122,7 @@ def test_without_staleness_no_thread_is_started() -> None:
             one.wait_until_idle(step + 1)
         assert sampler.threads == {threading.get_ident()}
         assert threading.active_count() == before
-        assert one.state.ready == ()
+        assert one.state(0).ready == ()
 
 
 def test_one_step_ahead_every_completion_is_one_version_old() -> None:
@@ -152,38 +133,16 @@ def test_one_step_ahead_every_completion_is_one_version_old() -> None:
         for step in range(1, 6):
             sync(one, sampler, step)
             got.append(one.rollouts(step))
+            assert len(one.state(0).ready) <= 1
+            assert len(sampler.calls) <= step + 1
     assert [versions(c) for c in got] == [{1}, {1}, {2}, {3}, {4}]
     assert [uids(c) for c in got] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert [c.metrics["staleness/max"] for c in got] == [0, 1, 1, 1, 1]
     assert [c.metrics["staleness/mean"] for c in got] == [0, 1, 1, 1, 1]
     assert {c.metrics["sampling/stale"] for c in got} == {0}
-    assert all(c.metrics["time/generate"] >= 0 for c in got)
+    assert all("time/generate" in c.metrics for c in got)
     assert len(sampler.calls) == 5, "nothing is sampled after the last step"
     assert threading.get_ident() not in sampler.threads
-
-
-def test_the_next_step_is_sampled_while_this_one_trains() -> None:
-    sampler = Sampler()
-    with ahead(collector(sampler)) as one:
-        sync(one, sampler, 1)
-        sampler.allow(1)
-        one.rollouts(1)
-        until(lambda: sampler.calls == [(1, [0, 1]), (1, [2, 3])])
-        assert one.state.ready == ()
-
-
-@pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_no_completion_is_older_than_allowed(staleness: int) -> None:
-    sampler = Sampler()
-    with ahead(collector(sampler), staleness, steps=9) as one:
-        sampler.allow(99)
-        for step in range(1, 10):
-            sync(one, sampler, step)
-            collected = one.rollouts(step)
-            assert min(versions(collected)) >= step - staleness
-            assert len(collected.groups) == 2
-            assert len(one.state.ready) <= staleness
-            assert len(sampler.calls) <= step + staleness
 
 
 def test_a_sync_waits_for_running_steps_and_comes_before_later_ones() -> None:
@@ -228,7 +187,7 @@ def test_in_flight_a_sync_does_not_wait_and_versions_are_recorded() -> None:
 
 def test_stale_groups_are_dropped_and_counted() -> None:
     """This happens after a resume with a smaller max_staleness. Advantages are those of the remaining groups."""
-    sampler = Sampler([(0.0, 1.0), (0.0, 3.0)])
+    sampler = Sampler([MIXED, (0.0, 3.0)])
     made = collector(sampler, "algorithm=grpo", "algorithm/advantage=batch_std")
     sampler.allow(2)
     old = made.collect()
@@ -255,38 +214,11 @@ def test_an_error_of_the_thread_is_raised_when_the_trainer_waits() -> None:
         sampler.allow(1)
         with pytest.raises(EngineError, match="the server is gone"), one.collection_paused_before(2):
             pytest.fail("weights went to an engine that had failed")
-        assert made.draws == drawn, "a failed step is not counted as drawn"
+        assert one.state(2).draws == drawn, "a failed step is not counted as drawn"
         one.wait_until_idle(2)  # for the checkpoint after a server is lost
-        assert one.state.ready == ()
+        assert one.state(0).ready == ()
         with pytest.raises(EngineError, match="the server is gone"):
             one.rollouts(2)
-
-
-def test_an_error_keeps_the_leftover_groups() -> None:
-    sampler = Sampler([(1.0, 1.0), (1.0, 1.0), *[(0.0, 1.0)] * 7])
-    made = collector(sampler, "algorithm=dapo", "algorithm.keep.surplus=carry")
-    sampler.allow(99)
-    made.collect()
-    before = made.draws, list(made.leftover)
-    assert made.leftover
-    made.leftover = made.leftover[:1]
-    sampler.error = EngineError("gone")
-    with pytest.raises(EngineError):
-        made.collect()
-    assert (made.draws, made.leftover) == (before[0], before[1][:1])
-
-
-def test_waiting_for_a_checkpoint_raises_an_error_that_was_not_raised_yet() -> None:
-    sampler = Sampler()
-    with ahead(collector(sampler)) as one:
-        sync(one, sampler, 1)
-        sampler.allow(1)
-        one.rollouts(1)
-        sampler.error = RunError("no")
-        sampler.allow(1)
-        with pytest.raises(RunError, match="no"):
-            one.wait_until_idle(2)
-        one.wait_until_idle(2)
 
 
 def test_ready_batches_are_used_before_a_later_error_is_raised() -> None:
@@ -294,32 +226,13 @@ def test_ready_batches_are_used_before_a_later_error_is_raised() -> None:
     with ahead(collector(sampler), staleness=2, in_flight=True) as one:
         sampler.allow(2)
         one.rollouts(1)
-        until(lambda: len(one.state.ready) == 1)
+        until(lambda: len(one.state(0).ready) == 1)
         sampler.error = EngineError("the server is gone")
         sampler.allow(1)
-        until(lambda: not one._thread.is_alive())  # type: ignore[union-attr]
+        until(lambda: one._error is not None)
         assert uids(one.rollouts(2)) == [2, 3]
         with pytest.raises(EngineError, match="the server is gone"):
             one.rollouts(3)
-
-
-def test_the_end_waits_only_for_running_steps() -> None:
-    """Requested steps that have not begun are neither drawn nor saved: a resume draws them."""
-    sampler = Sampler()
-    made = collector(sampler)
-    with ahead(made, staleness=3) as one:
-        sampler.allow(1)
-        one.rollouts(1)
-        until(lambda: len(sampler.calls) == 2)
-        one.stop_after(2)
-        sampler.allow(1)
-        one.wait_until_idle(2)
-        progress = one.state
-        assert [uids(ready) for ready in progress.ready] == [[2, 3]]
-        assert progress.draws == made.draws == 4
-        one.close()
-        assert not one._thread.is_alive()  # type: ignore[union-attr]
-        assert len(sampler.calls) == 2
 
 
 def test_a_checkpoint_saves_ready_batches_and_no_draws_of_running_steps() -> None:
@@ -329,12 +242,12 @@ def test_a_checkpoint_saves_ready_batches_and_no_draws_of_running_steps() -> Non
         sampler.allow(2)
         one.rollouts(1)
         until(lambda: len(sampler.calls) == 3 and made.draws == 6)
-        progress = one.state
+        progress = one.state(2)
         assert [uids(ready) for ready in progress.ready] == [[2, 3]]
         assert progress.draws == 4
         sampler.allow(9)
         one.wait_until_idle(2)  # waits for the third step, which has begun
-        assert [uids(ready) for ready in one.state.ready][:2] == [[2, 3], [4, 5]]
+        assert [uids(ready) for ready in one.state(2).ready][:2] == [[2, 3], [4, 5]]
         one.rollouts(2)
         assert uids(one.rollouts(3)) == [4, 5], "the run continues with it"
 
@@ -379,22 +292,7 @@ def test_close_ends_a_thread_that_waits_for_the_trainer() -> None:
         assert asked.wait(WAIT)
         one.close()
         assert one._thread is not None
-        assert not one._thread.is_alive()
-
-
-def test_close_gives_up_on_a_request_that_does_not_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("grpocli.training.prefetch.CLOSE_SECONDS", 0.1)
-    sampler = Sampler()
-    with ahead(collector(sampler)) as one:
-        sync(one, sampler, 1)
-        sampler.allow(1)
-        one.rollouts(1)
-        one.close(wait=False)
-        assert caplog.text == ""
-        one.close()
-        assert "still being collected" in caplog.text
+        assert one._thread.done()
 
 
 @pytest.mark.parametrize("surplus", ["discard", "carry"])
@@ -405,23 +303,16 @@ def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) 
         got = []
         for step in range(first, last + 1):
             sync(one, sampler, step)
-            collected = one.rollouts(step)
-            records = records_of(collected, [], one.collector.algorithm, one.collector.reward_weights, step)
+            batch = one.rollouts(step)
+            records = records_of(batch, [], one.collector.algorithm, one.collector.reward_weights, step)
             write_rollouts(tmp_path / "rollouts.parquet", records, step)
             file = (tmp_path / "rollouts.parquet").read_bytes()
-            got.append(
-                (
-                    collected.groups,
-                    one.collector.advantages(collected.groups).tolist(),
-                    without_times(collected.metrics),
-                    file,
-                )
-            )
+            metrics = {name: value for name, value in batch.metrics.items() if not name.startswith("time/")}
+            got.append((batch.groups, one.collector.advantages(batch.groups).tolist(), metrics, file))
         return got
 
     overrides = ("algorithm=dapo", f"algorithm.keep.surplus={surplus}")
-    mixed, flat = (0.0, 1.0), (1.0, 1.0)
-    script = [mixed, flat, mixed, mixed, flat]
+    script = [MIXED, FLAT, MIXED, MIXED, FLAT]
     sampler = Sampler(script)
     sampler.allow(999)
     with ahead(collector(sampler, *overrides), steps=8) as one:
@@ -433,7 +324,7 @@ def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) 
     with ahead(made, steps=8) as one:
         halves = steps(one, sampler, 1, 4)
         one.wait_until_idle(5)
-        progress = one.state
+        progress = one.state(5)
         saved_rollouts.save_prefetched(progress.ready, tmp_path)
         saved_rollouts.save_leftover(progress.leftover, tmp_path)
         assert all(step.untrained for step in progress.ready), "without discarded groups the test shows nothing"
@@ -450,45 +341,44 @@ def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) 
     assert repr(halves) == repr(whole)
 
 
-def test_a_step_that_was_not_trained_is_given_back_ahead() -> None:
+@pytest.mark.parametrize("surplus", ["discard", "carry"])
+def test_a_failed_step_is_drawn_again(surplus: str) -> None:
+    sampler = Sampler([FLAT, *[MIXED] * 6])
+    sampler.allow(99)
+    made = collector(sampler, "algorithm=dapo", f"algorithm.keep.surplus={surplus}")
+    with ahead(made, staleness=0) as one:
+        one.rollouts(1)
+        before = one.state(2)
+        sampler.error = EngineError("gone")
+        with pytest.raises(EngineError):
+            one.rollouts(2)
+        assert one.state(2) == before
+    assert bool(before.leftover) == (surplus == "carry")
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_that_was_not_trained_is_saved(staleness: int) -> None:
+    """A teacher's server may be lost between its rollouts and its update. Without prefetch it is drawn again."""
     sampler = Sampler()
     sampler.allow(99)
-    with ahead(collector(sampler), steps=8, returnable=True) as one:
+    with ahead(collector(sampler), staleness, steps=8) as one:
         for step in (1, 2):
             sync(one, sampler, step)
-            taken = one.rollouts(step)
-        one.give_back()
+            before, taken = one.state(step), one.rollouts(step)
         one.wait_until_idle(3)
-        saved = one.state.ready
-        assert uids(saved[0]) == uids(taken) == [2, 3]
-        assert [uids(step) for step in saved[1:]] == [[4, 5]]
-
-
-def test_a_step_that_was_not_trained_is_drawn_again() -> None:
-    sampler = Sampler()
-    sampler.allow(99)
-    with ahead(collector(sampler), staleness=0, returnable=True) as one:
-        one.rollouts(1)
-        before = one.state
-        taken = one.rollouts(2)
-        assert one.state.draws > before.draws
-        one.give_back()
-        assert one.state == before
-        again = collector(sampler)
-        again.draws = one.state.draws
-        assert uids(again.collect()) == uids(taken) == [2, 3]
-
-
-def without_times(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+        if not staleness:
+            assert one.state(2) == before
+            assert one.state(3).draws > before.draws
+        else:
+            assert [uids(saved) for saved in one.state(2).ready] == [uids(taken), [4, 5]]
+            assert [uids(saved) for saved in one.state(3).ready] == [[4, 5]]
 
 
 def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prompt = Prompt("4", [1], "p")
     done = Completion([1, 2], [-1.0, -0.5], "stop", 3, spans=[(3, 1), (4, 1)])
-    group = Group(prompt, [Rollout(prompt, done, "t", {"r": float("nan")})] * 2)
+    group = Group(prompt(4), [Rollout(prompt(4), done, "t", {"r": float("nan")})] * 2)
     made = collector(Sampler(), "algorithm=grpo")
     step = RolloutBatch([group], {"reward": 0.5}, untrained=[(Status.STALE, group)])
     saved_rollouts.save_prefetched([step], tmp_path)
@@ -501,36 +391,3 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     assert caplog.text == ""
     assert load(size=3) == load(wanted=False) == []
     assert "1 steps collected ahead do not fit" in caplog.text
-
-
-def test_discarded_groups_that_do_not_fit_do_not_drop_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only the main process reads them, and all processes must agree."""
-    made = collector(Sampler(), "algorithm=grpo")
-
-    def group(prompt: Prompt) -> Group:
-        return Group(prompt, [Rollout(prompt, Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
-
-    kept, discarded = group(made.draw(4)), group(Prompt("5", [99], "no prompt of the task now"))
-    step = RolloutBatch([kept], {}, untrained=[(Status.FILTERED, discarded)])
-    saved_rollouts.save_prefetched([step], tmp_path)
-    for is_main in (True, False):
-        made.keeps_untrained = is_main
-        (found,) = saved_rollouts.load_prefetched(tmp_path, made, redraw, wanted=True)
-        assert (found.groups, found.untrained) == ([kept], [])
-    assert caplog.text.count("1 of 1 groups of a rollout file do not fit") == 1
-
-
-@pytest.mark.parametrize(
-    ("correction", "version", "is_samplers"),
-    [("none", 5, True), ("token_truncate", 5, False), ("none", 4, False), ("sampler", 4, True), ("sampler", 5, True)],
-)
-def test_the_old_policy_of_a_row_follows_its_staleness_and_the_correction(
-    correction: str, version: int, is_samplers: bool
-) -> None:
-    """A stale row's is the sampler unless a correction relates both; with `sampler` every row's is."""
-    prompt = Prompt("0", [1], "p")
-    rollout = Rollout(prompt, Completion([3, 4], [-1.0, -0.5], "stop", version=4), "t", {})
-    algorithm = built("algorithm=grpo", f"algorithm/correction={correction}")
-    (row,) = step_rows_of([Group(prompt, [rollout])], torch.ones(1, 1), algorithm, version)
-    assert (row.old_logp is not None) == is_samplers
-    assert row.old_logp in (None, [-1.0, -0.5])

@@ -9,26 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from cli.running import metrics, run_here
-from composed import built
 from models.architectures import architecture
-from training.test_update import world
-from training.updating import train_step
+from training.updating import train_step, updater_for
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import checkpoint_activations
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
-from grpocli.training.router_balance import check_has_routers, recorded, routers
+from grpocli.training.router_balance import check_has_routers, record_routings, routers
 from grpocli.training.trials import pack
-from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling
-
-__all__ = ["world"]
 
 EXPERTS, CHOSEN = 4, 2
 ALONE = ("algorithm=dapo", "algorithm.router_aux_loss_coef=0.5")
@@ -69,9 +62,11 @@ def updated(
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.0)
     kept: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: kept.append(gradient(mine)))
-    train = Train(micro_batch_tokens=tokens)
     optim = AdamW(max_grad_norm=0.0)
-    updater = Updater(world, policy, None, built(*overrides), optim, optimizer, train, Sampling(20), 10)
+    updater = updater_for(
+        None, world, *overrides, policy=policy, optim=optim, sampling=Sampling(20), micro_batch_tokens=tokens
+    )
+    updater.optimizer = optimizer
     found = train_step(updater, rows(), n_groups=3)
     return kept[0], found
 
@@ -119,19 +114,6 @@ def test_the_loss_of_the_update_includes_it(mixture: Any, world: World) -> None:
     assert without["router/max_load"] > 1, "the load is measured without the loss, too"
 
 
-def test_training_balances_the_routers(tmp_path: Path) -> None:
-    """A whole run with a large weight, whose loss falls towards the least one, K."""
-    folder = architecture("qwen3_moe").save(tmp_path / "model")
-    run = ["train", "model=hf", f"model.path={folder}", "task=arithmetic", "engine=transformers", "train.steps=6"]
-    sizes = ["rollout.prompts_per_step=4", "rollout.group_size=2", "rollout.max_completion_tokens=16"]
-    more = ["rollout.max_prompt_tokens=32", "eval.problems=0", "optim.lr=0.01", "optim.warmup_steps=0"]
-    out = tmp_path / "run"
-    assert run_here(*run, *sizes, *more, "algorithm.router_aux_loss_coef=1", f"hydra.run.dir={out}") == 0
-    losses = [row["router/aux_loss"] for row in metrics(out)]
-    assert losses[-1] - CHOSEN < 0.7 * (losses[0] - CHOSEN)
-    assert all(row["token_mult_prob_error"] < 1.001 for row in metrics(out))
-
-
 @pytest.mark.parametrize(("name", "path"), [("qwen3", "dense"), ("glm4_moe", "sigmoid")])
 def test_a_model_without_such_routers_is_refused(name: str, path: str, tmp_path: Path) -> None:
     architecture(name).build_config().save_pretrained(tmp_path / path)
@@ -141,7 +123,7 @@ def test_a_model_without_such_routers_is_refused(name: str, path: str, tmp_path:
 
 
 def test_hooks_are_removed(mixture: Any) -> None:
-    with recorded(routers(mixture)) as outputs:
+    with record_routings(routers(mixture)) as outputs:
         mixture(torch.tensor([[7, 8, 9]]))
     assert [tuple(one.logits.shape) for one in outputs] == [(3, EXPERTS)] * 2
     mixture(torch.tensor([[7, 8, 9]]))

@@ -6,13 +6,9 @@ import copy
 
 import pytest
 import torch
-from composed import built
+from training.updating import updater_for
 
-from grpocli.config.schema import Train
 from grpocli.distributed.world import World
-from grpocli.hardware import Single
-from grpocli.training.optim import AdamW
-from grpocli.training.policy import Policy
 from grpocli.training.trials import pack
 from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling
@@ -20,29 +16,8 @@ from grpocli.types import Row, Sampling
 ANSWERS = [([2, 5, 6], [7, 8, 9, 1]), ([2, 7], [3, 1]), ([2, 9, 10, 11, 12], [4, 4, 4, 5, 6, 1]), ([2, 3], [1])]
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(Single(device="cpu"))
-
-
-def updater(little_model, world: World, packed: bool = False, **train: int) -> Updater:
-    model = copy.deepcopy(little_model)
-    optim = AdamW(lr=1e-3, max_grad_norm=0.0)
-    wrapped, optimizer = world.parallel.prepare(model, torch.float32, optim.make_for)
-    policy = Policy(model, wrapped, torch.float32, world.parallel)
-    if packed:
-        assert pack(policy, None, world, 16)
-    return Updater(
-        world=world,
-        policy=policy,
-        reference=None,
-        algorithm=built("algorithm=sft"),
-        optim_config=optim,
-        optimizer=optimizer,
-        train=Train(**train),
-        sampling=Sampling(16),
-        total_updates=10,
-    )
+def updater(little_model, world: World, **train: int) -> Updater:
+    return updater_for(little_model, world, "algorithm=sft", sampling=Sampling(16), **train)
 
 
 def rows() -> list[Row]:
@@ -64,13 +39,13 @@ def cross_entropy(model) -> torch.Tensor:
     return model(input_ids=torch.tensor(ids), labels=torch.tensor(labels), attention_mask=torch.tensor(mask)).loss
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("tokens", [10_000, 9])
+@pytest.mark.parametrize(("packed", "tokens"), [(False, 10_000), (True, 9)])
 def test_loss_and_gradient_are_those_of_the_cross_entropy(little_model, world, packed: bool, tokens: int) -> None:
     expected = copy.deepcopy(little_model)
     loss = cross_entropy(expected)
     loss.backward()
-    up = updater(little_model, world, packed, micro_batch_tokens=tokens)
+    up = updater(little_model, world, micro_batch_tokens=tokens)
+    assert not packed or pack(up.policy, None, world, 16)
     (window,) = up.begin_step(rows(), len(ANSWERS), 1)
     assert tokens > 9 or len(window.micro_batches) > 1
     up.accumulate(window)

@@ -6,34 +6,24 @@ import copy
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import torch
 from composed import built
-from training.updating import known, train_step
+from training.updating import known, train_step, updater_for
 
 from grpocli.algorithm.kl import EVERY_TASK
-from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError, RunError, ServiceGone
-from grpocli.hardware import Single
 from grpocli.models.tiny import make_tokenizer
 from grpocli.training.micro_batch import MicroBatch, RowBatch
-from grpocli.training.optim import AdamW
-from grpocli.training.policy import Policy
-from grpocli.training.teachers import PROBE, LoadedTeacher, Scoring, ServedTeacher, Teachers, check_served
+from grpocli.training.teachers import LoadedTeacher, ServedTeacher, Teachers, check_served
 from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling
 
 SAMPLING = Sampling(10)
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(Single(device="cpu"))
 
 
 def rows() -> list[Row]:
@@ -63,15 +53,11 @@ def literal(model: Any, row: Row) -> torch.Tensor:
     return torch.stack([logp[i - 1, ids[i]] for i in range(len(row.prompt_ids), len(ids))])
 
 
-def updater(little_model: Any, world: World, teachers: dict[str, Any], *overrides: str, **train: int) -> Updater:
-    model = copy.deepcopy(little_model)
-    optim = AdamW(lr=1e-3, max_grad_norm=0.0)
-    wrapped, optimizer = world.parallel.prepare(model, torch.float32, optim.make_for)
-    policy = Policy(model, wrapped, torch.float32, world.parallel)
-    loaded = [LoadedTeacher(copy.deepcopy(one), policy, (task,)) for task, one in teachers.items()]
-    algorithm = built("algorithm=opd", "algorithm/correction=none", *overrides)
-    arguments = (algorithm, optim, optimizer, Train(**train), SAMPLING, 10)
-    return Updater(world, policy, Teachers(loaded), *arguments)
+def updater(little_model: Any, world: World, teachers: dict[str, Any], **train: int) -> Updater:
+    overrides = "algorithm=opd", "algorithm/correction=none"
+    up = updater_for(little_model, world, *overrides, reference=Teachers([]), sampling=SAMPLING, **train)
+    up.reference.loaded += [LoadedTeacher(copy.deepcopy(one), up.policy, (task,)) for task, one in teachers.items()]
+    return up
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 12])
@@ -83,15 +69,6 @@ def test_each_teacher_scores_only_the_rows_of_its_tasks(little_model, world, mic
     for row in scored:
         found = known(up, row, "ref_logp")
         torch.testing.assert_close(found, literal(teachers[row.task], row), rtol=1e-5, atol=1e-5)
-
-
-def test_one_teacher_scores_every_task(little_model, world) -> None:
-    teacher = other(little_model, 1)
-    scored = rows()
-    up = updater(little_model, world, {EVERY_TASK: teacher})
-    train_step(up, scored, n_groups=3)
-    for row in scored:
-        torch.testing.assert_close(known(up, row, "ref_logp"), literal(teacher, row), rtol=1e-5, atol=1e-5)
 
 
 def test_a_teacher_with_the_policys_weights_teaches_nothing(little_model, world) -> None:
@@ -149,9 +126,6 @@ class Server:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 assert body["model"] == "teacher"
-                if self.path == "/tokenize":
-                    ids = outer.tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"]).input_ids
-                    return self.reply(200, {"tokens": ids})
                 if self.path == "/detokenize":
                     tokens = body["tokens"][:-2] if outer.detokenizes_wrong else body["tokens"]
                     return self.reply(200, {"prompt": outer.tokenizer.decode(tokens)})
@@ -243,23 +217,6 @@ def test_a_server_that_is_late_or_gone_stops_the_run_and_one_that_refuses_fails_
         finish(teachers_at(server.url), world)
 
 
-def test_scores_that_arrive_as_a_poll_ends_are_not_late() -> None:
-    """The future can be done by the time that its `result` has given up waiting."""
-    row = rows()[0]
-    scoring = Scoring(ServedTeacher("http://127.0.0.1:1", (EVERY_TASK,), "algorithm.kl.base_url", None, 1.0), [])
-
-    class Arrives(Future[list[list[float]]]):
-        def result(self, timeout: float | None = None) -> list[list[float]]:
-            if self.done():
-                return super().result(timeout)
-            self.set_result([[-1.0] * len(row.completion_ids)])
-            raise TimeoutError
-
-    scoring.rows, scoring._future = [row], Arrives()
-    assert scoring.wait() is None
-    assert row.ref_logp == [-1.0] * len(row.completion_ids)
-
-
 def test_a_server_is_checked_before_the_run(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEACHER_KEY", "secret-key")
     kl = built("algorithm=opd", f"algorithm.kl.base_url={server.url}/v1/", "algorithm.kl.api_key=TEACHER_KEY").kl
@@ -267,18 +224,9 @@ def test_a_server_is_checked_before_the_run(server: Server, monkeypatch: pytest.
     check_served(kl, ours, longest=100)
     assert server.keys == {"Bearer secret-key"}
 
-    server.card["max_model_len"] = 100
-    with pytest.raises(ConfigError, match="max_model_len=100 has no room for a completion of 100 tokens and one more"):
-        check_served(kl, ours, longest=100)
-    assert len(set(PROBE)) > 60, "the text has many different characters"
-    server.tokenizer = make_tokenizer()
-    server.tokenizer.add_tokens(["fox"])
-    with pytest.raises(ConfigError, match="its tokenizer is not the policy's: a fixed text is split differently"):
-        check_served(kl, ours, longest=50)
-    server.tokenizer = make_tokenizer()
-    server.detokenizes_wrong = True
-    with pytest.raises(ConfigError, match="tokens from all over the vocabulary have another text there"):
-        check_served(kl, ours, longest=50)
-    server.refuses, server.detokenizes_wrong = True, False
-    with pytest.raises(ConfigError, match=r"is not a vLLM server that scores tokens \(/v1/completions: HTTP 400"):
-        check_served(kl, ours, longest=50)
+    for name, value in (("card", server.card | {"max_model_len": 100}), ("detokenizes_wrong", True), ("refuses", True)):
+        with monkeypatch.context() as changed:
+            changed.setattr(server, name, value)
+            with pytest.raises(ConfigError) as refused:
+                check_served(kl, ours, longest=100)
+            assert refused.value.key == "algorithm.kl.base_url", name

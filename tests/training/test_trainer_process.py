@@ -36,12 +36,11 @@ def test_everything_is_closed_and_the_first_error_counts() -> None:
 
 
 @pytest.mark.parametrize("link", ["__cause__", "__context__"])
-@pytest.mark.parametrize(("code", "said"), [(errno.ENOSPC, "no space left on the disk"), (errno.EROFS, "Read-only")])
-def test_a_full_disk_behind_another_error_is_reported(tmp_path: Path, code: int, said: str, link: str) -> None:
+def test_a_full_disk_behind_another_error_is_reported(tmp_path: Path, link: str) -> None:
     run = RunDir(tmp_path)
     run.config.touch()
     error = RuntimeError("the writer failed")
     assert "RuntimeError: the writer failed" in str(as_grpo_error(error, run))
-    setattr(error, link, OSError(code, os.strerror(code), str(run.metrics)))
+    setattr(error, link, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.metrics)))
     error.__suppress_context__ = False
-    assert said in str(as_grpo_error(error, run))
+    assert "no space left on the disk" in str(as_grpo_error(error, run))

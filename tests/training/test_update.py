@@ -1,8 +1,7 @@
-"""Optimizer updates do not depend on micro-batches, and use the right old log-probs."""
+"""Optimizer updates do not depend on micro-batches, and use the right old log-probs without unnecessary forwards."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,28 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from composed import built
 from torch.utils._python_dispatch import TorchDispatchMode
-from training.updating import train_step
+from training.updating import SAMPLING, copies, known, train_step, updater_for
 
 from grpocli.algorithm.metrics import EXTREMES
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
-from grpocli.hardware import Single
 from grpocli.models.loading import checkpoint_activations
 from grpocli.rollout.sampler import sample
+from grpocli.training import packing
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy, Reference
-from grpocli.training.update import Updater
-from grpocli.types import Request, Row, Sampling
+from grpocli.types import Request, Row
 
-SAMPLING = Sampling(10, temperature=0.9)
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(Single(device="cpu"))
+SEVERAL = {"epochs": 2, "minibatches": 2}
 
 
 @pytest.fixture(scope="module")
@@ -47,34 +39,22 @@ def rows(little_model) -> list[Row]:
     ]
 
 
-def updater(little_model, world: World, *algorithm: str, **train: int) -> Updater:
-    model = copy.deepcopy(little_model)
-    optim = AdamW(lr=1e-3, max_grad_norm=0.0)
-    wrapped, optimizer = world.parallel.prepare(model, torch.float32, optim.make_for)
-    policy = Policy(model, wrapped, torch.float32, world.parallel)
-    algo = built(*algorithm)
-    return Updater(
-        world=world,
-        policy=policy,
-        reference=Reference(copy.deepcopy(little_model), policy) if algo.needs_reference else None,
-        algorithm=algo,
-        optim_config=optim,
-        optimizer=optimizer,
-        train=Train(**train),
-        sampling=SAMPLING,
-        total_updates=10,
-    )
-
-
 def trained(little_model, world: World, rows: list[Row], algorithm: str, **train: int) -> SimpleNamespace:
-    up = updater(little_model, world, algorithm, **train)
-    metrics = train_step(up, [copy.copy(r) for r in rows], n_groups=2)
+    up = updater_for(little_model, world, algorithm, **train)
+    metrics = train_step(up, copies(rows), n_groups=2)
     weights = torch.cat([p.detach().flatten() for p in up.policy.model.parameters()])
     return SimpleNamespace(metrics=metrics, weights=weights, updates=up.updates)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "drgrpo", "dgpo"])
-@pytest.mark.parametrize("train", [{}, {"epochs": 2, "minibatches": 2}])
+@pytest.mark.parametrize(
+    ("algorithm", "train"),
+    [
+        ("dapo", {}),
+        ("drgrpo", {}),
+        ("grpo", {"epochs": 2, "minibatches": 2}),
+        ("dgpo", {"epochs": 2, "minibatches": 2}),
+    ],
+)
 def test_micro_batches_change_nothing(little_model, world, rows, algorithm: str, train: dict[str, int]) -> None:
     whole = trained(little_model, world, rows, f"algorithm={algorithm}", micro_batch_tokens=10_000, **train)
     split = trained(little_model, world, rows, f"algorithm={algorithm}", micro_batch_tokens=20, **train)
@@ -94,13 +74,10 @@ def test_the_first_update_is_on_policy(little_model, world, rows) -> None:
     assert twice.metrics["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.parametrize("train", [{}, {"epochs": 2, "minibatches": 2}])
-def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(
-    little_model, world, rows, train: dict[str, int]
-) -> None:
+def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(little_model, world, rows) -> None:
     """This holds after any number of updates, and if the objective's old log-probs are the sampler's."""
-    up = updater(little_model, world, "algorithm=drgrpo", micro_batch_tokens=20, **train)
-    given = [copy.copy(r) for r in rows]
+    up = updater_for(little_model, world, "algorithm=drgrpo", micro_batch_tokens=20, epochs=2, minibatches=2)
+    given = copies(rows)
     given[1].old_logp = [-3.0] * len(rows[1].completion_ids)
     given[2].mask = [0] * len(rows[2].mask)
     given[3].advantage = 0.0
@@ -118,8 +95,8 @@ def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(
 @pytest.mark.parametrize("overrides", [["algorithm/correction=sampler"], ["algorithm=sft"]])
 def test_log_probs_of_a_later_policy_are_not_those_of_the_step(little_model, world, rows, overrides: list[str]) -> None:
     """The forward of the second window comes after an update; its ratios are known all the same."""
-    up = updater(little_model, world, *overrides, minibatches=2)
-    given = [copy.copy(r) for r in rows]
+    up = updater_for(little_model, world, *overrides, minibatches=2)
+    given = copies(rows)
     for row in given:
         row.old_logp = row.rollout_logp
     first = [row.group == 0 for row in given]
@@ -133,26 +110,18 @@ def test_log_probs_of_a_later_policy_are_not_those_of_the_step(little_model, wor
             torch.testing.assert_close(torch.from_numpy(row.logp), logp_T[: len(row.logp)], rtol=0, atol=1e-4)
 
 
-def test_extremes_of_clipping_are_taken_over_the_micro_batches_of_all_updates(little_model, world, rows) -> None:
-    """Each micro-batch is one row: the largest and smallest share over four updates enclose the mean."""
-    split = trained(little_model, world, rows, "algorithm=dapo", epochs=4, micro_batch_tokens=20).metrics
-    whole = trained(little_model, world, rows, "algorithm=dapo", epochs=4).metrics
-    assert split["clip_ratio/low_min"] == 0 <= whole["clip_ratio/low_min"] <= whole["clip_ratio/low_mean"]
-    assert split["clip_ratio/high_max"] > whole["clip_ratio/high_max"] > whole["clip_ratio/high_mean"] > 0
-    once = trained(little_model, world, rows, "algorithm=dapo")
-    assert once.metrics["clip_ratio/high_max"] == 0
-
-
 def test_rows_get_their_last_ratio_and_the_tokens_that_were_clipped(little_model, world, rows) -> None:
     """With one update a step each ratio is 1, and none is recorded."""
-    up = updater(little_model, world, "algorithm=dapo", "algorithm.objective.low=1e-4", "algorithm.objective.high=1e-4")
-    trained_rows = [copy.copy(r) for r in rows]
+    up = updater_for(
+        little_model, world, "algorithm=dapo", "algorithm.objective.low=1e-4", "algorithm.objective.high=1e-4"
+    )
+    trained_rows = copies(rows)
     train_step(up, trained_rows, n_groups=2)
     up.gather(trained_rows)
     assert all(row.ratio is None and row.clipped is None for row in trained_rows)
 
     up.train = Train(epochs=2)
-    trained_rows = [copy.copy(r) for r in rows]
+    trained_rows = copies(rows)
     metrics = train_step(up, trained_rows, n_groups=2)
     up.gather(trained_rows)
     high = [(row.ratio > 1 + 1e-4) if row.advantage > 0 else (row.ratio < 1 - 1e-4) for row in trained_rows]
@@ -162,35 +131,20 @@ def test_rows_get_their_last_ratio_and_the_tokens_that_were_clipped(little_model
     assert 0 < clipped.mean() < 1
 
 
-def test_an_update_makes_completions_with_a_positive_advantage_likelier(little_model, world, rows) -> None:
-    up = updater(little_model, world, "algorithm=drgrpo")
-    ids = rows[0].prompt_ids + rows[0].completion_ids
-    before = sum(up.policy.score(ids)[len(rows[0].prompt_ids) - 1 :])
-    train_step(up, [copy.copy(r) for r in rows], n_groups=2)
-    assert sum(up.policy.score(ids)[len(rows[0].prompt_ids) - 1 :]) > before
-
-
 def test_without_groups_no_update_is_made(little_model, world) -> None:
-    up = updater(little_model, world, "algorithm=dapo")
+    up = updater_for(little_model, world, "algorithm=dapo")
     assert train_step(up, [], n_groups=0)["tokens/trained"] == 0
     assert up.updates == 0
-
-
-def test_learning_rates_follow_the_schedule() -> None:
-    optim = AdamW(lr=1.0, warmup_steps=3, schedule="linear")
-    assert [optim.rate(u, 7) for u in range(7)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25])
-    assert AdamW(lr=1.0, schedule="cosine").rate(5, 10) == pytest.approx(0.5)
-    assert AdamW(lr=1.0).rate(9, 10) == 1.0
 
 
 def test_gradients_are_clipped_to_the_norm(little_model, world, rows) -> None:
     steps = {}
     for limit in (0.0, 1e-4):
-        up = updater(little_model, world, "algorithm=drgrpo")
+        up = updater_for(little_model, world, "algorithm=drgrpo")
         up.optim_config = AdamW(lr=1.0, max_grad_norm=limit)
         up.optimizer = torch.optim.SGD(up.policy.model.parameters(), lr=1.0)
         before = torch.cat([p.detach().flatten().clone() for p in up.policy.model.parameters()])
-        norm = train_step(up, [copy.copy(r) for r in rows], n_groups=2)["grad_norm"]
+        norm = train_step(up, copies(rows), n_groups=2)["grad_norm"]
         after = torch.cat([p.detach().flatten() for p in up.policy.model.parameters()])
         steps[limit] = (after - before).norm().item(), norm
     assert steps[0.0][0] == pytest.approx(steps[0.0][1], rel=1e-3)
@@ -202,10 +156,10 @@ def test_a_fused_optimizer_clips_as_torch_does(little_model, world, rows) -> Non
     """It divides gradients while it reads them; SGD above is not fused."""
     weights = {}
     for fused in (True, False):
-        up = updater(little_model, world, "algorithm=drgrpo")
+        up = updater_for(little_model, world, "algorithm=drgrpo")
         up.optim_config = AdamW(lr=1e-3, eps=1e-3, max_grad_norm=1e-4)
         up.optimizer = torch.optim.AdamW(up.policy.model.parameters(), eps=1e-3, fused=fused)
-        train_step(up, [copy.copy(r) for r in rows], n_groups=2)
+        train_step(up, copies(rows), n_groups=2)
         weights[fused] = torch.cat([p.detach().flatten() for p in up.policy.model.parameters()])
     torch.testing.assert_close(weights[True], weights[False], rtol=1e-6, atol=1e-9)
 
@@ -228,12 +182,12 @@ def test_a_weight_is_cast_once_for_all_micro_batches(little_model, world, rows, 
     """With checkpointing it is cast when it is needed, so that no copy of all weights waits for the backward pass."""
     gradients, counts = [], []
     for once in (True, False):
-        up = updater(little_model, world, "algorithm=drgrpo", micro_batch_tokens=20)
+        up = updater_for(little_model, world, "algorithm=drgrpo", micro_batch_tokens=20)
         up.policy.dtype = torch.bfloat16
         if checkpointing:
             checkpoint_activations(up.policy.model)
             up.policy.recomputes = True
-        window = up.begin_step([copy.copy(r) for r in rows], 2, 1)[0]
+        window = up.begin_step(copies(rows), 2, 1)[0]
         n = len(window.micro_batches)
         weight = up.policy.model.model.layers[0].mlp.down_proj.weight
         with Casts(weight.shape) as casts:
@@ -246,27 +200,93 @@ def test_a_weight_is_cast_once_for_all_micro_batches(little_model, world, rows, 
     assert all(one.equal(other) for one, other in zip(*gradients, strict=True))
 
 
-def test_norms_are_not_decayed(little_model) -> None:
-    groups = AdamW(weight_decay=0.1).make(copy.deepcopy(little_model).parameters()).param_groups
-    assert [(g["weight_decay"], {p.ndim for p in g["params"]}) for g in groups] == [(0.1, {2}), (0.0, {1})]
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the forwards that a test runs, in order."""
+    ran: list[str] = []
+
+    def record(cls: type, method: str, name: str) -> None:
+        original = getattr(cls, method)
+
+        def call(*args, **kwargs):
+            ran.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(cls, method, call)
+
+    record(Policy, "scores", "update")
+    record(Policy, "scores_without_gradient", "score")
+    record(Reference, "logp", "reference")
+    return ran
 
 
-def test_the_reference_moves_towards_the_policy(little_model, world) -> None:
-    up = updater(little_model, world, "algorithm=grpo")
-    assert up.reference is not None
-    with torch.no_grad():
-        for p in up.policy.model.parameters():
-            p.add_(1.0)
-    up.reference.mix(0.25)
-    for mine, start in zip(up.reference.model.parameters(), little_model.parameters(), strict=True):
-        torch.testing.assert_close(mine, start + 0.25)
+@pytest.mark.parametrize(
+    ("algorithm", "train", "expected"),
+    [
+        (["algorithm=dapo"], {}, ["update"]),
+        (["algorithm=dapo"], {"epochs": 3}, ["update"] * 3),
+        (["algorithm=dapo"], {"minibatches": 2}, ["score", "update", "update"]),
+        (["algorithm=dapo"], {"minibatches": 2, "epochs": 2}, ["score", *["update"] * 4]),
+        (["algorithm=grpo"], {}, ["reference", "update"]),
+        (["algorithm=dapo", "algorithm/tokens=top_entropy"], {}, ["score", "update"]),
+        (["algorithm=dapo", "algorithm/correction=sampler"], {"minibatches": 2, "epochs": 2}, ["update"] * 4),
+    ],
+)
+def test_no_forward_is_superfluous(
+    little_model, world, rows, forwards, algorithm, train, expected, monkeypatch
+) -> None:
+    monkeypatch.setattr(packing, "PADDING", 1.0)  # one micro-batch, however much its rows differ
+    train_step(updater_for(little_model, world, *algorithm, **train), copies(rows), n_groups=2)
+    assert forwards == expected
 
 
-def test_micro_batches_are_counted_over_all_epochs(little_model, world: World, rows: list[Row]) -> None:
-    reports: list[tuple[float, float]] = []
-    up = updater(little_model, world, "algorithm=drgrpo", epochs=2, minibatches=2, micro_batch_tokens=40)
-    up.progress = lambda done, total, unit, detail="": None if detail else reports.append((done, total))
-    train_step(up, [copy.copy(row) for row in rows], 2)
-    (total,) = {total for _, total in reports}
-    assert [done for done, _ in reports] == list(range(int(total)))
-    assert total > 4, "each of the four updates has several"
+def test_old_log_probs_are_of_the_policy_at_the_start_of_the_step(little_model, world, rows) -> None:
+    """They are kept from the first update, or computed before it if another window comes first."""
+    mine = copies(rows)
+    up = updater_for(little_model, world, "algorithm=dapo", epochs=2, minibatches=2)
+    start = up.policy.scores_without_gradient(MicroBatch.build(mine, world.device), SAMPLING).logp
+    train_step(up, mine, n_groups=2)
+    after = up.policy.scores_without_gradient(MicroBatch.build(mine, world.device), SAMPLING).logp
+    for row, before, now in zip(mine, start, after, strict=True):
+        n = len(row.completion_ids)
+        old_logp = known(up, row, "old_logp")
+        torch.testing.assert_close(old_logp, before[:n], rtol=0, atol=1e-5)
+        assert not torch.allclose(old_logp, now[:n], atol=1e-4)
+
+
+def test_a_leftover_row_is_off_policy_at_the_first_update(little_model, world, rows) -> None:
+    """Its old log-probs are the sampler's; the other rows of its micro-batch are on-policy."""
+    mine = copies(rows)
+    leftover = next(r for r in mine if r.advantage > 0)
+    leftover.old_logp = [value - 1.0 for value in leftover.rollout_logp]  # ratio e, beyond 1 + 0.28
+    up = updater_for(little_model, world, "algorithm=dapo")
+    metrics = train_step(up, mine, n_groups=2)
+    tokens = sum(len(r.completion_ids) for r in mine)
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(len(leftover.completion_ids) / tokens)
+    assert metrics["clip_ratio/low_mean"] == 0
+    assert known(up, leftover, "old_logp").equal(torch.tensor(leftover.old_logp)), "the sampler's log-probs stay"
+
+
+def test_with_the_sampler_as_old_policy_every_update_starts_from_its_log_probs(little_model, world, rows) -> None:
+    """The weights are those of rows whose old log-probs are the sampler's; the gap is that of the first update."""
+    bypass, given = (copies(rows) for _ in range(2))
+    for row in given:
+        row.old_logp = row.rollout_logp
+    train = {"minibatches": 2, "epochs": 2}
+    ours = updater_for(little_model, world, "algorithm=dapo", "algorithm/correction=sampler", **train)
+    same = updater_for(little_model, world, "algorithm=dapo", "algorithm/correction=none", **train)
+    metrics, _ = train_step(ours, bypass, n_groups=2), train_step(same, given, n_groups=2)
+    for one, other in zip(ours.policy.model.parameters(), same.policy.model.parameters(), strict=True):
+        assert one.equal(other)
+    assert metrics["token_mult_prob_error"] == pytest.approx(1, abs=1e-4), "later updates' drift does not count"
+    assert metrics["clip_ratio/region_mean"] > 0
+
+
+def test_the_schedule_follows_the_step_not_the_number_of_updates(little_model, world, rows) -> None:
+    up = updater_for(little_model, world, "algorithm=dapo", minibatches=2)
+    up.optim_config = type(up.optim_config)(lr=1.0, schedule="linear")
+    assert train_step(up, [], n_groups=0, step=1)["lr"] == pytest.approx(1.0)
+    one_group = copies([r for r in rows if r.group == 0])
+    assert train_step(up, one_group, n_groups=1, step=2)["lr"] == pytest.approx(0.8)  # update 2 of 10
+    assert train_step(up, copies(rows), n_groups=2, step=3)["lr"] == pytest.approx(0.5)  # updates 4, 5
+    assert up.updates == 3

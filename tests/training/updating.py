@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -45,10 +46,7 @@ ALGORITHMS = {
     "dapo": ("algorithm=dapo",),
     "drgrpo": ("algorithm=drgrpo", "algorithm.aggregate.length=10"),
     "dgpo": ("algorithm=dgpo",),
-    "cispo": ("algorithm=dapo", "algorithm/objective=cispo"),
     "gspo": ("algorithm=grpo", "algorithm/kl=none", "algorithm.objective.level=sequence"),
-    "gmpo": ("algorithm=gmpo",),
-    "dppo": ("algorithm=dppo",),
     "top_entropy and bonus": (
         "algorithm=grpo",
         "algorithm/tokens=top_entropy",
@@ -103,8 +101,7 @@ def updater_of(
     optim: Optimizer,
     packed: bool = True,
 ) -> Updater:
-    algorithm = build_algorithm(*overrides)
-    reference = None
+    algorithm, reference = build_algorithm(*overrides), None
     if algorithm.needs_reference and is_adapted(policy.model):
         reference = BaseReference(policy)
     elif algorithm.needs_reference:
@@ -113,17 +110,40 @@ def updater_of(
         reference = Reference(model, policy)
     if packed:
         assert pack(policy, reference)
-    return Updater(
-        world=world,
-        policy=policy,
-        reference=reference,
-        algorithm=algorithm,
-        optim_config=optim,
-        optimizer=optimizer,
-        train=TRAIN,
-        sampling=Sampling(10, temperature=0.9),
-        total_updates=10,
-    )
+    updater = updater_for(None, world, *overrides, policy=policy, reference=reference, optim=optim)
+    updater.optimizer, updater.train = optimizer, TRAIN
+    return updater
+
+
+SAMPLING = Sampling(10, temperature=0.9)
+
+
+def updater_for(
+    model: Any,
+    world: World,
+    *overrides: str,
+    policy: Policy | None = None,
+    reference: Any = None,
+    optim: Optimizer | None = None,
+    sampling: Sampling = SAMPLING,
+    **train: int,
+) -> Updater:
+    """An updater of a copy of the model, or of a policy; the reference is the model, if the algorithm needs one."""
+    algorithm, optim = build_algorithm(*overrides), optim or AdamW(lr=1e-3, max_grad_norm=0.0)
+    if policy is None:
+        copied = copy.deepcopy(model)
+        wrapped, optimizer = world.parallel.prepare(copied, torch.float32, optim.make_for)
+        policy = Policy(copied, wrapped, torch.float32, world.parallel)
+    else:
+        optimizer = optim.make_for(policy.model)
+    if reference is None and algorithm.needs_reference:
+        reference = Reference(copy.deepcopy(model), policy)
+    return Updater(world, policy, reference, algorithm, optim, optimizer, Train(**train), sampling, 10)
+
+
+def copies(rows: Sequence[Row]) -> list[Row]:
+    """The rows, which updates change, for another update."""
+    return [copy.copy(row) for row in rows]
 
 
 def train_step(updater: Updater, rows: Sequence[Row], n_groups: int, step: int = 1) -> dict[str, float]:
