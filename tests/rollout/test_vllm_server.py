@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from rollout.stand_in import StandIn
 from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import guarded
 from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.vllm import config as vllm_config
 from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm.client import GENERATE
 from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.lora import lora_flags
 from grpocli.rollout.vllm.server import FIRST_REQUEST, ServerSpec, command, environment, serving, wait_healthy
 from grpocli.rollout.vllm.server_files import Endpoint, failure_cause
 
@@ -281,3 +284,26 @@ def test_the_key_to_change_is_named(tmp_path: Path, said: str, told: str) -> Non
     log = tmp_path / "vllm.log"
     log.write_text(f"usage: x\n(EngineCore pid=9) ERROR 11-21 08:29:52 [core.py:1063] {said}\n")
     assert told in failure_cause(log)
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [("0.34.0", False), ("0.25.1", False), ("0.32.1.dev5+gabc", True), ("0.33.0", True), (vllm_config.UNKNOWN, True)],
+)
+def test_a_version_with_another_interface_for_weights_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str, supported: bool
+) -> None:
+    """Otherwise the first sync would fail, long after the start."""
+    monkeypatch.setattr(vllm_config, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm_config, "vllm_version", lambda: version)
+    with nullcontext() if supported else pytest.raises(ConfigError, match=f"vLLM {version} is installed"):
+        vllm_config.check_vllm("vllm")
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype", "key"), [(513, "bfloat16", "model.lora.rank"), (8, "float32", "model.dtype")]
+)
+def test_ranks_and_dtypes_that_vllm_cannot_serve_are_refused(rank: int, dtype: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        lora_flags(rank, dtype, cpu=False)
+    assert caught.value.key == key

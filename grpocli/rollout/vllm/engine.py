@@ -105,26 +105,18 @@ def completions_of(body: dict[str, Any]) -> int:
     return int(body.get("sampling_params", {}).get("n", 1))
 
 
-def requests_at_once(bodies: Sequence[dict[str, Any]]) -> int:
-    """Requests at a server at a time, so that the largest ones hold at most SEQUENCES completions together."""
-    return max(1, min(REQUESTS, SEQUENCES // max(map(completions_of, bodies))))
-
-
-def allow_open_files(count: int) -> None:
-    """Raise the soft limit of open files, often 1,024, to at least `count` where the hard limit allows it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 class ServerPool:
     """The servers of a run in one trainer process. Several threads may call it."""
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         self.clients = list(clients)
-        allow_open_files(1024 + REQUESTS * len(self.clients))
         self._closed: set[int] = set()
+        # connections are open files, of which the soft limit, often 1,024, is raised where the hard limit allows it
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 1024 + REQUESTS * len(self.clients)
+        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
     @property
     def lost(self) -> dict[int, str]:
@@ -165,7 +157,8 @@ class ServerPool:
         on_answer: Callable[[int, Choices], None] | None,
         count: CompletionCounter,
     ) -> list[Choices | None]:
-        limit = requests_at_once(bodies)
+        # the largest requests hold at most SEQUENCES completions together
+        limit = max(1, min(REQUESTS, SEQUENCES // max(map(completions_of, bodies))))
         loads = [
             ServerLoad(client, partial(self.takes_requests, i), asyncio.Semaphore(limit))
             for i, client in enumerate(self.clients)
