@@ -18,7 +18,7 @@ from grpocli.processes.signals import handle_stops
 T = TypeVar("T")
 
 GRACE = 5.0
-"""Seconds that threads may continue after the main thread."""
+"""Seconds that threads may continue after the main thread, and a user's process after its input has ended."""
 
 
 def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:

@@ -28,13 +28,11 @@ from typing import IO, Any
 from grpocli.errors import RunError
 from grpocli.processes.reaper import die_with_parent
 from grpocli.processes.signals import handle_stops
-from grpocli.processes.threads import run_in_thread
+from grpocli.processes.threads import GRACE, run_in_thread
 from grpocli.rewards.reward import Failure, Forfeit, Overrun
 from grpocli.version import PACKAGE
 
 START_TIMEOUT = 120.0
-EXIT_GRACE = 2.0
-"""Seconds that a user's exit handlers get, which may flush a log."""
 PIPE = 2**20
 """Bytes that a pipe to or from a worker holds; the most that Linux gives a user."""
 FULL_TIMEOUTS = 8
@@ -268,7 +266,7 @@ class WorkerPool:
             return
         try:
             self._closed = True
-            _end_all(self._workers, EXIT_GRACE if self.trusted else 0.0)
+            _end_all(self._workers, GRACE if self.trusted else 0.0)  # of exit handlers, which may flush a log
             self._idle = LifoQueue()
         finally:
             self._mapping.release()
