@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.errors import ConfigError
+from grpocli.errors import config_errors
 from grpocli.hub import PREFIX, model_folder
 from grpocli.training.optim import matrices_in_layers
 
@@ -165,19 +165,17 @@ def empty_model(config: Any, part: Any) -> Any:
     from grpocli.models.loading import with_head, without_dropout
     from grpocli.models.lora import inject
 
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation="eager" if part.attention == "eager" else "sdpa",
-                trust_remote_code=getattr(part, "trust_remote_code", False),
-            )
-            model = with_head(part, without_dropout(model))
-            return inject(model, part.lora) if part.lora.rank else model
-    except (ValueError, ImportError, OSError) as error:
-        problem = f"transformers cannot build a model from its config: {str(error).splitlines()[0]}"
-        raise ConfigError(problem, key="model.path", value=getattr(part, "path", "")) from error
+    kinds, says = (ValueError, ImportError, OSError), "transformers cannot build a model from its config: {}"
+    path = getattr(part, "path", "")
+    with config_errors(*kinds, says=says, key="model.path", value=path), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation="eager" if part.attention == "eager" else "sdpa",
+            trust_remote_code=getattr(part, "trust_remote_code", False),
+        )
+        model = with_head(part, without_dropout(model))
+        return inject(model, part.lora) if part.lora.rank else model
 
 
 def with_layers(config: Any, layers: int) -> Any:

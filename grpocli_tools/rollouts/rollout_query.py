@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpocli.config.parts import nearest
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.runs.saved_run import SavedRun, check_is_run
 
 STEPS = re.compile(r"(\d*)(:?)(\d*)")
@@ -57,10 +57,8 @@ class Condition:
         compare = COMPARISONS[self.comparison]
         if not isinstance(value, int | float):
             return compare(str(value), self.value)
-        try:
+        with config_errors(ValueError, says="is not a number", key=f"--where {self.column}", value=self.value):
             return compare(value, float(self.value))
-        except ValueError as error:
-            raise ConfigError("is not a number", key=f"--where {self.column}", value=self.value) from error
 
     def _value(self, row: RolloutRow) -> Any:
         for name in (self.column, f"reward/{self.column}"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from grpocli.composition.compose import build_run, compose
+from grpocli.composition.hydra_sources import conf_dir
 from grpocli.models.head import Float32Head
 from grpocli.training.logprobs import Targets, scoring
 from grpocli.types import Sampling
-from grpocli_tools.plan.model_size import find_model_size
+from grpocli_tools.plan.model_size import PUBLIC, find_model_size
 from grpocli_tools.plan.plan import Plan, make_plan
 from grpocli_tools.plan.resources import GIB, DeviceOptions
 from grpocli_tools.plan.times import (
@@ -477,3 +479,11 @@ def test_what_cannot_be_planned_is_named(
     code, out, err = grpocli("plan", *given)
     assert (code, out) == (2, "")
     assert named in err
+
+
+def test_every_preset_stands_in_the_docs_and_has_public_sizes() -> None:
+    files = [path for path in (Path(conf_dir()) / "model").glob("*.yaml") if path.stem not in ("hf", "tiny")]
+    paths = {path.stem: match[1] for path in files if (match := re.search(r"(?m)^path: (\S+)$", path.read_text()))}
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert dict(re.findall(r"(?m)^\| `([\w.-]+)` \| ([\w.-]+/[\w.-]+) \|", page)) == paths
+    assert set(json.loads(PUBLIC.read_text())) == set(paths.values())

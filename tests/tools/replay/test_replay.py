@@ -253,3 +253,35 @@ def test_an_algorithm_brings_its_rewards_and_its_reference(grpocli: Grpocli, dap
     assert code == 0
     assert "overlong" not in report["what_if"][0]["run"]["rewards"]
     assert "overlong" in report["what_if"][0]["other"]["rewards"]
+
+
+def without_status(table: pa.Table) -> pa.Table:
+    rows = table.to_pylist()
+    rows[5]["status"] = None
+    return pa.Table.from_pylist(rows, schema=table.schema)
+
+
+def rewritten(change: Callable[[pa.Table], pa.Table]) -> Callable[[Path], object]:
+    return lambda path: pq.write_table(change(pq.read_table(path)), path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "is broken or no parquet file"),
+        (rewritten(without_status), "step 2, row 5: the column status is null"),
+        (rewritten(lambda table: table.drop_columns(["uid"])), "step 2: the column uid is missing"),
+        (rewritten(lambda table: table.slice(1)), "step 2: "),
+    ],
+    ids=["torn", "a null", "a missing column", "a missing row"],
+)
+def test_damage_that_no_comparison_can_show_is_named(
+    damage: Callable[[Path], object], said: str, grpocli: Grpocli, dapo: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(dapo, run)
+    path = run / "rollouts" / STEP
+    damage(path)
+    code, _, err = grpocli("replay", str(run), "--step", "2")
+    assert code == 2
+    assert f"{path}: {said}" in err.splitlines()[-1]
