@@ -43,7 +43,7 @@ def test_a_stopped_and_then_resumed_run_has_its_sessions_and_changed_keys(
     monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
     run = tmp_path / "run"
     (tmp_path / "rewards.py").write_text(STOPPING)
-    reward = ["reward=[python]", f"reward.python.function={tmp_path}/rewards.py:even"]
+    reward = ["reward=[python]", "reward.python.process=false", f"reward.python.function={tmp_path}/rewards.py:even"]
     assert run_here("train", *SMALL, *reward, f"hydra.run.dir={run}") == 3
     stopped = view(run)
     assert (stopped.state, stopped.steps[-1], stopped.total_steps) == ("stopped", 1, 3)
