@@ -17,6 +17,7 @@ from itertools import islice
 
 from grpocli.answers.final_answer import after_thinking
 from grpocli.config.parts import Escaped, one_of, part, require, section
+from grpocli.environments.calculator import ARITHMETIC_ERRORS, evaluate
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.environments.sliding_puzzle import MOVES, is_solved, show, slide, solved_board
 from grpocli.errors import ConfigError
@@ -28,6 +29,8 @@ HELD_OUT = 1 / 10
 TRIES = 50
 """Examples made per example wanted, since small tasks repeat examples."""
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+EXACT = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+"""Operators of countdown's expressions, on fractions."""
 STRIDE = 2654435761
 """A prime near 2**32 divided by the golden ratio. It does not divide the number of pairs, whose prime factors are 2, 3
 and 5, so its multiples visit every pair once; the first n of them are spread evenly."""
@@ -213,28 +216,17 @@ class CountdownReward(Correctness):
 
 def reaches(expression: str, numbers: Sequence[int], target: int) -> bool:
     """Whether the text is an expression of + - * / and exactly these numbers with that value; "= VALUE" may follow."""
+    used: list[int | float] = []
+
+    def number(value: int | float) -> Fraction:
+        used.append(value)
+        return Fraction(value)
+
     try:
-        tree = ast.parse(expression.partition("=")[0].strip()[:LONGEST_EXPRESSION], mode="eval").body
-        used: list[int] = []
-        return _value(tree, used) == target and sorted(used) == sorted(numbers)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        value = evaluate(expression.partition("=")[0][:LONGEST_EXPRESSION], EXACT, number)
+    except ARITHMETIC_ERRORS:
         return False
-
-
-def _value(node: ast.AST, used: list[int]) -> Fraction:
-    match node:
-        case ast.Constant(value=int() as number) if not isinstance(number, bool):
-            used.append(number)
-            return Fraction(number)
-        case ast.BinOp(left, ast.Add(), right):
-            return _value(left, used) + _value(right, used)
-        case ast.BinOp(left, ast.Sub(), right):
-            return _value(left, used) - _value(right, used)
-        case ast.BinOp(left, ast.Mult(), right):
-            return _value(left, used) * _value(right, used)
-        case ast.BinOp(left, ast.Div(), right):
-            return _value(left, used) / _value(right, used)
-    raise ValueError(ast.dump(node))
+    return value == target and sorted(used) == sorted(numbers) and all(isinstance(one, int) for one in used)
 
 
 @part("task", "letter_counting")

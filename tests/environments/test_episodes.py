@@ -254,7 +254,7 @@ def test_an_environment_gets_only_the_variables_that_it_names(monkeypatch: pytes
 @pytest.mark.parametrize("turns", [0, 1])
 def test_cancelled_episodes_keep_their_turns_so_far(make_episodes, turns: int) -> None:
     """A cancelled engine may return nothing."""
-    tokenizer = FAMILIES["chatml"]()
+    tokenizer = FAMILIES["qwen"]()
     stop = threading.Event()
 
     class Cancelled(Scripted):

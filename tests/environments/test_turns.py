@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from environments import tool_families
 
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.turns import TurnEncoder
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-HEADERS = (  # Llama 3's: no line break after the end of a turn, one after its header
-    "{{ bos_token }}{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n"
-    "{{ m.content | trim }}<|eot|>{% endfor %}"
-    "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
-)
 TALK = [{"role": "user", "content": "47+85="}, {"role": "user", "content": "look\nagain"}]
 
 
-def tokenizer_with(template: str | None, *special: str, end: str = "<end>") -> Any:
-    """A tokenizer with one token per character, and the template's special tokens."""
-    made = make_tokenizer()
-    made.add_special_tokens({"additional_special_tokens": list(special)})
-    made.eos_token = end
-    if template:
-        made.chat_template = template
-    return made
-
-
-FAMILIES = {
-    "tiny": lambda: tokenizer_with(None),
-    "chatml": lambda: tokenizer_with(CHATML, "<|im_start|>", "<|im_end|>", end="<|im_end|>"),
-    "headers": lambda: tokenizer_with(HEADERS, "<|header|>", "<|/header|>", "<|eot|>", end="<|eot|>"),
-}
+FAMILIES = {"tiny": make_tokenizer, **{name: tool_families.FAMILIES[name].tokenizer for name in ("qwen", "llama")}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,6 +46,7 @@ def test_a_template_that_refuses_an_observation_is_reported() -> None:
     tool = [{"role": "developer", "content": "132"}]
     with pytest.raises(ConfigError, match="this model knows the roles"):
         TurnEncoder(FAMILIES["tiny"]()).encode_observation([3], tool, chat=True)
-    forgetful = tokenizer_with("{{ messages[-1].content }}")
+    forgetful = make_tokenizer()
+    forgetful.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(ConfigError, match="drops them"):
         TurnEncoder(forgetful).encode_observation([3], TALK, chat=True)
