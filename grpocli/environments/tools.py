@@ -21,6 +21,7 @@ from grpocli.environments.environment import TOOL_SCHEMAS, TOOLS, TOOLS_KEY, WOR
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool, withheld
+from grpocli.text import one_line, shorten
 from grpocli.types import Message
 
 READY = {name: f"grpocli.environments.tools:{name}" for name in ("calculator", "python")}
@@ -103,7 +104,7 @@ def call_in_worker(
     finally:
         pool.close()
     if isinstance(found, Failure):
-        reason = " ".join(found.reason.split())
+        reason = one_line(found.reason)
         problem = f"cannot {doing}: {reason}" if doing else reason
         raise ConfigError(problem, key=key, value=value, hint=withheld(found.reason, variables))
     result: list[Any] = found
@@ -182,8 +183,8 @@ def run_tool(spec: str, arguments: dict[str, Any], seed: int) -> list[str]:
         result = function(**arguments)
         text = str(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
     except (Exception, SystemExit) as error:
-        reason = " ".join(str(error).split())
-        raise RuntimeError(encodable(f"{type(error).__name__}: {reason}"[:LONGEST_ERROR])) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise RuntimeError(encodable(shorten(reason, LONGEST_ERROR))) from error
     return [encodable(text[:LONGEST])]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.environments.tools import UNKNOWN, read_arguments
 from grpocli.errors import ConfigError
 from grpocli.models.chat_template import control_pattern, control_tokens
+from grpocli.text import one_line, shorten
 from grpocli.types import Message
 
 if TYPE_CHECKING:
@@ -334,7 +335,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     cause = error.__cause__ if isinstance(error.__cause__, json.JSONDecodeError) else error
-    return " ".join(str(cause).split())[:LONGEST_REASON]
+    return shorten(one_line(str(cause)), LONGEST_REASON)
 
 
 def _call(message: Message, is_last: bool) -> dict[str, Any]:

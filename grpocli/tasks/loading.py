@@ -17,7 +17,7 @@ from typing import IO, Any, TypeAlias
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.hub import hub_errors
-from grpocli.text import CREDENTIALS, without_secrets
+from grpocli.text import CREDENTIALS, one_line, shorten, without_secrets
 
 Row: TypeAlias = dict[str, Any]
 
@@ -220,7 +220,7 @@ def readable(path: str, key: str) -> Iterator[None]:
         raise ConfigError("there is no such file or folder", key=key, value=without_secrets(path)) from error
     except Exception as error:  # each file system and each reader raises errors of its own library
         cause = error if isinstance(error, ImportError) else error.__cause__ or error
-        reason = " ".join(CREDENTIALS.sub("//", str(cause)).split())[:300] or type(cause).__name__
+        reason = shorten(one_line(CREDENTIALS.sub("//", str(cause))), 300) or type(cause).__name__
         raise ConfigError(f"cannot be read: {reason}", key=key, value=without_secrets(path)) from error
 
 

@@ -14,6 +14,7 @@ from grpocli.environments.environment import TOOLS_KEY
 from grpocli.environments.tools import encodable, name_of, read_arguments
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import read_written
+from grpocli.text import one_line
 from grpocli.types import PREFIX, Message, Prompt, Text
 
 if TYPE_CHECKING:
@@ -243,6 +244,6 @@ def rendered(
             )
         )
     except Exception as error:  # templates come with models and raise whatever Python does
-        problem = f"its chat template refuses {where}: {' '.join(str(error).split()).rstrip('.')}"
+        problem = f"its chat template refuses {where}: {one_line(str(error)).rstrip('.')}"
         hint = "change the example, or give model.chat_template=FILE"
         raise ConfigError(problem, key="model", hint=hint) from error
