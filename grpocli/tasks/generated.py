@@ -29,7 +29,12 @@ HELD_OUT = 1 / 10
 TRIES = 50
 """Examples made per example wanted, since small tasks repeat examples."""
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-EXACT = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+EXACT: dict[type[ast.AST], Callable[..., Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 """Operators of countdown's expressions, on fractions."""
 STRIDE = 2654435761
 """A prime near 2**32 divided by the golden ratio. It does not divide the number of pairs, whose prime factors are 2, 3
