@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from grpocli.processes.threads import run_in_thread
@@ -14,30 +15,52 @@ from grpocli.processes.threads import run_in_thread
 if TYPE_CHECKING:
     from grpocli.progress import Progress
     from grpocli_tools.doctor.machine import Machine
-    from grpocli_tools.doctor.needs import Needs
 
+GIB = 2**30
 FindingStatus = Literal["ok", "warning", "error", "-"]
 """`error`: the run cannot start or will fail. `warning`: it runs, but something deserves a look. `-`: not needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the result. detail: what was found. advice: what to do, as a command where there is one."""
+    """One line of the result."""
 
     name: str
     status: FindingStatus
     detail: str
+    """What was found."""
     advice: str = ""
+    """What to do, as a command where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a run needs: this decides whether a finding is an error or a warning.
+
+    A text is the choice that needs it, such as "engine=vllm", and "" if none does. The defaults are those of `grpocli
+    train` without overrides.
+    """
+
+    vllm: str = ""
+    cuda: str = ""
+    hub: str = ""
+    slurm: str = ""
+    sandbox: str = ""
+    python: str | None = None
+    """The interpreter of the sandbox; None: this one."""
+    runs: Path | None = None
+    """The folder that the run's folder is in; None: runs/ in the working folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineCheck:
-    """One check, which may have several findings. seconds: its deadline."""
+    """One check, which may have several findings."""
 
     group: str
     name: str
     find: Callable[[Machine, Needs], Iterable[Finding]]
-    seconds: float = 5.0
+    seconds: float = 15.0
+    """Its deadline, above that of a command (`COMMAND_SECONDS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,42 +84,31 @@ def warning(name: str, detail: str, advice: str = "") -> Finding:
 
 
 def problem(name: str, detail: str, advice: str, needed: object, otherwise: FindingStatus = "warning") -> Finding:
-    """An error if the run needs it, else a warning, or what `otherwise` says; "ok" needs no advice."""
-    status: FindingStatus = "error" if needed else otherwise
-    return Finding(name, status, detail, "" if status == "ok" else advice)
+    """An error if the run needs it, else a warning, or what `otherwise` says."""
+    return Finding(name, "error" if needed else otherwise, detail, advice)
 
 
 def examine(checks: Sequence[MachineCheck], machine: Machine, needs: Needs, progress: Progress) -> list[FindingGroup]:
     """The findings of all checks, grouped. A check that hangs or fails is a warning with its name."""
     began = time.monotonic()
     # the slowest first, so that the others run beside them
-    slowest_first = sorted(enumerate(checks), key=lambda one: -one[1].seconds)
     work = {
-        number: run_in_thread(partial(_findings, check, machine, needs), check.name) for number, check in slowest_first
+        check: run_in_thread(partial(_findings, check, machine, needs), check.name)
+        for check in sorted(checks, key=lambda one: -one.seconds)
     }
-    found: dict[int, list[Finding]] = {}
-    while waiting := [number for number in range(len(checks)) if number not in found]:
-        wait([work[number] for number in waiting], 0.1, FIRST_COMPLETED)
-        now = time.monotonic() - began
-        # without a share: the last check may take longer than all others together
-        most = max(checks[number].seconds for number in waiting) - now
-        names = ", ".join(checks[number].name for number in waiting[:3])
-        progress(0, 0, f"{len(found)} of {len(checks)} checks", f"{names}: at most {max(most, 0):.0f} s more")
-        for number in waiting:
-            if work[number].done():
-                found[number] = work[number].result()
-            elif now >= checks[number].seconds:
-                found[number] = [_hung(checks[number])]
-    return grouped(checks, found)
-
-
-def grouped(checks: Sequence[MachineCheck], found: dict[int, list[Finding]]) -> list[FindingGroup]:
-    """The findings below the headings of their checks, in the order of the checks."""
-    titles = list(dict.fromkeys(check.group for check in checks))
+    found: dict[MachineCheck, list[Finding]] = {}
+    while waiting := [check for check in checks if check not in found]:
+        wait([work[check] for check in waiting], 0.1, FIRST_COMPLETED)
+        names = ", ".join(check.name for check in waiting[:3])
+        progress(0, 0, f"{len(found)} of {len(checks)} checks", f"waiting for {names}")
+        for check in waiting:
+            if work[check].done():
+                found[check] = work[check].result()
+            elif time.monotonic() - began >= check.seconds:
+                found[check] = [_hung(check)]
+    titles = dict.fromkeys(check.group for check in checks)
     return [
-        FindingGroup(
-            title, tuple(one for number, check in enumerate(checks) if check.group == title for one in found[number])
-        )
+        FindingGroup(title, tuple(one for check in checks if check.group == title for one in found[check]))
         for title in titles
     ]
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpocli.text import counted, one_line
 from grpocli_tools.command_line import composed, parser_of
 
 if TYPE_CHECKING:
-    from grpocli_tools.doctor.checkup import FindingGroup
-    from grpocli_tools.doctor.config import CheckedConfig
+    from rich.console import Console
+    from rich.text import Text
+
+    from grpocli_tools.doctor.checkup import Finding, FindingGroup
 
 EXAMPLES = """\
 It takes about ten seconds, and starts nothing. Exit code 1: an error, which would stop the run.
@@ -22,6 +26,7 @@ examples
   grpocli doctor engine=vllm model=qwen2.5-1.5b task=gsm8k
   grpocli doctor --json
 """
+STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,25 +36,34 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     groups = _examined(args.overrides, args.config_dir)
     from grpocli_tools.console import CleanConsole
-    from grpocli_tools.doctor.report import as_list, errors, print_report
 
+    findings = [one for group in groups for one in group.findings]
     if args.json:
-        print(json.dumps(as_list(groups), indent=2))
+        print(json.dumps([dataclasses.asdict(one) for one in findings], indent=2))
     else:
-        print_report(CleanConsole(), groups, " ".join(args.overrides) or "the default run")
-    return 1 if errors(groups) else 0
+        out = CleanConsole()
+        _print_groups(out, groups, max(len(one.name) for one in findings))
+        subject = " ".join(args.overrides) or "the default run"
+        wrong, warned = (sum(one.status == status for one in findings) for status in ("error", "warning"))
+        verdict = f"Not ready for {subject}: {counted(wrong, 'error')}" if wrong else f"Ready for {subject}: no errors"
+        out.print(f"{verdict}, {counted(warned, 'warning')}.", style="bold", soft_wrap=True)
+    return int(any(one.status == "error" for one in findings))
 
 
 def _examined(overrides: list[str], config_dir: str | None) -> list[FindingGroup]:
+    """The findings. Raises ConfigError if the config cannot be composed."""
+    from grpocli.composition.compose import build_run
     from grpocli.views.live_view import status_view
     from grpocli_tools.doctor.checks import MACHINE
-    from grpocli_tools.doctor.checkup import examine
+    from grpocli_tools.doctor.checkup import Needs, examine
+    from grpocli_tools.doctor.config import CheckedConfig, runs_in
     from grpocli_tools.doctor.machine import Machine, end_commands
-    from grpocli_tools.doctor.needs import Needs
 
-    machine = Machine()
-    config = _config(overrides, config_dir) if overrides else None
-    checks, needs = ([*config.checks(), *MACHINE], config.needs(machine)) if config else (MACHINE, Needs())
+    machine, checks, needs = Machine(), [*MACHINE], Needs()
+    if overrides:
+        run = build_run(composed(overrides, config_dir))
+        config = CheckedConfig(run, overrides, runs_in(overrides, Path.cwd()))
+        checks, needs = [*config.checks(), *MACHINE], config.needs(machine)
     view = status_view()
     try:
         view.stage("examining this machine")
@@ -59,12 +73,29 @@ def _examined(overrides: list[str], config_dir: str | None) -> list[FindingGroup
         view.stop()
 
 
-def _config(overrides: list[str], config_dir: str | None) -> CheckedConfig:
-    """The config of these overrides. Raises ConfigError if it cannot be composed."""
-    from grpocli.composition.checks import file_checks
-    from grpocli.composition.compose import build_run
-    from grpocli_tools.doctor.config import FIXES, CheckedConfig, runs_in
+def _print_groups(out: Console, groups: Sequence[FindingGroup], width: int) -> None:
+    """Print the findings below their headings. width: of their names."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
 
-    run = build_run(composed(overrides, config_dir))
-    ready = {name: check for name, check in file_checks(run).items() if name in FIXES}
-    return CheckedConfig(run, overrides, ready, "hydra/launcher=slurm" in overrides, runs_in(overrides, Path.cwd()))
+    for group in groups:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(width=7)
+        table.add_column(width=width)
+        table.add_column(overflow="fold", ratio=1)
+        for one in group.findings:
+            table.add_row(Text(one.status, style=STYLES[one.status]), Text(one_line(one.name)), _detail(one))
+        if group.findings:
+            out.print(Text(group.title, style="bold"))
+            out.print(Padding(table, (0, 0, 1, 2)))
+
+
+def _detail(one: Finding) -> Text:
+    """What was found, and what to do."""
+    from rich.text import Text
+
+    detail = Text(one_line(one.detail), style="dim" if one.status == "-" else "", overflow="fold")
+    if one.advice and one.status in ("warning", "error"):
+        detail.append(f"\n-> {one_line(one.advice)}", style="" if one.status == "warning" else "bold")
+    return detail

@@ -20,6 +20,10 @@ T = TypeVar("T")
 
 MISSING = 127
 """The exit code of a command that does not exist, as in a shell."""
+COMMAND_SECONDS, PROBE_SECONDS = 10.0, 90.0
+"""The deadlines of a command, and of a program that loads libraries."""
+PROBES = 2 * PROBE_SECONDS + 3 * COMMAND_SECONDS
+"""Seconds of a check that waits for probes and commands, which have their own deadlines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +35,22 @@ class Ended:
     err: str = ""
 
     @property
-    def last_error(self) -> str:
-        """The last line of standard error that is not empty, or the signal that ended the command."""
-        lines = [line.strip() for line in self.err.splitlines() if line.strip()]
-        if self.code is not None and self.code < 0:
-            with suppress(ValueError):
-                return f"it was ended by {signal.Signals(-self.code).name}"
+    def reason(self) -> str:
+        """Why it failed: its last line of standard error, the signal that ended it, or its deadline."""
+        if self.code is None:
+            return "it did not end in time"
+        if self.code < 0:
+            return f"it was ended by {signal.Signals(-self.code).name}"
+        lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         return lines[-1][:300] if lines else f"exit code {self.code}"
 
     def answers(self) -> dict[str, Any]:
         """The JSON objects that a probe printed, one a line, merged; other lines are left out."""
         merged: dict[str, Any] = {}
         for line in self.out.splitlines():
-            with suppress(ValueError):
-                found = json.loads(line)
-                merged |= found if isinstance(found, dict) else {}
+            if line.startswith("{"):
+                with suppress(ValueError):
+                    merged |= json.loads(line)
         return merged
 
 
@@ -72,46 +77,45 @@ def end_commands() -> None:
     """Kill the commands that still run, with what they started."""
     with _STARTING:
         for session in _RUNNING:
-            with suppress(ProcessLookupError):
-                os.killpg(session, signal.SIGKILL)
+            _kill(session)
+
+
+def _kill(session: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
 
 
 def run_command(command: Sequence[str], seconds: float, environ: Mapping[str, str]) -> Ended:
     """Run a command in a new session; at the deadline the whole session is killed."""
-    try:
-        with _STARTING:
-            process = subprocess.Popen(
-                command,
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                encoding="utf-8",
-                errors="replace",
-                start_new_session=True,
-            )
-            _RUNNING.add(process.pid)
-    except OSError as error:
-        return Ended(MISSING, err=f"{command[0]}: {error.strerror or error}")
+    with _STARTING:
+        process = subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        _RUNNING.add(process.pid)
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        out, err = _rest(process)
-        return Ended(None, out, err)
+        _kill(process.pid)
+        return Ended(None, _rest(process))
     finally:
         with _STARTING:
             _RUNNING.discard(process.pid)
     return Ended(process.returncode, out, err)
 
 
-def _rest(process: subprocess.Popen[str]) -> tuple[str, str]:
+def _rest(process: subprocess.Popen[str]) -> str:
     """The output of a killed command; empty if a process that it left behind keeps the pipes open."""
     try:
-        return process.communicate(timeout=1.0)
+        return process.communicate(timeout=1.0)[0]
     except subprocess.TimeoutExpired:
-        return "", ""
+        return ""
 
 
 def installed_packages() -> dict[str, Package]:
@@ -139,16 +143,15 @@ def reach(url: str) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything that the checks look at, so that a test can break each thing.
-
-    folder: the working folder. root: the folder that holds proc, sys, dev and etc. python: the interpreter that
-    probes run with.
-    """
+    """Everything that the checks look at, so that a test can break each thing."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     folder: Path = field(default_factory=Path.cwd)
+    """The working folder."""
     root: Path = Path("/")
+    """The folder that holds proc, sys, dev and etc."""
     python: str = sys.executable
+    """The interpreter that probes run with."""
     command: RunCommand = run_command
     packages: Callable[[], Mapping[str, Package]] = installed_packages
     disk_usage: Callable[[Path], Any] = shutil.disk_usage
@@ -160,7 +163,7 @@ class Machine:
         """The installed packages, which are listed once: reading their metadata takes a quarter of a second."""
         return self.once("packages", self.packages)
 
-    def run(self, command: Sequence[str], seconds: float) -> Ended:
+    def run(self, command: Sequence[str], seconds: float = COMMAND_SECONDS) -> Ended:
         """Run a command of this machine's PATH within a deadline."""
         found = shutil.which(command[0], path=self.environ.get("PATH", os.defpath))
         if found is None:
@@ -171,10 +174,10 @@ class Machine:
         """Whether a command is on the PATH."""
         return shutil.which(command, path=self.environ.get("PATH", os.defpath)) is not None
 
-    def probe(self, name: str, seconds: float, *words: str) -> Ended:
+    def probe(self, name: str, *words: str) -> Ended:
         """Run a program of `probes/`. The working folder is not on its path, so a torch.py there is not imported."""
         file = Path(__file__).parent / "probes" / f"{name}.py"
-        return self.run([self.python, "-P", str(file), *words], seconds)
+        return self.run([self.python, "-P", str(file), *words], PROBE_SECONDS)
 
     def text(self, path: str) -> str:
         """The content of a file below `root`; "" if it cannot be read."""

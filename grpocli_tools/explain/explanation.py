@@ -23,23 +23,10 @@ from grpocli_tools.explain.documentation import field_docs, settings
 from grpocli_tools.explain.formulas import Formula, formula_of
 
 ORDER = (
-    "sampling",
-    "score",
-    "keep",
-    "advantage",
-    "combine",
-    "question_weight",
-    "bounds",
-    "objective",
-    "tokens",
-    "correction",
-    "kl",
-    "entropy",
-    "aggregate",
-    "routers",
-    "loss",
-    "update",
+    *("sampling", "score", "keep", "advantage", "combine", "question_weight", "bounds", "objective", "tokens"),
+    *("correction", "kl", "entropy", "aggregate", "routers", "loss", "update"),
 )
+"""The sections, in the order of the computation."""
 COMPARED = ("algorithm", "reward", "rollout", "train")
 
 UNSCORED = "A reward that does not apply to o_i is left out; if none applies, o_i has no score."
@@ -99,20 +86,19 @@ def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanati
     parts = {kind: part_section(f"algorithm/{kind}", getattr(algorithm, kind)) for kind in PARTS}
     used = {kind: section for kind, section in parts.items() if is_used(algorithm, kind, section)}
     terms = {kind: one for kind, one in used.items() if kind != "correction" or not algorithm.takes_sampler_as_old}
-    ordered = [
+    loss = f"{loss_line(terms)}{' + χ B' * bool(algorithm.router_aux_loss_coef)}"
+    sections = [
         *((_answers(run.rollout),) if algorithm.supervised else (_sampling(run.rollout), _score(run))),
-        *(_named(section, run) for section in _chosen(used, "keep")),
-        *_chosen(used, "advantage"),
+        *(_named(section, run) if kind in ("keep", "question_weight") else section for kind, section in used.items()),
         *_combine(algorithm),
-        *(_named(section, run) for section in _chosen(used, "question_weight")),
         *_bounds(algorithm),
-        *_chosen(used, "objective", "tokens", "correction", "kl", "entropy", "aggregate"),
         *_routers(algorithm),
-        Section("loss", "", (f"{loss_line(terms)}{' + χ B' * bool(algorithm.router_aux_loss_coef)}",), LOSS_NOTE),
+        Section("loss", "", (loss,), LOSS_NOTE),
         _update(run),
     ]
     unused = tuple(section for kind, section in parts.items() if kind not in used)
-    return Explanation(" ".join(overrides), tuple(ordered), unused, _values(run, config))
+    ordered = tuple(sorted(sections, key=lambda section: ORDER.index(section.label)))
+    return Explanation(" ".join(overrides), ordered, unused, _values(run, config))
 
 
 def part_section(group: str, part: object) -> Section:
@@ -153,7 +139,7 @@ def _routers(algorithm: Algorithm) -> Iterator[Section]:
                 "P_ile: mean over these tokens of softmax(router logits)_e",
             ),
             "Of the L layers with m experts each. f has no gradient.",
-            symbols=_symbols(algorithm, "algorithm", {"χ": ("router_aux_loss_coef", "Weight of the routers' loss")}),
+            _symbols(algorithm, "algorithm", {"χ": ("router_aux_loss_coef", "Weight of the routers' loss")}),
             source=(
                 "Switch Transformers (arXiv 2101.03961), equations 4 to 6",
                 "DeepSeek-V3 (arXiv 2412.19437), equations 17 to 20",
@@ -171,10 +157,6 @@ def _section(label: str, choice: str, formula: Formula, owner: object, prefix: s
     )
     rest = tuple((f"{prefix}.{f}", as_typed(v)) for f, v in values.items() if f not in formula.symbols.values())
     return Section(label, choice, formula.lines, formula.note, symbols, rest, formula.source)
-
-
-def _chosen(used: dict[str, Section], *kinds: str) -> Iterator[Section]:
-    return (used[kind] for kind in kinds if kind in used)
 
 
 def _sampling(rollout: Rollouts) -> Section:
@@ -393,22 +375,12 @@ def compared(left: Explanation, right: Explanation) -> Comparison:
         if left.values.get(key) != right.values.get(key)
     ]
     titles = (f"left   {left.title or '(the defaults)'}", f"right  {right.title or '(the defaults)'}")
-    return Comparison(titles, tuple(_pairs(left, right)), keys)
-
-
-def _pairs(left: Explanation, right: Explanation) -> Iterator[Pair]:
-    mine, theirs = _by_label(left), _by_label(right)
-    for label in ORDER:
-        a, b = mine.get(label), theirs.get(label)
-        if formulas(a) != formulas(b):
-            yield Pair(label, a, b)
+    # the note of an unused part stands in for its formulas
+    mine, theirs = ({s.label: s for s in (*side.sections, *side.unused)} for side in (left, right))
+    pairs = [Pair(label, mine.get(label), theirs.get(label)) for label in ORDER]
+    return Comparison(titles, tuple(one for one in pairs if formulas(one.left) != formulas(one.right)), keys)
 
 
 def formulas(section: Section | None) -> tuple[str, ...]:
     """A section's formulas and note; nothing without a section."""
     return (*section.lines, section.note) if section else ()
-
-
-def _by_label(shown: Explanation) -> dict[str, Section]:
-    """The sections by label; the note of an unused part stands in for its formulas."""
-    return {section.label: section for section in (*shown.sections, *shown.unused)}

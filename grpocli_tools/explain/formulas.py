@@ -61,45 +61,120 @@ class Formula:
     note: str = ""
 
 
-@singledispatch
-def formula_of(part: object) -> Formula:
-    """The formula of a part, or the first line of its docstring if it has none here, as a part of a user."""
-    return Formula((summary(type(part)),))
-
-
-@formula_of.register
-def _std(part: Std) -> Formula:
-    return Formula(
+FIXED: dict[type, Formula] = {
+    Std: Formula(
         ("A_i = (s_i − mean_G s) / (std_G s + ε)", "std_G s = √( Σ_G (s − mean_G s)² / (n − 1) ),  n scores"),
         {"ε": "eps"},
         ("GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2",),
         ZERO,
-    )
-
-
-@formula_of.register
-def _center(part: Center) -> Formula:
-    return Formula(("A_i = s_i − mean_G s",), source=("Dr. GRPO (arXiv 2503.20783), section 3.2",), note=ZERO)
-
-
-@formula_of.register
-def _mad(part: Mad) -> Formula:
-    return Formula(
+    ),
+    Center: Formula(("A_i = s_i − mean_G s",), source=("Dr. GRPO (arXiv 2503.20783), section 3.2",), note=ZERO),
+    Mad: Formula(
         ("A_i = (s_i − mean_G s) / (MAD_G s + ε)", "MAD_G s = mean_G |s − mean_G s|"),
         {"ε": "eps"},
         ("DGPO's DGAE, MathForge (arXiv 2601.20614)",),
         ZERO,
-    )
-
-
-@formula_of.register
-def _batch_std(part: BatchStd) -> Formula:
-    return Formula(
+    ),
+    BatchStd: Formula(
         ("A_i = (s_i − mean_G s) / (std s + ε)", "std s = √( Σ (s − mean s)² / (n − 1) ),  the step's n scores"),
         {"ε": "eps"},
         ('"Tricks or Traps?" (arXiv 2508.08221)',),
         ZERO,
-    )
+    ),
+    MaxRL: Formula(("A_i = (s_i − mean_G s) / mean_G s",), source=("MaxRL (arXiv 2602.02710)",), note=ZERO),
+    NoAdvantage: Formula(
+        ("A_i = 0",),
+        source=("distillation without a reward: GKD (arXiv 2306.13649)",),
+        note="Scores are reported and have no gradient.",
+    ),
+    Supervised: Formula(
+        ("A_i = 1",), source=("maximum likelihood",), note="o_i is the answer of the data, not a sample of π_old."
+    ),
+    Uniform: Formula(note="every question weighs 1"),
+    Difficulty: Formula(
+        (
+            "A_i ← u_q A_i",
+            "u_q = |Q| exp(−a_q / T) / Σ_p∈Q exp(−a_p / T),  q ∈ Q",
+            "Q: the step's questions whose scores s are not all equal",
+            "a_q = mean_G R_a;  1 where that is 0 or no R_a applies",
+        ),
+        {"T": "temperature", "R_a": "reward"},
+        ("DGPO's DQW, MathForge (arXiv 2601.20614)",),
+        "u_q = 1 for the questions outside Q.",
+    ),
+    Sapo: Formula(
+        (
+            RATIO,
+            "ℓ_it = −(4 / τ) σ(τ (r_it − 1)) A_i",
+            "τ = τ_pos where A_i > 0, else τ_neg",
+        ),
+        {"τ_pos": "tau_positive", "τ_neg": "tau_negative"},
+        ("SAPO (arXiv 2511.20347)",),
+        "σ(x) = 1 / (1 + exp(−x))",
+    ),
+    Geometric: Formula(
+        (
+            RATIO,
+            "y_it = sign(A_i) min( sign(A_i) log r_it, ε_i )",
+            "ε_i = ε_high where A_i > 0, else ε_low",
+            "ℓ_it = −A_i exp( Σ_t y_it / |o_i| )",
+        ),
+        {"ε_low": "low", "ε_high": "high"},
+        ("GMPO (arXiv 2507.20673), equation 4",),
+    ),
+    AllTokens: Formula(note="every token of the loss has its policy-gradient term"),
+    TopEntropy: Formula(
+        (
+            "S_it = 1 where H_it ≥ h, else 0",
+            "h: the (1 − κ) quantile of H over the tokens of the update",
+            "H_it: entropy of π(· | q, o_i,<t) before the step, in nats",
+        ),
+        {"κ": "quantile"},
+        ('"Beyond the 80/20 Rule" (arXiv 2506.01939), equation 6',),
+    ),
+    NoCorrection: Formula(note="every token weighs 1"),
+    SamplerAsOld: Formula(
+        ("π_old(o_it) = μ(o_it)",),
+        {},
+        ("default of prime-rl; verl: rollout_correction.bypass_mode",),
+        "μ: as the sampler computes it. Every token weighs 1.",
+    ),
+    NoKL: Formula(note="no reference model is loaded"),
+    NoEntropy: Formula(note="no bonus"),
+    SequenceMean: Formula(("w_i = 1 / (N |o_i|)",), source=("GRPO, DeepSeekMath (arXiv 2402.03300), equation 3",)),
+    Constant: Formula(("w_i = 1 / (N L)",), {"L": "length"}, ("Dr. GRPO (arXiv 2503.20783), section 3.1",)),
+    Length: Formula(
+        ("a wanted length", "R_length = max(0, 1 − |l_i − l| / w)", "l_i: o_i's tokens"),
+        {"l": "target", "w": "width"},
+    ),
+    Overlong: Formula(
+        (
+            "soft punishment of long completions",
+            "R_overlong = min(0, max(−1, (l_max − l_buf − l_i) / l_buf))",
+            "l_i: o_i's tokens;  l_buf null: max(1, ⌊l_max / 5⌋)",
+        ),
+        {"l_max": "max_tokens", "l_buf": "buffer_tokens"},
+        ("DAPO (arXiv 2503.14476), equation 13",),
+    ),
+    KimiLength: Formula(
+        (
+            "Kimi's length reward",
+            "λ_i = 0.5 − (l_i − min_G l) / (max_G l − min_G l)",
+            "R_kimi_length = λ_i for a right answer, min(0, λ_i) for a wrong one;  0 if max_G l = min_G l",
+            "l_i: o_i's tokens",
+        ),
+        {},
+        ("Kimi k1.5 (arXiv 2501.12599), section 2.3.3",),
+    ),
+    NoReward: Formula(note="no score"),
+}
+"""The formulas of parts that are the same with all values of their keys."""
+
+
+@singledispatch
+def formula_of(part: object) -> Formula:
+    """The formula of a part, or the first line of its docstring if it has none here, as a part of a user."""
+    return FIXED.get(type(part)) or Formula((summary(type(part)),))
 
 
 @formula_of.register
@@ -126,43 +201,6 @@ def _reinforce_plus_plus(part: ReinforcePlusPlus) -> Formula:
     )
     note = "A_i = 0 for a completion without a score. Where all scores of a group are equal, c_i = 0, but not A_i."
     return Formula(lines, {"ε": "eps"}, sources, note)
-
-
-@formula_of.register
-def _maxrl(part: MaxRL) -> Formula:
-    return Formula(("A_i = (s_i − mean_G s) / mean_G s",), source=("MaxRL (arXiv 2602.02710)",), note=ZERO)
-
-
-@formula_of.register
-def _no_advantage(part: NoAdvantage) -> Formula:
-    source = ("distillation without a reward: GKD (arXiv 2306.13649)",)
-    return Formula(("A_i = 0",), source=source, note="Scores are reported and have no gradient.")
-
-
-@formula_of.register
-def _supervised(part: Supervised) -> Formula:
-    note = "o_i is the answer of the data, not a sample of π_old."
-    return Formula(("A_i = 1",), source=("maximum likelihood",), note=note)
-
-
-@formula_of.register
-def _uniform(part: Uniform) -> Formula:
-    return Formula(note="every question weighs 1")
-
-
-@formula_of.register
-def _difficulty(part: Difficulty) -> Formula:
-    return Formula(
-        (
-            "A_i ← u_q A_i",
-            "u_q = |Q| exp(−a_q / T) / Σ_p∈Q exp(−a_p / T),  q ∈ Q",
-            "Q: the step's questions whose scores s are not all equal",
-            "a_q = mean_G R_a;  1 where that is 0 or no R_a applies",
-        ),
-        {"T": "temperature", "R_a": "reward"},
-        ("DGPO's DQW, MathForge (arXiv 2601.20614)",),
-        "u_q = 1 for the questions outside Q.",
-    )
 
 
 @formula_of.register
@@ -216,20 +254,6 @@ def _cispo(part: Cispo) -> Formula:
 
 
 @formula_of.register
-def _sapo(part: Sapo) -> Formula:
-    return Formula(
-        (
-            RATIO,
-            "ℓ_it = −(4 / τ) σ(τ (r_it − 1)) A_i",
-            "τ = τ_pos where A_i > 0, else τ_neg",
-        ),
-        {"τ_pos": "tau_positive", "τ_neg": "tau_negative"},
-        ("SAPO (arXiv 2511.20347)",),
-        "σ(x) = 1 / (1 + exp(−x))",
-    )
-
-
-@formula_of.register
 def _dppo(part: Dppo) -> Formula:
     change = ["v_it = p_it − q_it"]
     if part.divergence == "kl":
@@ -265,53 +289,6 @@ def _mirror(part: Mirror) -> Formula:
         (RATIO, "ℓ_it = −A_i log π_θ(o_it) + (τ / 2) (log r_it)²"),
         {"τ": "tau"},
         ("mirror descent: Kimi k1.5 (arXiv 2501.12599), equation 3", "DRO (arXiv 2405.19107)"),
-    )
-
-
-@formula_of.register
-def _geometric(part: Geometric) -> Formula:
-    return Formula(
-        (
-            RATIO,
-            "y_it = sign(A_i) min( sign(A_i) log r_it, ε_i )",
-            "ε_i = ε_high where A_i > 0, else ε_low",
-            "ℓ_it = −A_i exp( Σ_t y_it / |o_i| )",
-        ),
-        {"ε_low": "low", "ε_high": "high"},
-        ("GMPO (arXiv 2507.20673), equation 4",),
-    )
-
-
-@formula_of.register
-def _all_tokens(part: AllTokens) -> Formula:
-    return Formula(note="every token of the loss has its policy-gradient term")
-
-
-@formula_of.register
-def _top_entropy(part: TopEntropy) -> Formula:
-    return Formula(
-        (
-            "S_it = 1 where H_it ≥ h, else 0",
-            "h: the (1 − κ) quantile of H over the tokens of the update",
-            "H_it: entropy of π(· | q, o_i,<t) before the step, in nats",
-        ),
-        {"κ": "quantile"},
-        ('"Beyond the 80/20 Rule" (arXiv 2506.01939), equation 6',),
-    )
-
-
-@formula_of.register
-def _no_correction(part: NoCorrection) -> Formula:
-    return Formula(note="every token weighs 1")
-
-
-@formula_of.register
-def _sampler_as_old(part: SamplerAsOld) -> Formula:
-    return Formula(
-        ("π_old(o_it) = μ(o_it)",),
-        {},
-        ("default of prime-rl; verl: rollout_correction.bypass_mode",),
-        "μ: as the sampler computes it. Every token weighs 1.",
     )
 
 
@@ -361,11 +338,6 @@ def _auto_correction(part: AutoCorrection) -> Formula:
     return replace(formula, lines=(ratio, bounded), symbols={}, note=note)
 
 
-@formula_of.register
-def _no_kl(part: NoKL) -> Formula:
-    return Formula(note="no reference model is loaded")
-
-
 KL_TERMS: dict[type[KL], tuple[tuple[str, ...], tuple[str, ...]]] = {
     Reverse: (
         (RATIO, "D_it = r_it sg[ log π_θ(o_it) − log π_ref(o_it) ]"),
@@ -411,11 +383,6 @@ def _kl(part: KL) -> Formula:
 
 
 @formula_of.register
-def _no_entropy(part: NoEntropy) -> Formula:
-    return Formula(note="no bonus")
-
-
-@formula_of.register
 def _entropy_bonus(part: EntropyBonus) -> Formula:
     if not part.coefficient:
         return Formula(symbols={"λ": "coefficient"}, note="λ = 0, so there is no bonus")
@@ -425,11 +392,6 @@ def _entropy_bonus(part: EntropyBonus) -> Formula:
         ("A3C (arXiv 1602.01783)",),
         "In nats, with gradient, of the distribution that is sampled from.",
     )
-
-
-@formula_of.register
-def _sequence_mean(part: SequenceMean) -> Formula:
-    return Formula(("w_i = 1 / (N |o_i|)",), source=("GRPO, DeepSeekMath (arXiv 2402.03300), equation 3",))
 
 
 @formula_of.register
@@ -450,11 +412,6 @@ def _token_mean(part: TokenMean) -> Formula:
         lines.append(f"{what} questions where some A_j ≠ 0;  else w_i = 0")
         sources.append("informative only: DGPO, MathForge (arXiv 2601.20614)")
     return Formula(tuple(lines), source=tuple(sources))
-
-
-@formula_of.register
-def _constant(part: Constant) -> Formula:
-    return Formula(("w_i = 1 / (N L)",), {"L": "length"}, ("Dr. GRPO (arXiv 2503.20783), section 3.1",))
 
 
 @formula_of.register
@@ -482,27 +439,6 @@ def _dynamic(part: Dynamic) -> Formula:
 
 
 @formula_of.register
-def _length(part: Length) -> Formula:
-    return Formula(
-        ("a wanted length", "R_length = max(0, 1 − |l_i − l| / w)", "l_i: o_i's tokens"),
-        {"l": "target", "w": "width"},
-    )
-
-
-@formula_of.register
-def _overlong(part: Overlong) -> Formula:
-    return Formula(
-        (
-            "soft punishment of long completions",
-            "R_overlong = min(0, max(−1, (l_max − l_buf − l_i) / l_buf))",
-            "l_i: o_i's tokens;  l_buf null: max(1, ⌊l_max / 5⌋)",
-        ),
-        {"l_max": "max_tokens", "l_buf": "buffer_tokens"},
-        ("DAPO (arXiv 2503.14476), equation 13",),
-    )
-
-
-@formula_of.register
 def _length_penalty(part: LengthPenalty) -> Formula:
     whom = "; 0 for a wrong answer" if part.only_right else ""
     return Formula(
@@ -517,24 +453,5 @@ def _length_penalty(part: LengthPenalty) -> Formula:
 
 
 @formula_of.register
-def _kimi_length(part: KimiLength) -> Formula:
-    return Formula(
-        (
-            "Kimi's length reward",
-            "λ_i = 0.5 − (l_i − min_G l) / (max_G l − min_G l)",
-            "R_kimi_length = λ_i for a right answer, min(0, λ_i) for a wrong one;  0 if max_G l = min_G l",
-            "l_i: o_i's tokens",
-        ),
-        {},
-        ("Kimi k1.5 (arXiv 2501.12599), section 2.3.3",),
-    )
-
-
-@formula_of.register
 def _correctness(part: Correctness) -> Formula:
     return Formula((summary(type(part)),), {"right": "right", "wrong": "wrong"})
-
-
-@formula_of.register
-def _no_reward(part: NoReward) -> Formula:
-    return Formula(note="no score")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from rich import box
 from rich.padding import Padding
@@ -22,12 +23,9 @@ WIDEST = 120
 
 def section_lines(section: Section) -> list[str]:
     """Label and choice in the left column, formulas and note in the right one."""
-    left = [section.label, *([section.choice] if section.choice else [])]
-    right = right_lines(section)
-    rows = max(len(left), len(right))
-    left += [""] * (rows - len(left))
-    right += [""] * (rows - len(right))
-    return [f"{a:<{LABEL}} {b}".rstrip() for a, b in zip(left, right, strict=True)]
+    left = [section.label, *filter(None, [section.choice])]
+    rows = zip_longest(left, right_lines(section), fillvalue="")
+    return [f"{a:<{LABEL}} {b}".rstrip() for a, b in rows]
 
 
 def right_lines(section: Section) -> list[str]:
@@ -53,9 +51,10 @@ def formula_lines(shown: Explanation) -> list[str]:
     return [line for block in blocks for line in (*block, "")][:-1]
 
 
-def unused_line(unused: Iterable[Section]) -> str:
-    """One clause for each unused part: `question_weight uniform (every question weighs 1)`."""
-    return "; ".join(f"{s.label} {s.choice} ({s.note.rstrip('.')})" for s in unused)
+def other_lines(shown: Explanation) -> tuple[str, str]:
+    """The keys that are no symbols, and a clause for each unused part: `tokens all (every token ...)`."""
+    settings = ", ".join(f"{key}={value}" for key, value in shown.settings)
+    return settings, "; ".join(f"{s.label} {s.choice} ({s.note.rstrip('.')})" for s in shown.unused)
 
 
 def source_rows(sections: Sequence[Section]) -> list[list[str]]:
@@ -65,10 +64,6 @@ def source_rows(sections: Sequence[Section]) -> list[list[str]]:
 
 def symbol_rows(symbols: Iterable[Symbol]) -> list[list[str]]:
     return [[s.name, s.key, s.value, s.meaning] for s in symbols]
-
-
-def settings_line(pairs: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in pairs)
 
 
 def wrapped(text: str) -> list[str]:
@@ -86,10 +81,16 @@ def explanation_text(shown: Explanation) -> str:
         out.print(Text(f"grpocli explain {shown.title}".rstrip(), style="bold"))
         for section in shown.sections:
             out.print()
-            _section(out, section)
+            for number, line in enumerate(section_lines(section)):
+                text = Text(line)
+                text.stylize("bold" if number == 0 else "dim", 0, LABEL)
+                out.print(text, soft_wrap=True)
         _table(out, ["symbol", "key", "value", "meaning"], symbol_rows(shown.symbols))
-        _paragraph(out, "other keys", settings_line(shown.settings))
-        _paragraph(out, "not in use", unused_line(shown.unused))
+        for label, others in zip(("other keys", "not in use"), other_lines(shown), strict=True):
+            if others:
+                out.print()
+                out.print(Text(label, style="bold"))
+                out.print(Padding(Text(others), (0, 0, 0, 2)))
         _table(out, ["part", "source"], source_rows(shown.sections))
     return _trimmed(captured.get())
 
@@ -122,13 +123,6 @@ def _trimmed(text: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
 
 
-def _section(out: CleanConsole, section: Section) -> None:
-    for number, line in enumerate(section_lines(section)):
-        text = Text(line)
-        text.stylize("bold" if number == 0 else "dim", 0, LABEL)
-        out.print(text, soft_wrap=True)
-
-
 def _table(out: CleanConsole, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not rows:
         return
@@ -141,23 +135,17 @@ def _table(out: CleanConsole, header: Sequence[str], rows: Sequence[Sequence[str
     out.print(drawn)
 
 
-def _paragraph(out: CleanConsole, label: str, text: str) -> None:
-    if text:
-        out.print()
-        out.print(Text(label, style="bold"))
-        out.print(Padding(Text(text), (0, 0, 0, 2)))
-
-
 def explanation_markdown(shown: Explanation) -> str:
     """The formulas, then the symbols with their keys, and the sources."""
+    settings, unused = other_lines(shown)
     return "\n".join(
         [
             f"`grpocli explain {shown.title}`" if shown.title else "`grpocli explain`",
             "",
             *code(formula_lines(shown)),
             *table(["symbol", "key", "value", "meaning"], _keys(symbol_rows(shown.symbols), 1)),
-            *([f"Other keys: `{settings_line(shown.settings)}`.", ""] if shown.settings else []),
-            *([f"Not in use: {unused_line(shown.unused)}.", ""] if shown.unused else []),
+            *([f"Other keys: `{settings}`.", ""] if settings else []),
+            *([f"Not in use: {unused}.", ""] if unused else []),
             *table(["part", "source"], source_rows(shown.sections)),
         ]
     )

@@ -102,90 +102,78 @@ def test_the_loss_has_the_terms_in_use(overrides: list[str], loss: str) -> None:
     assert section(explained(*overrides), "loss") == [loss]
 
 
-def test_rewards_have_their_weights() -> None:
-    shown = explained("reward=[math,format]", "reward.format.weight=0.5")
-    assert section(shown, "score")[0] == "s_i = ω_1 R_1(o_i) + ω_2 R_2(o_i)"
-    assert ("ω_2", "reward.format.weight", "0.5") in [(s.name, s.key, s.value) for s in shown.symbols]
-    assert any(
-        line.startswith("R_3: overlong.")
-        for line in section(explained("algorithm=dapo", "reward=[math,format]"), "score")
-    )
+AHEAD = ["engine=vllm", "rollout.max_staleness=2"]
+STRUCTURED = [
+    "engine=vllm",
+    "algorithm/correction=token_truncate",
+    "rollout.regex=a+",
+    "rollout.repetition_penalty=1.2",
+]
+# overrides: a section, and lines in it
+LINES: list[tuple[list[str], str, list[str]]] = [
+    (["reward=[math,format]"], "score", ["s_i = ω_1 R_1(o_i) + ω_2 R_2(o_i)"]),
+    (["algorithm=dapo", "algorithm.keep.reward=score"], "keep", ["keep a question where min_G s < max_G s"]),
+    ([], "update", ["E M = 1 update per step, of N = P G / M = 256 completions"]),
+    ([], "update", ["π_old = sg[π_θ]: with one update per step, r = 1"]),
+    (
+        ["train.epochs=2", "train.minibatches=3"],
+        "update",
+        ["E M = 6 updates per step, of N = P G / M ≈ 85 completions", "π_old: π_θ before the step's first update"],
+    ),
+    (
+        ["rollout.top_p=0.9", "rollout.top_k=5"],
+        "sampling",
+        ["μ (sampler), π_θ, π_old, π_ref = softmax(logits / T_s), cut to top_k, top_p"],
+    ),
+    (STRUCTURED, "sampling", ["logits z of tokens in q or earlier in o_i: z / ν where z > 0, else ν z"]),
+    (STRUCTURED, "sampling", ["μ: only tokens that keep o_i within rollout.regex"]),
+    (["algorithm=sft"], "sampling", ["o_1: the answer of the data to each of P questions q,  G = 1"]),
+    (AHEAD, "loss", ["L(θ) = Σ_i w_i Σ_t ( ρ_it ℓ_it + β D_it )"]),
+    (AHEAD, "correction", ["ρ_it = clip(x_it, 0, 2)"]),
+    (AHEAD, "update", ["μ: π_θ of up to 2 steps earlier"]),
+    ([*AHEAD, "algorithm/correction=none"], "update", ["π_old = μ for completions of older weights"]),
+    (["algorithm=dapo", "algorithm.keep.surplus=carry"], "update", ["π_old = μ for completions of older weights"]),
+]
 
 
-def test_the_accuracy_of_difficulty_is_named() -> None:
-    shown = explained("algorithm=dgpo", "reward=[math,format]")
-    assert next(s.meaning for s in shown.symbols if s.name == "R_a") == "The accuracy; null is math"
+@pytest.mark.parametrize(("overrides", "label", "lines"), LINES, ids=str)
+def test_a_section_has_what_the_config_changes(overrides: list[str], label: str, lines: list[str]) -> None:
+    assert set(lines) <= set(section(explained(*overrides), label))
 
 
-def test_updates_of_a_step_are_counted() -> None:
-    assert section(explained(), "update") == [
-        "E M = 1 update per step, of N = P G / M = 256 completions",
-        "π_old = sg[π_θ]: with one update per step, r = 1",
-    ]
-    assert section(explained("train.epochs=2", "train.minibatches=3"), "update") == [
-        "E M = 6 updates per step, of N = P G / M ≈ 85 completions",
-        "π_old: π_θ before the step's first update",
-    ]
-
-
-def test_truncation_of_the_distribution_is_named() -> None:
-    assert section(explained("rollout.top_p=0.9", "rollout.top_k=5"), "sampling")[1].endswith(", cut to top_k, top_p")
-
-
-def test_other_changes_of_the_distribution_are_named() -> None:
-    structured = ["engine=vllm", "algorithm/correction=token_truncate", "rollout.regex=a+"]
-    lines = section(explained("rollout.repetition_penalty=1.2", *structured), "sampling")
-    assert "logits z of tokens in q or earlier in o_i: z / ν where z > 0, else ν z" in lines
-    assert "μ: only tokens that keep o_i within rollout.regex" in lines
-    assert not any("ν" in line or "regex" in line for line in section(explained(), "sampling"))
-
-
-@pytest.mark.slow
-def test_explain_compares_the_weight_of_the_length_penalty_with_the_paper() -> None:
-    def note(*overrides: str) -> str:
-        return next(s.note for s in explained("algorithm=dapo", *overrides).sections if s.label == "score")
-
-    assert note().endswith("With exact_match's scores of 1 and 0, reward.overlong.weight=0.5 is equivalent.")
-    assert note("reward=[math]", "reward.math.wrong=-1").endswith(
-        "With math's scores of 1 and -1, reward.overlong.weight=0.5 is not equivalent, 1 would be."
-    )
-    assert "equation 7" not in note("~reward@reward.overlong")
+MIXTURE = ["task=[arithmetic,gsm8k]", "reward=[exact_match,number]", "task.gsm8k.rewards=[number]"]
 
 
 @pytest.mark.slow
-def test_explain_names_the_reward_by_which_groups_are_kept() -> None:
-    def named(*overrides: str) -> str:
-        shown = explained("algorithm=dapo", *overrides)
-        return next(s.meaning for s in shown.symbols if s.key == "algorithm.keep.reward")
-
-    assert named() == "The accuracy; null is exact_match"
-    assert named("reward=[format,math]", "eval.reward=math") == "The accuracy; null is math"
-    mixture = ("task=[arithmetic,gsm8k]", "reward=[exact_match,number]", "task.gsm8k.rewards=[number]")
-    assert named(*mixture) == "The accuracy; null is exact_match (arithmetic), number (gsm8k)"
-    assert section(explained("algorithm=dapo", "algorithm.keep.reward=score"), "keep")[0] == (
-        "keep a question where min_G s < max_G s"
-    )
-
-
-@pytest.mark.slow
-def test_supervised_training_has_answers_in_the_place_of_samples_and_scores() -> None:
-    found = explained("algorithm=sft")
-    labels = [section.label for section in found.sections]
-    assert labels == ["sampling", "advantage", "objective", "aggregate", "loss", "update"]
-    assert found.sections[0].lines[0].startswith("o_1: the answer of the data")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm=dapo"], "The accuracy; null is exact_match"),
+        (["algorithm=dapo", "reward=[format,math]", "eval.reward=math"], "The accuracy; null is math"),
+        (["algorithm=dapo", *MIXTURE], "The accuracy; null is exact_match (arithmetic), number (gsm8k)"),
+        (["algorithm=dgpo", "reward=[math,format]"], "The accuracy; null is math"),
+        (["algorithm=dapo"], "With exact_match's scores of 1 and 0, reward.overlong.weight=0.5 is equivalent."),
+        (["algorithm=dapo", "reward=[math]", "reward.math.wrong=-1"], "weight=0.5 is not equivalent, 1 would be."),
+    ],
+)
+def test_rewards_are_compared_with_the_papers(overrides: list[str], said: str) -> None:
+    shown = explained(*overrides)
+    texts = [s.meaning for s in shown.symbols] + [s.note for s in shown.sections]
+    assert any(text.endswith(said) for text in texts)
 
 
-def test_older_weights_are_corrected_for() -> None:
-    """If completions are sampled ahead, there is a correction; otherwise the sampler is the old policy."""
-    ahead = ["engine=vllm", "rollout.max_staleness=2"]
-    shown = explained(*ahead)
-    assert section(shown, "loss") == ["L(θ) = Σ_i w_i Σ_t ( ρ_it ℓ_it + β D_it )"]
-    assert section(shown, "correction")[1] == "ρ_it = clip(x_it, 0, 2)"
-    assert section(shown, "update")[2:] == ["μ: π_θ of up to 2 steps earlier"]
-    uncorrected = section(explained(*ahead, "algorithm/correction=none"), "update")
-    assert uncorrected[2:] == ["μ: π_θ of up to 2 steps earlier", "π_old = μ for completions of older weights"]
-    carried = explained("algorithm=dapo", "algorithm.keep.surplus=carry")
-    assert section(carried, "update")[2:] == ["π_old = μ for completions of older weights"]
+@pytest.mark.parametrize(
+    ("overrides", "verdict", "keys"),
+    [
+        (["algorithm.objective.low=0.1"], "the same formulas; these values differ", ["algorithm.objective.low"]),
+        (["optim.lr=1", "algorithm=grpo", "seed=3"], "the same objective", []),
+    ],
+)
+def test_equal_formulas_are_said_to_be(overrides: list[str], verdict: str, keys: list[str]) -> None:
+    found = compared(explained(), explained(*overrides))
+    assert (found.sections, [key for key, _, _ in found.keys]) == ((), keys)
+    assert verdict in comparison_text(found)
+    assert verdict[1:] in comparison_markdown(found)
 
 
 def test_a_comparison_shows_only_differences() -> None:
@@ -198,21 +186,6 @@ def test_a_comparison_shows_only_differences() -> None:
         "                   MAD_G s = mean_G |s − mean_G s|",
     ]
     assert found.keys == [["algorithm/advantage", "center", "mad"], ["algorithm.advantage.eps", "–", "0.0001"]]
-
-
-def test_values_alone_are_compared() -> None:
-    found = compared(explained(), explained("algorithm.objective.low=0.1"))
-    assert found.sections == ()
-    assert found.keys == [["algorithm.objective.low", "0.2", "0.1"]]
-    assert "the same formulas; these values differ" in comparison_text(found)
-    assert "| `algorithm.objective.low` | 0.2 | 0.1 |" in comparison_markdown(found)
-
-
-def test_equal_objectives_have_no_difference() -> None:
-    found = compared(explained(), explained("optim.lr=1", "algorithm=grpo", "seed=3"))
-    assert found.same
-    assert "the same objective" in comparison_text(found)
-    assert "The same objective." in comparison_markdown(found)
 
 
 def test_the_terminal_and_the_document_have_the_same_formulas() -> None:

@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from algorithms_page import VARIANTS
 
 from grpocli.algorithm.algorithm import PARTS
-from grpocli.algorithm.kl import K3
-from grpocli.algorithm.objective import Clip
 from grpocli.composition.compose import register_parts
 from grpocli.config.parts import registered
-from grpocli.config.user_parts import choice_of
 from grpocli_tools.explain.explanation import part_section
-from grpocli_tools.explain.formulas import Formula, formula_of
+from grpocli_tools.explain.formulas import FIXED, Formula, formula_of
 from grpocli_tools.explain.render import LABEL, WIDTH
 
 register_parts()
@@ -54,14 +50,9 @@ def instances(made: type[Any]) -> list[Any]:
     return [made(**dict(zip(names, values, strict=True))) for values in itertools.product(*(VALUES[n] for n in names))]
 
 
-def test_every_kind_of_part_is_covered() -> None:
-    assert {kind for kind, _, _ in CHOICES} == set(PARTS)
-    assert len(CHOICES) >= 24
-
-
 @pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
 def test_every_part_has_a_formula_with_its_source_or_a_reason(kind: str, choice: str, made: type[Any]) -> None:
-    assert formula_of.dispatch(made) is not formula_of.dispatch(object)
+    assert made in FIXED or formula_of.dispatch(made) is not formula_of.dispatch(object)
     for part in instances(made):
         formula = formula_of(part)
         if formula.lines:
@@ -106,26 +97,6 @@ def test_no_symbol_has_two_meanings() -> None:
     assert {symbol for symbol, by_kind in shared.items() if len(set.union(*by_kind.values())) > 1} == set()
 
 
-def test_variants_of_the_document_exist() -> None:
-    known = {(kind, choice) for kind, choice, _ in CHOICES}
-    assert set(VARIANTS) <= known
-
-
-def test_values_change_lines() -> None:
-    plain, sequence = formula_of(Clip()), formula_of(Clip(level="sequence"))
-    assert plain.lines[0] == "r_it = π_θ(o_it) / π_old(o_it)"
-    assert sequence.lines[0] == "r_i = ( Π_t π_θ(o_it) / π_old(o_it) )^(1 / |o_i|)"
-    assert any("GSPO" in source for source in sequence.source)
-    assert "c" not in plain.symbols
-    assert formula_of(Clip(dual=3.0)).symbols["c"] == "dual"
-    assert formula_of(Clip(dual=3.0)).lines[-1] == "ℓ_it = −g_it where A_i ≥ 0,  −max(g_it, c A_i) where A_i < 0"
-    assert formula_of(Clip(delta=3.0)).lines[1] == "b_it = min(r_it, δ)"
-    assert not any("DAPO" in source for source in plain.source)
-    assert any("DAPO" in source for source in formula_of(Clip(high=0.28)).source)
-    assert formula_of(K3(beta=0.0)).lines == ()
-    assert formula_of(K3(sync_every=2)).symbols == {"β": "beta", "m": "sync_every", "α": "sync_alpha"}
-
-
 def test_a_part_without_a_formula_shows_its_docstring() -> None:
     @dataclass(frozen=True)
     class Mine:
@@ -138,15 +109,3 @@ def test_a_part_without_a_formula_shows_its_docstring() -> None:
     section = part_section("algorithm/objective", Mine())
     assert section.settings[0] == ("algorithm.objective.scale", "1")
     assert section.choice.endswith("Mine")
-
-
-def test_a_class_without_a_docstring_shows_its_name() -> None:
-    @dataclass(frozen=True)
-    class Silent:
-        scale: float = 1.0
-
-    assert formula_of(Silent()).lines[0].endswith("Silent")
-
-
-def test_a_part_is_shown_by_its_choice() -> None:
-    assert choice_of("algorithm/kl", K3()) == "k3"
