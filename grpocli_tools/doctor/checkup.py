@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from grpocli.processes.threads import run_in_thread
+from grpocli.text import one_line, shorten
 
 if TYPE_CHECKING:
     from grpocli.progress import Progress
@@ -117,7 +118,7 @@ def _findings(check: MachineCheck, machine: Machine, needs: Needs) -> list[Findi
     try:
         return list(check.find(machine, needs))
     except Exception as error:  # noqa: BLE001 - one failed check must not hide the others
-        reason = " ".join(str(error).split())[:200] or "no message"
+        reason = shorten(one_line(str(error)), 200) or "no message"
         advice = "report it as a bug of grpocli, with the output of `grpocli doctor --json`"
         return [warning(check.name, f"this check failed: {type(error).__name__}: {reason}", advice)]
 

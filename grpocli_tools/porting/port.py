@@ -173,9 +173,8 @@ def with_numbers(settings: Mapping[str, Any], defaults: Mapping[str, Any], port:
 
 
 def short(value: Any) -> str:
-    """A value as text of at most 80 characters."""
-    text = " ".join(str(value).split())
-    return shorten(text, 80)
+    """A value as text of at most 80 characters on one line."""
+    return shorten(one_line(str(value)), 80)
 
 
 def recipe(port: Port, origin: str) -> str:

@@ -51,7 +51,7 @@ LINES: list[tuple[list[str], dict[str, Ended], tuple[str, str, str, str]]] = [
     (["train.steps=3"], planned(), ("plan", "ok", "needs 1.0 of 8.0 GiB on GPU", "")),
     (["train.steps=3"], planned(), ("devices", "ok", "no GPU; the run computes on the CPU", "")),
     (["tracker=trackio"], planned(), ("tracker", "ok", "", "")),
-    (["reward=[nowhere.py:f]"], planned(), ("data and rewards", "error", "nowhere.py", "task.path=FILE")),
+    (["task=jsonl", "task.path=no.jsonl"], planned(), ("data and rewards", "error", "task.path=no.jsonl", "")),
     (["model=hf", "model.path=./nowhere"], planned(), ("model", "error", "model.path=./nowhere", "")),
     (
         [QWEN, "reward=[math]", "hydra.run.dir=x"],
@@ -181,7 +181,7 @@ def test_text_ends_with_the_number_of_errors(
     [
         (["train.stepps=3"], 'there is no key train.stepps; did you mean "train.steps"?'),
         (["--jsn"], "--jsn"),
-        ([ZERO], f"{ZERO}: engine=transformers cannot sample"),
+        (["engine=transformers", ZERO], f"{ZERO}: engine=transformers cannot sample"),
     ],
 )
 def test_exit_code_2_and_one_sentence_for_wrong_usage(

@@ -288,7 +288,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Needs, tuple[str, str, str, str]]] =
         surroundings.locale,
         {"environ": {"PYTHONIOENCODING": "latin-1"}},
         DEFAULT,
-        ("text", "warning", "latin-1", "export LC_ALL=C.UTF-8"),
+        ("text", "warning", "not UTF-8", "export LC_ALL=C.UTF-8"),
     ),
 }
 

@@ -58,18 +58,18 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("part", [*CLIPS, *OTHERS], ids=repr)
-@pytest.mark.parametrize("seed", range(12))
-def test_the_objectives_formula_gives_its_loss(part: Any, seed: int) -> None:
-    old = -noise(seed, T).abs()
-    new, advantage = (old + noise(seed + 100, T)).clamp(max=-1e-3), noise(seed + 200, 1)
-    loss_BT, _ = part(new[None], old[None], advantage, torch.ones(1, T))
-    formula = formula_of(part)
-    for t in range(T):
-        values = policies(new, old, t) | held(part, formula) | {"A_i": advantage.item()}
-        assert computed(formula.lines, "ℓ_it", values) == pytest.approx(loss_BT[0, t].item(), rel=1e-12)
+def test_the_objectives_formula_gives_its_loss(part: Any) -> None:
+    for seed in range(12):
+        old = -noise(seed, T).abs()
+        new, advantage = (old + noise(seed + 100, T)).clamp(max=-1e-3), noise(seed + 200, 1)
+        loss_BT, _ = part(new[None], old[None], advantage, torch.ones(1, T))
+        formula = formula_of(part)
+        for t in range(T):
+            values = policies(new, old, t) | held(part, formula) | {"A_i": advantage.item()}
+            assert computed(formula.lines, "ℓ_it", values) == pytest.approx(loss_BT[0, t].item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_formula_of_geometric_gives_its_loss(seed: int) -> None:
     part = Geometric(low=0.1, high=0.2)
     old = -noise(seed, T).abs()
@@ -83,7 +83,7 @@ def test_the_formula_of_geometric_gives_its_loss(seed: int) -> None:
 
 
 @pytest.mark.parametrize("made", [TokenTruncate, TokenMask, SequenceTruncate, SequenceMask])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_corrections_formula_gives_its_weights(made: type[Correction], seed: int) -> None:
     part = made(min=0.8, max=1.2)
     sampler = -noise(seed, T).abs()
@@ -202,10 +202,16 @@ def test_the_formulas_of_reinforce_pp_give_its_values() -> None:
     torch.testing.assert_close(ReinforcePlusPlus("tokens", eps=0.3)(scores, lengths), (c - m) / (v.sqrt() + 0.3))
 
 
-@pytest.mark.parametrize("correction", ["none", "token_truncate"])
-@pytest.mark.parametrize("tokens", ["all", "top_entropy"])
-@pytest.mark.parametrize("kl", ["none", "k3"])
-@pytest.mark.parametrize("entropy", ["none", "bonus"])
+PAIRWISE = [
+    ("none", "all", "none", "none"),
+    ("none", "top_entropy", "k3", "bonus"),
+    ("token_truncate", "all", "k3", "none"),
+    ("token_truncate", "all", "none", "bonus"),
+    ("token_truncate", "top_entropy", "none", "none"),
+]
+
+
+@pytest.mark.parametrize(("correction", "tokens", "kl", "entropy"), PAIRWISE)
 def test_the_loss_is_the_sum_of_the_printed_terms(correction: str, tokens: str, kl: str, entropy: str) -> None:
     choices = {"correction": correction, "tokens": tokens, "kl": kl, "entropy": entropy}
     overrides = [f"algorithm/{kind}={choice}" for kind, choice in choices.items()]
