@@ -116,9 +116,7 @@ class Judge(BaseReward):
             raise ConfigError(f"cannot be reached: {reason}", key="reward.judge.base_url", value=self.base_url)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        questions = [self._question(sample) for sample in samples]
-        answers = iter(self._client.answers([one for one in questions if not isinstance(one, Failure)]))
-        found = [one if isinstance(one, Failure) else next(answers) for one in questions]
+        found = self._client.answers([self._question(sample) for sample in samples])
         return [one if isinstance(one, Failure) else self.parse_score(one) for one in found]
 
     def close(self) -> None:
@@ -128,14 +126,11 @@ class Judge(BaseReward):
     def _client(self) -> ChatClient:
         return ChatClient(self)
 
-    def _question(self, sample: Sample) -> Messages | Failure:
-        """The messages for the judge; a Failure if a column's value cannot be formatted."""
+    def _question(self, sample: Sample) -> Messages:
+        """The messages for the judge."""
         values = {name: sample.columns.get(name) for name in self.fields}
         values |= {"prompt": _text(sample.prompt), "completion": _text(sample.completion)}
-        try:
-            question = {"role": "user", "content": ByColumn().format(self.prompt, **values)}
-        except Exception as error:  # noqa: BLE001 - one sample's error must not fail the others
-            return Failure(f"no judgement: {type(error).__name__}: {error}")
+        question = {"role": "user", "content": ByColumn().format(self.prompt, **values)}
         return [question] if self.system is None else [{"role": "system", "content": self.system}, question]
 
     def parse_score(self, answer: str) -> float | Failure:

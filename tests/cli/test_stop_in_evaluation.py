@@ -36,7 +36,7 @@ def test_a_run_stops_during_an_evaluation(
 ) -> None:
     monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
     (tmp_path / "rewards.py").write_text(REWARD)
-    reward = ["reward=[python]", f"reward.python.function={tmp_path}/rewards.py:even"]
+    reward = ["reward=[python]", f"reward.python.function={tmp_path}/rewards.py:even", "reward.python.process=false"]
     command = ["train", *SMALL, *reward, "train.steps=2", "eval.every=1", "checkpoint.every=0"]
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
     assert grpocli(*command, f"hydra.run.dir={undisturbed}")[0] == 0
