@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -18,12 +20,15 @@ from grpocli.composition.overrides import expand_task_lists, in_files, in_quotes
 from grpocli.config import yaml_text
 from grpocli.config.build import TARGET, leaves
 from grpocli.config.environment import raw_value, unresolved
+from grpocli.config.parts import CLASSES
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.config.yaml_text import flat_values
 from grpocli.errors import ConfigError, config_errors
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import check_is_run
 from grpocli.runs.sessions import accuracy_rewards
+
+logger = logging.getLogger(__name__)
 
 FOLLOWS = re.compile(r"\$\{([\w.]+)\}")
 """A value that is that of another key."""
@@ -247,4 +252,20 @@ def _load(path: Path) -> Any:
     """A saved YAML, plain. Raises ConfigError if it is damaged."""
     kinds = (*yaml_text.BROKEN, OSError, OmegaConfBaseException)
     with config_errors(*kinds, says="cannot be read: {}", why=yaml_text.reason, key="resume", value=path):
-        return OmegaConf.to_container(OmegaConf.create(path.read_text()))
+        saved = OmegaConf.to_container(OmegaConf.create(path.read_text()))
+    unknown: list[str] = []
+    saved = _of_this_version(saved, "", unknown)
+    if unknown:
+        logger.warning("resume: this version has no %s, so what %s has there is left out", ", ".join(unknown), path)
+    return saved
+
+
+def _of_this_version(node: Any, key: str, unknown: list[str]) -> Any:
+    """A plain config without the keys that its parts have no longer; they are appended to `unknown`."""
+    if not isinstance(node, Mapping):
+        return node
+    cls, names = CLASSES.get(str(node.get(TARGET))), {*node}
+    if cls is not None and dataclasses.is_dataclass(cls):
+        names = {TARGET, *(f.name for f in dataclasses.fields(cls))}
+    unknown += [f"{key}{name}" for name in node if name not in names]
+    return {name: _of_this_version(one, f"{key}{name}.", unknown) for name, one in node.items() if name in names}

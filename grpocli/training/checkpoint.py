@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -207,7 +207,8 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
 
 def load_state(path: Path) -> State:
     """The counters of a checkpoint. Raises ValueError or TypeError if the file is damaged."""
-    state = State(**json.loads((path / STATE).read_text()))
+    saved = json.loads((path / STATE).read_text())
+    state = State(**{f.name: saved[f.name] for f in fields(State) if f.name in saved})
     if (numbered := NAME.fullmatch(path.name)) and int(numbered[1]) != state.step:
         raise ValueError(f"{STATE} is of step {state.step}")
     return state

@@ -54,6 +54,17 @@ def test_a_resume_continues_in_the_folder_of_the_run(tmp_path: Path) -> None:
     assert Resume.requested([f"resume={tmp_path}", f"hydra.run.dir={tmp_path}"])
 
 
+def test_keys_that_this_version_does_not_have_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begun(tmp_path)
+    file = tmp_path / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    saved["model"]["former"] = saved["former"] = 1
+    file.write_text(yaml.safe_dump(saved))
+    assert "former" not in again(tmp_path, "train.steps=7")
+    assert "this version has no " in caplog.text
+    assert "model.former" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_config_without_its_command_line_is_enough(tmp_path: Path) -> None:
     config = begun(tmp_path, "algorithm=dapo", "optim.lr=0.5")
