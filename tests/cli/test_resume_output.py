@@ -62,7 +62,7 @@ def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, mo
     assert "rewards from now on: exact_match" in out
     card = (run / "model" / "README.md").read_text()
     assert "| steps 4 to 4 | " in card
-    assert "| algorithm | `grpo`, then `drgrpo` |" in card
+    assert "| algorithm | `drgrpo` |" in card
 
     for path in run.glob(".hydra/*"):  # a resume needs only the config
         path.write_text("- [")

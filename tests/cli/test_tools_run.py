@@ -92,7 +92,7 @@ def test_two_processes_call_the_same_tools(whole: Path, tmp_path: Path) -> None:
         (["task.tools=[calculater]"], "task.tools=['calculater']: name functions as FILE.py:NAME, or take calculator"),
         ([f"task.tools=[{CALLING}:speek]"], 'has no function or class speek; did you mean "speak"?'),
         ([f"task.tools=[{CALLING}:speak]"], "needs type hints and a docstring that describes its arguments"),
-        (["reward=[exact_match,tools]"], "reward=[tools]: no task of this run has tools; give task.tools"),
+        (["reward=[exact_match,tools]"], "reward=[tools]: no task of this run has tools: give task.tools"),
         (["task.tools=[calculator]", "reward=[environment]"], "no task of this run has an environment"),
     ],
 )

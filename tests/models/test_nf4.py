@@ -165,7 +165,7 @@ def test_sampling_takes_its_frozen_weights(part) -> None:
         ([], "model.quantization=nf4: its weights do not train: add model.lora.rank=16"),
         (
             ["model.lora.rank=4", "hardware.parallel=fsdp2"],
-            "model.quantization=nf4: hardware.parallel=fsdp2 shards whole weights: take ddp",
+            "model.quantization=nf4: hardware.parallel=fsdp2 shards whole weights",
         ),
         (["model.lora.rank=4", "algorithm.kl.sync_every=2"], "a moving reference (algorithm.kl.sync_every)"),
         (["model.lora.rank=4", "model.quantization=nf5"], "model.quantization=nf5: choose nf4, or null"),

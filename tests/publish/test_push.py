@@ -163,7 +163,6 @@ def test_a_hub_that_does_not_say_what_it_holds_is_not_pushed_to(
     tmp_path: Path,
     path: str,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
     add_checkpoint(run, 4)
     Pusher(run, Hub(push="me/new", checkpoints=True)).push()
@@ -173,7 +172,6 @@ def test_a_hub_that_does_not_say_what_it_holds_is_not_pushed_to(
     with pytest.raises(ConfigError, match=r"^hub\.push=me/new: .*(503|refused by the test)"):
         Pusher(make_run(tmp_path / "other" / "run", "second"), Hub(push="me/new")).push()
     assert hub.repos["me/new"].files("main") == before
-    assert "HTTP Error" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
