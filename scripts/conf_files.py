@@ -7,9 +7,9 @@ The dataclass stays the only source of defaults and types; a test compares the f
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,4 +141,6 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1] if len(sys.argv) > 1 else conf_dir()))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", default=conf_dir())
+    write(Path(parser.parse_args().folder))

@@ -1,4 +1,4 @@
-"""Overrides to a config, a config to live objects, and a config as the job of Hydra's that runs it."""
+"""Composes a config from overrides, builds its objects, and runs it as a job of Hydra's."""
 
 from __future__ import annotations
 

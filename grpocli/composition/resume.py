@@ -31,7 +31,7 @@ from grpocli.runs.sessions import accuracy_rewards
 logger = logging.getLogger(__name__)
 
 FOLLOWS = re.compile(r"\$\{([\w.]+)\}")
-"""A value that is that of another key."""
+"""A value that refers to another key: `${KEY}`."""
 SESSION_KEYS = ("resume", "resume_other_weights", "overrides")
 """Keys of the start of a session, which do not change the run."""
 FIXED = (*(f"model.lora.{key}" for key in ("rank", "alpha", "target_modules", "path")), "model.quantization")
@@ -98,7 +98,7 @@ class Resume:
             return self._merged(composed, self._config())
 
     def _config(self) -> Any:
-        """The saved config. User code whose file is gone is in the file in which it is named again."""
+        """The saved config, with the new path of user code that has moved."""
         saved = _load(RunDir(self.folder).config_before)
         return OmegaConf.create(_with_files(saved, moved_files(saved, list(map(texts_of, self.given)))))
 
@@ -256,6 +256,8 @@ def _load(path: Path) -> Any:
     unknown: list[str] = []
     saved = _of_this_version(saved, "", unknown)
     if unknown:
+        typed = saved.get("overrides") or ()
+        saved["overrides"] = [o for o in typed if str(o).lstrip("+~").partition("=")[0] not in unknown]
         logger.warning("resume: this version has no %s, so what %s has there is left out", ", ".join(unknown), path)
     return saved
 

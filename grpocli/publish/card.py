@@ -139,7 +139,7 @@ def _datasets(task: Any) -> list[str]:
 
 
 def _base(base: str, choices: Mapping[str, str]) -> str:
-    """The start model: its name on the hub, or its choice; a folder of this machine is nobody else's business."""
+    """The start model: its name on the hub, or its choice; a local folder is shown by its name only."""
     name = choices.get("model")
     shown = base if REPO.fullmatch(base) or "${" in base else Path(base).name
     return _code(shown) if REPO.fullmatch(base) or not name else f"{_code(name)} ({_code(shown)})"

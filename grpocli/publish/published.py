@@ -46,7 +46,7 @@ class Publisher:
     @classmethod
     def of(cls, config: Mapping[str, Any], *folders: Path, former: Sequence[Changes] = ()) -> Publisher:
         """For the texts of a run with this config. folders: further ones whose files are shown by name. former: the
-        changes of its sessions, which have values that are in the config no more."""
+        changes of its sessions, which have values that the config no longer has."""
         found = {path: _public(path) for part in (config, *former) for path in _paths(part)}
         found |= {str(folder.absolute()): folder.name for folder in folders}
         for folder, shown in ((Path.cwd(), "."), (Path.home(), "~")):

@@ -209,8 +209,8 @@ VLLM = ("engine.vllm_args.", "engine.speculative.")
 """Options that vLLM takes, some of which name a class or a file of Python."""
 IMPORTS = re.compile("module|plugin|cls|middleware|logits.processors")
 IMPORTABLE = re.compile(r"[\w-]+([.:][\w-]+)+|.*\.py")
-SENDS = re.compile(r".*\.base_url(\..+)?|(engine|reward|algorithm)\.(.*\.)?api_key(_file)?")
-"""The server that gets a key, and the variable or the file that holds it."""
+SENDS = re.compile(r".*\.base_url(\..+)?|(engine|reward|algorithm)\.(.*\.)?api_key(_file)?|tracker\.options\..+")
+"""The server that gets a key, the variable or the file that holds it, and what a tracker's library takes."""
 KERNEL = re.compile(r"(?!kernels-community/).*/.*")
 """Attention that transformers would download as code; its own organization's it trusts itself."""
 
@@ -234,7 +234,7 @@ def runs_code(key: str, value: Any) -> bool:
     option = next((key.removeprefix(start) for start in VLLM if key.startswith(start)), None)
     if option is not None and _imported_by_vllm(option, value):
         return True
-    if not value or value == "???":
+    if not value or value in ("???", HIDDEN):  # HIDDEN has its own error
         return False
     if name in ("trust_remote_code", "unsafe"):
         return True

@@ -2,7 +2,7 @@
 
 The final model is at the repository's root, where transformers looks for it; everything else has the path that it has
 in the run's folder, so that `resume=hub:OWNER/NAME` finds a run. A push uploads only what the repository lacks. Texts
-are pushed without secrets and local folders (publish/published.py). A push that fails costs a run nothing.
+are pushed without secrets and local folders (publish/published.py). A failed push never fails the run.
 """
 
 from __future__ import annotations
@@ -268,6 +268,8 @@ def _linked(checkpoint: Path) -> Iterator[Path]:
         try:
             shutil.copytree(checkpoint, copy, copy_function=os.link)
         except OSError as error:  # shutil.Error, too
+            if not checkpoint.is_dir():  # the run has deleted it
+                raise
             logger.info("%s is pushed from its own folder, as it cannot be linked: %s", checkpoint.name, error)
             copy = checkpoint
         yield copy

@@ -140,11 +140,13 @@ class PythonReward(BaseReward):
 def in_worker(kind: str, spec: str, key: str, *given: Any) -> Any:
     """The parameters of a function (as an object with `problem` if it cannot be imported) or its scores, as JSON.
 
-    A score that is none is a text with the reason. Runs in a worker process.
+    For a sample that cannot be scored: the reason, as a string. Runs in a worker process.
     """
     try:
         function = load(spec, key)
     except ConfigError as error:
+        if kind == "scores":  # in a worker that replaces one which could import it
+            raise RuntimeError(f"importing it failed: {error.problem}") from error
         return {"problem": error.problem, "hint": error.hint}
     if kind == "parameters":
         return parameters_of(function)

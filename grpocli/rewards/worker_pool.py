@@ -25,9 +25,10 @@ from functools import lru_cache
 from queue import LifoQueue
 from typing import IO, Any
 
+from grpocli.config.environment import SECRET
 from grpocli.errors import RunError
 from grpocli.processes.reaper import die_with_parent
-from grpocli.processes.signals import handle_stops
+from grpocli.processes.signals import handle_stops, restore
 from grpocli.processes.threads import GRACE, run_in_thread
 from grpocli.rewards.reward import Failure, Forfeit, Overrun
 from grpocli.version import PACKAGE
@@ -46,7 +47,7 @@ PASSED_ON = re.compile(
     r"(PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|TZ|TMPDIR|SSL_CERT_FILE|SSL_CERT_DIR|VIRTUAL_ENV|HF_HOME|HF_HUB_OFFLINE"
     r"|LD_LIBRARY_PATH|LD_PRELOAD|PYTHON[A-Z]+|(LC|OMP|MKL|OPENBLAS|XDG|GRPOCLI|CUDA|NVIDIA)_\w+)"
 )
-"""Names of the environment variables that workers get. None of them holds a key or a token."""
+"""Names of the environment variables that workers get, unless they may hold a key or a token."""
 KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
 """Exit codes of a worker that was killed from outside, for instance by the system when memory runs out."""
 
@@ -54,9 +55,14 @@ KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
 def withheld(reason: str, variables: Collection[str]) -> str:
     """A hint if a failure names an exported variable that its worker did not get; "" otherwise."""
     for name in dict.fromkeys(re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", reason)):
-        if name in os.environ and name not in variables and not PASSED_ON.fullmatch(name):
+        if name in os.environ and name not in variables and not is_passed_on(name):
             return f"if it needs {name}, name it in task.environment.env=[{name}]"
     return ""
+
+
+def is_passed_on(name: str) -> bool:
+    """Whether workers get this variable of the environment."""
+    return PASSED_ON.fullmatch(name) is not None and not SECRET.search(name)
 
 
 class PoolClosed(RunError):
@@ -70,7 +76,7 @@ class Worker:
         # -P: a random.py in the working directory must not hide the library's
         start = f"from grpocli.rewards.worker_pool import serve; serve({function!r}, limited={not trusted})"
         path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {name: value for name, value in os.environ.items() if name in variables or PASSED_ON.fullmatch(name)}
+        env = {name: value for name, value in os.environ.items() if name in variables or is_passed_on(name)}
         env |= {"PYTHONPATH": path} | ({} if trusted else {"OMP_NUM_THREADS": "1"})
         # output of libraries would disturb the live view; errors are part of the results
         self.process = subprocess.Popen(
@@ -80,6 +86,7 @@ class Worker:
             stderr=subprocess.PIPE if trusted else subprocess.DEVNULL,
             env={"PYTHONHASHSEED": "0", **env},
             pipesize=PIPE,
+            process_group=0,  # so that what it has started ends with it
         )
         if stderr := self.process.stderr:
             run_in_thread(lambda: _print(stderr), "worker output")
@@ -141,9 +148,14 @@ class Worker:
             self.process.stdin.close()  # which ends it, after its exit handlers
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace)
-        self.process.kill()
+        self.kill()
         self.process.wait()
         self.process.stdout.close()
+
+    def kill(self) -> None:
+        """Kill the process and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def _print(stderr: IO[bytes]) -> None:
@@ -252,12 +264,15 @@ class WorkerPool:
             raise RunError("the pool is closed")
         worker.end()
         self._workers.remove(worker)
-        return self._new()
+        new = self._new()
+        if self._closed:  # meanwhile
+            new.kill()
+        return new
 
     def _kill(self) -> None:
         self._closed = True
         for worker in list(self._workers):
-            worker.process.kill()
+            worker.kill()
 
     def close(self) -> None:
         """End the workers. A `map` that runs in another thread raises PoolClosed."""
@@ -314,10 +329,11 @@ def serve(function: str, limited: bool) -> None:
     """Serve `module:name` in this process, a worker, until its input ends.
 
     It writes null, or why the module cannot be imported; then for each item [result, null] or [null, reason].
-    limited: whether its memory is.
+    limited: cap its address space at MOST_MEMORY.
     """
     die_with_parent()
-    handle_stops(signal.SIG_IGN)  # the run finishes its step and then ends its workers
+    before = handle_stops(lambda *_: None)  # the run finishes its step and then ends its workers
+    os.register_at_fork(after_in_child=lambda: restore(before))  # a function may end its own processes
     if limited:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY if hard < 0 else min(MOST_MEMORY, hard), hard))

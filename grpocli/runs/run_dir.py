@@ -150,7 +150,7 @@ class RunDir:
                 shutil.copy2(path, folder) if path.is_file() else (folder / path.name).touch()
 
     def begin(self) -> None:
-        """A resume has done a step: its config is that of the run."""
+        """Make the config of a resume that of the run, after its first step."""
         done = self.path / f".tmp-{BEFORE}-{os.getpid()}"  # renamed first, so that no half of it is restored
         (self.path / BEFORE).rename(done)
         remove(done)

@@ -1,4 +1,4 @@
-"""A run as its folder has it: the one reader of configs, metrics, sessions, summaries and rollout files."""
+"""A run, read from its folder: the one reader of configs, metrics, sessions, summaries and rollout files."""
 
 from __future__ import annotations
 

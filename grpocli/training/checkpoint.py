@@ -232,7 +232,7 @@ def load_optimizer(path: Path, policy: Policy, optimizer: Any, optim: Any = None
     optim: the run's choice of `optim`; a user's may not say which tensors its state has. Raises ConfigError if the
     state is another optimizer's. Raises ValueError if it does not fit the policy.
     """
-    state: dict[str, dict[str, shards.StoredTensor]] = defaultdict(dict)  # none of a weight without a gradient so far
+    state: dict[str, dict[str, shards.StoredTensor]] = defaultdict(dict)  # a weight without a gradient so far has none
     with shards.reading(path / OPTIMIZER_INDEX) as stored:
         for key, tensor in stored.items():
             name, _, kind = key.rpartition(".")

@@ -148,7 +148,7 @@ class RolloutBatch:
     untrained: list[tuple[Status, Group]] = field(default_factory=list)
     """Groups that the step does not train on, with the reason, for the rollout file; in the main process only."""
     leftover_uids: frozenset[str] = frozenset()
-    """Of the groups that were sampled for the step before."""
+    """Uids of the groups carried over from the previous step."""
 
 
 MAX_REFILL = 4

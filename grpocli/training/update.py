@@ -66,15 +66,16 @@ class Updater:
     train: Train
     sampling: Sampling
     total_updates: int
-    """Of the whole run."""
+    """Updates in the whole run."""
     updates: int = 0
-    """So far."""
+    """Updates so far."""
     progress: Progress = unreported
     """Called when a micro-batch begins, without waiting for the GPU."""
     routers: RouterBalance = field(init=False)
-    """Of the policy."""
+    """Balances the policy's routers."""
+    # set anew in each step
     windows: list[Window] = field(default_factory=list)
-    """Of this step, as all fields below."""
+    """The step's optimizer windows."""
     built: tuple[RowBatch, MicroBatch] | None = None
     """The last tensors of `_batch`."""
     first_update: int = 0

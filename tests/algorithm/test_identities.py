@@ -16,7 +16,7 @@ from grpocli.algorithm import Algorithm
 from grpocli.algorithm.advantage import ReinforcePlusPlus, Std
 from grpocli.algorithm.objective import Clip, Geometric
 
-few = settings(max_examples=20)
+few = settings(max_examples=10)
 
 
 def rows(window: Window) -> torch.Tensor:

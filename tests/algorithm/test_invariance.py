@@ -105,7 +105,7 @@ def assert_close(name: str, one: torch.Tensor, other: torch.Tensor, scale: torch
 
 @pytest.mark.parametrize("name", variants(fast=12))
 @given(window=windows(), split=splits())
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_loss_does_not_depend_on_split_order_processes_or_padding(
     name: str, window: Window, split: tuple[int, int, int]
 ) -> None:
@@ -131,7 +131,7 @@ def test_loss_does_not_depend_on_split_order_processes_or_padding(
 
 @pytest.mark.parametrize("name", [*choices("advantage", "question_weight"), *VARIED])
 @given(window=windows(), seed=st.integers(0, 9999))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_advantages_follow_their_completions(name: str, window: Window, seed: int) -> None:
     """Questions and completions in another order have the same advantages."""
     algorithm = built(*ALL[name])

@@ -55,6 +55,7 @@ def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -
     return code
 
 
+@pytest.mark.survival
 def test_a_run_starts_syncs_and_stops_its_server(grpocli, tmp_path: Path) -> None:
     """One task has one turn and another several; the trainer scores the sampled tokens of both."""
     code = until_signal(tmp_path / "run", 3, signal.SIGTERM, *TWO[1:])

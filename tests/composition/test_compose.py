@@ -99,7 +99,9 @@ def test_a_default_may_follow_another_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", table(sorted(Path(conf_dir()).glob("*/*.yaml")), fast=12), ids=lambda p: f"{p.parent.name}={p.stem}"
+    "path",
+    table(sorted(Path(conf_dir()).glob("*/*.yaml")), 12, pytest.mark.survival),
+    ids=lambda p: f"{p.parent.name}={p.stem}",
 )
 def test_every_shipped_choice_builds(path: Path) -> None:
     choice = f"[{path.stem}]" if path.parent.name == "reward" else path.stem

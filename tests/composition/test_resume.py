@@ -59,6 +59,7 @@ def test_keys_that_this_version_does_not_have_are_left_out(tmp_path: Path, caplo
     file = tmp_path / "config.yaml"
     saved = yaml.safe_load(file.read_text())
     saved["model"]["former"] = saved["former"] = 1
+    saved["overrides"] = ["model.former=1"]
     file.write_text(yaml.safe_dump(saved))
     assert "former" not in again(tmp_path, "train.steps=7")
     assert "this version has no " in caplog.text

@@ -138,6 +138,6 @@ def test_a_stop_is_not_an_error_on_other_machines(tmp_path: Path, monkeypatch: p
 def test_a_server_and_the_opening_know_whether_its_gpus_also_train(
     serve: tuple[str, ...], shared: bool, share: float, tmp_path: Path
 ) -> None:
-    run, here = build_run(compose(["engine=vllm"])), Devices(2, ("0", "1"), serve)
+    run, here = build_run(compose(["engine=vllm", "model.warm_start_steps=1"])), Devices(2, ("0", "1"), serve)
     assert any(f"{share} of the memory for vLLM" in line for line in plan_lines(run, here))
     assert launch_run.prepare(run, RunDir(tmp_path), View(), here).engine.shares_gpus == shared

@@ -20,7 +20,7 @@ def job_of(model_path: str, folder: Path) -> TrainerJob:
 
 @pytest.mark.parametrize(("engine", "waits"), [("vllm", True), ("transformers", False)])
 def test_the_policy_loads_while_servers_start(tmp_path: Path, engine: str, waits: bool) -> None:
-    run = build_run(compose([f"engine={engine}"]))
+    run = build_run(compose([f"engine={engine}", "model.warm_start_steps=1"]))
     prompts, model = _load(run, job_of(run.model.prepare(), tmp_path))
     assert prompts.draw(0).token_ids
     assert (model is not None) is waits
@@ -28,7 +28,7 @@ def test_the_policy_loads_while_servers_start(tmp_path: Path, engine: str, waits
 
 
 def test_weights_that_cannot_be_read_are_told_then(tmp_path: Path) -> None:
-    run = build_run(compose(["engine=vllm"]))
+    run = build_run(compose(["engine=vllm", "model.warm_start_steps=1"]))
     broken = Path(shutil.copytree(run.model.prepare(), tmp_path / "model"))
     (broken / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ConfigError) as told:

@@ -70,6 +70,7 @@ def test_before_the_first_step_a_signal_interrupts() -> None:
         assert not stop.immediate
 
 
+@pytest.mark.survival
 @pytest.mark.processes
 def test_a_run_that_waits_for_its_server_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The address accepts connections and never answers."""

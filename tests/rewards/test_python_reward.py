@@ -217,6 +217,7 @@ def state() -> list[Any]:
     return [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads(), Path.cwd(), files]
 
 
+@pytest.mark.survival
 @pytest.mark.processes
 def test_a_function_that_misbehaves_costs_its_own_samples_at_most(tmp_path: Path, sample) -> None:
     bodies = "\n".join(

@@ -11,6 +11,7 @@ import pytest
 from packaging.version import Version
 
 
+@pytest.mark.survival
 def test_kernels_equal_float64() -> None:
     triton = pytest.importorskip(
         "triton", reason="triton comes with torch for CUDA and with vLLM; neither is installed"

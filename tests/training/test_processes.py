@@ -151,6 +151,7 @@ def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
     assert max(len(counts) for counts in micro_batches) > 1
 
 
+@pytest.mark.survival
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_uneven_loads_make_equal_numbers_of_collective_calls(results, n: int, parallel: str) -> None:
     """One process has a long row, the others have many micro-batches, and some rows are skipped."""

@@ -1,7 +1,7 @@
 """Sync all weights: stream the policy's parameters through a transport to every server, then verify them by a probe.
 
 The probe: servers and trainer must give a fixed sequence of tokens the same log-probs. A server that starts with random
-weights (`EngineJob.dummy`) proves its first sync so: a weight that never arrives moves the probe by nats.
+weights (`EngineJob.dummy`) is thereby proven at its first sync: a weight that never arrives moves the probe by nats.
 """
 
 from __future__ import annotations

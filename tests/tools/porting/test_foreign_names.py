@@ -56,16 +56,13 @@ def test_every_override_of_the_tables_composes() -> None:
         (["--model", "Qwen/Qwen2.5-0.5B"], "there is no option --model: write model=Qwen/Qwen2.5-0.5B"),
         (["--reward", "math"], "write reward=[math]"),
         (["--train.steps=5"], "write train.steps=5"),
-        (
-            ["learning_rate=1e-6", "seed=1", "+beta=0.1", "actor_rollout_ref.rollout.n=8"],
-            "there are no keys learning_rate (write optim.lr=1e-6), beta (write algorithm.kl.beta=0.1; algorithm=dapo",
-        ),
+        (["actor_rollout_ref.rollout.n=8", "learning_rate=1e-6"], "write rollout.group_size=8"),
         (["--learning_rate", "1e-6", "--max_steps=5"], "write optim.lr=1e-6; there is no option --max_steps: write tr"),
         (["--config-dri", "x"], "did you mean --config-dir?"),
         (["--nonsense"], "settings are KEY=VALUE without dashes"),
         (["model=gpt2"], "or model=hf model.path=gpt2 for a folder or a name on the hub"),
         (["model=qwen2.5-1.5"], 'did you mean "qwen2.5-1.5b"?'),
-        (["task=sums.jsonl"], "task=sums.jsonl: write task=jsonl task.path=sums.jsonl"),
+        (["task=sums.jsonl"], "task=jsonl task.path=sums.jsonl for a file"),
         (["task=openai/gsm8k"], "task=hub task.path=openai/gsm8k for data on the hub"),
     ],
 )
