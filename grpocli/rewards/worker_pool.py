@@ -233,6 +233,8 @@ class WorkerPool:
     def _new(self) -> Worker:
         worker = self._starter.submit(Worker, self.function, self.variables, self.trusted, self.first).result()
         self._workers.append(worker)
+        if self._closed:  # meanwhile, by another thread
+            worker.kill()
         return worker
 
     def _call(self, item: Any, overruns: list[Overrun]) -> Any:
@@ -264,10 +266,7 @@ class WorkerPool:
             raise RunError("the pool is closed")
         worker.end()
         self._workers.remove(worker)
-        new = self._new()
-        if self._closed:  # meanwhile
-            new.kill()
-        return new
+        return self._new()
 
     def _kill(self) -> None:
         self._closed = True
