@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import secrets
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import field, replace
@@ -42,6 +43,7 @@ from grpocli.tasks.task import Example
 from grpocli.types import Message, Text
 
 if TYPE_CHECKING:
+    import httpx
     from verifiers.v1 import Env, ModelContext, Task, Toolset
 
 HERE = "grpocli.library_environments.verifiers"
@@ -241,6 +243,8 @@ class Verifiers:
         # One for all turns, because making one takes longer than a turn, and one for each loop, because no lock guards
         # its connections. A running episode holds one while it waits for its turn; the step's deadline is the limit.
         self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        # not at the process's end, when the loop's thread is gone
+        weakref.finalize(self, _close, self._client, self._background.loop).atexit = False
         self._open = AsyncExitStack()  # kept, because what it holds ends with this object
         for toolset in self._shared:
             await set_up(toolset, self._open)
@@ -261,6 +265,10 @@ class Verifiers:
         episode.work = asyncio.create_task(self._env.run_episode(played, self._context, on_trace=register))
         episode.work.add_done_callback(forget)
         await episode.advance()
+
+
+def _close(client: httpx.AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.run_coroutine_threadsafe(client.aclose(), loop)
 
 
 def _check_unchanged(asked: list[dict[str, Any]], messages: list[Message]) -> None:

@@ -204,12 +204,16 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
 
     def pack(self, tensor: Tensor) -> tuple[torch.device, Tensor] | Tensor:
         """What is kept of a tensor."""
-        large = tensor.numel() * tensor.element_size() >= LEAST_OFFLOADED
-        if not large or tensor.device.type not in self.devices or _storage(tensor) in self.stays:
+        if not self.moves(tensor):
             return tensor
         self.moved += 1
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return tensor.device, copy.copy_(tensor, non_blocking=True)
+
+    def moves(self, tensor: Tensor) -> bool:
+        """Whether a tensor is moved: a large one of these devices that is no weight."""
+        large = tensor.numel() * tensor.element_size() >= LEAST_OFFLOADED
+        return large and tensor.device.type in self.devices and _storage(tensor) not in self.stays
 
     def unpack(self, kept: tuple[torch.device, Tensor] | Tensor) -> Tensor:
         """The tensor, on its device."""

@@ -257,12 +257,11 @@ class _Elsewhere(ActivationOffload):
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__(weights, devices=("cpu",))  # the device of fake tensors
 
-    def store(self, tensor: Tensor) -> Any:
-        return tensor.shape, tensor.dtype
+    def pack(self, tensor: Tensor) -> Any:
+        return (tensor.shape, tensor.dtype) if self.moves(tensor) else tensor
 
-    def fetch(self, device: torch.device, stored: Any) -> Tensor:
-        shape, dtype = stored
-        return torch.empty(shape, dtype=dtype, device=device)
+    def unpack(self, kept: Any) -> Tensor:
+        return kept if isinstance(kept, torch.Tensor) else torch.empty(kept[0], dtype=kept[1])
 
 
 class _Quantized(torch.nn.Linear):

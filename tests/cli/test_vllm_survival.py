@@ -75,7 +75,7 @@ def test_two_sharded_processes_use_the_server_of_another_terminal_until_it_is_lo
         finish(process)
     assert code == 3, out
     said = " ".join(out.split())
-    assert "it did not come back within 3 s (engine.reconnect_timeout)" in said
+    assert "no server came in its place within 3 s (engine.reconnect_timeout)" in said
     assert f"resume with: grpocli train resume={run}" in said
     rows = metrics(run)
     done = len(rows)
