@@ -89,19 +89,21 @@ def two_of_one_name(chosen: str) -> ConfigError:
 
 def _unknown_key(key: str, overrides: list[str], config_name: str) -> ConfigError:
     problem, section, name = f"there is no key {key}", *key.rpartition(".")[::2]
-    given = {key_of_override(o): o.partition("=")[2] for o in overrides}
-    if (foreign := hook("foreign_names")) and (advice := foreign.key_advice(name, given.get(key, "VALUE"))):
-        return ConfigError(problem, hint=advice)
+    given, foreign = {key_of_override(o): o.partition("=")[2] for o in overrides}, hook("foreign_names")
+    known = (foreign.key_advice(one, given.get(key, "VALUE")) for one in (key, name)) if foreign else ()
+    advice = next(filter(None, known), "")
     group, config = section.replace(".", "/"), _composed_choices(overrides, config_name)
     if re.fullmatch(r"reward\.\w+", section) and section.partition(".")[2] in stored("reward"):
         chosen = config is not None and OmegaConf.select(config, section) is not None
         if not chosen:
             return ConfigError(f"{problem}, since the rewards are others: choose {section.partition('.')[2]}, too")
-    elif "." in section and config is not None and OmegaConf.select(config, section) is None:
+    elif not advice and "." in section and config is not None and OmegaConf.select(config, section) is None:
         return _unknown_key(section, overrides, config_name)  # of model.chat_template_arguments.NAME
     if having := sorted(choice for choice, node in stored(group).items() if name in set(node.keys())):
         now = None if config is None else config.hydra.runtime.choices.get(group)
         return ConfigError(f"{key} belongs to {group}={' or '.join(having)}", hint=f"now it is {now}" if now else "")
+    if advice:
+        return ConfigError(problem, hint=advice)
     keys = known_keys(overrides, config_name, hydra=key.startswith("hydra."))
     same = [known for known in keys if known.rpartition(".")[2] == name]
     return ConfigError(problem + (nearest(key, keys) or (f'; did you mean "{same[0]}"?' if same else "")))

@@ -223,6 +223,7 @@ class WorkerPool:
 
     def start(self) -> None:
         """Start the workers without waiting for their imports, which take seconds."""
+        self._closed = False
         self._fill(self.size)
 
     def _fill(self, n: int) -> None:
