@@ -29,7 +29,7 @@ train: $(VENV)/.ready-to-train ## make the environment and run the default train
 test-fast: setup ## the tests without processes, vLLM, whole runs and slow ones: about two minutes on two cores
 	$(TESTS) -m $(FAST) $(ARGS)
 
-test: setup ## the tests of the trainer that run anywhere, real vLLM included: about nine minutes on two cores
+test: setup ## the tests of the trainer that run anywhere, real vLLM included: about six minutes on two cores
 	$(TESTS) --ignore=tests/tools --ignore=tests/files $(ARGS)
 
 test-tools: setup ## the same for what looks at runs, configs and machines, and for bench/: about three minutes

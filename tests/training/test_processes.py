@@ -1,8 +1,8 @@
 """One, two and three real processes make the same updates: weights and metrics agree, to rounding.
 
 Each set of processes is started once, by the launcher of a run, and goes through all algorithms and kinds of
-parallelism. Two processes come first and leave checkpoints, which one and three processes resume. Three are survival
-tests.
+parallelism. Two processes come first and leave checkpoints, which one and three processes resume. They compute for a
+minute, so these are survival tests; test_context_parallel.py has two processes in `make test`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ from grpocli.training.packing import Packed
 from grpocli.training.update import SCALE, SKIPPED
 from grpocli.types import Request, Row, Sampling
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.survival]
 
 ZERO = ("zero2", "zero3") if find_spec("deepspeed") else ()
 PARALLEL = {1: ("ddp",), 2: ("ddp", "fsdp2"), 3: ("ddp", "fsdp2", *ZERO)}
-THREE = pytest.mark.survival
-"""Three processes test the same law again; `make test` has one and two."""
 Results = dict[tuple[int, int, str], dict[str, Any]]
 ADVANTAGES = [[1.2, -0.3, -0.9], [-0.5, 1.5, -0.5, -0.5], [0.0, 0.0, 0.0], [2.0, -2.0], [0.4, 0.1, -0.7, 0.2, 0.3]]
 
@@ -115,7 +113,7 @@ def processes(tied_model, rows: list[Row], tmp_path_factory: pytest.TempPathFact
     return Processes(folder)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=THREE)])
+@pytest.fixture(scope="module", params=[2, 3])
 def n(request: pytest.FixtureRequest) -> int:
     """A number of processes, to be compared with one."""
     return int(request.param)
@@ -151,7 +149,6 @@ def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
     assert max(len(counts) for counts in micro_batches) > 1
 
 
-@pytest.mark.survival
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_uneven_loads_make_equal_numbers_of_collective_calls(results, n: int, parallel: str) -> None:
     """One process has a long row, the others have many micro-batches, and some rows are skipped."""
@@ -241,7 +238,6 @@ def test_the_algorithms_differ(results) -> None:
 
 
 @pytest.mark.parametrize("saved", ["ddp", "fsdp2"])
-@pytest.mark.survival
 def test_any_number_of_processes_resumes_a_checkpoint(processes: Processes, saved: str) -> None:
     """Two processes save it; one and three resume it, with the same and another `hardware.parallel`."""
     alone = processes.results(1)[1, 0, "ddp"][f"saved_2_{saved}"]
@@ -263,7 +259,7 @@ def test_other_optimizers_make_the_same_updates_in_any_number_of_processes(proce
     assert {f"{name}_2_ddp", f"{name}_2_fsdp2"} <= alone.keys()
 
 
-RESUMED = ["1_ddp", *(pytest.param(f"3_{parallel}", marks=THREE) for parallel in PARALLEL[3])]
+RESUMED = ["1_ddp", *(f"3_{parallel}" for parallel in PARALLEL[3])]
 
 
 @pytest.mark.parametrize("saved", ["ddp", "fsdp2"])
@@ -283,11 +279,10 @@ def test_a_checkpoint_is_loaded_to_the_bit(processes: Processes, saved: str, res
     check_files(ended / f"saved_2_{saved}_to_{resumed}.again")
 
 
-SAVED = ["saved_1_ddp", "saved_2_ddp", "saved_2_fsdp2"]
-SAVED_BY_THREE = [pytest.param(f"saved_3_{parallel}", marks=THREE) for parallel in PARALLEL[3][1:]]
+SAVED = ["saved_1_ddp", "saved_2_ddp", "saved_2_fsdp2", *(f"saved_3_{parallel}" for parallel in PARALLEL[3][1:])]
 
 
-@pytest.mark.parametrize("name", SAVED + SAVED_BY_THREE)
+@pytest.mark.parametrize("name", SAVED)
 def test_transformers_loads_the_checkpoints_of_any_number_of_processes(processes: Processes, name: str) -> None:
     """The loaded weights equal the trained ones to the bit."""
     _, n, parallel = name.split("_")
