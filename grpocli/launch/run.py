@@ -41,7 +41,7 @@ from grpocli.rollout.transformers_engine import AutoEngine
 from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
 from grpocli.runs.metrics import read_metrics
 from grpocli.runs.run_dir import RunDir, resume_word
-from grpocli.runs.saved_run import SavedRun, saved_choices
+from grpocli.runs.saved_run import SavedRun
 from grpocli.runs.sessions import Changes, Session, add_session, format_value
 from grpocli.tasks.task import columns_of, errors_below, key_of, tasks_of
 from grpocli.tracking.callbacks import check_callback
@@ -129,7 +129,8 @@ def _train_locked(
         point = _resume_point(run, run_dir, view, resuming)
         job = replace(job, checkpoint=point.path)
         changed, warnings = _record_session(config, run, run_dir, job, point, resuming)
-        opening = opening_lines(run, job.engine, devices, saved_choices(run_dir.path, without_environment(config)))
+        choices = SavedRun(run_dir.path).choices_of(without_environment(config))
+        opening = opening_lines(run, job.engine, devices, choices)
         view.start(run.name or run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         if resuming:
             _report_resume(run, point, view, changed)
@@ -204,12 +205,12 @@ def _record_session(
     before = OmegaConf.load(run_dir.config) if resuming else config
     saved = [without_environment(one) for one in (before, config)]  # type: ignore[arg-type]
     changed = changes(*saved)
-    was, now = (saved_choices(run_dir.path, one).get("algorithm") for one in saved)
+    so_far = SavedRun(run_dir.path)
+    was, now = (so_far.choices_of(one).get("algorithm") for one in saved)
     if was != now:
         changed = {"algorithm": (was, now)} | changed
     model_path = job.engine.model_path
     commit = None if Path(model_path).is_dir() else load_config(run.model, model_path)._commit_hash
-    so_far = SavedRun(run_dir.path)
     inputs, before_inputs = inputs_of(saved[1], model_path, commit), so_far.inputs
     if point.path and inputs.get(MODEL) != before_inputs.get(MODEL):
         check_fits(run.model, model_path, point.path)

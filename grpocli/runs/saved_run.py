@@ -100,8 +100,23 @@ class SavedRun:
 
     @cached_property
     def choices(self) -> dict[str, str]:
-        """{group: choice}: see `saved_choices`."""
-        return saved_choices(self.path, self.config)
+        """{group: choice}: see `choices_of`."""
+        return self.choices_of(self.config)
+
+    def choices_of(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """{group: choice}: as Hydra saved them, otherwise from the config's `_target_`.
+
+        Nested groups (`algorithm/kl`) are included only if Hydra's file can be read.
+        """
+        if saved := self.hydra_choices:
+            choices = {
+                _group(name): _choice_text(choice)
+                for name, choice in saved.items()
+                if choice is not None and not name.startswith("hydra/")
+            }
+            return choices | _resumed_choices(config, choices)
+        targets = {g: config[g].get("_target_") for g in GROUPS if isinstance(config.get(g), Mapping)}
+        return {g: str(target).removeprefix(f"{g}/") for g, target in targets.items() if target}
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -254,22 +269,6 @@ def run_folders(folder: Path) -> Iterator[Path]:
 def _is_run(path: Path, files: list[str]) -> bool:
     begun = (path / ".hydra" / "overrides.yaml").is_file()
     return begun or ("config.yaml" in files and bool({"metrics.jsonl", "summary.json"} & set(files)))
-
-
-def saved_choices(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """{group: choice}: as Hydra saved them, otherwise from the config's `_target_`.
-
-    Nested groups (`algorithm/kl`) are included only if Hydra's file can be read.
-    """
-    if saved := SavedRun(run).hydra_choices:
-        choices = {
-            _group(name): _choice_text(choice)
-            for name, choice in saved.items()
-            if choice is not None and not name.startswith("hydra/")
-        }
-        return choices | _resumed_choices(config, choices)
-    targets = {g: config[g].get("_target_") for g in GROUPS if isinstance(config.get(g), Mapping)}
-    return {g: str(target).removeprefix(f"{g}/") for g, target in targets.items() if target}
 
 
 def _resumed_choices(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:
