@@ -58,45 +58,47 @@ class PolicyView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """The settings that an engine gets before any model is loaded.
-
-    model_path: the folder (or hub id) of the initial weights. dtype: of DTYPES. head_dtype: "float32" if
-        the output head multiplies in float32 while the model computes in another dtype; else None.
-    max_tokens: tokens of the longest prompt plus completion. max_num_seqs: completions of one request.
-    run_dir: for logs and addresses.
-    transport: how weights reach a server, "shm", "nccl" or "ipc". sync_folder: the folder of shm's files; None: a new
-        one.
-    lora_rank: 0 if all weights are trained. quantized: the engine rounds weights (engine.quantization).
-    revision, trust_remote_code: as for the trainer's model.
-    served_path: the folder that vLLM serves; None: model_path.
-    dummy: vLLM servers of the run start with random weights, so that the first sync proves itself.
-    architecture: the class of the model to serve; None: that of its config.
-    gpus: of servers on this machine, as in CUDA_VISIBLE_DEVICES; empty on a CPU.
-    shares_gpus: a trainer computes on some of `gpus`, too.
-    nodes: the number of rollout nodes; 0: this machine serves.
-    progress: called during the launch; not part of the saved job.
-    """
+    """The settings that an engine gets before any model is loaded."""
 
     model_path: str
+    """The folder (or hub id) of the initial weights."""
     dtype: str
+    """One of DTYPES."""
     max_tokens: int
+    """Tokens of the longest prompt plus completion."""
     run_dir: Path
+    """The folder for logs and addresses."""
     seed: int
     transport: str = "shm"
+    """How weights reach a server: "shm", "nccl" or "ipc"."""
     sync_folder: str | None = None
+    """The folder of shm's files; None: a new one."""
     lora_rank: int = 0
+    """0 if all weights are trained."""
     quantized: bool = False
+    """The engine rounds weights (engine.quantization)."""
     revision: str | None = None
+    """As for the trainer's model."""
     trust_remote_code: bool = False
+    """As for the trainer's model."""
     max_num_seqs: int = 1
+    """Completions of one request."""
     gpus: tuple[str, ...] = ()
+    """Of servers on this machine, as in CUDA_VISIBLE_DEVICES; empty on a CPU."""
     shares_gpus: bool = False
+    """A trainer computes on some of `gpus`, too."""
     nodes: int = 0
+    """The number of rollout nodes; 0: this machine serves."""
     head_dtype: str | None = None
+    """`float32` if the output head multiplies in float32 while the model computes in another dtype; else None."""
     served_path: str | None = None
+    """The folder that vLLM serves; None: model_path."""
     architecture: str | None = None
+    """The class of the model to serve; None: that of its config."""
     dummy: bool = False
+    """The run's own vLLM servers start with random weights, so that the first sync proves itself."""
     progress: Progress = field(default=unreported, compare=False, repr=False)
+    """Called during the launch; not part of the saved job."""
 
     @property
     def served(self) -> str:
