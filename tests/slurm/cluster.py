@@ -151,7 +151,7 @@ class Cluster:
         return [
             line
             for line in self._on(node, "ps", "-e", "-o", "args=", "-ww").splitlines()
-            if not line.startswith(("sh -c hostname", "slurmd", "ps ", "sleep inf"))
+            if not line.startswith(("sh -c hostname", "slurmd", "slurmstepd", "ps ", "sleep inf"))
         ]
 
     @contextmanager
