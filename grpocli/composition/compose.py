@@ -39,7 +39,7 @@ PART_MODULES = {
     "models": "hf tiny",
     "rewards": "code judge length math python reward reward_model text_match",
     "rollout": "fake_engine sync_config transformers_engine vllm.config vllm.engine_parts",
-    "tasks": "generated jsonl task",
+    "tasks": "generated table task",
     "tracking": "trackers",
     "training": "optim",
 }

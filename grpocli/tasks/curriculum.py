@@ -7,7 +7,6 @@ So a draw depends only on the seed, the number of the draw and the scores of ear
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import deque
@@ -33,6 +32,9 @@ TRIES = 10_000
 """Consecutive rows that may be too long or held out, at most."""
 GOLDEN = 2654435769
 """2**32 divided by the golden ratio: its multiples, modulo 2**32, are spread evenly."""
+Saved: TypeAlias = dict[str, NDArray[Any]]
+"""The scores of a task's problems in a checkpoint, one value for each problem in each column of KINDS. With an order of
+its own also `position` [3] and `taken`, of `Position`."""
 DIGITS = re.compile(r"(\d+)", re.ASCII)
 
 
@@ -133,8 +135,8 @@ class ProblemScores:
         return np.array(list(self._of), np.int64)
 
     @property
-    def table(self) -> dict[str, NDArray[Any]]:
-        """A copy of all scores: one value for each problem in each column of KINDS."""
+    def table(self) -> Saved:
+        """A copy of all scores, for a checkpoint."""
         columns = zip(*((row, *scores) for row, scores in self._of.items()), strict=True) if self._of else [()] * 5
         return {name: np.array(column, kind) for (name, kind), column in zip(KINDS.items(), columns, strict=True)}
 
@@ -145,7 +147,7 @@ class ProblemScores:
         return cls({row: tuple(scores) for row, *scores in zip(*columns, strict=True)})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True)
 class Position:
     """How far a task's order has come."""
 
@@ -153,20 +155,40 @@ class Position:
     """Passes over the data before this one."""
     start: int = 0
     """The first row of the block that is drawn from; 0 for data that is read whole."""
-    taken: Rows = field(default_factory=lambda: np.empty(0, np.int64))
+    taken: list[int] = field(default_factory=list)
     """Rows of this block that are drawn."""
     woke: int = 0
     """The last step after which all problems rested and were woken; 0: none."""
 
+    @property
+    def arrays(self) -> Saved:
+        """A copy, for a checkpoint."""
+        return {
+            "position": np.array([self.epoch, self.start, self.woke], np.int64),
+            "taken": np.array(self.taken, np.int64),
+        }
 
-class Blocks(Protocol):
+    @classmethod
+    def of(cls, saved: Mapping[str, NDArray[Any]]) -> Position:
+        """The position of `arrays`."""
+        epoch, start, woke = saved["position"].tolist()
+        return cls(epoch, start, saved["taken"].tolist(), woke)
+
+
+class Problems(Protocol):
     """The training problems of a task, in blocks that are drawn one after the other.
 
-    Data that is read whole is one block; a stream has one for each `task.shuffle_buffer` rows. block: rows of a block.
+    Data that is read whole is one block; a stream has one for each `task.shuffle_buffer` rows.
     """
 
-    @property
-    def block(self) -> int: ...
+    block: int
+    """Rows of a block; for data that is read whole, at least one more than the largest row."""
+    report: str
+    """A sentence about long prompts; empty if there are none."""
+
+    def draw(self, nth: int, uid: str) -> Prompt:
+        """The nth prompt of this task, in an order that scores do not change."""
+        ...
 
     def rows(self, epoch: int, start: int, shuffled: bool) -> Rows:
         """The rows of the block that begins at `start`, in their order in an epoch; empty after the end of the data."""
@@ -177,7 +199,7 @@ class Blocks(Protocol):
         ...
 
     def values(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
-        """{row: (its value in a column, the name of the row in errors)} of a block. Raises ConfigError without it."""
+        """{row: (its value in a column, the name of the row in errors)} of a block; None without the column."""
         ...
 
     def position(self, nth: int) -> Position:
@@ -221,7 +243,7 @@ class ProblemOrder:
     An epoch has each problem once, but resting ones.
     """
 
-    blocks: Blocks
+    blocks: Problems
     keys: OrderKeys
     scores: ProblemScores
     step: int = 0
@@ -230,10 +252,7 @@ class ProblemOrder:
     """Whether all problems rested in this step."""
     rates: list[float] = field(default_factory=list)
     """The pass rates of the problems that this step drew."""
-    _epoch: int = 0
-    _start: int = 0
-    _taken: list[int] = field(default_factory=list)
-    _woke: int = 0
+    at: Position = field(default_factory=Position)
     _next: deque[int] | None = None
 
     def begin_step(self, collected: int) -> None:
@@ -242,14 +261,14 @@ class ProblemOrder:
 
     def draw(self, uid: str) -> Prompt:
         """The prompt of the next problem. Raises ConfigError if no row of the data is usable."""
-        first, rested, tries = self._epoch, False, 0
+        first, rested, tries = self.at.epoch, False, 0
         while True:
             if self._next is None:
                 self._next, resting = self._rest_of_block()
                 rested |= resting
             while self._next:
                 row = self._next.popleft()
-                self._taken.append(row)
+                self.at.taken.append(row)
                 if prompt := self.blocks.problem(row, uid):
                     if (rate := self.scores.pass_rate(row)) is not None:
                         self.rates.append(rate)
@@ -257,15 +276,15 @@ class ProblemOrder:
                 if (tries := tries + 1) >= TRIES:
                     raise self.blocks.unusable()
             self._advance()
-            if self._epoch > first + 1:  # a whole epoch without a problem
+            if self.at.epoch > first + 1:  # a whole epoch without a problem
                 if not rested:
                     raise self.blocks.unusable()
-                first, rested, self._woke, self.woken = self._epoch, False, self.step, True
+                first, rested, self.at.woke, self.woken = self.at.epoch, False, self.step, True
 
     def _rest_of_block(self) -> tuple[deque[int], bool]:
         """The rest of the block, ordered by the known scores, and whether a problem of it rests."""
-        rows = self.blocks.rows(self._epoch, self._start, self.keys.order != "file")
-        rows = rows[~np.isin(rows, np.array(self._taken, np.int64))]
+        rows = self.blocks.rows(self.at.epoch, self.at.start, self.keys.order != "file")
+        rows = rows[~np.isin(rows, np.array(self.at.taken, np.int64))]
         resting = self._resting(rows)
         rows = rows[~resting]
         if self.keys.order == "difficulty":
@@ -274,35 +293,26 @@ class ProblemOrder:
 
     def _advance(self) -> None:
         """Go on to the next block, or to the next epoch."""
-        self._start, self._taken, self._next = self._start + self.blocks.block, [], None
-        if not len(self.blocks.rows(self._epoch, self._start, False)):
-            self._epoch, self._start = self._epoch + 1, 0
+        at = self.at
+        at.start, at.taken, self._next = at.start + self.blocks.block, [], None
+        if not len(self.blocks.rows(at.epoch, at.start, False)):
+            at.epoch, at.start = at.epoch + 1, 0
 
     def _difficulties(self, rows: Rows) -> list[float]:
         if column := self.keys.difficulty_column:
-            ranks = difficulty_ranks(self.blocks.values(self._start, column.removeprefix("-")), column)
+            ranks = difficulty_ranks(self.blocks.values(self.at.start, column.removeprefix("-")), column)
             return [ranks[row] for row in rows.tolist()]
         rates = [self.scores.pass_rate(row) for row in rows.tolist()]
         return [-(UNKNOWN if rate is None else rate) for rate in rates]
 
     def _resting(self, rows: Rows) -> NDArray[np.bool_]:
         least = self.keys.no_resampling_pass_rate
-        return np.zeros(len(rows), bool) if least is None else self.scores.solved(rows, least, self._woke)
+        return np.zeros(len(rows), bool) if least is None else self.scores.solved(rows, least, self.at.woke)
 
     @property
     def resting(self) -> int | None:
         """The number of problems that rest; None without `no_resampling_pass_rate`."""
         return None if self.keys.no_resampling_pass_rate is None else int(self._resting(self.scores.rows).sum())
-
-    @property
-    def position(self) -> Position:
-        return Position(self._epoch, self._start, np.array(self._taken, np.int64), self._woke)
-
-    @position.setter
-    def position(self, at: Position) -> None:
-        start = at.start - at.start % self.blocks.block  # a resume may have changed the size of a stream's blocks
-        self._epoch, self._start, self._taken, self._woke = at.epoch, start, at.taken.tolist(), at.woke
-        self._next = None
 
 
 def difficulty_ranks(values: Mapping[int, tuple[Any, str]], column: str) -> dict[int, float]:
@@ -351,16 +361,6 @@ class Outcome:
     """The number of those that are right."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TaskProblems:
-    """The saved scores of one task."""
-
-    table: Mapping[str, NDArray[Any]]
-    """See `ProblemScores.table`."""
-    position: Position | None = None
-    """None if its order is a function of the draw's number."""
-
-
 @dataclass(frozen=True, slots=True)
 class Curriculum:
     """The scores of all problems of a run, by task, and the orders of the tasks that use them."""
@@ -397,24 +397,23 @@ class Curriculum:
             if order.woken
         }
 
-    def state(self) -> dict[str, TaskProblems]:
-        """A copy of the scores and positions, for a checkpoint."""
-        return {
-            name: TaskProblems(scores.table, self.orders[name].position if name in self.orders else None)
-            for name, scores in self.scores.items()
-        }
+    def state(self) -> dict[str, Saved]:
+        """A copy of the scores and positions, by task, for a checkpoint."""
+        positions = {name: order.at.arrays for name, order in self.orders.items()}
+        return {name: {**scores.table, **positions.get(name, {})} for name, scores in self.scores.items()}
 
-    def restore(self, saved: Mapping[str, TaskProblems], drawn: Mapping[str, int]) -> None:
+    def restore(self, saved: Mapping[str, Saved], drawn: Mapping[str, int]) -> None:
         """Continue with the saved scores.
 
         drawn: the number of earlier draws of each task, which is the position of a task that has none saved: its order
         was a function of the draw's number.
         """
         for name in self.scores:
-            self.scores[name] = ProblemScores.of(saved[name].table) if name in saved else ProblemScores()
+            self.scores[name] = ProblemScores.of(saved[name]) if name in saved else ProblemScores()
         for name, order in self.orders.items():
-            order.scores = self.scores[name]
-            order.position = (saved[name].position if name in saved else None) or order.blocks.position(drawn[name])
+            own, order.scores = saved.get(name, {}), self.scores[name]
+            order.at = Position.of(own) if "position" in own else order.blocks.position(drawn[name])
+            order.at.start -= order.at.start % order.blocks.block  # a resume may have changed a stream's blocks
 
 
 def outcomes_of(prompts: Sequence[Prompt], accuracies: Sequence[Sequence[float]]) -> list[Outcome]:
@@ -427,32 +426,19 @@ def outcomes_of(prompts: Sequence[Prompt], accuracies: Sequence[Sequence[float]]
     return found
 
 
-def save_problems(problems: Mapping[str, TaskProblems], folder: Path) -> None:
+def save_problems(problems: Mapping[str, Saved], folder: Path) -> None:
     """Write the scores of each task into a checkpoint."""
     from safetensors.numpy import save_file
 
-    tensors: dict[str, NDArray[Any]] = {}
-    for i, one in enumerate(problems.values()):
-        tensors |= {f"{i}.{name}": values for name, values in one.table.items()}
-        if at := one.position:
-            tensors |= {f"{i}.position": np.array([at.epoch, at.start, at.woke], np.int64), f"{i}.taken": at.taken}
-    save_file(tensors, folder / FILE, {"tasks": json.dumps(list(problems))})
+    save_file({f"{task}.{name}": array for task, own in problems.items() for name, array in own.items()}, folder / FILE)
 
 
-def load_problems(folder: Path) -> dict[str, TaskProblems]:
+def load_problems(folder: Path) -> dict[str, Saved]:
     """The scores of a checkpoint by task; empty for one without scores."""
-    from safetensors import safe_open
+    from safetensors.numpy import load_file
 
-    if not (folder / FILE).exists():
-        return {}
-    with safe_open(folder / FILE, "numpy") as file:
-        names = json.loads(file.metadata()["tasks"])
-        tensors: dict[str, NDArray[Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    found = {}
-    for i, name in enumerate(names):
-        position = None
-        if f"{i}.position" in tensors:
-            epoch, start, woke = tensors[f"{i}.position"].tolist()
-            position = Position(epoch, start, tensors[f"{i}.taken"], woke)
-        found[name] = TaskProblems({kind: tensors[f"{i}.{kind}"] for kind in KINDS}, position)
+    found: dict[str, Saved] = {}
+    for name, array in load_file(folder / FILE).items() if (folder / FILE).exists() else ():
+        task, _, own = name.rpartition(".")
+        found.setdefault(task, {})[own] = array
     return found

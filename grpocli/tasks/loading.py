@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -46,6 +46,16 @@ class Table:
     rows: Sequence[Row]
 
 
+@dataclass(frozen=True, slots=True)
+class RowSource:
+    """The rows of a dataset, in order."""
+
+    read: Callable[[int], Iterator[Row]]
+    """The rows from a number on. Raises ConfigError if the data cannot be read."""
+    table: Any = None
+    """A dataset of the datasets library whose rows these are, if it is read whole."""
+
+
 def load_table(
     path: str,
     name: str | None,
@@ -58,10 +68,9 @@ def load_table(
 
     streaming: of a dataset on the hub, without downloading the files of its other splits.
     """
-    streaming = streaming or is_remote(path)
-    source = open_rows(path, name, split, key, options, streaming)
-    if isinstance(source, DatasetRows) and not (streaming or source.samples):
-        table = Table(list(source.dataset.column_names), source.dataset)
+    source = open_rows(path, name, split, key, options, streaming or is_remote(path))
+    if source.table is not None:
+        table = Table(list(source.table.column_names), source.table)
     else:
         rows = list(source.read(0))
         columns = columns_of(rows)
@@ -90,13 +99,13 @@ def open_rows(
     check_path(path, key)
     if not is_remote(path):
         if not local.exists():
-            return DatasetRows(_from_hub(path, name, split, key, streaming), path, key)
+            return _dataset_rows(_from_hub(path, name, split, key, streaming), path, key)
         if any((local / file).is_file() for file in SAVED):
             saved = _saved_dataset(local, split, key)
-            return DatasetRows(saved.to_iterable_dataset() if streaming else saved, path, key)
+            return _dataset_rows(saved.to_iterable_dataset() if streaming else saved, path, key)
     kind, files = _files_at(path, split, key, options)
     if kind in ("json", "csv"):
-        return TextRows(kind, files, key, options)
+        return RowSource(lambda start: islice(_text_rows(kind, files, key, options), start, None))
     from datasets import load_dataset
     from fsspec import open_local
 
@@ -107,106 +116,74 @@ def open_rows(
             files = open_local([f"simplecache::{file}" for file in files], **{protocol: options})
         stored = {"storage_options": options} if options else {}
         dataset = load_dataset(kind, data_files=files, split="train", streaming=streaming, **stored)
-    return DatasetRows(dataset, path, key, archive)
+    return _dataset_rows(dataset, path, key, archive)
 
 
-@dataclass(frozen=True, slots=True)
-class TextRows:
-    """The rows of .jsonl, .json and .csv files, with exactly the values that are written there.
+def _dataset_rows(dataset: Any, path: str, key: str, samples: bool = False) -> RowSource:
+    """The rows of a dataset of the datasets library. samples: it is a webdataset, whose rows are samples of files."""
+
+    def read(start: int) -> Iterator[Row]:
+        with readable(path, key):
+            rows = dataset.skip(start)
+            yield from map(_sample_row, rows) if samples else rows
+
+    from datasets import Dataset
+
+    return RowSource(read, dataset if isinstance(dataset, Dataset) and not samples else None)
+
+
+def _text_rows(kind: str, files: Sequence[str], key: str, options: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows of .jsonl, .json and .csv files, with exactly the values that are written there. Raises ConfigError.
 
     The reader of the datasets library guesses types: it makes dates of answers such as "2024-01-01", floats of large
     integers, and in a column of lists and texts the number 3 of "3".
     """
+    import fsspec
+    from fsspec.utils import infer_compression
 
-    kind: str
-    files: Sequence[str]
-    key: str
-    options: Mapping[str, Any]
-
-    def read(self, start: int) -> Iterator[Row]:
-        """The rows from number `start` on; earlier lines of JSON are not parsed. Raises ConfigError."""
-        for row, file, place in islice(self._written(), start, None):
-            found = self._value(row, file, f"line {place}") if isinstance(row, str) else row
-            if not isinstance(found, dict):
-                raise self._error(f"example {place} is not an object with columns: {found!r:.200}", file)
-            yield found
-
-    def count(self) -> int:
-        """The number of rows, which requires reading all files."""
-        return sum(1 for _ in self._written())
-
-    def _written(self) -> Iterator[tuple[Any, str, int]]:
-        """Each row, as text if it is a line of JSON, its file, and its number there."""
-        import fsspec
-        from fsspec.utils import infer_compression
-
-        rows_of, newline = (self._csv, "") if self.kind == "csv" else (self._json, "\n")
-        for file in self.files:
-            text = {"encoding": "utf-8-sig", "newline": newline, "compression": infer_compression(_bare(file))}
-            with readable(file, self.key), fsspec.open(file, "rt", **text, **self.options) as lines:
-                for row, place in rows_of(lines, file):
-                    yield row, file, place
-
-    def _json(self, lines: IO[str], file: str) -> Iterator[tuple[Any, int]]:
-        """The lines; of a file that is one list, the values in it."""
-        begun = False
-        for number, line in enumerate(lines, 1):
-            if not begun and line.lstrip().startswith("["):
-                listed = self._value("".join([line, *lines]), file, "the list")
-                yield from ((json.dumps(one) if isinstance(one, str) else one, i) for i, one in enumerate(listed, 1))
-            elif line.strip():
-                begun = True
-                yield line, number
-
-    def _value(self, text: str, file: str, place: str) -> Any:
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise self._error(f"{place} is not JSON ({error}); repair or remove it", file) from error
-
-    def _csv(self, lines: IO[str], file: str) -> Iterator[tuple[Row, int]]:
-        """Cells stay text, so that 007 is 007; empty ones are None, and columns without a name are left out."""
-        csv.field_size_limit(sys.maxsize)
-        reader = csv.DictReader(lines, strict=True)
-        try:
-            names = [name for name in reader.fieldnames or () if name]
-            if len(set(names)) < len(names):
-                raise csv.Error("two columns have the same name")
-            for row in reader:
-                if None in row:
-                    raise csv.Error("it has more cells than there are columns")
-                yield {name: cell or None for name, cell in row.items() if name}, reader.line_num
-        except csv.Error as error:
-            raise self._error(f"line {reader.line_num} is not CSV ({error}); repair or remove it", file) from error
-
-    def _error(self, problem: str, file: str) -> ConfigError:
-        return ConfigError(problem, key=self.key, value=without_secrets(file))
+    for file in files:
+        text = {"encoding": "utf-8-sig", "newline": "" if kind == "csv" else "\n"}
+        packed = infer_compression(_bare(file))
+        with readable(file, key), fsspec.open(file, "rt", compression=packed, **text, **options) as lines:
+            for row, place in _csv(lines) if kind == "csv" else _json(lines):
+                if not isinstance(row, dict):
+                    raise ValueError(f"example {place} is not an object with columns: {row!r:.200}")
+                yield row
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetRows:
-    """The rows of a dataset of the datasets library."""
-
-    dataset: Any
-    path: str
-    key: str
-    samples: bool = False
-    """Whether it is a webdataset, whose rows are samples of files."""
-
-    def read(self, start: int) -> Iterator[Row]:
-        """The rows from number `start` on. Raises ConfigError if the data cannot be read."""
-        with readable(self.path, self.key):
-            rows = self.dataset.skip(start)
-            yield from map(_sample_row, rows) if self.samples else rows
-
-    def count(self) -> int:
-        """The number of rows, which may require reading all of them."""
-        with readable(self.path, self.key):
-            return sum(len(next(iter(columns.values()))) for columns in self.dataset.iter(batch_size=1000))
+def _json(lines: IO[str]) -> Iterator[tuple[Any, int]]:
+    """The values of the lines and their numbers; of a file that is one list, the values in it."""
+    begun = False
+    for number, line in enumerate(lines, 1):
+        if not begun and line.lstrip().startswith("["):
+            listed = _value("".join([line, *lines]), "the list")
+            yield from zip(listed, range(1, len(listed) + 1), strict=True)
+        elif line.strip():
+            begun = True
+            yield _value(line, f"line {number}"), number
 
 
-RowSource: TypeAlias = TextRows | DatasetRows
-"""The rows of a dataset, in order."""
+def _value(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is not JSON ({error}); repair or remove it") from None
+
+
+def _csv(lines: IO[str]) -> Iterator[tuple[Row, int]]:
+    """The rows and their lines. Cells stay text, so that 007 is 007; empty ones are None; unnamed columns are left out.
+
+    A row of more cells than columns is refused: a comma in a cell would shift its values.
+    """
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.DictReader(lines, strict=True)
+    try:
+        for row in reader:
+            if None in row:
+                raise csv.Error("it has more cells than there are columns")
+            yield {name: cell or None for name, cell in row.items() if name}, reader.line_num
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num} is not CSV ({error}); repair or remove it") from None
 
 
 @contextmanager

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpocli.environments.environment import loaded_environment_of
-from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Correctness
 from grpocli.rewards.scorer import excerpt
 from grpocli.tasks.curriculum import (
+    TRIES,
     Curriculum,
     Order,
     OrderKeys,
     Position,
     ProblemOrder,
+    Problems,
     ProblemScores,
     Rows,
     TaskScheduler,
+    permutation,
 )
-from grpocli.tasks.jsonl import Jsonl
-from grpocli.tasks.prompt_set import PromptSet, Targets
-from grpocli.tasks.streaming import StreamedPrompts
+from grpocli.tasks.prompts import PromptMaker, PromptSet, text_hash
+from grpocli.tasks.table import ExampleStream, Jsonl
 from grpocli.tasks.task import columns_of, errors_below, key_of, tasks_of
 
 if TYPE_CHECKING:
@@ -38,53 +41,146 @@ if TYPE_CHECKING:
     from grpocli.tasks.task import Task
     from grpocli.types import Prompt
 
+logger = logging.getLogger(__name__)
 
-class EpochPrompts:
+
+class EpochPrompts(Problems):
     """Prompts of a task that is read whole, each once per epoch: the only block of its data."""
 
     def __init__(self, prompts: PromptSet, seed: Sequence[int], order: str = "shuffled") -> None:
-        self.prompts, self._shuffled = prompts, Order(len(prompts), *seed)
+        self.prompts, self.report, self._shuffled = prompts, prompts.report, Order(len(prompts), *seed)
         self._in_file_order = order == "file"
         self._rows = np.array(prompts.rows, np.int64)
+        self.block = int(self._rows[-1]) + 1
         self._values = cache(prompts.values)
 
-    @property
-    def report(self) -> str:
-        return self.prompts.report
-
     def draw(self, nth: int, uid: str) -> Prompt:
-        """The prompt of the nth draw of this task."""
         index = nth % len(self.prompts) if self._in_file_order else self._shuffled.index(nth)
         return self.prompts.prompt(index, uid)
 
-    @property
-    def block(self) -> int:
-        """One more than the largest row."""
-        return int(self._rows[-1]) + 1
-
     def rows(self, epoch: int, start: int, shuffled: bool) -> Rows:
-        """All rows in their order in an epoch; none after them."""
         if start:
             return self._rows[:0]
         return self._rows[self._shuffled.epoch(epoch)] if shuffled else self._rows
 
     def problem(self, row: int, uid: str) -> Prompt | None:
-        """The prompt of a row; None if the task has no such prompt."""
         index = int(np.searchsorted(self._rows, row))
         return self.prompts.prompt(index, uid) if index < len(self._rows) and self._rows[index] == row else None
 
     def values(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
-        """{row: (its value in a column, the name of the row in errors)}."""
         return self._values(column)
 
     def position(self, nth: int) -> Position:
-        """The position of the shuffled order before its nth draw."""
         epoch, place = divmod(nth, len(self._rows))
-        return Position(epoch, taken=self.rows(epoch, 0, True)[:place])
+        return Position(epoch, taken=self.rows(epoch, 0, True)[:place].tolist())
 
     def unusable(self) -> ConfigError:
-        """Not raised: a prompt set has only usable prompts, and at least one."""
-        return ConfigError("no prompt is usable", key="task")
+        return ConfigError("no prompt is usable", key="task")  # a prompt set has only usable prompts, and at least one
+
+
+class StreamedPrompts(Problems):
+    """Prompts from shuffled blocks of `block` rows; the row of draw n depends only on n, the seed and the data.
+
+    Another row of the block replaces one that is too long or held out, and so comes twice in that epoch. Leaving the
+    row out would shift every later draw.
+    """
+
+    def __init__(
+        self, stream: ExampleStream, maker: PromptMaker, block: int, seed: tuple[int, ...], shuffled: bool = True
+    ) -> None:
+        self._stream, self._maker, self.block = stream, maker, block
+        self._seed, self._shuffled, self.report = seed, shuffled, ""
+        self._excluded = set(stream.excluded)
+        self._length: int | None = None  # rows of an epoch; None before its end is reached
+        self._warned = False
+        self._rows_at = lru_cache(maxsize=2)(lambda start: stream.take(start, block))
+        self._order = lru_cache(maxsize=2)(self._ordered)
+        self._values = lru_cache(maxsize=2)(self._column)
+
+    def exclude(self, hashes: Iterable[int]) -> None:
+        """Exclude prompts with these hashes from training."""
+        self._excluded.update(hashes)
+
+    def draw(self, nth: int, uid: str) -> Prompt:
+        """The nth prompt of this task. Raises ConfigError if a row is unusable, or if all are excluded."""
+        for number in islice(self._candidates(nth), TRIES):
+            if prompt := self._prompt(number, uid):
+                return prompt
+        raise self.unusable()
+
+    def unusable(self) -> ConfigError:
+        problem, limit = f"{TRIES} rows of {self._maker.task} in a row are longer or held out", self._maker.max_tokens
+        return ConfigError(problem, key="rollout.max_prompt_tokens", value=limit, hint="raise it")
+
+    def rows(self, epoch: int, start: int, shuffled: bool) -> Rows:
+        return self._stream.first + start + self._order(epoch, start, shuffled)
+
+    def problem(self, row: int, uid: str) -> Prompt | None:
+        number = row - self._stream.first
+        start = number - number % self.block
+        return self._prompt(number, uid) if 0 <= start <= number < start + len(self._rows_at(start)) else None
+
+    def position(self, nth: int) -> Position:
+        epoch, start, place = self._place(nth)
+        return Position(epoch, start, self.rows(epoch, start, True)[:place].tolist())
+
+    def values(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
+        return self._values(start, column)
+
+    def _column(self, start: int, column: str) -> Mapping[int, tuple[Any, str]]:
+        return {
+            self._stream.first + n: (self._stream.example(row, n).get(column), self._where(n))
+            for n, row in enumerate(self._rows_at(start), start)
+        }
+
+    def _where(self, number: int) -> str:
+        return f"{self._maker.task} example ({self._stream.where(number)})"
+
+    def _candidates(self, nth: int) -> Iterator[int]:
+        """The number of the drawn row, then of its replacements: rows of its block, then of the next blocks."""
+        while True:
+            epoch, start, place = self._place(nth)
+            order = self._order(epoch, start, self._shuffled)
+            rows = len(order)
+            yield start + int(order[place])
+            for i in range(rows):
+                yield start + int(order[(place + rows // 2 + i) % rows])  # far from the draw of that row itself
+            nth += rows - place
+
+    def _place(self, nth: int) -> tuple[int, int, int]:
+        """The epoch, the first row of the block, and the position in the block."""
+        epoch, place = divmod(nth, self._length) if self._length else (0, nth)
+        start, place = place - place % self.block, place % self.block
+        if place < len(rows := self._rows_at(start)):
+            return epoch, start, place
+        self._length = start + len(rows) if rows else self._stream.count()
+        return self._place(nth)
+
+    def _ordered(self, epoch: int, start: int, shuffled: bool) -> Rows:
+        n = len(self._rows_at(start))
+        return permutation(n, *self._seed, epoch, start) if shuffled else np.arange(n)
+
+    def _prompt(self, number: int, uid: str) -> Prompt | None:
+        start, maker = number - number % self.block, self._maker
+        example = self._stream.example(self._rows_at(start)[number - start], number)
+        if text_hash(example["prompt"]) in self._excluded:
+            return None
+        settled = maker.settled(example, self._where(number))
+        if text_hash(settled[0]["prompt"]) in self._excluded:
+            return None
+        (ids,), target_ids = maker.token_ids([settled], lambda _: self._where(number))
+        target, most = target_ids[0] if target_ids else None, maker.targets.max_tokens if maker.targets else 0
+        if maker.drops and (len(ids) > maker.max_tokens or (target and len(target) > most)):
+            self._warn(f", and those with a target over {most}," if target else "")
+            return None
+        row = self._stream.first + number
+        return maker.prompt(settled[0], ids[-maker.max_tokens :], target and target[:most], uid, row)
+
+    def _warn(self, targets: str) -> None:
+        if not self._warned:
+            limit = self._maker.max_tokens
+            logger.warning("prompts of %s over %d tokens%s are replaced", self._maker.task, limit, targets)
+        self._warned = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,40 +203,24 @@ class TaskPrompts:
     """None if the problem of a draw follows from the draw's number."""
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        task: Task,
-        run: Run,
-        tokenizer: PreTrainedTokenizerBase,
-        alone: bool,
-        targets: Targets | None = None,
-    ) -> Self:
-        """Load a task. alone: it is the run's only task. targets: of supervised training."""
-        limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
-        label = "" if alone else f"{name} "
+    def of(cls, task: Task, run: Run, maker: PromptMaker, alone: bool) -> TaskPrompts:
+        """Load a task. alone: it is the run's only task."""
+        name, label = maker.task, "" if alone else f"{maker.task} "
         seed = (run.seed,) if alone else (run.seed, zlib.crc32(name.encode()))
-        examples = task.examples("train")
-        keys = OrderKeys.of(task)
-        environment = loaded_environment_of(task)
-        tools, last_turn = tools_of(environment), getattr(task, "last_turn", None)
+        examples, keys = task.examples("train"), OrderKeys.of(task)
         train: StreamedPrompts | EpochPrompts
         if streaming := isinstance(task, Jsonl) and task.streaming:
-            buffer, shuffled = task.shuffle_buffer, keys.order != "file"
-            train = StreamedPrompts(
-                task.stream, tokenizer, *limits, name, buffer, seed, shuffled, targets, tools, last_turn
-            )
+            train = StreamedPrompts(task.stream, maker, task.shuffle_buffer, seed, keys.order != "file")
         else:
-            prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name, None, targets, tools, last_turn)
-            train = EpochPrompts(prompts, seed, keys.order)
+            train = EpochPrompts(PromptSet(examples, maker, f"{label}train"), seed, keys.order)
         order = None if keys.counts(streaming) else ProblemOrder(train, keys, ProblemScores())
         held_out = None
         # a started run has a number here
-        wanted = run.eval.n_problems(cpu=False) if run.reward or targets else 0
+        wanted = run.eval.n_problems(cpu=False) if run.reward or maker.targets else 0
         if wanted:
-            problems, kept = task.examples("eval"), replace(targets, required=False) if targets else None
-            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted, kept, tools, last_turn)
+            held_out = PromptSet(task.examples("eval"), maker, f"{label}eval", wanted, needs_targets=False)
         columns, rewards = columns_of(examples[0]), rewards_for(task, run.reward)
+        environment = loaded_environment_of(task)
         return cls(name, key_of(run.task, name), train, held_out, wanted, columns, rewards, environment, order)
 
     def draw(self, nth: int, uid: str) -> Prompt:
@@ -172,12 +252,11 @@ class PromptSource:
         template writes.
         """
         chosen = tasks_of(run.task)
-        tasks = []
+        tasks: list[TaskPrompts] = []
         for name, task in chosen.items():
             with errors_below(key_of(run.task, name)):
-                limit = run.rollout.max_completion_tokens
-                targets = Targets.of(task, tokenizer, limit, end_ids) if run.algorithm.supervised else None
-                tasks.append(TaskPrompts.of(name, task, run, tokenizer, len(chosen) == 1, targets))
+                maker = PromptMaker.of(name, task, run, tokenizer, end_ids)
+                tasks.append(TaskPrompts.of(task, run, maker, len(chosen) == 1))
         _refuse_overlap(tasks, chosen)
         for one in tasks:
             with errors_below(one.key):

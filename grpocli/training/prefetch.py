@@ -42,7 +42,7 @@ from grpocli.types import Status
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts
     from grpocli.distributed.world import World
-    from grpocli.tasks.curriculum import TaskProblems
+    from grpocli.tasks.curriculum import Saved
     from grpocli.training.collector import Collector, RolloutBatch
     from grpocli.types import Group
 
@@ -81,7 +81,7 @@ class PrefetchState:
     """Prompts drawn for the batches."""
     leftover: list[Group]
     """The collector's, after the batches."""
-    problems: Mapping[str, TaskProblems] = field(default_factory=dict)
+    problems: Mapping[str, Saved] = field(default_factory=dict)
     """The curriculum's, after the batches."""
     ready: tuple[RolloutBatch, ...] = ()
     """Batches of the next steps."""

@@ -8,14 +8,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from grpocli.environments.environment import loaded_environment_of
-from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
-from grpocli.tasks.dataset import Examples
-from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.loading import with_columns
-from grpocli.tasks.prompt_set import Targets, settle_example
-from grpocli.tasks.prompts import prompt_of, text_hash, tokenize
+from grpocli.tasks.prompts import PromptMaker, text_hash
+from grpocli.tasks.table import Examples, Jsonl
 from grpocli.tasks.task import errors_below, key_of, tasks_of
 from grpocli.types import Message, Prompt, Text
 
@@ -76,7 +72,7 @@ class DataView:
     run: Run
     tokenizer: PreTrainedTokenizerBase
     splits: list[SplitView]
-    targets: dict[str, Targets]
+    makers: dict[str, PromptMaker]
 
     @classmethod
     def of(
@@ -93,60 +89,48 @@ class DataView:
         end_ids: tokens that end a completion, beside the tokenizer's. Raises ConfigError for data that the run would
         refuse.
         """
-        targets: dict[str, Targets] = {}
+        makers = {}
         splits = []
         for name, task in tasks_of(run.task).items():
-            if run.algorithm.supervised:
-                targets[name] = Targets.of(task, tokenizer, run.rollout.max_completion_tokens, end_ids)
+            with errors_below(key_of(run.task, name)):
+                makers[name] = PromptMaker.of(name, task, run, tokenizer, end_ids)
             for split in wanted:
                 if split == "train" and getattr(task, "split", "") is None:
                     continue  # the task is for evaluation only
                 streamed = split == "train" and getattr(task, "streaming", False)
                 most = AT_ONCE if limit is None and streamed else limit
                 with errors_below(key_of(run.task, name)):
-                    splits.append(_split_view(run, tokenizer, name, task, split, targets.get(name), most, report))
+                    splits.append(_split_view(run, makers[name], task, split, most, report))
         if not splits:
             raise ConfigError("the task has no such split", key="--split", value=", ".join(wanted))
-        return cls(run, tokenizer, splits, targets)
+        return cls(run, tokenizer, splits, makers)
 
     def prompt(self, view: SplitView, number: int) -> tuple[Prompt, str]:
         """One example of a split as the run would draw it, neither dropped nor cut, and its name in the data."""
         task = tasks_of(self.run.task)[view.task]
         with errors_below(key_of(self.run.task, view.task)):
             example, where = _example(task, view.split, number)
-            targets = self.targets.get(view.task)
-            example, answer = settle_example(example, where, getattr(task, "last_turn", None), targets)
-            text = example["prompt"]
-            (ids,) = tokenize([text], self.tokenizer, lambda _: where, tools_of(loaded_environment_of(task)))
-            target_ids = targets.token_ids([text], [answer])[0] if targets else None
-        return prompt_of(example, ids, "", view.task, number, target_ids), where
+            maker = self.makers[view.task]
+            settled = maker.settled(example, where)
+            (ids,), target_ids = maker.token_ids([settled], lambda _: where)
+        return maker.prompt(settled[0], ids, target_ids[0] if target_ids else None, "", number), where
 
 
-def _split_view(
-    run: Run,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    task: Task,
-    split: str,
-    targets: Targets | None,
-    limit: int | None,
-    report: Report,
-) -> SplitView:
+def _split_view(run: Run, maker: PromptMaker, task: Task, split: str, limit: int | None, report: Report) -> SplitView:
+    name = maker.task
     report(f"reading {name} {split}", 0, 0)
     total, examples = _examples(task, split, limit)
     view = SplitView(name, split, total, wanted=run.eval.problems)
-    tools = tools_of(loaded_environment_of(task))
-    special = [token for token in tokenizer.all_special_tokens if token]
+    special = [token for token in maker.tokenizer.all_special_tokens if token]
     types: dict[str, Counter[str]] = {}
     while batch := list(islice(examples, AT_ONCE)):
         start = view.read
         names = [where for _, where in batch]
-        pairs = [settle_example(one, where, getattr(task, "last_turn", None), targets) for one, where in batch]
+        pairs = [maker.settled(one, where) for one, where in batch]
         texts = [one["prompt"] for one, _ in pairs]
-        view.lengths += [len(ids) for ids in tokenize(texts, tokenizer, names.__getitem__, tools)]
-        if targets:
-            found = targets.token_ids(texts, [answer for _, answer in pairs], names.__getitem__)
-            view.target_lengths += [len(ids) for ids in found]
+        prompt_ids, target_ids = maker.token_ids(pairs, names.__getitem__)
+        view.lengths += map(len, prompt_ids)
+        view.target_lengths += map(len, target_ids or ())
         view.hashes += [text_hash(text) for text in texts]
         view.specials += [start + i for i, text in enumerate(texts) if _has(text, special)]
         for one, _ in pairs:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpocli.environments.environment import loaded_environment_of
-from grpocli.environments.tools import tools_of
 from grpocli.errors import ConfigError
 from grpocli.progress import Watch
 from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob, connected
 from grpocli.runs.metrics import to_json
-from grpocli.tasks.prompt_set import PromptSet
 from grpocli.tasks.prompt_source import accuracy_reward_of, doubtful_choices
+from grpocli.tasks.prompts import PromptMaker, PromptSet
 from grpocli.tasks.task import columns_of, error_limits_of, errors_below, key_of, tasks_of
 from grpocli.training.accuracy import AccuracyRewards, eval_seeds, question_scores
 from grpocli.types import Group, Prompt, Sampling
@@ -138,17 +137,8 @@ class Evaluation:
         run, task = self.run, tasks_of(self.run.task)[name]
         with errors_below(key_of(run.task, name)):
             examples = task.examples("eval")
-            prompts = PromptSet(
-                examples,
-                tokenizer,
-                run.rollout.max_prompt_tokens,
-                run.rollout.long_prompts,
-                f"{name} eval",
-                name,
-                self.problems or None,
-                tools=tools_of(loaded_environment_of(task)),
-                last_turn=getattr(task, "last_turn", None),
-            )
+            maker = PromptMaker.of(name, task, run, tokenizer)
+            prompts = PromptSet(examples, maker, f"{name} eval", self.problems or None)
             accuracy_reward = accuracy_reward_of(task, run.reward, run.eval.reward)
             run.reward[accuracy_reward].check(columns_of(examples[0]))
         if len(prompts) < self.problems:

@@ -209,6 +209,6 @@ def _wrong(one: Agreement, source: Sequence[Example], reward: BaseReward) -> Ite
 
 
 def _row(answer: ScoredAnswer, source: Sequence[Example]) -> str:
-    from grpocli.tasks.dataset import Examples
+    from grpocli.tasks.table import Examples
 
     return source.where(answer.number) if isinstance(source, Examples) else f"example {answer.number + 1}"

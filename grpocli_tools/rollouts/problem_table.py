@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from grpocli.runs.saved_run import SavedRun
-from grpocli.tasks.curriculum import KINDS, load_problems
+from grpocli.tasks.curriculum import KINDS, Position, load_problems
 from grpocli.text import one_line
 from grpocli.training.checkpointer import latest, restoring
 from grpocli_tools.rollouts.rollout_query import Condition, RolloutRow, matching_rows, steps_of
@@ -88,7 +88,7 @@ def problems_of(saved: SavedRun, wanted: str | None, conditions: Sequence[Condit
         found = [
             Problem(task, row, "", n, n, right, last, step)
             for task, one in scores.items()
-            for row, n, right, last, step in zip(*(one.table[name].tolist() for name in KINDS), strict=True)
+            for row, n, right, last, step in zip(*(one[name].tolist() for name in KINDS), strict=True)
         ]
     else:
         steps = steps_of(saved, wanted or ":")
@@ -97,7 +97,7 @@ def problems_of(saved: SavedRun, wanted: str | None, conditions: Sequence[Condit
             print(f"warning: rollout files of steps {which} are gone: their samples are not counted", file=sys.stderr)
         rows = matching_rows(saved, steps, conditions, lambda name: name in COLUMNS or name.startswith("reward/"))
         found = _problems(rows, saved)
-    woke = {task: one.position.woke for task, one in scores.items() if one.position}
+    woke = {task: Position.of(one).woke for task, one in scores.items() if "position" in one}
     for problem in found:  # one rests if it is solved in its last group, and since all of its task's were woken
         least = _task(saved, problem.task).get("no_resampling_pass_rate")
         solved = isinstance(least, int | float) and problem.last is not None and problem.last >= least

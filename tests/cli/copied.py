@@ -19,7 +19,7 @@ from grpocli.errors import EngineGone
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob, EnginePart, OnGroup, ignore_group
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import stop_token_ids
-from grpocli.tasks.prompt_set import PromptSet
+from grpocli.tasks.prompts import PromptSet
 from grpocli.types import Completion, Request, Sampling
 
 FOR_EVER = 40.0  # seconds

@@ -65,7 +65,7 @@ def test_the_table_of_problems_has_the_scores_of_the_checkpoint(grpocli, whole: 
     code, _, _ = grpocli("rollouts", str(whole), "--problems", "--export", str(tmp_path / "all.jsonl"))
     assert code == 0
     found = {one["row"]: one for one in map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())}
-    table = load_problems(whole / "checkpoints" / "step_000005")["arithmetic"].table
+    table = load_problems(whole / "checkpoints" / "step_000005")["arithmetic"]
     assert sorted(found) == sorted(table["row"].tolist())
     for row, n, right, last, step in zip(*(table[name].tolist() for name in KINDS), strict=True):
         one = found[row]
@@ -96,7 +96,7 @@ def test_prefetched_steps_draw_by_the_scores_of_the_steps_before(
     assert drawn(killed) == drawn(whole)
     assert_same_run(killed, whole)
     (saved,) = load_problems(whole / "checkpoints" / "step_000003").values()
-    assert max(saved.table["step"]) == 4, "of the step that was collected ahead"
+    assert max(saved["step"]) == 4, "of the step that was collected ahead"
 
 
 @pytest.mark.survival

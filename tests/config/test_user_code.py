@@ -21,7 +21,7 @@ from grpocli.rewards.python import PythonReward
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.rewards.scorer import call as score
 from grpocli.runs.run_dir import RunDir
-from grpocli.tasks.dataset import process
+from grpocli.tasks.table import process
 
 SOURCE = """\
 import asyncio, json

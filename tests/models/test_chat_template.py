@@ -21,8 +21,7 @@ from grpocli.models.tiny import make_model
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import keep_stop_token_ids, stop_token_ids
 from grpocli.rollout.turns import TurnEncoder
-from grpocli.tasks.prompt_set import Targets
-from grpocli.tasks.prompts import rendered, tokenize
+from grpocli.tasks.prompts import Targets, rendered, tokenize
 from grpocli.types import Request, Sampling
 
 ASK = [{"role": "user", "content": "47+85="}]

@@ -17,18 +17,16 @@ from hypothesis import strategies as st
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
 from grpocli.tasks.curriculum import (
-    Curriculum,
     Order,
     Outcome,
     ProblemScores,
-    TaskProblems,
     difficulty_ranks,
     load_problems,
     outcomes_of,
     save_problems,
 )
-from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.prompt_source import PromptSource
+from grpocli.tasks.table import Jsonl
 from grpocli.types import Prompt
 
 N = 12
@@ -195,11 +193,7 @@ def test_a_resume_continues_exactly(source: Any, options: dict[str, Any], tmp_pa
         again.curriculum.restore(load_problems(tmp_path), again.drawn(5 * done))
         rest = Steps(again, 5, rate, 5 * done)
         assert [rest.next() for _ in range(9 - done)] == expected[done:]
-    assert _tables(rest.data.curriculum) == _tables(whole.data.curriculum)
-
-
-def _tables(curriculum: Curriculum) -> str:
-    return repr({name: one.table for name, one in curriculum.state().items()})
+    assert repr(rest.data.curriculum.state()) == repr(whole.data.curriculum.state())
 
 
 def test_an_order_may_change_in_a_resume(source: Any) -> None:
@@ -261,9 +255,11 @@ def test_scores_are_means_over_all_completions_and_survive_a_file(
         assert scores.pass_rate(row) == expected
         solved = bool(own and own[-1][1] / own[-1][0] >= 0.5)
         assert scores.solved(np.array([row]), 0.5, 0).tolist() == [solved]
-    saved = {"a": TaskProblems(scores.table)}
-    save_problems(saved, folder)
-    assert repr(load_problems(folder)["a"].table) == repr(scores.table)
+    save_problems({"a": scores.table}, folder)
+    again = load_problems(folder)["a"]
+    assert {name: values.tolist() for name, values in scores.table.items()} == {
+        name: values.tolist() for name, values in again.items()
+    }
 
 
 def test_unscored_completions_do_not_count() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.tasks.jsonl import Gsm8k, Jsonl
-from grpocli.tasks.streaming import StreamedPrompts
+from grpocli.tasks.prompt_source import StreamedPrompts
+from grpocli.tasks.prompts import PromptMaker
+from grpocli.tasks.table import Gsm8k, Jsonl
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -44,7 +45,7 @@ def test_shots_are_used_neither_for_training_nor_for_evaluation(file: str, strea
 
 def test_a_stream_skips_its_shots(file: str, plain_tokenizer) -> None:
     task = Jsonl(path=file, shots=3, eval_size=2, streaming=True)
-    prompts = StreamedPrompts(task.stream, plain_tokenizer, 100, "drop", "jsonl", 6, (0,))
+    prompts = StreamedPrompts(task.stream, PromptMaker(plain_tokenizer, 100), 6, (0,))
     drawn = [questions({"prompt": prompts.draw(number, "").text}) for number in range(60)]
     assert {one[-1] for one in drawn} == {f"Q{i}" for i in range(2, 10)} - set(drawn[0][:-1])
 

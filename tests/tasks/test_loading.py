@@ -97,7 +97,6 @@ def test_a_folders_files_are_chosen_by_split(
         ("a.json", "[]", "it is empty"),
         ("a.csv", "", "it is empty"),
         ("a.csv", "q,a\n1,2\n1,2,3,4\n", "line 3 is not CSV .*more cells"),
-        ("a.csv", "q,a,a\n1,2,3\n", "the same name"),
         ("a.csv", 'q,a\n"1,2\n', r"line 1 is not CSV \(unexpected end of data\)"),
         ("a.jsonl", b'\n{"a": "\xff"}', "cannot be read: 'utf-8'"),
         ("a.csv", '{"a": 1}\n'.encode("utf-16"), "cannot be read: 'utf-8'"),

@@ -124,7 +124,7 @@ def test_every_kind_of_file_is_read_from_s3(bucket: Any, kind: str, cache_folder
 @pytest.mark.slow
 def test_errors_name_the_address_and_the_line(bucket: Any, cache_folder: Path) -> None:
     bucket("bad/train.jsonl", b'{"a": 1}\n{"a": \n')
-    with pytest.raises(ConfigError, match=r"task.path=s3://data/bad/train.jsonl: line 2 is not JSON"):
+    with pytest.raises(ConfigError, match=r"task.path=s3://data/bad/train.jsonl: cannot be read: line 2 is not JSON"):
         load_table("s3://data/bad/train.jsonl", None, "train")
     with pytest.raises(ConfigError, match="there is no such file or folder"):
         load_table("s3://data/absent.jsonl", None, "train")
@@ -169,7 +169,6 @@ def test_a_stream_begins_at_any_row(cache_folder: Path) -> None:
         file.write(jsonl(ROWS[5:]))
     rows = open_rows("memory://folder", None, "train", "task.path")
     assert list(rows.read(3)) == ROWS[3:]
-    assert rows.count() == 12
 
 
 @pytest.mark.parametrize("path", ["nonsense://a/b.jsonl", "gs://bucket/b.jsonl"])

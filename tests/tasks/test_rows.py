@@ -14,9 +14,8 @@ import pytest
 from cli.running import run_here
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.dataset import hold_out
-from grpocli.tasks.jsonl import CodeProblems, Gsm8k, Jsonl
 from grpocli.tasks.prompts import text_of
+from grpocli.tasks.table import CodeProblems, Gsm8k, Jsonl, hold_out
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 USER = {"role": "user", "content": "1+1="}

@@ -12,10 +12,9 @@ from environments.tool_families import FAMILIES
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
-from grpocli.tasks.jsonl import Jsonl
-from grpocli.tasks.prompt_set import PromptSet, Targets
 from grpocli.tasks.prompt_source import PromptSource
-from grpocli.tasks.prompts import tokenize
+from grpocli.tasks.prompts import PromptMaker, PromptSet, Targets, tokenize
+from grpocli.tasks.table import Jsonl
 
 TINY = make_tokenizer()
 NONE: frozenset[int] = frozenset()
@@ -172,14 +171,14 @@ def test_a_bad_target_is_refused(example: dict[str, Any], template: str | None) 
 def test_long_targets_are_dropped_or_cut_and_counted() -> None:
     examples = [{"prompt": "1", "answer": "22"}, {"prompt": "1", "answer": "4444"}]
     targets = Targets(TINY, 3, NONE)
-    prompts = PromptSet(examples, TINY, 10, "drop", "train", targets=targets)
+    prompts = PromptSet(examples, PromptMaker(TINY, 10, targets=targets), "train")
     assert len(prompts) == 1
     assert "1 of 2 train targets are longer than rollout.max_completion_tokens=3 and were dropped" in prompts.report
-    cut = PromptSet(examples, TINY, 10, "truncate", "train", targets=targets)
+    cut = PromptSet(examples, PromptMaker(TINY, 10, "truncate", targets=targets), "train")
     assert TINY.decode(cut.prompt(1, "u").target_ids) == "444", "without an end, which would be false"
     assert "cut at the end" in cut.report
     with pytest.raises(ConfigError, match="all 2 train targets are longer, the shortest has 3 tokens"):
-        PromptSet(examples, TINY, 10, "drop", "train", targets=Targets(TINY, 2, NONE))
+        PromptSet(examples, PromptMaker(TINY, 10, targets=Targets(TINY, 2, NONE)), "train")
 
 
 def test_a_question_with_several_answers_is_on_one_side(tmp_path: Path) -> None:
