@@ -11,7 +11,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.hub import why_unreachable
-from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import HuggingFace
 from grpocli.tasks.loading import load_table
 
 

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 from grpocli.config.user_code import too_little_memory
 from grpocli.errors import RunError
 from grpocli.launch.trainer_process import as_grpo_error
-from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import load_tokenizer
+from grpocli.models.loading import HuggingFace, load_tokenizer
 from grpocli.runs.run_dir import RunDir
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import require
 from grpocli.config.user_code import check_exists
 from grpocli.hardware import Single
-from grpocli.tasks.task import errors_below, key_of, tasks_of
+from grpocli.tasks.task import errors_below, key_of
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -33,7 +33,7 @@ def check_composed(run: Run) -> None:
         if field.name != "task":
             for part in _parts(getattr(run, field.name)):
                 _call(part, "check_run", run)
-    for name, task in tasks_of(run.task).items():
+    for name, task in run.tasks.items():
         with errors_below(key_of(run.task, name)):
             _call(task, "check_run", run)
 
@@ -67,7 +67,7 @@ def check_files(run: Run, training: bool = False) -> None:
 
 def check_data(run: Run) -> None:
     """Stage `files` for tasks and rewards alone."""
-    for name, task in tasks_of(run.task).items():
+    for name, task in run.tasks.items():
         with errors_below(key_of(run.task, name)):
             _check_ready(task)
     _check_ready(run.reward)
@@ -120,7 +120,7 @@ def _check_teachers(run: Run) -> None:
     if has_teacher(run.algorithm.kl):
         from grpocli.models.teacher import check_tasks, teachers_of
 
-        check_tasks(run.algorithm.kl, list(tasks_of(run.task)))
+        check_tasks(run.algorithm.kl, list(run.tasks))
         for teacher in teachers_of(run.algorithm.kl, run.model):
             teacher.check_ready()
 

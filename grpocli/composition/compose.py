@@ -36,7 +36,7 @@ PART_MODULES = {
     "algorithm": "advantage aggregate algorithm correction entropy keep kl objective question_weight tokens",
     "config": "schema",
     "environments": "environment",
-    "models": "hf tiny",
+    "models": "loading tiny",
     "rewards": "code judge length math python reward reward_model text_match",
     "rollout": "fake_engine sync_config transformers_engine vllm.config vllm.engine_parts",
     "tasks": "generated table task",

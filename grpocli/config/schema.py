@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpocli.config.parts import Escaped, UserCode, check_regex, nearest, one_of, part, require, require_part, section
+from grpocli.config.user_parts import choice_of, name_of
 from grpocli.errors import ConfigError
 from grpocli.hub import REPO
 from grpocli.types import Sampling
@@ -346,6 +347,13 @@ class Run:
     other weights than before."""
     overrides: list[str] = dataclasses.field(default_factory=list)
     """The command line that composed this config; grpocli writes it, for `resume=`."""
+
+    @property
+    def tasks(self) -> dict[str, Any]:
+        """The tasks by name: those of a mixture, or the only one, named after its choice."""
+        if choice_of("task", self.task) == "mixture":
+            return dict(self.task.tasks)
+        return {getattr(self.task, "task_name", None) or name_of(choice_of("task", self.task)): self.task}
 
     def __post_init__(self) -> None:
         for group in ("algorithm", "task", "model", "engine", "sync", "hardware", "optim", "tracker"):

@@ -115,11 +115,6 @@ def environment_of(task: object) -> EnvironmentConfig | None:
     return environment if environment and environment.name else None
 
 
-def tasks_in(chosen: object) -> list[object]:
-    """The tasks of a mixture, or the only one."""
-    return list(getattr(chosen, "tasks", {"": chosen}).values())
-
-
 def loaded_environment_of(task: object) -> EnvironmentConfig | None:
     """`environment_of`, with the tools of its episodes, for which a library may load its data."""
     environment, find = environment_of(task), getattr(task, TOOL_SCHEMAS, None)
@@ -138,7 +133,7 @@ class EnvironmentReward(BaseReward):
 
     def check_run(self, run: Run) -> None:
         """Require a task with an environment."""
-        found = [environment_of(task) for task in tasks_in(run.task)]
+        found = [environment_of(task) for task in run.tasks.values()]
         if all(one is None or one.name == TOOLS for one in found):
             problem = "no task of this run has an environment: give task.environment.name"
             raise ConfigError(problem, key="reward", value="[environment]")
@@ -175,7 +170,7 @@ class Tools(BaseReward):
 
     def check_run(self, run: Run) -> None:
         """Require a task with tools."""
-        tasks = tasks_in(run.task)
+        tasks = run.tasks.values()
         if not any(getattr(task, "tools", None) or hasattr(task, TOOL_SCHEMAS) for task in tasks):
             problem = "no task of this run has tools: give task.tools=[FILE.py:NAME]"
             raise ConfigError(problem, key="reward", value="[tools]")

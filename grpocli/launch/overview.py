@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from grpocli.config.user_parts import choice_of
 from grpocli.rollout.vllm.config import VllmOptions
-from grpocli.tasks.task import tasks_of
 from grpocli.text import counted
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def opening_lines(run: Run, job: EngineJob, devices: Devices, choices: Mapping[s
     scored = f"scored by {', '.join(run.reward)}" if run.reward else "without rewards"
     return [
         f"model   {model}, in {job.dtype} on {where}",
-        f"task    {', '.join(tasks_of(run.task))}, {scored}",
+        f"task    {', '.join(run.tasks)}, {scored}",
         f"method  algorithm={choices.get('algorithm', '?')}, engine={engine}",
     ]
 
@@ -62,7 +61,7 @@ def _evaluation(run: Run) -> list[str]:
     every = f", every {counted(run.eval.every, 'step')}" if run.eval.every else ""
     if not (problems := run.eval.n_problems(cpu=False)) or not run.reward:
         return []
-    tasks = len(tasks_of(run.task))
+    tasks = len(run.tasks)
     of_each = f"{counted(tasks, 'task')} x " if tasks > 1 else ""
     each = f"{of_each}{counted(problems, 'problem')} x ({run.eval.samples} + 1 greedy)"
     whole = f"{each} = {tasks * problems * (run.eval.samples + 1):,} completions, before{every} and after"

@@ -43,7 +43,7 @@ from grpocli.runs.metrics import read_metrics
 from grpocli.runs.run_dir import RunDir, resume_word
 from grpocli.runs.saved_run import SavedRun
 from grpocli.runs.sessions import Changes, Session, add_session, format_value
-from grpocli.tasks.task import columns_of, errors_below, key_of, tasks_of
+from grpocli.tasks.task import columns_of, errors_below, key_of
 from grpocli.tracking.callbacks import check_callback
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _with_steps(config: DictConfig, run: Run, resumed: RunDir | None) -> Run:
 
 def steps_of(epochs: float, run: Run) -> int:
     """The steps that draw the training examples so many times; of several tasks, those of the slowest."""
-    tasks = tasks_of(run.task)
+    tasks = run.tasks
     whole = sum(getattr(task, "weight", 1.0) for task in tasks.values())
     draws = 0.0
     for name, task in tasks.items():
@@ -281,7 +281,7 @@ def prepare(
     if run.hardware.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("torch finds no GPU", key="hardware.device", value="cuda", hint="choose cpu or auto")
     check_devices(run, run.engine.resolved(), devices.processes * (node.count if node else 1))
-    for name, task in tasks_of(run.task).items():
+    for name, task in run.tasks.items():
         with errors_below(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples(split)[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))

@@ -12,7 +12,6 @@ from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jinja2.nodes import Template
     from transformers import PreTrainedTokenizerBase
 
 SWITCHES = ("enable_thinking", "thinking")
@@ -45,29 +44,18 @@ def arguments_of(part: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any
 
 def variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The names that the chat template reads and a user can set. Raises ConfigError if it is not valid Jinja."""
-    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2 import Environment, TemplateSyntaxError, meta
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
     template = tokenizer.chat_template or ""
     found: set[str] = set()
     for text in template.values() if isinstance(template, dict) else [template]:
         try:
-            found |= _inputs(environment.parse(GENERATION.sub("", text)))
+            found |= meta.find_undeclared_variables(environment.parse(GENERATION.sub("", text)))
         except TemplateSyntaxError as error:
             problem = f"its chat template is not valid Jinja: line {error.lineno}: {error.message}"
             raise ConfigError(problem, key="model", hint="give model.chat_template=FILE") from error
     return found - GIVEN - {*environment.globals, *tokenizer.special_tokens_map}
-
-
-def _inputs(template: Template) -> set[str]:
-    """The names that a template reads from outside; of those that it also sets, the ones it asks for beforehand."""
-    from jinja2 import meta, nodes
-
-    set_inside = {name.name for name in template.find_all(nodes.Name) if name.ctx == "store"}
-    tests = [test.node for test in template.find_all(nodes.Test) if test.name in ("defined", "undefined")]
-    asked_for = {node.name for node in tests if isinstance(node, nodes.Name)}
-    read: set[str] = meta.find_undeclared_variables(template)
-    return read - (set_inside - asked_for)
 
 
 def _switch(read: set[str], arguments: Mapping[str, Any], thinking: bool) -> str:

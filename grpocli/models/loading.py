@@ -1,18 +1,23 @@
-"""The config group `model`: its common keys, and loading models and tokenizers from a folder or the hub."""
+"""The config group `model`: its common keys, model=hf, and loading models and tokenizers from a folder or the hub."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import field
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import MISSING
+
 from grpocli.chat_clock import DAY, stop_clock
-from grpocli.config.parts import one_of, require, section
+from grpocli.config.parts import one_of, part, require, section
 from grpocli.config.user_code import too_little_memory
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
+from grpocli.hub import PREFIX, check_folder, model_folder, why_unreachable
 from grpocli.models import lora
 from grpocli.models.chat_template import arguments_of, end_of_turn
 from grpocli.models.lora import Lora
@@ -103,6 +108,68 @@ class ModelPart:
             check_bitsandbytes("model.quantization", self.quantization)
 
 
+@part("model", "hf")
+class HuggingFace(ModelPart):
+    """A language model of transformers, from a folder or the hub."""
+
+    path: str = MISSING
+    """A folder with config.json, weights and tokenizer, or a name on the hub; `hub:OWNER/NAME@REVISION` takes only
+    safetensors, and the folder of a checkpoint, `hub:OWNER/NAME/checkpoints/step_000020`."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; null: the default branch."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    chat_template: str | None = None
+    """File with a Jinja template that replaces the tokenizer's own; null: the tokenizer's."""
+    chat_template_arguments: dict[str, Any] = field(default_factory=dict)
+    """Variables that the template reads beside the messages: `model.chat_template_arguments.reasoning_effort=low`."""
+    thinking: bool | None = None
+    """Whether the model thinks before it answers, by the switch in its chat template; null: the template's default."""
+    date: str = DAY
+    """The day that a chat template takes for today, so that prompts are the same on every day."""
+    response_template: str | None = None
+    """JSON file with a response template of transformers, which finds calls of tools in the model's turns; null: the
+    tokenizer's own, or one for the format in which the chat template writes calls."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "path", self.path not in ("", MISSING), "give model.path=FOLDER or a name on the hub")
+        for name in ("chat_template", "response_template"):
+            file = getattr(self, name)
+            require(self, name, file is None or Path(file).expanduser().is_file(), "there is no such file")
+        with config_errors(ValueError, says="give a day as YEAR-MONTH-DAY", key="model.date", value=self.date):
+            date.fromisoformat(self.date)
+
+    def prepare(self, progress: Progress | None = None) -> str:
+        """The absolute path of the folder, or the hub id."""
+        self.check_ready()
+        if self.path.startswith(PREFIX):
+            return model_folder(self.path, "model.path", self.revision)
+        folder = Path(self.path).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else self.path
+
+    def end_ids(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+        """The tokens that end a completion, those of the generation config among them."""
+        return end_token_ids(configured_end_ids(self, self.prepare()), tokenizer)
+
+    def check_ready(self) -> None:
+        """Raise ConfigError if there is no such model. Loads no slow library."""
+        super().check_ready()
+        folder = Path(self.path).expanduser()
+        if (adapter := folder / lora.CONFIG).is_file() and not (folder / "config.json").is_file():
+            base = lora.read_config(adapter, "model.path").get("base_model_name_or_path")
+            problem, hint = f"is an adapter of {base}", f"give model={base} model.lora.path={self.path}"
+            raise ConfigError(f"{problem}, not a model", key="model.path", value=self.path, hint=hint)
+        check_folder("model.path", self.path, self.revision)
+        if self.path.startswith(PREFIX) or folder.is_dir() or not (reason := why_unreachable()):
+            return
+        from huggingface_hub import try_to_load_from_cache
+
+        if not isinstance(try_to_load_from_cache(self.path, "config.json", revision=self.revision), str):
+            problem = f"there is no such folder, and the hub does not answer ({reason}); give a model's folder"
+            raise ConfigError(problem, key="model.path", value=self.path)
+
+
 def load_model(part: Any, path: str) -> PreTrainedModel:
     """The causal language model at `path` with float32 weights, on the CPU, in evaluation mode.
 
@@ -121,12 +188,15 @@ def load_quantized(part: Any, path: str, dtype: str, device: Any = "cpu") -> Pre
     does, or without bitsandbytes.
     """
     import torch
+    from transformers import BitsAndBytesConfig
 
     import_bitsandbytes("model.quantization", NF4)
-    from grpocli.models import nf4
+    from grpocli.models.frozen_linear import as_plain
 
-    loading = {"quantization_config": nf4.config(), "device_map": {"": device}}
-    return with_head(part, nf4.settled(_load(part, path, dtype=getattr(torch, dtype), **loading)))
+    # every linear layer but the output head
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=NF4, bnb_4bit_use_double_quant=False)
+    loading = {"quantization_config": config, "device_map": {"": device}}
+    return with_head(part, as_plain(_load(part, path, dtype=getattr(torch, dtype), **loading)))
 
 
 def _load(part: Any, path: str, **loading: Any) -> PreTrainedModel:
@@ -271,7 +341,8 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
     if template is not None:
         tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf-8")
     if response_template := getattr(part, "response_template", None):
-        tokenizer.response_template = _read_json(response_template, "model.response_template")
+        with config_errors(ValueError, says="is not JSON: {}", key="model.response_template", value=response_template):
+            tokenizer.response_template = json.loads(Path(response_template).expanduser().read_text(encoding="utf-8"))
     stop_clock(tokenizer, getattr(part, "date", DAY))
     if arguments := arguments_of(part, tokenizer):
         # used by every part of the run that renders a conversation
@@ -313,13 +384,6 @@ def end_token_ids(configured: int | list[int] | None, tokenizer: PreTrainedToken
     ids = configured if isinstance(configured, list) else [configured]
     every = [*ids, tokenizer.eos_token_id, end_of_turn(tokenizer)]
     return frozenset(one for one in every if isinstance(one, int))
-
-
-def _read_json(file: str, key: str) -> Any:
-    try:
-        return json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"is not a JSON file: {error}", key=key, value=file) from error
 
 
 def _options(part: Any, path: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.parts import require, section
-from grpocli.errors import ConfigError
+from grpocli.config.parts import check_regex, require, section
+from grpocli.errors import ConfigError, config_errors
 from grpocli.models.quantization import quantized_layers
 
 if TYPE_CHECKING:
@@ -59,11 +58,7 @@ class Lora:
         ok = isinstance(names, list) and bool(names) and all(isinstance(n, str) and n for n in names)
         require(self, "target_modules", ok, "give all-linear, a list of module names, or a regular expression")
         if isinstance(self.target_modules, str):
-            try:
-                re.compile(self.target_modules)
-            except re.error as error:
-                problem = f"is not a regular expression: {error}"
-                raise ConfigError(problem, key="model.lora.target_modules", value=self.target_modules) from error
+            check_regex(self, "target_modules")
 
     def check_ready(self) -> None:
         """Raise ConfigError without peft, if there are updates."""
@@ -86,10 +81,9 @@ class Lora:
 
 def read_config(file: Path, key: str) -> dict[str, Any]:
     """The config of an adapter. Raises ConfigError, naming `key`, if it is no JSON object."""
-    try:
+    says = f"{CONFIG} cannot be read: {{}}"
+    with config_errors(OSError, ValueError, TypeError, says=says, key=key, value=file.parent):
         return dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{CONFIG} cannot be read: {error}", key=key, value=file.parent) from error
 
 
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
@@ -119,15 +113,12 @@ def inject(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
     )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # on tied weights, which `attach` refuses
-            convert_peft_config_for_transformers(config, model, None)
-            _leave_out_experts(config, lora)
-            inject_adapter_in_model(config, model, ADAPTER)
-    except ValueError as error:
-        problem = f"does not fit the model: {' '.join(str(error).split())[:200]}"
-        raise ConfigError(problem, key="model.lora.target_modules", value=lora.target_modules) from error
+    where = {"key": "model.lora.target_modules", "value": lora.target_modules}
+    with config_errors(ValueError, says="does not fit the model: {}", **where), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # on tied weights, which `attach` refuses
+        convert_peft_config_for_transformers(config, model, None)
+        _leave_out_experts(config, lora)
+        inject_adapter_in_model(config, model, ADAPTER)
     return model
 
 

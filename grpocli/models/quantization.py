@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -46,8 +45,5 @@ def whole_weight(layer: Any) -> Tensor:
 
 
 def quantized_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The layers with weights of 4 bits, by name. Loads bitsandbytes only if there are some."""
-    if "grpocli.models.nf4" in sys.modules:
-        from grpocli.models import nf4
-
-        yield from nf4.layers(model)
+    """The layers with weights of 4 bits, by name."""
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "dequantized"))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.algorithm.kl import BUILT_IN, EVERY_TASK, key_of_teacher
 from grpocli.config.parts import nearest, require
 from grpocli.errors import ConfigError
-from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import ModelPart, Progress, load_config, load_model, load_tokenizer
+from grpocli.models.loading import HuggingFace, ModelPart, Progress, load_config, load_model, load_tokenizer
 from grpocli.models.tiny import Tiny
 
 if TYPE_CHECKING:
@@ -123,17 +122,5 @@ def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
     """The first token, by its number, in which two vocabularies {token: number} differ, as a phrase; "" if none."""
     if ours == theirs:
         return ""
-    by_number = {number: token for token, number in theirs.items()}
-    known = {number: token for token, number in ours.items()}
-    for number in sorted({*by_number, *known}):
-        mine, its = known.get(number), by_number.get(number)
-        if mine != its:
-            return (
-                f"its tokenizer is not the policy's: token {number:,} is {_shown(its)} there and {_shown(mine)} in the "
-                "policy's"
-            )
-    return "its tokenizer is not the policy's: it gives two tokens the same number"
-
-
-def _shown(token: str | None) -> str:
-    return "missing" if token is None else repr(token)
+    token, number = min(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))
+    return f"its tokenizer is not the policy's: in one of them token {number:,} is {token!r}, and not in the other"

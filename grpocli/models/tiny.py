@@ -105,16 +105,12 @@ class Tiny(ModelPart):
 
     def prepare(self, progress: Progress | None = None) -> str:
         """The folder of the warm-started model; makes it if it is not in the cache."""
-        return str(cached_tiny(self, progress))
+        folder = f"models/tiny-{content_hash(self)}"
+        return str(cached(folder, NEEDED, lambda folder: build(self, folder, progress)))
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, which no training makes."""
         return make_tokenizer()
-
-
-def cached_tiny(part: Tiny, progress: Progress | None = None) -> Path:
-    """The folder of the model, from the cache or newly made."""
-    return cached(f"models/tiny-{content_hash(part)}", NEEDED, lambda folder: build(part, folder, progress))
 
 
 def content_hash(part: Tiny) -> str:
@@ -122,7 +118,6 @@ def content_hash(part: Tiny) -> str:
     import torch
     import transformers
 
-    package = PACKAGE
     settings = {
         "digits": part.digits,
         "operation": part.operation,
@@ -131,7 +126,7 @@ def content_hash(part: Tiny) -> str:
         "tool_calls": part.tool_calls,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "sources": [hashlib.sha256((package / name).read_bytes()).hexdigest() for name in SOURCES],
+        "sources": [hashlib.sha256((PACKAGE / name).read_bytes()).hexdigest() for name in SOURCES],
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -31,7 +31,7 @@ from grpocli.tasks.curriculum import (
 )
 from grpocli.tasks.prompts import PromptMaker, PromptSet, text_hash
 from grpocli.tasks.table import ExampleStream, Jsonl
-from grpocli.tasks.task import columns_of, errors_below, key_of, tasks_of
+from grpocli.tasks.task import columns_of, errors_below, key_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -251,7 +251,7 @@ class PromptSource:
         end_ids: tokens that end a completion, beside the tokenizer's; supervised training teaches the one that the chat
         template writes.
         """
-        chosen = tasks_of(run.task)
+        chosen = run.tasks
         tasks: list[TaskPrompts] = []
         for name, task in chosen.items():
             with errors_below(key_of(run.task, name)):
@@ -346,14 +346,14 @@ def accuracy_rewards_of(run: Run) -> dict[str, str]:
     """`accuracy_reward_of` each task of a run; empty without rewards."""
     if not run.reward:
         return {}
-    return {name: accuracy_reward_of(task, run.reward, run.eval.reward) for name, task in tasks_of(run.task).items()}
+    return {name: accuracy_reward_of(task, run.reward, run.eval.reward) for name, task in run.tasks.items()}
 
 
 def doubtful_choices(run: Run) -> dict[str, str]:
     """A warning where the first reward measures accuracy, but only a later one decides whether answers are right."""
     found = {}
     for name, first in accuracy_rewards_of(run).items():
-        names = rewards_for(tasks_of(run.task)[name], run.reward)
+        names = rewards_for(run.tasks[name], run.reward)
         deciding = [one for one in names if isinstance(run.reward[one], Correctness)]
         if deciding and first not in [*deciding, run.eval.reward]:
             found[first] = (

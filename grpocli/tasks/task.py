@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.config.parts import Escaped, UserCode, named, nearest, one_of, require, require_part, section
 from grpocli.config.user_code import check_exists
-from grpocli.config.user_parts import choice_of, name_of
 from grpocli.environments.environment import TOOLS_KEY, EnvironmentConfig
 from grpocli.environments.tools import READY
 from grpocli.errors import ConfigError
@@ -182,15 +181,6 @@ def _error_below(error: ConfigError, key: str) -> ConfigError:
     return ConfigError(problem, key=error.key, value=error.value, hint=note)
 
 
-def tasks_of(chosen: object) -> dict[str, Task]:
-    """The tasks of a run by name: those of a mixture, or the only one, named after its choice."""
-    if isinstance(chosen, Mixture):
-        return dict(chosen.tasks)
-    one: Task = chosen  # type: ignore[assignment]
-    choice = choice_of("task", chosen)
-    return {getattr(chosen, "task_name", None) or name_of(choice): one}
-
-
 def without_answers(chosen: Any) -> Any:
     """The task, or the mixture, that requires no column of answers."""
     if isinstance(chosen, Mixture):
@@ -199,11 +189,11 @@ def without_answers(chosen: Any) -> Any:
     return replace(chosen, answer_column=None) if has_answers else chosen
 
 
-def error_limits_of(chosen: object) -> dict[str, ErrorLimit]:
+def error_limits_of(run: Run) -> dict[str, ErrorLimit]:
     """{task: its `max_reward_errors`} of the tasks that set it."""
-    shares = {name: getattr(task, "max_reward_errors", None) for name, task in tasks_of(chosen).items()}
+    shares = {name: getattr(task, "max_reward_errors", None) for name, task in run.tasks.items()}
     return {
-        name: ErrorLimit(f"{key_of(chosen, name)}.max_reward_errors", share)
+        name: ErrorLimit(f"{key_of(run.task, name)}.max_reward_errors", share)
         for name, share in shares.items()
         if share is not None
     }

@@ -29,7 +29,7 @@ from grpocli.rollout.sampling import keep_stop_token_ids
 from grpocli.runs.saved_run import SavedRun
 from grpocli.tasks.curriculum import Curriculum, load_problems
 from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rewards_of, doubtful_choices
-from grpocli.tasks.task import error_limits_of, errors_below, tasks_of
+from grpocli.tasks.task import error_limits_of, errors_below
 from grpocli.training import checkpoint, saved_rollouts
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
 from grpocli.training.checkpointer import Checkpointer, restoring
@@ -98,7 +98,7 @@ def build_trainer(
         before_change=lambda: trainer.wait_for_checkpoint(),
     )
     engine = connected(run.engine.resolved(), context)
-    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, error_limits_of(run.task))
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, error_limits_of(run))
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
     sampler.episodes.check()
     kind = TargetSampler if run.algorithm.supervised else Sampler
@@ -150,7 +150,7 @@ def _hints(run: Run, data: PromptSource, config: Any) -> Iterator[str]:
         hint = "the ratio of a step's only update is 1; train.minibatches=4 makes four"
         yield f"algorithm.objective.high={clip.high:g} clips nothing: {hint}"
     marks = data.tokenizer.all_special_tokens
-    for task, part in zip(data.tasks, tasks_of(run.task).values(), strict=True):
+    for task, part in zip(data.tasks, run.tasks.values(), strict=True):
         if not (data.tokenizer.chat_template and isinstance(task.train, EpochPrompts)):
             continue
         prompt = task.train.draw(0, "")

@@ -12,7 +12,7 @@ from grpocli.errors import ConfigError
 from grpocli.tasks.loading import with_columns
 from grpocli.tasks.prompts import PromptMaker, text_hash
 from grpocli.tasks.table import Examples, Jsonl
-from grpocli.tasks.task import errors_below, key_of, tasks_of
+from grpocli.tasks.task import errors_below, key_of
 from grpocli.types import Message, Prompt, Text
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class DataView:
         """
         makers = {}
         splits = []
-        for name, task in tasks_of(run.task).items():
+        for name, task in run.tasks.items():
             with errors_below(key_of(run.task, name)):
                 makers[name] = PromptMaker.of(name, task, run, tokenizer, end_ids)
             for split in wanted:
@@ -107,7 +107,7 @@ class DataView:
 
     def prompt(self, view: SplitView, number: int) -> tuple[Prompt, str]:
         """One example of a split as the run would draw it, neither dropped nor cut, and its name in the data."""
-        task = tasks_of(self.run.task)[view.task]
+        task = self.run.tasks[view.task]
         with errors_below(key_of(self.run.task, view.task)):
             example, where = _example(task, view.split, number)
             maker = self.makers[view.task]

@@ -20,7 +20,7 @@ from grpocli.rewards.code import CodeReward
 from grpocli.rollout.sync_config import ServerLocation
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.tasks.loading import is_remote, looks_local
-from grpocli.tasks.task import key_of, tasks_of
+from grpocli.tasks.task import key_of
 from grpocli_tools.doctor.checkup import Finding, MachineCheck, Needs, ok, problem, warning
 from grpocli_tools.doctor.devices import torch_report
 from grpocli_tools.doctor.machine import PROBE_SECONDS, PROBES
@@ -184,7 +184,7 @@ def _on_hub(run: Run, machine: Machine) -> Iterator[str]:
             place = hub_path(path, key)
             if not in_cache(machine, place.repo if place else path, "models"):
                 yield f"{key}={place.repo if place else path}"
-    for name, task in tasks_of(run.task).items():
+    for name, task in run.tasks.items():
         path = getattr(task, "path", None)
         if not isinstance(path, str) or looks_local(path) or is_remote(path) or Path(path).exists():
             continue

@@ -19,7 +19,7 @@ from grpocli.rollout.engine import EngineContext, EngineJob, connected
 from grpocli.runs.metrics import to_json
 from grpocli.tasks.prompt_source import accuracy_reward_of, doubtful_choices
 from grpocli.tasks.prompts import PromptMaker, PromptSet
-from grpocli.tasks.task import columns_of, error_limits_of, errors_below, key_of, tasks_of
+from grpocli.tasks.task import columns_of, error_limits_of, errors_below, key_of
 from grpocli.training.accuracy import AccuracyRewards, eval_seeds, question_scores
 from grpocli.types import Group, Prompt, Sampling
 from grpocli_tools.evaluation.significance import Estimate
@@ -124,7 +124,7 @@ class Evaluation:
             stack.callback(world.close)
             for reward in self.run.reward.values():
                 stack.callback(reward.close)
-            problems = [self._load(name, tokenizer) for name in tasks_of(self.run.task)]
+            problems = [self._load(name, tokenizer) for name in self.run.tasks]
             for doubt in doubtful_choices(self.run).values():
                 self.view.note(doubt)
             self.view.stage("starting the engine")
@@ -134,7 +134,7 @@ class Evaluation:
                 yield self._evaluate(name, version, self._sampler(path, world, tokenizer, problems), problems)
 
     def _load(self, name: str, tokenizer: PreTrainedTokenizerBase) -> Problems:
-        run, task = self.run, tasks_of(self.run.task)[name]
+        run, task = self.run, self.run.tasks[name]
         with errors_below(key_of(run.task, name)):
             examples = task.examples("eval")
             maker = PromptMaker.of(name, task, run, tokenizer)
@@ -161,10 +161,10 @@ class Evaluation:
         policy = Policy(model, model, getattr(torch, job.dtype))
         context = EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling)
         engine = connected(run.engine.resolved(), context)
-        tasks = tasks_of(run.task).items()
+        tasks = run.tasks.items()
         environments = {name: found for name, task in tasks if (found := loaded_environment_of(task))}
         of_tasks = {one.task: [one.accuracy_reward] for one in problems}
-        scorer = Scorer(run.reward, run.rollout.max_reward_errors, of_tasks, error_limits_of(run.task))
+        scorer = Scorer(run.reward, run.rollout.max_reward_errors, of_tasks, error_limits_of(run))
         return Sampler(world, engine, tokenizer, scorer, environments)
 
     def _evaluate(self, name: str, version: int, sampler: Sampler, problems: Sequence[Problems]) -> ModelResult:

@@ -246,19 +246,17 @@ def _generation(inputs: PlanInputs) -> list[Item]:
 
 def sampled_rows(inputs: PlanInputs) -> int:
     """Completions that engine=transformers samples at a time in one process."""
-    from grpocli.tasks.task import tasks_of
     from grpocli.training.collector import MAX_REFILL
 
     run, group = inputs.run, inputs.run.rollout.group_size
     prompts = run.rollout.prompts_per_step * (MAX_REFILL if run.algorithm.keep.max_rounds > 1 else 1)
-    problems = run.eval.n_problems(cpu=False) * len(tasks_of(run.task))
+    problems = run.eval.n_problems(cpu=False) * len(run.tasks)
     rows = max(math.ceil(prompts / inputs.resources.trainers) * group, problems * run.eval.samples)
     return int(min(rows, max(group, inputs.engine.max_rows // group * group)))
 
 
 def _sampling(inputs: PlanInputs) -> list[Item]:
     from grpocli.environments.environment import environment_of
-    from grpocli.tasks.task import tasks_of
 
     size, run = inputs.size, inputs.run
     rows, length = sampled_rows(inputs), run.rollout.longest_row
@@ -266,7 +264,7 @@ def _sampling(inputs: PlanInputs) -> list[Item]:
     number = FLOAT32 if inputs.dtype_bytes == FLOAT32 or not inputs.resources.gpu else 3
     cache = number * size.cache_per_token * rows * length * (1 + 1 / size.layers)
     rows_of = f"{rows:,} completions of {length:,} tokens"
-    if any(one.turns > 1 for one in map(environment_of, tasks_of(run.task).values()) if one):
+    if any(one.turns > 1 for one in map(environment_of, run.tasks.values()) if one):
         cache, rows_of = 2 * cache, f"{rows_of}, twice: as many stay between turns"
     whole = inputs.dtype_bytes * size.multiplied + (FLOAT32 if inputs.wide_head else inputs.dtype_bytes) * size.head
     casts = whole if inputs.dtype_bytes < FLOAT32 or inputs.shards > 1 else 0

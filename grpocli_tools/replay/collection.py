@@ -17,7 +17,6 @@ from grpocli.progress import UNWATCHED, Watch
 from grpocli.rewards.scorer import Scorer, ScoreStats
 from grpocli.rollout.sampling import derive_seed
 from grpocli.tasks.prompt_source import PromptSource, rewards_for
-from grpocli.tasks.task import tasks_of
 from grpocli.training.build_trainer import make_collector
 from grpocli.training.checkpointer import checkpoints
 from grpocli.training.collector import Collector, RolloutBatch, Sampler
@@ -78,7 +77,7 @@ class RolloutSource:
     @classmethod
     def of(cls, session: ReplaySession, world: World, run_dir: Path) -> RolloutSource:
         """The source of a session. Raises ConfigError if there is no tokenizer."""
-        run, tasks = session.run, tasks_of(session.run.task)
+        run, tasks = session.run, session.run.tasks
         tokenizer, folder = _tokenizer(session, run_dir)
         data, no_prompts = None, ""
         try:

@@ -13,7 +13,6 @@ import torch
 from grpocli.errors import GrpoError, RewardError
 from grpocli.rewards.scorer import Scorer
 from grpocli.tasks.prompt_source import accuracy_rewards_of, rewards_for
-from grpocli.tasks.task import tasks_of
 from grpocli.training.collector import advantages_of, lengths_of, rewards_of
 from grpocli.training.micro_batch import rows_of
 from grpocli.types import Group
@@ -149,7 +148,7 @@ def _with_added_rewards(groups: Sequence[Group], run: Run, other: Run) -> tuple[
             left_out[name] = str(error)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     known = [name for name, reward in run.reward.items() if not reward.sees_group]
-    tasks = {name: [*rewards_for(task, run.reward), *added] for name, task in tasks_of(run.task).items()}
+    tasks = {name: [*rewards_for(task, run.reward), *added] for name, task in run.tasks.items()}
     scored, _ = Scorer(added, 1.0, tasks).score(rollouts, run.rollout.max_completion_tokens, known=known)
     scores = iter(scored)
     return [

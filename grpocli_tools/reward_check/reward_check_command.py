@@ -96,11 +96,11 @@ def _agreements(run: Run, args: argparse.Namespace, view: View) -> Iterator[tupl
     from grpocli.rewards.python import PythonReward
     from grpocli.rewards.reward import Correctness
     from grpocli.tasks.prompt_source import rewards_for
-    from grpocli.tasks.task import columns_of, errors_below, key_of, tasks_of
+    from grpocli.tasks.task import columns_of, errors_below, key_of
     from grpocli_tools.reward_check.reward_validation import agreement
 
     checked = 0
-    for name, task in tasks_of(run.task).items():
+    for name, task in run.tasks.items():
         every = {name: run.reward[name] for name in rewards_for(task, run.reward)}
         names = [name for name, reward in every.items() if reward.checks_answers and not reward.sees_group]
         deciding = [one for one in names if isinstance(run.reward[one], Correctness)]

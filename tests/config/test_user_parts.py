@@ -19,7 +19,6 @@ from grpocli.config.build import build
 from grpocli.config.parts import CLASSES, stored
 from grpocli.config.user_parts import REQUIRED_MEMBERS, check_members, choice_of
 from grpocli.errors import ConfigError
-from grpocli.tasks.task import tasks_of
 
 SOURCE = '''
 from __future__ import annotations
@@ -181,7 +180,7 @@ def test_a_mixture_and_a_users_recipe_may_use_them() -> None:
     run = build_run(compose(["task=[mine.py:Doubles,arithmetic]", "task.doubles.count=4"]))
     assert list(run.task.tasks) == ["doubles", "arithmetic"]
     assert run.task.tasks["doubles"].count == 4
-    assert list(tasks_of(build_run(compose(["task=mine.py:Doubles"])).task)) == ["doubles"]
+    assert list(build_run(compose(["task=mine.py:Doubles"])).tasks) == ["doubles"]
     Path("conf/recipe").mkdir(parents=True)
     Path("conf/recipe/ours.yaml").write_text(
         "# @package _global_\ndefaults:\n  - override /algorithm/advantage: mine.py:Rank\n"

@@ -27,8 +27,7 @@ from safetensors.torch import load_file
 
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
-from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import load_model
+from grpocli.models.loading import HuggingFace, load_model
 from grpocli.models.lora import Lora, attach, lora_layers, merged
 from grpocli.rollout.vllm.server import caches_prefixes
 from grpocli.rollout.vllm.weight_sync import PolicyWeights

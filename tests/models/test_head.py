@@ -14,8 +14,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from grpocli.errors import ConfigError
 from grpocli.models import lora
 from grpocli.models.head import Float32Head, parts_, product, widen_head
-from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import choose_head_dtype, load_model
+from grpocli.models.loading import HuggingFace, choose_head_dtype, load_model
 from grpocli.models.lora import Lora
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.training import logprobs

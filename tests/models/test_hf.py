@@ -15,8 +15,14 @@ from grpocli.composition.compose import compose
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.models import loading
-from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import check_vocabulary, language_model_class, load_model, load_tokenizer, without_dropout
+from grpocli.models.loading import (
+    HuggingFace,
+    check_vocabulary,
+    language_model_class,
+    load_model,
+    load_tokenizer,
+    without_dropout,
+)
 from grpocli.models.lora import Lora
 from grpocli.models.tiny import make_model, make_tokenizer
 from grpocli.rollout.engine import EngineJob

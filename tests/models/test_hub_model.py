@@ -12,7 +12,7 @@ from stand_in_hub import StandInHub, serving
 
 from grpocli.errors import ConfigError
 from grpocli.hub import HubPath, hub_api, hub_path
-from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import HuggingFace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"

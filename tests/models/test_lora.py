@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from grpocli.composition.compose import compose
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
-from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import load_policy
+from grpocli.models.loading import HuggingFace, load_policy
 from grpocli.models.lora import (
     CONFIG,
     WEIGHTS,

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from grpocli.composition.compose import build_run, compose
 from grpocli.distributed.parallel import Parallel
 from grpocli.errors import ConfigError
-from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import load_policy
+from grpocli.models.loading import HuggingFace, load_policy
 from grpocli.models.lora import Lora, lora_layers, merged, switched_off
 from grpocli.models.tiny import make_tokenizer
 from grpocli.training import dequantized

@@ -10,7 +10,7 @@ import pytest
 from composed import built
 
 from grpocli.errors import ConfigError
-from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import HuggingFace
 from grpocli.models.teacher import WARMER, check_tokenizers, difference, teachers_of
 from grpocli.models.tiny import Tiny, make_model, make_tokenizer
 
@@ -56,13 +56,9 @@ def test_the_first_differing_token_is_named(tmp_path: Path) -> None:
         if path == same:
             check_tokenizers(teachers, ours)
             continue
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match=rf"token {ours.get_vocab()['a']} is '[ab]'") as error:
             check_tokenizers(teachers, ours)
-        number = ours.get_vocab()["a"]
-        assert str(error.value) == (
-            f"algorithm.kl.model={other}: its tokenizer is not the policy's: token {number} is 'b' there and 'a' in "
-            "the policy's; a teacher scores the policy's tokens: choose one with the same tokenizer"
-        )
+        assert (error.value.key, error.value.value) == ("algorithm.kl.model", str(other))
 
 
 def test_a_teacher_without_logits_for_a_token_is_refused(tmp_path: Path) -> None:
@@ -77,11 +73,8 @@ def test_a_teacher_without_logits_for_a_token_is_refused(tmp_path: Path) -> None
 def test_differences_of_vocabularies() -> None:
     ours = {"a": 0, "b": 1}
     assert difference(ours, dict(ours)) == ""
-    assert "token 2 is 'c' there and missing" in difference(ours, ours | {"c": 2})
-    assert "token 1 is missing there and 'b'" in difference(ours, {"a": 0})
-    assert "two tokens the same number" in difference(ours, {"x": 0, "a": 0, "b": 1}) or difference(
-        ours, {"x": 0, "a": 0, "b": 1}
-    )
+    for theirs, token in ((ours | {"c": 2}, "token 2 is 'c'"), ({"a": 0}, "token 1 is 'b'"), ({"x": 0} | ours, "'x'")):
+        assert token in difference(ours, theirs)
 
 
 @pytest.mark.parametrize(

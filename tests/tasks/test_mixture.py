@@ -15,7 +15,7 @@ from grpocli.composition.overrides import expand_task_lists
 from grpocli.errors import ConfigError
 from grpocli.rewards.scorer import ErrorLimit
 from grpocli.tasks.prompt_source import PromptSource
-from grpocli.tasks.task import error_limits_of, errors_below, tasks_of
+from grpocli.tasks.task import error_limits_of, errors_below
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -39,12 +39,12 @@ def test_a_task_is_named_after_its_choice_or_by_its_key() -> None:
         named = compose([f"task={path.stem}"]).task.get("task_name") == path.stem
         assert named or path.stem == "mixture" or WRITTEN_FROM in path.read_text(), path.stem
     for chosen, name in ((["task=gsm8k"], "gsm8k"), (["task=hub", "task.path=a/b", "task.task_name=ours"], "ours")):
-        assert list(tasks_of(run_of(*chosen).task)) == [name]
+        assert list(run_of(*chosen).tasks) == [name]
 
 
 def test_each_task_has_keys_below_its_name() -> None:
     config = compose(["task=[arithmetic,dapo-math-17k]", "task.arithmetic.weight=2", "task.dapo-math-17k.eval_size=3"])
-    tasks: dict[str, Any] = tasks_of(build_run(config).task)
+    tasks: dict[str, Any] = build_run(config).tasks
     assert list(tasks) == ["arithmetic", "dapo-math-17k"]
     assert tasks["arithmetic"].weight == 2
     assert tasks["dapo-math-17k"].eval_size == 3
@@ -68,10 +68,10 @@ def test_bad_mixtures_are_refused(given: list[str], key: str) -> None:
 
 @pytest.mark.slow
 def test_the_error_limit_of_a_task_names_its_key() -> None:
-    assert error_limits_of(run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=0.5").task) == {
+    assert error_limits_of(run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=0.5")) == {
         "gsm8k": ErrorLimit("task.gsm8k.max_reward_errors", 0.5)
     }
-    assert str(error_limits_of(run_of("task.max_reward_errors=1").task)["arithmetic"]) == "task.max_reward_errors=1"
+    assert str(error_limits_of(run_of("task.max_reward_errors=1"))["arithmetic"]) == "task.max_reward_errors=1"
     with pytest.raises(ConfigError, match=r"task\.gsm8k\.max_reward_errors=2\.0: must be between 0 and 1, or null"):
         run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=2")
 

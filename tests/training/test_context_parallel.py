@@ -25,8 +25,7 @@ from grpocli.errors import ConfigError
 from grpocli.hardware import Single
 from grpocli.launch.trainer_launcher import command
 from grpocli.models import shared_prompt_attention as attention
-from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import load_config
+from grpocli.models.loading import HuggingFace, load_config
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Packed, shards_of
 from grpocli.training.policy import Policy

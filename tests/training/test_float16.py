@@ -21,7 +21,7 @@ from grpocli.distributed.parallel import Parallel, loss_scaler, step
 from grpocli.distributed.world import World
 from grpocli.errors import RunError
 from grpocli.models import loading, sdpa
-from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import HuggingFace
 from grpocli.runs.run_dir import RunDir
 from grpocli.training.optim import AdamW, make_optimizer
 from grpocli.training.packing import Packed

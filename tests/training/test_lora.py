@@ -15,8 +15,7 @@ from training.updating import SAMPLING, copies, train_step, updater_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpocli.distributed.world import World
-from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import checkpoint_activations, load_policy
+from grpocli.models.loading import HuggingFace, checkpoint_activations, load_policy
 from grpocli.models.lora import Lora, attach
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample

@@ -15,8 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
-from grpocli.models.hf import HuggingFace
-from grpocli.models.loading import checkpoint_activations
+from grpocli.models.loading import HuggingFace, checkpoint_activations
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
 from grpocli.training.router_balance import check_has_routers, record_routings, routers
