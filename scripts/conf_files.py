@@ -21,8 +21,8 @@ from omegaconf import MISSING, OmegaConf
 from grpocli.composition.compose import register_parts
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.config import yaml_text
-from grpocli.config.build import TARGET, flat_keys
 from grpocli.config.parts import CHOICES, CLASSES, SCHEMAS, choices_of, config_node
+from grpocli.config.yaml_text import TARGET
 from grpocli_tools.explain.documentation import class_doc, field_docs, summary
 
 WIDTH = 120
@@ -74,8 +74,8 @@ def _choices_defaults() -> dict[str, str]:
         choice = f"{file.parent.name.removesuffix('_defaults')}={file.stem}"
         values = yaml_text.load(file.read_text())
         config = OmegaConf.create(values)
-        for key in flat_keys(values):
-            value = OmegaConf.select(config, key)
+        for key, _ in yaml_text.nodes(values, lists=False):
+            value = OmegaConf.select(config, key) if key else config
             if not OmegaConf.is_config(value):
                 sets = f" {choice} sets {_yaml_value(value)}, which overrides this file."
                 found[key] = found.get(key, "") + sets

@@ -1,19 +1,13 @@
-"""Whether a run is right: the stages that every command walks as far as it goes. Each raises ConfigError.
+"""Whether a run is right. Every command walks STAGES as far as it goes; each raises ConfigError.
 
-    composed   `check_run(run)` of every part and section, beside its fields: keys against keys
-    files      `check_ready()` of every part: files, packages and servers; imports no user code, loads no data
-    devices    composed again, with the processes and the engine that the config left open
-    model      what the model's config and tokenizer say, before weights are loaded
-    server     `launch` and `connect` of the engine
-
-A field alone is checked when its part is built, by `require` in `__post_init__`.
+A field alone is checked when its part is built, by `require` in `__post_init__`. The engine's `launch` and `connect`
+check the servers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import require
@@ -26,36 +20,27 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import EnginePart
     from grpocli.views.view import View
 
+FILES = ("tracker", "hardware", "engine", "model", "optim", "algorithm", "teacher", "data")
+"""What `check_files` looks at, in its order: config groups, the teachers, and tasks with their rewards."""
+
 
 def check_composed(run: Run) -> None:
-    """Stage `composed`."""
+    """Check keys against keys: `check_run(run)` of every part and section."""
     for field in fields(run):
         if field.name != "task":
-            for part in _parts(getattr(run, field.name)):
-                _call(part, "check_run", run)
+            _call_all(getattr(run, field.name), "check_run", run)
     for name, task in run.tasks.items():
         with errors_below(key_of(run.task, name)):
             _call(task, "check_run", run)
 
 
-def file_checks(run: Run) -> dict[str, Callable[[], None]]:
-    """The checks of stage `files`, by what they look at."""
-    return {
-        "tracker": run.tracker.check,
-        "hardware": partial(_check_ready, run.hardware),
-        "engine": partial(_check_ready, run.engine),
-        "model": partial(_check_ready, run.model),
-        "optimizer": partial(_check_ready, run.optim),
-        "algorithm": partial(_check_ready, run.algorithm),
-        "teacher": partial(_check_teachers, run),
-        "data and rewards": partial(check_data, run),
-    }
-
-
 def check_files(run: Run, training: bool = False) -> None:
-    """Stage `files`. training: also what only a training needs, its callbacks and a token that may push it."""
-    for check in file_checks(run).values():
-        check()
+    """Check files, packages and servers: `check_ready()` of every part. Imports no user code, loads no data.
+
+    training: also what only a training needs, its callbacks and a token that may push it.
+    """
+    for name in FILES:
+        check_file(run, name)
     if training:
         for spec in run.callbacks:
             check_exists(spec, "callbacks")
@@ -65,23 +50,31 @@ def check_files(run: Run, training: bool = False) -> None:
         check_may_push(PUSH_KEY, run.hub.push, run.hub.revision, private=run.hub.private)
 
 
-def check_data(run: Run) -> None:
-    """Stage `files` for tasks and rewards alone."""
-    for name, task in run.tasks.items():
-        with errors_below(key_of(run.task, name)):
-            _check_ready(task)
-    _check_ready(run.reward)
+def check_file(run: Run, name: str) -> None:
+    """The check of one of FILES."""
+    if name == "teacher":
+        _check_teachers(run)
+    elif name == "data":
+        for one, task in run.tasks.items():
+            with errors_below(key_of(run.task, one)):
+                _call_all(task, "check_ready")
+        _call_all(run.reward, "check_ready")
+    else:
+        _call_all(getattr(run, name), "check_ready")
 
 
 def check_devices(run: Run, engine: EnginePart, processes: int) -> None:
-    """Stage `devices`. engine: the one that samples. processes: trainer processes on all machines."""
+    """Check keys against keys again, with the processes and the engine that the config left open.
+
+    engine: the one that samples. processes: trainer processes on all machines.
+    """
     hardware = replace(run.hardware, processes=processes) if isinstance(run.hardware, Single) else run.hardware
     train = replace(run.train, data_epochs=None)  # its steps are known by now
     check_composed(replace(run, engine=engine, hardware=hardware, train=train))
 
 
 def check_model(run: Run, model_path: str, view: View) -> None:
-    """Stage `model`. Makes the built-in teacher."""
+    """Check what the model's config and tokenizer say, before weights are loaded. Makes the built-in teacher."""
     from grpocli.models.loading import check_vocabulary, load_config, load_tokenizer
     from grpocli.models.teacher import check_tokenizers, teachers_of
     from grpocli.training.router_balance import check_has_routers
@@ -98,6 +91,10 @@ def check_model(run: Run, model_path: str, view: View) -> None:
         tokenizer = load_tokenizer(run.model, model_path)
         check_tokenizers(teachers_of(kl, run.model), tokenizer, lambda fraction, text: view.stage(text, fraction))
         check_served(kl, tokenizer, run.rollout.longest_row)
+
+
+STAGES = (check_composed, check_files, check_devices, check_model)
+"""In the order of a run: as composed, before a folder is made, with the devices, with the model's files."""
 
 
 def check_splits(run: Run, config: Any) -> None:
@@ -125,9 +122,10 @@ def _check_teachers(run: Run) -> None:
             teacher.check_ready()
 
 
-def _check_ready(value: object) -> None:
+def _call_all(value: object, method: str, *arguments: object) -> None:
+    """Call a method of the parts and sections in a value: itself, and those of its fields."""
     for part in _parts(value):
-        _call(part, "check_ready")
+        _call(part, method, *arguments)
 
 
 def _call(part: object, method: str, *arguments: object) -> None:
@@ -137,7 +135,6 @@ def _call(part: object, method: str, *arguments: object) -> None:
 
 
 def _parts(value: object) -> Iterator[object]:
-    """The parts and sections in a value: itself, and those of its fields."""
     if isinstance(value, Mapping):
         for one in value.values():
             yield from _parts(one)

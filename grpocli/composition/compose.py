@@ -18,11 +18,13 @@ from grpocli.composition.checks import check_composed
 from grpocli.composition.hydra_errors import choices_in, hydra_errors, two_of_one_name
 from grpocli.composition.hydra_sources import composer, extend_hydra
 from grpocli.composition.overrides import rewrite, texts_of
-from grpocli.config.build import build, leaves
+from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
+from grpocli.config.yaml_text import leaves
 from grpocli.errors import config_errors
 from grpocli.files import write_atomic
 from grpocli.plugins import load, plugins
+from grpocli.runs.saved_run import SavedRun
 
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
@@ -118,7 +120,7 @@ def build_run(config: DictConfig) -> Run:
 def saved_run(run_dir: RunDir) -> Run:
     """The run with the config in its folder, which the launching process has checked. Raises ConfigError."""
     register_parts()
-    return _built(OmegaConf.load(run_dir.config))  # type: ignore[arg-type]
+    return _built(OmegaConf.create(SavedRun(run_dir.path).read_config()))
 
 
 def _built(config: DictConfig) -> Run:

@@ -18,8 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.composition.hydra_sources import composer, conf_dir
 from grpocli.composition.overrides import in_quotes, key_of_override, parse
-from grpocli.config.build import flat_keys
 from grpocli.config.parts import nearest, stored
+from grpocli.config.yaml_text import TARGET, nodes
 from grpocli.errors import ConfigError
 from grpocli.plugins import hook
 
@@ -77,8 +77,12 @@ def known_keys(overrides: list[str], config_name: str, hydra: bool = False) -> l
     assert isinstance(plain, dict)
     own = plain.pop("hydra")
     if hydra:
-        return [*FOLDERS, *flat_keys(own, "hydra.")]
-    return [*flat_keys(plain), *(f"algorithm/{name}" for name in plain.get("algorithm", {})), "recipe", *FOLDERS]
+        return [*FOLDERS, *_keys(own, "hydra")]
+    return [*_keys(plain), *(f"algorithm/{name}" for name in plain.get("algorithm", {})), "recipe", *FOLDERS]
+
+
+def _keys(node: object, key: str = "") -> list[str]:
+    return [key for key, _ in nodes(node, key, lists=False) if key and not key.endswith(TARGET)]
 
 
 def two_of_one_name(chosen: str) -> ConfigError:

@@ -15,6 +15,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config import yaml_text
@@ -125,14 +126,16 @@ class Models(ListedNowhere):
 
 
 class CheckedFiles(FileConfigSource):  # type: ignore[misc]
-    """Hydra's source of YAML files, which names the file of an error."""
+    """Hydra's source of YAML files, read by the C loader, which names the file of an error."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The config of a file. Raises ConfigError if it is broken."""
         file = Path(self.path, self._normalize_file_name(config_path))
         kinds, says = (*yaml_text.BROKEN, OmegaConfBaseException), "cannot be read: {}"
         with config_errors(*kinds, says=says, why=yaml_text.reason, key=str(file), hint="repair it"):
-            return super().load_config(config_path)
+            text = file.read_text(encoding="utf-8")
+            config, header = OmegaConf.create(yaml_text.load(text) or {}), self._get_header_dict(text)
+            return ConfigResult(config=config, path=f"file://{self.path}", provider=self.provider, header=header)
 
 
 # Hydra registers its own source later, and keeps this one if it has the same name.

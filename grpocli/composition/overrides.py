@@ -19,11 +19,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString, Transformer
 from hydra.errors import HydraException
 
-from grpocli.config.build import Leaf, leaves
 from grpocli.config.parts import ESCAPED, USER_CODE, is_marked
 from grpocli.config.schema import Run
 from grpocli.config.user_code import absolute
 from grpocli.config.user_parts import GROUP, is_spec, name_of
+from grpocli.config.yaml_text import Leaf, leaves
 from grpocli.errors import ConfigError
 from grpocli.plugins import hook
 

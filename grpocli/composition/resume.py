@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.composition.hydra_errors import known_keys
 from grpocli.composition.overrides import expand_task_lists, in_files, in_quotes, text_of, texts_of
-from grpocli.config import yaml_text
-from grpocli.config.build import TARGET, leaves
 from grpocli.config.environment import raw_value, unresolved
 from grpocli.config.parts import CLASSES
 from grpocli.config.user_parts import is_spec, name_of
-from grpocli.config.yaml_text import flat_values
+from grpocli.config.yaml_text import TARGET, flat, leaves
 from grpocli.errors import ConfigError, config_errors
-from grpocli.runs.run_dir import RunDir
-from grpocli.runs.saved_run import check_is_run
+from grpocli.runs.saved_run import SavedRun, check_is_run
 from grpocli.runs.sessions import accuracy_rewards
 
 logger = logging.getLogger(__name__)
@@ -38,12 +36,14 @@ FIXED = (*(f"model.lora.{key}" for key in ("rank", "alpha", "target_modules", "p
 """Keys that determine the tensors of a checkpoint or its reference, so a resume cannot change them."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Resume:
-    """A run to resume. folder: the run's. given: the overrides given now, which alone change the saved config."""
+    """A run to resume."""
 
     folder: Path
+    """The run's."""
     given: list[str] = field(default_factory=list)
+    """The overrides given now, which alone change the saved config."""
 
     @classmethod
     def requested(cls, overrides: list[str]) -> Resume | None:
@@ -70,7 +70,7 @@ class Resume:
 
     def _saved(self) -> list[str]:
         """The saved overrides, without the keys of parts that are replaced now."""
-        saved = _overrides(self._config())
+        saved = _overrides(self.saved)
         before, now = (dict(o.split("=", 1) for o in some if "=" in o) for some in (saved, self.given))
         replaced = [part for key, choice in now.items() for part in _replaced(key, before.get(key, choice), choice)]
         dropped = ("resume=", *(f"{part}." for part in replaced), *(f"{part}@" for part in replaced))
@@ -95,12 +95,21 @@ class Resume:
         """
         says = "its config does not fit: {}"
         with config_errors(OmegaConfBaseException, says=says, why=unresolved, key="resume", value=self.folder):
-            return self._merged(composed, self._config())
+            return self._merged(composed, self.saved.copy())
 
-    def _config(self) -> Any:
-        """The saved config, with the new path of user code that has moved."""
-        saved = _load(RunDir(self.folder).config_before)
-        return OmegaConf.create(_with_files(saved, moved_files(saved, list(map(texts_of, self.given)))))
+    @cached_property
+    def saved(self) -> DictConfig:
+        """The saved config: with keys of this version alone, and the new path of user code that has moved."""
+        unknown: list[str] = []
+        plain = _of_this_version(SavedRun(self.folder).read_config(before=True), "", unknown)
+        if unknown:
+            typed = plain.get("overrides") or ()
+            plain["overrides"] = [o for o in typed if str(o).lstrip("+~").partition("=")[0] not in unknown]
+            logger.warning("resume: this version has no %s, so they are left out of the run", ", ".join(unknown))
+        moved = moved_files(plain, list(map(texts_of, self.given)))
+        with config_errors(OmegaConfBaseException, why=unresolved, key="resume", value=self.folder):
+            config: DictConfig = OmegaConf.create(_with_files(plain, moved))
+        return config
 
     def _merged(self, composed: DictConfig, saved: DictConfig) -> DictConfig:
         keys = [o.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for o in self.given]
@@ -173,7 +182,7 @@ def _named(key: str, value: Any) -> Any:
 
 def _followers(composed: DictConfig, saved: DictConfig, given: list[str]) -> list[str]:
     """Keys that follow a key given now: their default is an interpolation of it, and their saved values were equal."""
-    values = flat_values(OmegaConf.to_container(composed, resolve=False)).items()
+    values = flat(OmegaConf.to_container(composed, resolve=False)).items()
     targets = {key: match[1] for key, value in values if (match := FOLLOWS.fullmatch(str(value)))}
     return [
         key
@@ -246,20 +255,6 @@ def of_hydra(override: str) -> bool:
     """Whether an override changes Hydra's own keys, also by `GROUP@hydra.PACKAGE=`."""
     key, _, package = override.partition("=")[0].strip(" +~").partition("@")
     return re.match(r"hydra(?![\w-])", key) is not None or "hydra" in re.split(r"[./:]", package)
-
-
-def _load(path: Path) -> Any:
-    """A saved YAML, plain. Raises ConfigError if it is damaged."""
-    kinds = (*yaml_text.BROKEN, OSError, OmegaConfBaseException)
-    with config_errors(*kinds, says="cannot be read: {}", why=yaml_text.reason, key="resume", value=path):
-        saved = OmegaConf.to_container(OmegaConf.create(path.read_text()))
-    unknown: list[str] = []
-    saved = _of_this_version(saved, "", unknown)
-    if unknown:
-        typed = saved.get("overrides") or ()
-        saved["overrides"] = [o for o in typed if str(o).lstrip("+~").partition("=")[0] not in unknown]
-        logger.warning("resume: this version has no %s, so what %s has there is left out", ", ".join(unknown), path)
-    return saved
 
 
 def _of_this_version(node: Any, key: str, unknown: list[str]) -> Any:

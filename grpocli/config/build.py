@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,11 +18,8 @@ from grpocli.config.environment import unresolved
 from grpocli.config.parts import CLASSES, nearest
 from grpocli.config.user_code import raised
 from grpocli.config.user_parts import is_spec, user_class
+from grpocli.config.yaml_text import TARGET
 from grpocli.errors import ConfigError, config_errors
-
-TARGET = "_target_"
-Leaf = tuple[str, Any]
-"""The key of a plain value of a config, and the value."""
 
 
 def build(config: DictConfig) -> Any:
@@ -36,29 +32,6 @@ def build(config: DictConfig) -> Any:
         plain = OmegaConf.to_container(config, resolve=True)
         key = str(config._get_full_key(None))
     return _built(plain, key)
-
-
-def flat_keys(node: Any, prefix: str = "") -> list[str]:
-    """`a`, `a.b`, ... of nested mappings, without `_target_`."""
-    if not isinstance(node, dict):
-        return []
-    keys: list[str] = []
-    for name, value in node.items():
-        if name != TARGET:
-            keys += [f"{prefix}{name}", *flat_keys(value, f"{prefix}{name}.")]
-    return keys
-
-
-def leaves(node: Any, prefix: str = "") -> Iterator[Leaf]:
-    """The plain values of a config; those of a list have the key of the list."""
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            yield from leaves(value, f"{prefix}.{name}".lstrip("."))
-    elif isinstance(node, list | tuple):
-        for value in node:
-            yield from leaves(value, prefix)
-    else:
-        yield prefix, node
 
 
 def _refuse_missing(config: DictConfig) -> None:

@@ -41,7 +41,7 @@ REQUIRED_MEMBERS: Mapping[str, Mapping[str, str | None]] = {
     "reward": {"__call__": "samples"},
     "sync": {"choose": "servers"},
     "task": {"examples": "split"},
-    "tracker": {"check": "", "start": "name folder config done"},
+    "tracker": {"start": "name folder config done"},
 }
 """{group: {member: a method's arguments, or ATTRIBUTE}} that every part of the group must have."""
 

@@ -1,17 +1,46 @@
-"""YAML files as plain values, with errors of one line."""
+"""YAML files as plain values, with errors of one line, and the keys and values of a config."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import yaml
 
 MAX_DEPTH = 100
 """Most nested lists and mappings: the C loader recurses, and a stack overflow crashes the process."""
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 BROKEN = (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """The errors that YAML loaders raise, for example for `!!timestamp abc`."""
+TARGET = "_target_"
+"""The key that names the class of a mapping's other keys."""
+Leaf = tuple[str, Any]
+"""A dotted key, and its value."""
+
+
+class LOADER(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads what OmegaConf's loader reads, in a quarter of its time: `1e-6` is a number, and a key stands once."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as its base declares it
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith((":timestamp", ":float"))]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        names = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
+        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            raise yaml.constructor.ConstructorError(None, None, f"found duplicate key {twice[0]}", node.start_mark)
+        found: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+LOADER.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?(\d[\d_]*\.[\d_]*(e[-+]?\d+)?|\d[\d_]*e[-+]?\d+|\.\d[\d_]*(e[-+]\d+)?|\.inf)$|\.nan$", re.IGNORECASE
+    ),
+    list("-+0123456789."),
+)
 
 
 def load(text: str) -> Any:
@@ -42,11 +71,26 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).partition("; use sys.")[0].split())[:200] or type(error).__name__
 
 
-def flat_values(node: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; a list is one value."""
-    if not isinstance(node, Mapping):
-        return {prefix[:-1]: node}
-    found: dict[str, Any] = {}
-    for name, value in node.items():
-        found |= flat_values(value, f"{prefix}{name}.")
-    return found
+def nodes(node: Any, key: str = "", lists: bool = True) -> Iterator[Leaf]:
+    """The keys and values of a config, its sections included; without `lists` a list is one value.
+
+    Otherwise what is in a list has the key of the list.
+    """
+    yield key, node
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from nodes(value, f"{key}.{name}".lstrip("."), lists)
+    elif lists and isinstance(node, list | tuple):
+        for value in node:
+            yield from nodes(value, key)
+
+
+def leaves(node: Any, key: str = "", lists: bool = True) -> Iterator[Leaf]:
+    """The values of `nodes` that hold no others."""
+    holding = (Mapping, list, tuple) if lists else (Mapping,)
+    return ((key, value) for key, value in nodes(node, key, lists) if not isinstance(value, holding))
+
+
+def flat(node: Any, key: str = "") -> dict[str, Any]:
+    """{"a": {"b": [1]}} as {"a.b": [1]}, without `_target_`."""
+    return {key: value for key, value in leaves(node, key, lists=False) if key.rpartition(".")[2] != TARGET}

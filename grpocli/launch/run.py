@@ -202,16 +202,15 @@ def _record_session(
     from grpocli.models.loading import load_config
     from grpocli.training.checkpoint import load_state
 
-    before = OmegaConf.load(run_dir.config) if resuming else config
-    saved = [without_environment(one) for one in (before, config)]  # type: ignore[arg-type]
-    changed = changes(*saved)
-    so_far = SavedRun(run_dir.path)
-    was, now = (so_far.choices_of(one).get("algorithm") for one in saved)
+    so_far, plain = SavedRun(run_dir.path), without_environment(config)
+    before = so_far.config if resuming else plain
+    changed = changes(before, plain)
+    was, now = (so_far.choices_of(one).get("algorithm") for one in (before, plain))
     if was != now:
         changed = {"algorithm": (was, now)} | changed
     model_path = job.engine.model_path
     commit = None if Path(model_path).is_dir() else load_config(run.model, model_path)._commit_hash
-    inputs, before_inputs = inputs_of(saved[1], model_path, commit), so_far.inputs
+    inputs, before_inputs = inputs_of(plain, model_path, commit), so_far.inputs
     if point.path and inputs.get(MODEL) != before_inputs.get(MODEL):
         check_fits(run.model, model_path, point.path)
     other = changed_inputs(before_inputs, inputs, changed, run.resume_other_weights or not point.path)

@@ -13,9 +13,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from grpocli.config.build import leaves
 from grpocli.config.environment import OVERRIDES, SECRET
 from grpocli.config.parts import CLASSES
+from grpocli.config.yaml_text import leaves
 from grpocli.runs.saved_run import SavedRun
 from grpocli.runs.sessions import Changes
 from grpocli.text import CREDENTIALS, masked

@@ -25,20 +25,20 @@ from omegaconf.errors import OmegaConfBaseException
 from grpocli.composition.compose import compose, register_parts
 from grpocli.composition.overrides import in_quotes, leaves_of, parse, text_of
 from grpocli.composition.resume import Resume, of_hydra
-from grpocli.config import yaml_text
-from grpocli.config.build import Leaf, leaves
 from grpocli.config.environment import OVERRIDES, raw_value, unresolved
 from grpocli.config.parts import CLASSES, USER_CODE, is_marked
 from grpocli.config.user_parts import GROUP, is_spec
+from grpocli.config.yaml_text import Leaf, leaves
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.environments.tools import READY
-from grpocli.errors import ConfigError, config_errors
+from grpocli.errors import ConfigError
 from grpocli.files import remove
 from grpocli.http import is_loopback
 from grpocli.hub import MODEL_FILES, HubPath, hub_api, hub_errors, hub_path
 from grpocli.publish.published import ELSEWHERE, HIDDEN
 from grpocli.publish.push import TEXTS
 from grpocli.runs.run_dir import RunDir
+from grpocli.runs.saved_run import SavedRun
 
 KEY = "resume"
 STATE = "trainer.json"
@@ -116,7 +116,10 @@ def check_config(path: Path, named: str, given: Sequence[str], searched: Sequenc
     it: Hydra reads the saved overrides only after they have passed.
     """
     register_parts()
-    loaded = _loaded(path, named)
+    downloaded = SavedRun(path.parent)
+    loaded = downloaded.config
+    if downloaded.problems:
+        raise ConfigError(f"its {downloaded.problems[0]}", key=KEY, value=named)
     saved = [text for text in map(str, loaded.get(OVERRIDES) or []) if not of_hydra(text)]
     repeated = [text for text in saved if _override_is_code(text, named, given)]
     values = {name: node for name, node in loaded.items() if name != OVERRIDES}
@@ -146,11 +149,6 @@ def _composed(resume: Resume, named: str, searched: Sequence[str]) -> dict[str, 
         raise ConfigError(unresolved(error)) from error
     except ConfigError as error:
         raise error if error.value != resume.folder else ConfigError(error.problem, key=KEY, value=named) from error
-
-
-def _loaded(path: Path, named: str) -> dict[str, Any]:
-    with config_errors(ValueError, OSError, says="its config.yaml is broken: {}", key=KEY, value=named):
-        return yaml_text.load_mapping(path.read_text())
 
 
 def _name(override: str) -> str:

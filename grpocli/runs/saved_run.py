@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpocli.config import yaml_text
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.runs.metrics import NO_LINES, number, read_lines, read_metrics, read_summary
 from grpocli.runs.rollouts import read_rollouts
 from grpocli.runs.run_dir import RunDir
@@ -72,6 +72,15 @@ class SavedRun:
             return {}
         return self._read("config.yaml", lambda: yaml_text.load_mapping(self.dir.config.read_text()), {})
 
+    def read_config(self, before: bool = False) -> dict[str, Any]:
+        """The config. Raises ConfigError if it is broken.
+
+        before: of the run so far, not that of a resume which was killed before its first step.
+        """
+        file, kinds = self.dir.config_before if before else self.dir.config, (OSError, ValueError)
+        with config_errors(*kinds, says="cannot be read: {}", why=yaml_text.reason, key="resume", value=file):
+            return yaml_text.load_mapping(file.read_text())
+
     def section(self, name: str) -> Mapping[str, Any]:
         """A section of the config; empty if it is none."""
         section = self.config.get(name)
@@ -80,8 +89,7 @@ class SavedRun:
     @cached_property
     def flat(self) -> dict[str, Any]:
         """The config by dotted key, without `_target_` and the command line."""
-        config = {name: value for name, value in self.config.items() if name != "overrides"}
-        return flatten(config)
+        return yaml_text.flat({name: value for name, value in self.config.items() if name != "overrides"})
 
     @cached_property
     def overrides(self) -> list[str]:
@@ -200,11 +208,6 @@ class SavedRun:
         """The keys of the evaluation that resumes have changed, so that accuracies before and after do not compare."""
         _, changes = incomparable_since(self.sessions, accuracy_rewards(self.config))
         return f"before and after are of different evaluations: {changes}" if changes else ""
-
-
-def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}, without `_target_`."""
-    return {key: value for key, value in yaml_text.flat_values(config).items() if key.rpartition(".")[2] != "_target_"}
 
 
 def ended_early(summary: Mapping[str, Any], metric: Any, threshold: Any) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.config.parts import one_of, part
-from grpocli.config.yaml_text import flat_values
+from grpocli.config.yaml_text import leaves
 from grpocli.errors import ConfigError
 from grpocli.runs.metrics import to_json
 
@@ -48,9 +48,6 @@ TRACKERS = {
 class NoTracker:
     """metrics.jsonl alone."""
 
-    def check(self) -> None:
-        pass
-
     def start(self, name: str, folder: Path, config: Any, done: int = 0) -> AccelerateTracker | None:
         return None
 
@@ -69,7 +66,7 @@ class Accelerate:
     def __post_init__(self) -> None:
         one_of(self, "kind", TRACKERS)
 
-    def check(self) -> None:
+    def check_ready(self) -> None:
         """Raise ConfigError if its package is not installed. Imports nothing."""
         arguments = TRACKERS[self.kind]
         if find_spec(arguments.module) is None:
@@ -80,11 +77,11 @@ class Accelerate:
 
         done: steps of the run so far; a resume replaces the later ones.
         """
-        self.check()
+        self.check_ready()
         try:
             tracker = self._make(name, folder, done)
             tracker.start()
-            tracker.store_init_configuration(flat(config))
+            tracker.store_init_configuration(as_plain(config))
         except Exception as error:
             reason = " ".join(str(error).split())[:300] or "no message"
             raise ConfigError(f"{type(error).__name__}: {reason}", key="tracker", value=self.kind) from error
@@ -138,7 +135,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in plain.items() if isinstance(value, int | float)}
 
 
-def flat(node: Any) -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; lists and nulls as text, because some dashboards take nothing else."""
-    values = flat_values(node).items()
+def as_plain(config: Any) -> dict[str, Any]:
+    """A config by dotted key, with lists and nulls as text, because some dashboards take nothing else."""
+    values = leaves(config, lists=False)
     return {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in values}

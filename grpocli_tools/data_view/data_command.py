@@ -36,13 +36,13 @@ SHOWN = 4000
 def main(argv: Sequence[str]) -> int:
     """Print the view. Returns the exit code. Raises ConfigError for data that a run would refuse."""
     args = _parser().parse_intermixed_args(argv)
-    from grpocli.composition.checks import check_data
+    from grpocli.composition.checks import check_file
     from grpocli.composition.compose import build_run
     from grpocli.runs.metrics import to_json
     from grpocli_tools.data_view.data_view import SPLITS, DataView
 
     run = build_run(composed(args.overrides, args.config_dir))
-    check_data(run)
+    check_file(run, "data")
     with stages() as status:
 
         def report(text: str, done: int, total: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.kl import BUILT_IN, has_teacher
-from grpocli.composition.checks import file_checks
+from grpocli.composition.checks import FILES, check_file
 from grpocli.composition.overrides import text_of
 from grpocli.errors import ConfigError
 from grpocli.hardware import Single, split
@@ -35,12 +35,12 @@ LONG_STEP = 3600.0
 """Seconds of a step from which a run on a CPU is worth a warning."""
 FIXES = {
     "tracker": "tracker=none",
-    "data and rewards": "task.path=FILE, or another task=NAME or reward=[NAME]",
+    "data": "task.path=FILE, or another task=NAME or reward=[NAME]",
     "model": "model=hf model.path=FOLDER, or on a machine that reaches the hub: hf download NAME, and copy HF_HOME",
     "teacher": "algorithm.kl.model=FOLDER, a model with the policy's tokenizer",
 }
 """What to do where an error has no hint."""
-SHOWN = ("tracker", "model", "data and rewards")
+SHOWN = ("tracker", "model", "data")
 """The lines that stand in every result."""
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: weights and AdamW's two moments in float32."""
@@ -88,8 +88,13 @@ class CheckedConfig:
 
     def _ready(self, machine: Machine, needs: Needs) -> Iterator[Finding]:
         """The stage `files` of a run; whether vLLM is there is another check."""
-        for name, check in file_checks(self.run).items():
-            found = _tried(name, check, "no file or package is missing", FIXES.get(name, f"grpocli explain {name}"))
+        for name in FILES:
+            found = _tried(
+                name,
+                partial(check_file, self.run, name),
+                "no file or package is missing",
+                FIXES.get(name, f"grpocli explain {name}"),
+            )
             if name in SHOWN or (found.status == "error" and name != "engine"):
                 yield found
 

@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from grpocli.config import yaml_text
-from grpocli.config.build import TARGET
 from grpocli.config.parts import CLASSES
-from grpocli.config.yaml_text import flat_values
+from grpocli.config.yaml_text import flat
 from grpocli_tools.explain.documentation import summary
 
 HYDRA = {
@@ -37,7 +36,7 @@ class ChoiceFiles:
         """{group: choice of the default run}."""
         algorithm = self._read(folder / "algorithm" / f"{self.defaults['algorithm']}.yaml")
         self.defaults |= {f"algorithm/{group}": choice for group, choice in _chosen(algorithm)}
-        self.hydra = {key: str(value) for key, value in flat_values(train).items() if key in HYDRA}
+        self.hydra = {key: str(value) for key, value in flat(train).items() if key in HYDRA}
         self.groups: dict[str, dict[str, str]] = {}
         """{group: {choice: summary}}."""
         for file in sorted(folder.rglob("*.yaml"), key=_recipes_last):
@@ -109,9 +108,7 @@ def _chosen(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """(key, value) of the values of a YAML that are not mappings."""
-    for key, value in flat_values({name: value for name, value in config.items() if name != "defaults"}).items():
-        if key.rpartition(".")[2] != TARGET:
-            yield f"{prefix}.{key}".lstrip("."), value
+    yield from flat({name: value for name, value in config.items() if name != "defaults"}, prefix).items()
 
 
 def _comment(text: str) -> str:

@@ -11,10 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
-from grpocli.config.build import TARGET
 from grpocli.config.schema import Rollouts, Run
 from grpocli.config.user_parts import choice_of
-from grpocli.config.yaml_text import flat_values
+from grpocli.config.yaml_text import flat
 from grpocli.rewards.length import Overlong
 from grpocli.rewards.reward import Correctness
 from grpocli.runs.sessions import as_typed
@@ -330,8 +329,7 @@ def _values(run: Run, config: DictConfig) -> dict[str, str]:
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     for name in COMPARED:
-        values = flat_values(plain[name], f"{name}.").items()
-        found |= {key: as_typed(value) for key, value in values if not key.endswith(TARGET)}
+        found |= {key: as_typed(value) for key, value in flat(plain[name], name).items()}
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpocli.config.yaml_text import nodes
 from grpocli.types import DTYPES
 from grpocli_tools.porting.foreign_names import NEMO_RL, UNSTATED
 from grpocli_tools.porting.port import MISSING, Port, Unread, with_numbers
@@ -42,16 +43,12 @@ def is_nemo_rl(values: Mapping[str, Any]) -> bool:
     return any(isinstance(values.get(name), dict) for name in ("grpo", "policy", "loss_fn"))
 
 
-def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """{dotted name: value}. A mapping that is a row of the table, or empty, is a value."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{before}{key}"
-        if isinstance(value, dict) and value and name not in NEMO_RL:
-            found |= flat(value, f"{name}.")
-        else:
-            found[name] = value
-    return found
+    every = dict(nodes(values, lists=False))
+    rows = tuple(f"{name}." for name in every if name in NEMO_RL)
+    found = {name: value for name, value in every.items() if not name.startswith(rows)}
+    return {name: value for name, value in found.items() if name in NEMO_RL or not value or not isinstance(value, dict)}
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +73,7 @@ class NemoRl:
     def __init__(self, values: Mapping[str, Any], prompts: int | None = None) -> None:
         self.port, self.prompts = Port(), prompts
         stated = {name: one.default for name, one in NEMO_RL.items() if one.default is not UNSTATED}
-        given = flat(values)
+        given = settings_of(values)
         every = resolved(stated | given)
         self.read = {name: every.pop(name) for name in given}
         defaults = resolved(stated) | every

@@ -47,12 +47,12 @@ agreement: mean scores of a reward that does not measure accuracy
 def main(argv: Sequence[str]) -> int:
     """Print the table and the disagreements. Returns the exit code. Raises ConfigError."""
     args = _parser().parse_intermixed_args(argv)
-    from grpocli.composition.checks import check_data
+    from grpocli.composition.checks import check_file
     from grpocli.composition.compose import build_run
     from grpocli.tasks.prompt_source import doubtful_choices
 
     run = build_run(composed(args.overrides, args.config_dir))
-    check_data(run)
+    check_file(run, "data")
     warn_of_rewards(run.reward.values())
     for doubt in doubtful_choices(run).values():
         print(f"warning: {doubt}", file=sys.stderr)

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.hydra_sources import conf_dir
+from grpocli.config.yaml_text import leaves
 
 RECIPES = Path(conf_dir()) / "recipe"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -135,13 +136,7 @@ OTHER_CHANGES = {  # allowed in one recipe each
 
 def resolved(name: str) -> dict[str, Any]:
     """{dotted key: value} of a recipe."""
-    return flat(OmegaConf.to_container(compose([f"recipe={name}"]), resolve=True))
-
-
-def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(node, dict):
-        return {prefix.rstrip("."): node}
-    return {key: value for name, child in node.items() for key, value in flat(child, f"{prefix}{name}.").items()}
+    return dict(leaves(OmegaConf.to_container(compose([f"recipe={name}"]), resolve=True), lists=False))
 
 
 @pytest.mark.parametrize("name", NAMES)

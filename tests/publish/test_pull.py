@@ -173,7 +173,7 @@ def test_an_interpolation_that_becomes_code_is_refused(config: Callable[..., Pat
 )
 def test_what_comes_with_grpocli_is_accepted(config: Callable[..., Path], override: str) -> None:
     overrides = [override, "engine=transformers"]
-    path = config().with_name("own.yaml")
+    path = config()
     plain = yaml.safe_load(composed_once(*overrides)) | {"overrides": overrides}
     path.write_text(yaml.safe_dump(plain))
     assert check_config(path, NAME, []) == plain

@@ -51,7 +51,7 @@ LINES: list[tuple[list[str], dict[str, Ended], tuple[str, str, str, str]]] = [
     (["train.steps=3"], planned(), ("plan", "ok", "needs 1.0 of 8.0 GiB on GPU", "")),
     (["train.steps=3"], planned(), ("devices", "ok", "no GPU; the run computes on the CPU", "")),
     (["tracker=trackio"], planned(), ("tracker", "ok", "", "")),
-    (["task=jsonl", "task.path=no.jsonl"], planned(), ("data and rewards", "error", "task.path=no.jsonl", "")),
+    (["task=jsonl", "task.path=no.jsonl"], planned(), ("data", "error", "task.path=no.jsonl", "")),
     (["model=hf", "model.path=./nowhere"], planned(), ("model", "error", "model.path=./nowhere", "")),
     (
         [QWEN, "reward=[math]", "hydra.run.dir=x"],

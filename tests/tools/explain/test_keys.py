@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from grpocli.composition.compose import build_run, compose, register_parts
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.config.build import flat_keys
+from grpocli.config.yaml_text import flat
 from grpocli.errors import ConfigError
 from grpocli_tools.explain.keys import GroupReference, KeyReference, ReferenceIndex
 
@@ -34,7 +34,7 @@ def test_every_key_has_a_meaning_and_a_type(reference: ReferenceIndex) -> None:
     for name, found in reference.keys.items():
         assert all(variant.doc and variant.type for variant in found.variants), name
     config = compose(["algorithm=dapo", "task=hub", "task.path=a/b", "model=hf", "model.path=a/b"])
-    for name in flat_keys(OmegaConf.to_container(config, resolve=False)):
+    for name in flat(OmegaConf.to_container(config, resolve=False)):
         assert name in reference.keys or OmegaConf.is_config(OmegaConf.select(config, name)), name
 
 

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 from report.large_run import write_large_run
 
 from grpocli.composition.compose import compose
+from grpocli.config.yaml_text import flat
 from grpocli.runs.run_dir import RunDir
-from grpocli.runs.saved_run import SavedRun, flatten
+from grpocli.runs.saved_run import SavedRun
 from grpocli.runs.sessions import Session, add_session
 from grpocli.training.accuracy import pass_at_k
 from grpocli_tools.evaluation.significance import interval
@@ -255,7 +256,7 @@ def test_a_clear_change_of_the_same_problems_is_found(tmp_path: Path) -> None:
 
 
 def test_advice_names_keys_and_choices_that_exist() -> None:
-    keys, conf = flatten(OmegaConf.to_container(compose([]))), Path(__file__).parents[3] / "conf"
+    keys, conf = flat(OmegaConf.to_container(compose([]))), Path(__file__).parents[3] / "conf"
     advices = [text["advice"] for text in texts().values()]
     words = {word.rstrip(".,") for advice in advices for word in advice.split()}
     named = {word for word in words if "." in word or "/" in word or "=" in word}
