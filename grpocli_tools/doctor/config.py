@@ -21,11 +21,9 @@ from grpocli.rollout.sync_config import ServerLocation
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.tasks.loading import is_remote, looks_local
 from grpocli.tasks.task import key_of
-from grpocli_tools.doctor.checkup import Finding, MachineCheck, Needs, ok, problem, warning
-from grpocli_tools.doctor.devices import torch_report
-from grpocli_tools.doctor.machine import PROBE_SECONDS, PROBES
-from grpocli_tools.doctor.resources import room, runs_folder
-from grpocli_tools.doctor.surroundings import in_cache
+from grpocli_tools.doctor.machine import PROBE_SECONDS, PROBES, Finding, MachineCheck, Needs, ok, problem, warning
+from grpocli_tools.doctor.resources import in_cache, room, runs_folder
+from grpocli_tools.doctor.software import torch_report
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -62,7 +60,7 @@ class CheckedConfig:
         """Whether a cluster's nodes run it."""
         return "hydra/launcher=slurm" in self.words
 
-    def needs(self, machine: Machine) -> Needs:
+    def needs(self) -> Needs:
         """What the config needs of this machine."""
         run, engine = self.run, self.run.engine
         own_vllm = isinstance(engine, VllmColocate) or (isinstance(engine, Vllm) and not engine.urls)
@@ -71,7 +69,7 @@ class CheckedConfig:
             vllm="engine=vllm" if own_vllm and not self.slurm else "",
             cuda="hardware.device=cuda" if run.hardware.device == "cuda" and not self.slurm else "",
             slurm="hydra/launcher=slurm" if self.slurm else "",
-            hub=", ".join(_on_hub(run, machine)),
+            hub=", ".join(_on_hub(run)),
             sandbox="reward=[code]" if code else "",
             python=code.python if code else None,
             runs=self.runs,
@@ -179,7 +177,7 @@ def _tried(name: str, check: Any, detail: str, fix: str) -> Finding:
     return ok(name, detail if found is None else f"{detail}{found}")
 
 
-def _on_hub(run: Run, machine: Machine) -> Iterator[str]:
+def _on_hub(run: Run) -> Iterator[str]:
     """The keys of the model and the data that are neither on this machine nor in the hub's cache."""
     models = [("model.path", getattr(run.model, "path", None))]
     if has_teacher(run.algorithm.kl):
@@ -187,13 +185,14 @@ def _on_hub(run: Run, machine: Machine) -> Iterator[str]:
     for key, path in models:
         if isinstance(path, str) and path != BUILT_IN and not Path(path).expanduser().exists():
             place = hub_path(path, key)
-            if not in_cache(machine, place.repo if place else path, "models"):
-                yield f"{key}={place.repo if place else path}"
+            name = place.repo if place else path
+            if not in_cache(name, "model"):
+                yield f"{key}={name}"
     for name, task in run.tasks.items():
         path = getattr(task, "path", None)
         if not isinstance(path, str) or looks_local(path) or is_remote(path) or Path(path).exists():
             continue
-        if not in_cache(machine, path, "datasets"):
+        if not in_cache(path, "dataset"):
             yield f"{key_of(run.task, name)}.path={path}"
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.text import counted, one_line
-from grpocli_tools.command_line import composed, parser_of
+from grpocli_tools.command_line import composed, parser_of, stages
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from grpocli_tools.doctor.checkup import Finding, FindingGroup
+    from grpocli_tools.doctor.machine import Finding, FindingGroup, MachineCheck
 
 EXAMPLES = """\
 It takes about ten seconds, and starts nothing. Exit code 1: an error, which would stop the run.
@@ -53,24 +53,40 @@ def main(argv: Sequence[str]) -> int:
 def _examined(overrides: list[str], config_dir: str | None) -> list[FindingGroup]:
     """The findings. Raises ConfigError if the config cannot be composed."""
     from grpocli.composition.compose import build_run
-    from grpocli.views.live_view import status_view
-    from grpocli_tools.doctor.checks import MACHINE
-    from grpocli_tools.doctor.checkup import Needs, examine
     from grpocli_tools.doctor.config import CheckedConfig, runs_in
-    from grpocli_tools.doctor.machine import Machine, end_commands
+    from grpocli_tools.doctor.machine import Machine, Needs, examine
 
-    machine, checks, needs = Machine(), [*MACHINE], Needs()
+    checks, needs = _machine_checks(), Needs()
     if overrides:
         run = build_run(composed(overrides, config_dir))
         config = CheckedConfig(run, overrides, runs_in(overrides, Path.cwd()))
-        checks, needs = [*config.checks(), *MACHINE], config.needs(machine)
-    view = status_view()
-    try:
+        checks, needs = [*config.checks(), *checks], config.needs()
+    with stages() as view:
         view.stage("examining this machine")
-        return examine(checks, machine, needs, view.progress)
-    finally:
-        end_commands()  # after Ctrl-C, or of a check that exceeded its deadline
-        view.stop()
+        return examine(checks, Machine(), needs, view.progress)
+
+
+def _machine_checks() -> list[MachineCheck]:
+    """The checks of a machine, in the order of the report."""
+    from grpocli_tools.doctor import resources, software
+    from grpocli_tools.doctor.machine import PROBES, MachineCheck
+
+    return [
+        MachineCheck("software", "packages", software.packages),
+        MachineCheck("software", "torch", software.torch, PROBES),
+        MachineCheck("software", "vLLM", software.vllm, PROBES),
+        MachineCheck("GPUs", "GPUs", software.gpus, PROBES),
+        MachineCheck("GPUs", "NCCL", software.nccl, PROBES),
+        MachineCheck("machine", "cores", resources.cores),
+        MachineCheck("machine", "memory", resources.memory),
+        MachineCheck("machine", "/dev/shm", resources.shared_memory),
+        MachineCheck("machine", "open files", resources.open_files),
+        MachineCheck("machine", "sandbox", software.sandbox, PROBES),
+        MachineCheck("disk", "disk", resources.disk),
+        MachineCheck("network", "hub", resources.hub),
+        MachineCheck("network", "loopback", resources.ports),
+        MachineCheck("network", "SLURM", resources.slurm),
+    ]
 
 
 def _print_groups(out: Console, groups: Sequence[FindingGroup], width: int) -> None:

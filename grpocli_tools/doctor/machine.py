@@ -9,12 +9,22 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from grpocli.hub import ask
+from grpocli.processes.threads import run_in_thread
+from grpocli.text import one_line, shorten
+
+if TYPE_CHECKING:
+    from grpocli.progress import Progress
 
 T = TypeVar("T")
 
@@ -67,55 +77,24 @@ RunCommand = Callable[[Sequence[str], float, Mapping[str, str]], Ended]
 """Runs a command within seconds, in an environment."""
 
 
-_RUNNING: set[int] = set()
-"""The sessions of commands that have not ended."""
-_STARTING = threading.Lock()
-"""Held while a command starts, so that one that has started is known."""
-
-
-def end_commands() -> None:
-    """Kill the commands that still run, with what they started."""
-    with _STARTING:
-        for session in _RUNNING:
-            _kill(session)
-
-
-def _kill(session: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(session, signal.SIGKILL)
-
-
 def run_command(command: Sequence[str], seconds: float, environ: Mapping[str, str]) -> Ended:
     """Run a command in a new session; at the deadline the whole session is killed."""
-    with _STARTING:
-        process = subprocess.Popen(
-            command,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-        )
-        _RUNNING.add(process.pid)
+    process = subprocess.Popen(
+        command,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        _kill(process.pid)
-        return Ended(None, _rest(process))
-    finally:
-        with _STARTING:
-            _RUNNING.discard(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
+        return Ended(None, process.communicate()[0])
     return Ended(process.returncode, out, err)
-
-
-def _rest(process: subprocess.Popen[str]) -> str:
-    """The output of a killed command; empty if a process that it left behind keeps the pipes open."""
-    try:
-        return process.communicate(timeout=1.0)[0]
-    except subprocess.TimeoutExpired:
-        return ""
 
 
 def installed_packages() -> dict[str, Package]:
@@ -134,13 +113,6 @@ def installed_packages() -> dict[str, Package]:
     return found
 
 
-def reach(url: str) -> str:
-    """Why a server does not answer, as a phrase; "" if it does."""
-    from grpocli.hub import ask
-
-    return ask(url)
-
-
 @dataclass(frozen=True)
 class Machine:
     """Everything that the checks look at, so that a test can break each thing."""
@@ -155,7 +127,8 @@ class Machine:
     command: RunCommand = run_command
     packages: Callable[[], Mapping[str, Package]] = installed_packages
     disk_usage: Callable[[Path], Any] = shutil.disk_usage
-    reach: Callable[[str], str] = reach
+    reach: Callable[[str], str] = ask
+    """Why a server does not answer, as a phrase; "" if it does."""
     _kept: dict[str, Any] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
@@ -175,9 +148,8 @@ class Machine:
         return shutil.which(command, path=self.environ.get("PATH", os.defpath)) is not None
 
     def probe(self, name: str, *words: str) -> Ended:
-        """Run a program of `probes/`. The working folder is not on its path, so a torch.py there is not imported."""
-        file = Path(__file__).parent / "probes" / f"{name}.py"
-        return self.run([self.python, "-P", str(file), *words], PROBE_SECONDS)
+        """Run a program of probes.py. The working folder is not on its path, so a torch.py there is not imported."""
+        return self.run([self.python, "-P", str(Path(__file__).with_name("probes.py")), name, *words], PROBE_SECONDS)
 
     def text(self, path: str) -> str:
         """The content of a file below `root`; "" if it cannot be read."""
@@ -192,3 +164,117 @@ class Machine:
                 self._kept[name] = make()
             result: T = self._kept[name]
             return result
+
+
+GIB = 2**30
+FindingStatus = Literal["ok", "warning", "error", "-"]
+"""`error`: the run cannot start or will fail. `warning`: it runs, but something deserves a look. `-`: not needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the result."""
+
+    name: str
+    status: FindingStatus
+    detail: str
+    """What was found."""
+    advice: str = ""
+    """What to do, as a command where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a run needs: this decides whether a finding is an error or a warning.
+
+    A text is the choice that needs it, such as "engine=vllm", and "" if none does. The defaults are those of `grpocli
+    train` without overrides.
+    """
+
+    vllm: str = ""
+    cuda: str = ""
+    hub: str = ""
+    slurm: str = ""
+    sandbox: str = ""
+    python: str | None = None
+    """The interpreter of the sandbox; None: this one."""
+    runs: Path | None = None
+    """The folder that the run's folder is in; None: runs/ in the working folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineCheck:
+    """One check, which may have several findings."""
+
+    group: str
+    name: str
+    find: Callable[[Machine, Needs], Iterable[Finding]]
+    seconds: float = 15.0
+    """Its deadline, above that of a command (`COMMAND_SECONDS`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindingGroup:
+    """The findings below one heading."""
+
+    title: str
+    findings: tuple[Finding, ...]
+
+
+def ok(name: str, detail: str) -> Finding:
+    return Finding(name, "ok", detail)
+
+
+def not_needed(name: str, detail: str, advice: str = "") -> Finding:
+    return Finding(name, "-", detail, advice)
+
+
+def warning(name: str, detail: str, advice: str = "") -> Finding:
+    return Finding(name, "warning", detail, advice)
+
+
+def problem(name: str, detail: str, advice: str, needed: object, otherwise: FindingStatus = "warning") -> Finding:
+    """An error if the run needs it, else a warning, or what `otherwise` says."""
+    return Finding(name, "error" if needed else otherwise, detail, advice)
+
+
+def examine(checks: Sequence[MachineCheck], machine: Machine, needs: Needs, progress: Progress) -> list[FindingGroup]:
+    """The findings of all checks, grouped. A check that hangs or fails is a warning with its name."""
+    began = time.monotonic()
+    # the slowest first, so that the others run beside them
+    work = {
+        check: run_in_thread(partial(_findings, check, machine, needs), check.name)
+        for check in sorted(checks, key=lambda one: -one.seconds)
+    }
+    found: dict[MachineCheck, list[Finding]] = {}
+    while waiting := [check for check in checks if check not in found]:
+        wait([work[check] for check in waiting], 0.1, FIRST_COMPLETED)
+        names = ", ".join(check.name for check in waiting[:3])
+        progress(0, 0, f"{len(found)} of {len(checks)} checks", f"waiting for {names}")
+        for check in waiting:
+            if work[check].done():
+                found[check] = work[check].result()
+            elif time.monotonic() - began >= check.seconds:
+                found[check] = [_hung(check)]
+    titles = dict.fromkeys(check.group for check in checks)
+    return [
+        FindingGroup(title, tuple(one for check in checks if check.group == title for one in found[check]))
+        for title in titles
+    ]
+
+
+def _findings(check: MachineCheck, machine: Machine, needs: Needs) -> list[Finding]:
+    try:
+        return list(check.find(machine, needs))
+    except Exception as error:  # noqa: BLE001 - one failed check must not hide the others
+        reason = shorten(one_line(str(error)), 200) or "no message"
+        advice = "report it as a bug of grpocli, with the output of `grpocli doctor --json`"
+        return [warning(check.name, f"this check failed: {type(error).__name__}: {reason}", advice)]
+
+
+def _hung(check: MachineCheck) -> Finding:
+    return warning(
+        check.name,
+        f"this check did not end within {check.seconds:g} s",
+        "grpocli doctor once more on a less busy machine; df and nvidia-smi hang if a file system or the driver does",
+    )

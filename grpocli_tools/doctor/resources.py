@@ -1,32 +1,35 @@
-"""Checks of disk, shared memory, memory, cores and the limits of a process."""
+"""Checks of cores, memory, disk and limits, of the hub, of ports and of SLURM."""
 
 from __future__ import annotations
 
 import os
 import re
+import resource
+import socket
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from huggingface_hub import constants, get_token
+
 from grpocli.cache import cache_dir
-from grpocli_tools.doctor.checkup import GIB, Finding, not_needed, ok, problem, warning
+from grpocli_tools.doctor.machine import GIB, Finding, not_needed, ok, problem, warning
 
 if TYPE_CHECKING:
-    from grpocli_tools.doctor.checkup import Needs
-    from grpocli_tools.doctor.machine import Machine
+    from grpocli_tools.doctor.machine import Machine, Needs
 
 MIB = 2**20
 LEAST_DISK, ROOMY_DISK = 200 * MIB, 5 * GIB
 """Bytes that the default run may write, and below which there is a warning: 0.5B parameters take 6 GB."""
-TRIAL = 64 * 1024
-"""Bytes that are written to see whether a disk takes them."""
 DOCKER, SHARED = 64 * MIB, 1 * GIB
 """Bytes of /dev/shm: Docker's default, and those below which there is a warning."""
 LEAST_MEMORY, ROOMY_MEMORY = 1.0 * GIB, 4.0 * GIB
 """Bytes: a default run takes about 0.8 GiB."""
-LIMIT = re.compile(r"^Max (.+?)\s{2,}(\S+)", re.MULTILINE)
+LEAST_FILES, MANY_FILES = 128, 4096
+"""Open files without which a run fails, and below which there is a warning."""
 NO_LIMIT = 2**60
 """Control groups of version 1 write a larger number for no limit."""
 
@@ -38,20 +41,14 @@ def runs_folder(machine: Machine, needs: Needs) -> Path:
 
 def disk(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """The folders that a run writes to: whether they take a file, and how much room there is."""
-    names = [machine.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")]
-    temporary = next((Path(name) for name in (*names, "/tmp") if name and Path(name).is_dir()), Path("/var/tmp"))
     folders = {
         "working folder": (machine.folder, "cd FOLDER on another disk, or hydra.run.dir=FOLDER"),
         "runs": (runs_folder(machine, needs), "hydra.run.dir=FOLDER on another disk"),
         "cache": (cache_dir(machine.environ), "export GRPOCLI_CACHE=FOLDER on another disk"),
-        "temporary": (temporary, "export TMPDIR=FOLDER on another disk"),
+        "temporary": (Path(machine.environ.get("TMPDIR", "/tmp")), "export TMPDIR=FOLDER on another disk"),
     }
     for name, (folder, advice) in folders.items():
         yield room(machine, name, folder, LEAST_DISK, advice)
-    home = Path(machine.environ.get("HOME", "") or "/nonexistent")
-    if reason := unwritable(home):
-        advice = "export HOME=FOLDER, or GRPOCLI_CACHE, HF_HOME and XDG_CACHE_HOME"
-        yield warning("home", f"{home}: {reason}; libraries keep caches there", advice)
 
 
 def room(machine: Machine, name: str, folder: Path, least: float, advice: str) -> Finding:
@@ -72,7 +69,7 @@ def unwritable(folder: Path) -> str:
     """Why no file can be written in a folder, as a phrase; "" if one can."""
     try:
         with tempfile.NamedTemporaryFile(prefix=".grpocli-doctor-", dir=folder) as file:
-            file.write(bytes(TRIAL))
+            file.write(bytes(64 * 1024))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -114,10 +111,8 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     advice = "`top -o %MEM` shows what to end; more memory is docker run --memory=16g or sbatch --mem=16G"
     if free < LEAST_MEMORY:
         yield Finding("memory", "error", f"{detail}, and a run needs {_size(LEAST_MEMORY)}", advice)
-    elif free < ROOMY_MEMORY:
-        yield warning("memory", detail, advice)
     else:
-        yield ok("memory", detail)
+        yield ok("memory", detail) if free >= ROOMY_MEMORY else warning("memory", detail, advice)
 
 
 def control_groups(machine: Machine, controller: str) -> Iterator[str]:
@@ -132,12 +127,9 @@ def control_groups(machine: Machine, controller: str) -> Iterator[str]:
 
 def cores(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """The cores that this process may use: its affinity and the limit of its control group."""
-    found = re.search(r"^Cpus_allowed_list:\s*(\S+)", machine.text("proc/self/status"), re.MULTILINE)
-    ranges = [part.partition("-") for part in found[1].split(",")] if found else []
-    allowed = sum(int(last or first) - int(first) + 1 for first, _, last in ranges)
-    total = len(re.findall("^processor", machine.text("proc/cpuinfo"), re.MULTILINE))
-    detail, limit = f"{allowed or total} of {total or allowed}", cpu_limit(machine)
-    if limit < (allowed or total):
+    allowed, limit = len(os.sched_getaffinity(0)), cpu_limit(machine)
+    detail = f"{allowed} of {os.cpu_count()}"
+    if limit < allowed:
         detail += f", limited to {limit:g} by the container or job"
         if machine.environ.get("OMP_NUM_THREADS") is None:
             threads = f"export OMP_NUM_THREADS={max(1, int(limit))}"
@@ -157,17 +149,75 @@ def cpu_limit(machine: Machine) -> float:
     return min(limits)
 
 
-def limits(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """The limits of a process (`ulimit`): open files and processes."""
-    soft = dict(LIMIT.findall(machine.text("proc/self/limits")))
-    for name, letter, fatal, few in (("open files", "n", 128, 4096), ("processes", "u", 64, 2048)):
-        text = soft.get(name, "unlimited")
-        most = float(text) if text.isdigit() else inf
-        if most < few:
-            detail = f"at most {most:g} (ulimit -{letter}); many servers and workers need more"
-            yield problem(name, detail, f"ulimit -{letter} 65536", most < fatal)
-        else:
-            yield ok(name, "no limit" if most == inf else f"at most {most:g}")
+def open_files(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """The limit of open files (`ulimit -n`)."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= most < MANY_FILES:
+        detail = f"at most {most}; many servers and workers need more"
+        yield problem("open files", detail, "ulimit -n 65536", most < LEAST_FILES)
+    else:
+        yield ok("open files", "no limit" if most < 0 else f"at most {most}")
+
+
+def hub(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Whether the model hub answers, its cache, and whether there is a token, which is not shown."""
+    missing = f"; not in the cache: {needs.hub}" if needs.hub else ""
+    if constants.HF_HUB_OFFLINE:
+        detail = f"HF_HUB_OFFLINE is set: only what is in the cache{missing}"
+        yield problem("hub", detail, "unset HF_HUB_OFFLINE TRANSFORMERS_OFFLINE to download", needs.hub)
+    elif reason := machine.reach(constants.ENDPOINT):
+        advice = (
+            "export HTTPS_PROXY=URL of a proxy or HF_ENDPOINT=URL of a mirror, or work without the hub: "
+            "model=hf model.path=FOLDER task.path=FILE"
+        )
+        yield problem("hub", f"{constants.ENDPOINT} does not answer: {reason}{missing}", advice, needs.hub)
+    else:
+        yield ok("hub", f"{constants.ENDPOINT} answers")
+    least, cache = LEAST_DISK if needs.hub else 0, Path(constants.HF_HUB_CACHE)
+    found = room(machine, "hub cache", cache, least, "export HF_HOME=FOLDER on another disk")
+    yield replace(found, status="warning") if found.status == "error" and not needs.hub else found
+    if get_token():
+        yield ok("hub token", "set")
+    else:
+        yield not_needed("hub token", "none; only gated models and private data need one (`hf auth login`)")
+
+
+def in_cache(name: str, kind: str) -> bool:
+    """Whether a model or a data set (kind: "model" or "dataset") has been downloaded."""
+    if Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").exists():
+        return True
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+    plain = name.lower().replace("/", "").replace("_", "")
+    found = prepared.iterdir() if kind == "dataset" and prepared.exists() else ()
+    return any(one.name.lower().replace("_", "") == plain for one in found)
+
+
+def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Whether a server on this machine can be started and reached."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), 2.0).close()
+    except OSError as error:
+        detail = f"127.0.0.1 cannot be used: {error.strerror or error}"
+        yield Finding("loopback", "error", detail, "bring the loopback interface up: ip link set lo up")
+    else:
+        yield ok("loopback", "a port on 127.0.0.1 can be opened and reached")
+
+
+def slurm(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """SLURM's commands, and whether this is a job of it."""
+    job = machine.environ.get("SLURM_JOB_ID")
+    inside = f", inside of job {job}" if job else ""
+    if not machine.has("sbatch"):
+        advice = "ssh to a login node of the cluster, or leave out hydra/launcher=slurm"
+        yield problem("SLURM", f"no sbatch on the path{inside}", advice, needs.slurm, otherwise="-")
+        return
+    ended = machine.run(["sinfo", "--noheader", "--format=%P %D %t"])
+    if ended.code == 0:
+        yield ok("SLURM", f"answers: {len(ended.out.splitlines())} lines of sinfo{inside}")
+        return
+    advice = "scontrol ping shows whether slurmctld runs; SLURM_CONF=FILE names another slurm.conf"
+    yield problem("SLURM", f"sbatch is installed, and sinfo fails: {ended.reason}", advice, needs.slurm)
 
 
 def _size(size: float) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
-from grpocli_tools.explain.choice_files import spelled
-from grpocli_tools.explain.keys import GroupReference, KeyReference, ReferenceIndex
+from grpocli_tools.explain.keys import GroupReference, KeyReference, ReferenceIndex, spelled
 from grpocli_tools.explain.render import table
 from grpocli_tools.porting.foreign_names import ALIASES, LORA_CONFIG, TRAINER, TRAINERS, UNSTATED, Equivalent
 

@@ -19,7 +19,7 @@ from grpocli.rewards.reward import Correctness
 from grpocli.runs.sessions import as_typed
 from grpocli.text import counted
 from grpocli_tools.explain.documentation import field_docs, settings
-from grpocli_tools.explain.formulas import Formula, formula_of
+from grpocli_tools.explain.formulas import Formula, formula_of, written_formula
 
 ORDER = (
     *("sampling", "score", "keep", "advantage", "combine", "question_weight", "bounds", "objective", "tokens"),
@@ -87,11 +87,13 @@ def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanati
     terms = {kind: one for kind, one in used.items() if kind != "correction" or not algorithm.takes_sampler_as_old}
     loss = f"{loss_line(terms)}{' + χ B' * bool(algorithm.router_aux_loss_coef)}"
     sections = [
-        *((_answers(run.rollout),) if algorithm.supervised else (_sampling(run.rollout), _score(run))),
+        *(
+            (_step("sampling", "answers", run.rollout, "rollout"),)
+            if algorithm.supervised
+            else (_sampling(run.rollout), _score(run))
+        ),
         *(_named(section, run) if kind in ("keep", "question_weight") else section for kind, section in used.items()),
-        *_combine(algorithm),
-        *_bounds(algorithm),
-        *_routers(algorithm),
+        *_between_parts(algorithm),
         Section("loss", "", (loss,), LOSS_NOTE),
         _update(run),
     ]
@@ -126,26 +128,6 @@ def loss_line(used: dict[str, Section]) -> str:
     return f"L(θ) = Σ_i w_i Σ_t {inner}"
 
 
-def _routers(algorithm: Algorithm) -> Iterator[Section]:
-    """The load-balancing loss of a mixture of experts, if it has a weight."""
-    if algorithm.router_aux_loss_coef:
-        yield Section(
-            "routers",
-            "",
-            (
-                "B = 1/N Σ_i 1/L Σ_l m Σ_e f_ile P_ile",
-                "f_ile: share of the tokens of q and o_i that choose expert e",
-                "P_ile: mean over these tokens of softmax(router logits)_e",
-            ),
-            "Of the L layers with m experts each. f has no gradient.",
-            _symbols(algorithm, "algorithm", {"χ": ("router_aux_loss_coef", "Weight of the routers' loss")}),
-            source=(
-                "Switch Transformers (arXiv 2101.03961), equations 4 to 6",
-                "DeepSeek-V3 (arXiv 2412.19437), equations 17 to 20",
-            ),
-        )
-
-
 def _section(label: str, choice: str, formula: Formula, owner: object, prefix: str) -> Section:
     values, described = settings(owner), field_docs(type(owner))
     symbols = tuple(
@@ -158,56 +140,37 @@ def _section(label: str, choice: str, formula: Formula, owner: object, prefix: s
     return Section(label, choice, formula.lines, formula.note, symbols, rest, formula.source)
 
 
+def _step(label: str, name: str, owner: object, prefix: str, choice: str = "") -> Section:
+    """A step of the computation that belongs to no part, by its name in formulas.yaml."""
+    return replace(_section(label, choice, written_formula(name, owner), owner, prefix), settings=())
+
+
+def _between_parts(algorithm: Algorithm) -> Iterator[Section]:
+    """The steps beside the parts that the algorithm has."""
+    if algorithm.combine != "sum":
+        combined = _step("combine", "combine", algorithm, "algorithm", algorithm.combine)
+        yield replace(combined, settings=(("algorithm.combine", algorithm.combine),))
+    if (algorithm.advantage_min, algorithm.advantage_max) != (None, None):
+        yield _step("bounds", "bounds", algorithm, "algorithm")
+    if algorithm.router_aux_loss_coef:
+        yield _step("routers", "routers", algorithm, "algorithm")
+
+
 def _sampling(rollout: Rollouts) -> Section:
     cuts = [f for f in CUTS if getattr(rollout, f) != getattr(Rollouts(), f)]
     cut = f", cut to {', '.join(cuts)}" if cuts else ""
     penalised, structure = rollout.repetition_penalty != 1, rollout.sampling.structure
-    keys = {
-        "P": ("prompts_per_step", "Questions per step"),
-        "G": ("group_size", "Completions per question"),
-        "T_s": ("temperature", "Sampling temperature"),
-    } | {f: (f, "Cuts off the distribution") for f in cuts}
-    if penalised:
-        keys["ν"] = ("repetition_penalty", "Penalty for repeated tokens")
-    return Section(
-        "sampling",
-        "",
-        (
-            "o_1 … o_G ~ μ(· | q) for each of P questions q",
-            f"μ (sampler), π_θ, π_old, π_ref = softmax(logits / T_s){cut}",
-            *(("logits z of tokens in q or earlier in o_i: z / ν where z > 0, else ν z",) if penalised else ()),
-            *((f"μ: only tokens that keep o_i within rollout.{structure}",) if structure else ()),
-            "π(o_it): probability of o_i's token t given q and o_i,<t",
-        ),
-        symbols=_symbols(rollout, "rollout", keys),
-        settings=tuple((f"rollout.{f}", as_typed(getattr(rollout, f))) for f in CUTS if f not in cuts),
+    symbols = {"P": "prompts_per_step", "G": "group_size", "T_s": "temperature"} | {f: f for f in cuts}
+    lines = (
+        "o_1 … o_G ~ μ(· | q) for each of P questions q",
+        f"μ (sampler), π_θ, π_old, π_ref = softmax(logits / T_s){cut}",
+        *(("logits z of tokens in q or earlier in o_i: z / ν where z > 0, else ν z",) if penalised else ()),
+        *((f"μ: only tokens that keep o_i within rollout.{structure}",) if structure else ()),
+        "π(o_it): probability of o_i's token t given q and o_i,<t",
     )
-
-
-def _answers(rollout: Rollouts) -> Section:
-    """The completions of supervised training. Its rewards score only evaluations."""
-    return Section(
-        "sampling",
-        "",
-        (
-            "o_1: the answer of the data to each of P questions q,  G = 1",
-            "π_θ, π_ref = softmax(logits)",
-            "π(o_it): probability of o_i's token t given q and o_i,<t",
-        ),
-        "Rewards score the completions of evaluations, and train nothing.",
-        _symbols(
-            rollout,
-            "rollout",
-            {"P": ("prompts_per_step", "Questions per step"), "G": ("group_size", "Answers of each")},
-        ),
-    )
-
-
-def _symbols(owner: object, prefix: str, keys: dict[str, tuple[str, str]]) -> tuple[Symbol, ...]:
-    return tuple(
-        Symbol(name, f"{prefix}.{field}", as_typed(getattr(owner, field)), meaning)
-        for name, (field, meaning) in keys.items()
-    )
+    formula = Formula(lines, symbols | ({"ν": "repetition_penalty"} if penalised else {}))
+    settings = tuple((f"rollout.{f}", as_typed(getattr(rollout, f))) for f in CUTS if f not in cuts)
+    return replace(_section("sampling", "", formula, rollout, "rollout"), settings=settings)
 
 
 def _score(run: Run) -> Section:
@@ -258,38 +221,6 @@ def _beside_answers(rewards: dict[str, Any]) -> str:
     )
 
 
-def _combine(algorithm: Algorithm) -> list[Section]:
-    key = ("algorithm.combine", algorithm.combine)
-    if algorithm.combine == "sum":
-        return []
-    lines = (
-        "A_ik: the advantage above with R_k in place of s",
-        "Z_i = Σ_k ω_k A_ik",
-        "A_i ← (Z_i − mean Z) / (std Z + 10⁻⁴)",
-    )
-    note = "mean, std (by n − 1): over the step's n completions to which a reward applies; 0 for the others."
-    return [Section("combine", algorithm.combine, lines, note, settings=(key,), source=("GDPO (arXiv 2601.05242)",))]
-
-
-def _bounds(algorithm: Algorithm) -> list[Section]:
-    """The bounds of the advantages, if there are any."""
-    keys = {"A_min": ("advantage_min", "Lower bound"), "A_max": ("advantage_max", "Upper bound")}
-    keys = {name: key for name, key in keys.items() if getattr(algorithm, key[0]) is not None}
-    if not keys:
-        return []
-    low, high = ("A_min" if "A_min" in keys else "−∞"), ("A_max" if "A_max" in keys else "∞")
-    source = ("NeMo RL's GRPO guide, advantage clipping",)
-    return [
-        Section(
-            "bounds",
-            "",
-            (f"A_i ← clip(A_i, {low}, {high})",),
-            symbols=_symbols(algorithm, "algorithm", keys),
-            source=source,
-        )
-    ]
-
-
 def _named(section: Section, run: Run) -> Section:
     """The section with the accuracy reward of each task, if the config names none."""
     from grpocli.tasks.prompt_source import accuracy_rewards_of
@@ -319,8 +250,8 @@ def _update(run: Run) -> Section:
         *((f"μ: π_θ of up to {counted(rollout.max_staleness, 'step')} earlier",) if rollout.max_staleness else ()),
         *(("π_old = μ for completions of older weights",) if mixed else ()),
     )
-    keys = {"E": ("epochs", "Passes over a step's completions"), "M": ("minibatches", "Updates per pass")}
-    return Section("update", "", lines, symbols=_symbols(train, "train", keys))
+    formula = Formula(lines, {"E": "epochs", "M": "minibatches"})
+    return replace(_section("update", "", formula, train, "train"), settings=())
 
 
 def _values(run: Run, config: DictConfig) -> dict[str, str]:

@@ -1,33 +1,20 @@
-"""The formulas of parts, which `grpocli explain` prints. Law tests compare their values with the code's."""
+"""The formulas of parts, which `grpocli explain` prints: those of formulas.yaml, and those that depend on keys."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import singledispatch
+from functools import cache, singledispatch
+from importlib.resources import files
+from typing import Any
 
-from grpocli.algorithm.advantage import (
-    BatchStd,
-    Center,
-    LeaveOneOut,
-    Mad,
-    MaxRL,
-    NoAdvantage,
-    ReinforcePlusPlus,
-    Std,
-    Supervised,
-)
-from grpocli.algorithm.aggregate import Constant, SequenceMean, TokenMean
-from grpocli.algorithm.correction import AutoCorrection, Correction, NoCorrection, Range, SamplerAsOld, TokenMask
-from grpocli.algorithm.entropy import EntropyBonus, NoEntropy
-from grpocli.algorithm.keep import SCORE, All, Dynamic
-from grpocli.algorithm.kl import K1, K2, K3, KL, MAX_K3, Estimator, NoKL, Reverse
-from grpocli.algorithm.objective import Cispo, Clip, Dppo, Geometric, Mirror, Sapo
-from grpocli.algorithm.question_weight import Difficulty, Uniform
-from grpocli.algorithm.tokens import AllTokens, TopEntropy
-from grpocli.rewards.length import KimiLength, Length, LengthPenalty, Overlong
-from grpocli.rewards.reward import Correctness, NoReward
+from grpocli.algorithm.correction import AutoCorrection, Correction, NoCorrection, Range, TokenMask
+from grpocli.algorithm.keep import SCORE, Dynamic
+from grpocli.algorithm.kl import K1, K2, K3, KL, MAX_K3, Estimator, Reverse
+from grpocli.algorithm.objective import Clip, Dppo
+from grpocli.config import yaml_text
+from grpocli.rewards.reward import Correctness
 from grpocli_tools.explain.documentation import summary
 
 ZERO = "A_i = 0 for a completion without a score, and if all scores of the group are equal."
@@ -61,146 +48,31 @@ class Formula:
     note: str = ""
 
 
-FIXED: dict[type, Formula] = {
-    Std: Formula(
-        ("A_i = (s_i − mean_G s) / (std_G s + ε)", "std_G s = √( Σ_G (s − mean_G s)² / (n − 1) ),  n scores"),
-        {"ε": "eps"},
-        ("GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2",),
-        ZERO,
-    ),
-    Center: Formula(("A_i = s_i − mean_G s",), source=("Dr. GRPO (arXiv 2503.20783), section 3.2",), note=ZERO),
-    Mad: Formula(
-        ("A_i = (s_i − mean_G s) / (MAD_G s + ε)", "MAD_G s = mean_G |s − mean_G s|"),
-        {"ε": "eps"},
-        ("DGPO's DGAE, MathForge (arXiv 2601.20614)",),
-        ZERO,
-    ),
-    BatchStd: Formula(
-        ("A_i = (s_i − mean_G s) / (std s + ε)", "std s = √( Σ (s − mean s)² / (n − 1) ),  the step's n scores"),
-        {"ε": "eps"},
-        ('"Tricks or Traps?" (arXiv 2508.08221)',),
-        ZERO,
-    ),
-    MaxRL: Formula(("A_i = (s_i − mean_G s) / mean_G s",), source=("MaxRL (arXiv 2602.02710)",), note=ZERO),
-    NoAdvantage: Formula(
-        ("A_i = 0",),
-        source=("distillation without a reward: GKD (arXiv 2306.13649)",),
-        note="Scores are reported and have no gradient.",
-    ),
-    Supervised: Formula(
-        ("A_i = 1",), source=("maximum likelihood",), note="o_i is the answer of the data, not a sample of π_old."
-    ),
-    Uniform: Formula(note="every question weighs 1"),
-    Difficulty: Formula(
-        (
-            "A_i ← u_q A_i",
-            "u_q = |Q| exp(−a_q / T) / Σ_p∈Q exp(−a_p / T),  q ∈ Q",
-            "Q: the step's questions whose scores s are not all equal",
-            "a_q = mean_G R_a;  1 where that is 0 or no R_a applies",
-        ),
-        {"T": "temperature", "R_a": "reward"},
-        ("DGPO's DQW, MathForge (arXiv 2601.20614)",),
-        "u_q = 1 for the questions outside Q.",
-    ),
-    Sapo: Formula(
-        (
-            RATIO,
-            "ℓ_it = −(4 / τ) σ(τ (r_it − 1)) A_i",
-            "τ = τ_pos where A_i > 0, else τ_neg",
-        ),
-        {"τ_pos": "tau_positive", "τ_neg": "tau_negative"},
-        ("SAPO (arXiv 2511.20347)",),
-        "σ(x) = 1 / (1 + exp(−x))",
-    ),
-    Geometric: Formula(
-        (
-            RATIO,
-            "y_it = sign(A_i) min( sign(A_i) log r_it, ε_i )",
-            "ε_i = ε_high where A_i > 0, else ε_low",
-            "ℓ_it = −A_i exp( Σ_t y_it / |o_i| )",
-        ),
-        {"ε_low": "low", "ε_high": "high"},
-        ("GMPO (arXiv 2507.20673), equation 4",),
-    ),
-    AllTokens: Formula(note="every token of the loss has its policy-gradient term"),
-    TopEntropy: Formula(
-        (
-            "S_it = 1 where H_it ≥ h, else 0",
-            "h: the (1 − κ) quantile of H over the tokens of the update",
-            "H_it: entropy of π(· | q, o_i,<t) before the step, in nats",
-        ),
-        {"κ": "quantile"},
-        ('"Beyond the 80/20 Rule" (arXiv 2506.01939), equation 6',),
-    ),
-    NoCorrection: Formula(note="every token weighs 1"),
-    SamplerAsOld: Formula(
-        ("π_old(o_it) = μ(o_it)",),
-        {},
-        ("default of prime-rl; verl: rollout_correction.bypass_mode",),
-        "μ: as the sampler computes it. Every token weighs 1.",
-    ),
-    NoKL: Formula(note="no reference model is loaded"),
-    NoEntropy: Formula(note="no bonus"),
-    SequenceMean: Formula(("w_i = 1 / (N |o_i|)",), source=("GRPO, DeepSeekMath (arXiv 2402.03300), equation 3",)),
-    Constant: Formula(("w_i = 1 / (N L)",), {"L": "length"}, ("Dr. GRPO (arXiv 2503.20783), section 3.1",)),
-    Length: Formula(
-        ("a wanted length", "R_length = max(0, 1 − |l_i − l| / w)", "l_i: o_i's tokens"),
-        {"l": "target", "w": "width"},
-    ),
-    Overlong: Formula(
-        (
-            "soft punishment of long completions",
-            "R_overlong = min(0, max(−1, (l_max − l_buf − l_i) / l_buf))",
-            "l_i: o_i's tokens;  l_buf null: max(1, ⌊l_max / 5⌋)",
-        ),
-        {"l_max": "max_tokens", "l_buf": "buffer_tokens"},
-        ("DAPO (arXiv 2503.14476), equation 13",),
-    ),
-    KimiLength: Formula(
-        (
-            "Kimi's length reward",
-            "λ_i = 0.5 − (l_i − min_G l) / (max_G l − min_G l)",
-            "R_kimi_length = λ_i for a right answer, min(0, λ_i) for a wrong one;  0 if max_G l = min_G l",
-            "l_i: o_i's tokens",
-        ),
-        {},
-        ("Kimi k1.5 (arXiv 2501.12599), section 2.3.3",),
-    ),
-    NoReward: Formula(note="no score"),
-}
-"""The formulas of parts that are the same with all values of their keys."""
+@cache
+def written_formulas() -> dict[str, dict[str, Any]]:
+    """The entries of formulas.yaml by class."""
+    text = files("grpocli_tools.explain").joinpath("formulas.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = yaml_text.load(text)
+    return found
+
+
+def written_formula(name: str, owner: object) -> Formula:
+    """The formula of formulas.yaml for the owner's values."""
+    entry = dict(written_formulas()[name])
+    for case in entry.pop("cases", ()):
+        if all(getattr(owner, field) == value for field, value in case["when"].items()):
+            entry |= case
+    lines, source = tuple(entry.get("lines", ())), tuple(entry.get("source", ()))
+    return Formula(lines, entry.get("symbols", {}), source, entry.get("note", ""))
 
 
 @singledispatch
 def formula_of(part: object) -> Formula:
     """The formula of a part, or the first line of its docstring if it has none here, as a part of a user."""
-    return FIXED.get(type(part)) or Formula((summary(type(part)),))
-
-
-@formula_of.register
-def _leave_one_out(part: LeaveOneOut) -> Formula:
-    lines = ["A_i = s_i − Σ_G,j≠i s_j / (n − 1),  n scores", "    = (s_i − mean_G s) n / (n − 1)"]
-    sources = ["RLOO (arXiv 2402.14740), equation 9"]
-    if part.scale == "others":
-        lines.append("A_i ← A_i / (std_G,j≠i s + 10⁻⁶) where that std is not 0")
-        sources.append("scaled: NeMo RL (normalize_rewards, use_leave_one_out_baseline)")
-    return Formula(tuple(lines), source=tuple(sources), note=ZERO)
-
-
-@formula_of.register
-def _reinforce_plus_plus(part: ReinforcePlusPlus) -> Formula:
-    sources = ("REINFORCE++-baseline (arXiv 2501.03262)",)
-    if part.over == "samples":
-        scaled = ("A_i = c_i / (std c + ε)", "std c = √( Σ c² / (n − 1) ),  the step's n scores")
-        return Formula(("c_i = s_i − mean_G s", *scaled), {"ε": "eps"}, sources, ZERO)
-    lines = (
-        "c_i = s_i − mean_G s",
-        "A_i = (c_i − b) / (√v + ε)",
-        "b = Σ_j |o_j| c_j / Σ_j |o_j|,  j: the step's completions",
-        "v = Σ_j |o_j| (c_j − b)² / Σ_j |o_j|",
-    )
-    note = "A_i = 0 for a completion without a score. Where all scores of a group are equal, c_i = 0, but not A_i."
-    return Formula(lines, {"ε": "eps"}, sources, note)
+    cls = type(part)
+    if cls.__module__.startswith("grpocli.") and cls.__name__ in written_formulas():
+        return written_formula(cls.__name__, part)
+    return Formula((summary(cls),))
 
 
 @formula_of.register
@@ -240,20 +112,6 @@ def _clip_sources(part: Clip) -> Iterator[str]:
 
 
 @formula_of.register
-def _cispo(part: Cispo) -> Formula:
-    lines, symbols = ["ℓ_it = −sg[ min(r_it, 1 + ε_high) ] A_i log π_θ(o_it)"], {"ε_high": "high"}
-    if part.low is not None:
-        lines = ["b_it = clip(r_it, 1 − ε_low, 1 + ε_high)", "ℓ_it = −sg[ b_it ] A_i log π_θ(o_it)"]
-        symbols = {"ε_low": "low"} | symbols
-    return Formula(
-        (RATIO, *lines),
-        symbols,
-        ("CISPO, MiniMax-M1 (arXiv 2506.13585), equation 4",),
-        "sg[ ]: a constant, without gradient.",
-    )
-
-
-@formula_of.register
 def _dppo(part: Dppo) -> Formula:
     change = ["v_it = p_it − q_it"]
     if part.divergence == "kl":
@@ -277,19 +135,6 @@ def _dppo(part: Dppo) -> Formula:
         source.append("drift: prime-rl's default loss; Kimi K2.5 (arXiv 2602.02276)")
     note = "k has no gradient. DPPO's π_old is the sampler: algorithm/correction=sampler."
     return Formula(tuple(lines), symbols, tuple(source), note)
-
-
-@formula_of.register
-def _mirror(part: Mirror) -> Formula:
-    if not part.tau:
-        return Formula(
-            ("ℓ_it = −A_i log π_θ(o_it)",), {"τ": "tau"}, ("REINFORCE",), "τ = 0: the plain policy gradient."
-        )
-    return Formula(
-        (RATIO, "ℓ_it = −A_i log π_θ(o_it) + (τ / 2) (log r_it)²"),
-        {"τ": "tau"},
-        ("mirror descent: Kimi k1.5 (arXiv 2501.12599), equation 3", "DRO (arXiv 2405.19107)"),
-    )
 
 
 @formula_of.register
@@ -383,44 +228,6 @@ def _kl(part: KL) -> Formula:
 
 
 @formula_of.register
-def _entropy_bonus(part: EntropyBonus) -> Formula:
-    if not part.coefficient:
-        return Formula(symbols={"λ": "coefficient"}, note="λ = 0, so there is no bonus")
-    return Formula(
-        ("H_it = −Σ_v π_θ(v | q, o_i,<t) log π_θ(v | q, o_i,<t)",),
-        {"λ": "coefficient"},
-        ("A3C (arXiv 1602.01783)",),
-        "In nats, with gradient, of the distribution that is sampled from.",
-    )
-
-
-@formula_of.register
-def _token_mean(part: TokenMean) -> Formula:
-    weights = {
-        "batch": ("w_i = 1 / Σ_j∈U |o_j|", "U: the completions of the update"),
-        "group": ("w_i = 1 / (K Σ_G |o_j|)", "K: the number of questions in the update"),
-        "micro_batch": ("w_i = 1 / (B Σ_j∈U |o_j|)", "U: those of o_i's micro-batch, one of the update's B"),
-    }
-    scopes = {
-        "batch": "token mean: DAPO (arXiv 2503.14476), section 3.3, over the whole update",
-        "group": "DAPO (arXiv 2503.14476), equation 8",
-        "micro_batch": "trainers that average over micro-batches; it depends on the split",
-    }
-    lines, sources = [*weights[part.scope]], [scopes[part.scope]]
-    if part.informative_only:
-        what = "K: only" if part.scope == "group" else "U: only of"
-        lines.append(f"{what} questions where some A_j ≠ 0;  else w_i = 0")
-        sources.append("informative only: DGPO, MathForge (arXiv 2601.20614)")
-    return Formula(tuple(lines), source=tuple(sources))
-
-
-@formula_of.register
-def _all(part: All) -> Formula:
-    note = "every question is trained on"
-    return Formula((TRUNCATED,), source=(FILTERING,), note=note) if part.mask_truncated else Formula(note=note)
-
-
-@formula_of.register
 def _dynamic(part: Dynamic) -> Formula:
     score = "s" if part.reward == SCORE else "R_d"
     then = {"train_partial": "train on fewer", "error": "stop the run"}[part.on_exhausted]
@@ -436,20 +243,6 @@ def _dynamic(part: Dynamic) -> Formula:
         sources.append(FILTERING)
     symbols = {"n_max": "max_rounds"} | ({} if part.reward == SCORE else {"R_d": "reward"})
     return Formula(tuple(lines), symbols, tuple(sources))
-
-
-@formula_of.register
-def _length_penalty(part: LengthPenalty) -> Formula:
-    whom = "; 0 for a wrong answer" if part.only_right else ""
-    return Formula(
-        (
-            "a length penalty tied to the pass rate",
-            f"R_length_penalty = −p l_i / max_G l{whom}",
-            "l_i: o_i's tokens;  p: the share of the group's answers that are right",
-        ),
-        {},
-        ("prime-rl, LinearLengthPenaltyConfig: its term of output tokens, whose p is the mean reward",),
-    )
 
 
 @formula_of.register

@@ -74,10 +74,9 @@ def ported(
     rewards: where that file will be written; None if it will not be. given: the script's own arguments. accelerate: the
     config of accelerate.
     """
-    from grpocli_tools.porting.accelerate import add_accelerate, is_accelerate
     from grpocli_tools.porting.nemo_rl import NemoRl, is_nemo_rl
-    from grpocli_tools.porting.script import functions_file, of_script
-    from grpocli_tools.porting.source import of_mapping, read_mapping
+    from grpocli_tools.porting.port import add_accelerate, is_accelerate
+    from grpocli_tools.porting.script import functions_file, of_mapping, of_script, read_mapping
     from grpocli_tools.porting.trl import Translation
 
     launch = read_mapping(accelerate) if accelerate is not None else {}

@@ -9,7 +9,6 @@ from typing import Any
 
 from grpocli.training.optim import SCHEDULES
 from grpocli.types import DTYPES
-from grpocli_tools.porting.accelerate import HALVES
 from grpocli_tools.porting.foreign_names import (
     ALIASES,
     GRPO_CONFIG,
@@ -19,8 +18,8 @@ from grpocli_tools.porting.foreign_names import (
     TRL,
     UNSTATED,
 )
-from grpocli_tools.porting.port import MISSING, Port, Unread, number_of, with_numbers
-from grpocli_tools.porting.source import ScriptSource
+from grpocli_tools.porting.port import HALVES, MISSING, Port, Unread, number_of, with_numbers
+from grpocli_tools.porting.script import ScriptSource
 from grpocli_tools.porting.trl_data import set_data, set_rewards
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}

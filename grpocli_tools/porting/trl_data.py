@@ -8,7 +8,7 @@ from typing import Any
 from grpocli.config.user_parts import name_of
 from grpocli_tools.porting.foreign_names import TRAINER
 from grpocli_tools.porting.port import MISSING, Port, Unread
-from grpocli_tools.porting.source import Data, RewardCall, ScriptSource
+from grpocli_tools.porting.script import Data, RewardCall, ScriptSource
 
 FILES = ("json", "csv", "parquet")
 BUILT_IN = {"accuracy_reward": "math", "think_format_reward": "format", "get_soft_overlong_punishment": "overlong"}

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from grpocli.text import clean, counted, format_number, one_line, shorten
 from grpocli_tools.console import CleanConsole
-from grpocli_tools.replay import checks as limits
-from grpocli_tools.replay.checks import Check, Difference, total
+from grpocli_tools.replay import step_replay as limits
 from grpocli_tools.replay.replay import StepReport
+from grpocli_tools.replay.step_replay import Check, Difference, total
 
 SHOWN = 5
 """Differences shown of each check; --json has all."""
@@ -72,7 +72,7 @@ def _heading(run: Path, reports: Sequence[StepReport]) -> str:
     steps = f"step {asked[0]}" if len(asked) == 1 else f"steps {asked[0]} to {asked[-1]}"
     leading, way = len(reports) - len(asked), ""
     if leading:
-        way = f", {counted(leading, 'earlier step')} checked too, except for rewards and the sampler's log-probs"
+        way = f", {counted(leading, 'earlier step')} checked too, except for rewards"
     how = "no weights were computed"
     if not all(one.exact is None for one in reports):
         how = "recomputed to the bit"

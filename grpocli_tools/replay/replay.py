@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.errors import GrpoError
+from grpocli.composition.overrides import to_text
+from grpocli.errors import ConfigError, GrpoError
 from grpocli.runs.saved_run import SavedRun
+from grpocli.runs.sessions import steps_by_session
 from grpocli.training.checkpointer import step_of
-from grpocli_tools.replay.checks import Check
-from grpocli_tools.replay.collection import ReplaySession, RolloutSource
-from grpocli_tools.replay.record import RecordedStep
-from grpocli_tools.replay.step_replay import StepReplay, checkpoint_check
-from grpocli_tools.replay.weights import Weights, checkpoint_before, checkpoint_of, oldest_age
+from grpocli_tools.replay.collection import RecordedStep, ReplaySession, RolloutSource
+from grpocli_tools.replay.step_replay import Check, StepReplay, checkpoint_check
+from grpocli_tools.replay.weights import Weights, checkpoint_before, checkpoint_of
 
 if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.progress import Progress
+
+
+ENDLESS = 10**9
+"""A step that no run reaches, as the end of the last session."""
+HARMLESS = ("engine", "sync", "hardware", "tracker", "checkpoint", "eval", "hub", "resume_fallback", "train.steps")
+"""Keys that do not change what a step computes. A schedule of the learning rate makes `train.steps` one that does."""
+
+ConfigSpan = tuple[int, int, dict[str, Any]]
+"""First and last step of one config, and the values of keys that later resumes have changed."""
 
 
 @dataclass(slots=True)
@@ -114,10 +123,7 @@ class Replay:
 
     def _begin(self, step: int) -> int:
         """Load the newest weights from which the step can be reached; return the first step to train."""
-        wanted = step - 1
-        if oldest_age(self.session_of(step).run):
-            wanted = max(0, min(step, self.recorded(step).oldest_version) - 1)
-        self._load(checkpoint_before(self.saved.path, wanted) or checkpoint_before(self.saved.path, step - 1))
+        self._load(checkpoint_before(self.saved.path, step - 1))
         return self.weights.step + 1 if self.weights else step
 
     def _load(self, path: Path | None) -> None:
@@ -128,10 +134,8 @@ class Replay:
         if path is None and session.no_model:
             return self._lose(f"no checkpoint comes before it, and {session.no_model}")
         self.stage("loading the model")
-        older = self.weights.older if self.weights else {}
         try:
             self.weights = Weights.load(session.run, session.job, self.world, path, self.progress)
-            self.weights.older = older
         except (GrpoError, OSError) as error:
             self._lose(str(error))
 
@@ -151,7 +155,7 @@ class Replay:
     def _report(self, step: int, asked: bool) -> StepReport:
         before, weights = self._metrics.get(step - 1), self.weights
         origin = weights.origin if weights else ""
-        replay = StepReplay(self.recorded(step), self.source_of(step), weights, self.no_weights, before, self.progress)
+        replay = StepReplay(self.recorded(step), self.source_of(step), weights, self.no_weights, before)
         checks = replay.checks(asked)
         if weights and (path := checkpoint_of(self.saved.path, step)):
             checks.append(self._compare_with(path, step, weights, bool(replay.exact)))
@@ -167,3 +171,47 @@ class Replay:
         if check.differ or check.rounded:
             self._load(path)
         return check
+
+
+def config_spans(saved: SavedRun) -> list[ConfigSpan]:
+    """The spans of a run, in order; the last one has the present config."""
+    spans: list[ConfigSpan] = []
+    earlier: dict[str, Any] = {}
+    for part in reversed(steps_by_session(saved.sessions, ENDLESS)):
+        if spans and spans[0][2] == earlier:
+            spans[0] = part.first, *spans[0][1:]
+        else:
+            spans.insert(0, (part.first, part.last, dict(earlier)))
+        changes = part.session.changes if part.session else {}
+        earlier |= {
+            key: old
+            for key, (old, _) in changes.items()
+            if not any(f"{key}.".startswith(f"{one}.") for one in HARMLESS)
+        }
+    return spans or [(1, ENDLESS, {})]
+
+
+def sessions_of(
+    saved: SavedRun, session_of: Callable[[Sequence[str], int, int], ReplaySession]
+) -> tuple[list[ReplaySession], str]:
+    """The sessions whose config is known, in order, and why that of earlier ones is not; empty if all are.
+
+    session_of: composes the session of these overrides, first and last step.
+    """
+    found: list[ReplaySession] = []
+    for first, last, earlier in reversed(config_spans(saved)):
+        try:
+            found.insert(0, session_of(_overrides(saved, earlier), first, last))
+        except GrpoError as error:
+            if not found:
+                raise
+            return found, f"an earlier session had other values of {', '.join(earlier)} ({error})"
+    return found, ""
+
+
+def _overrides(saved: SavedRun, earlier: Mapping[str, Any]) -> list[str]:
+    """Overrides that give keys their earlier values. Raises ConfigError for a part, whose own keys are not recorded."""
+    for key, value in earlier.items():
+        if isinstance(value, Mapping) or any(one.startswith(f"{key}.") for one in saved.flat):
+            raise ConfigError("a resume replaced it, and the keys that it had are not recorded", key=key)
+    return [f"{key}={to_text(value)}" for key, value in earlier.items()]

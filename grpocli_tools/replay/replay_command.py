@@ -92,8 +92,7 @@ def _folder(words: Sequence[str]) -> tuple[Path, list[str]]:
 def _replay(saved: SavedRun, args: argparse.Namespace, steps: Sequence[int], view: View) -> Iterator[Replay]:
     view.stage("loading libraries")
     from grpocli.distributed.world import World
-    from grpocli_tools.replay.replay import Replay
-    from grpocli_tools.replay.sessions import sessions_of
+    from grpocli_tools.replay.replay import Replay, sessions_of
 
     def session_of(earlier: Sequence[str], first: int, last: int) -> ReplaySession:
         return _session(saved.path, args, view, earlier, first, last)

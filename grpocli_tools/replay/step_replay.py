@@ -4,30 +4,165 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from grpocli.progress import Progress
 from grpocli.rewards.reward import answer_columns
 from grpocli.runs.metrics import json_line
 from grpocli.runs.rollouts import rollout_table
 from grpocli.training.collector import RolloutBatch, records_of
 from grpocli.training.micro_batch import rows_of
-from grpocli.types import Completion, Group, Row, Status
-from grpocli_tools.replay import checks as limits
-from grpocli_tools.replay.checks import Check, Columns, Difference, close, compare_rows
-from grpocli_tools.replay.collection import CollectedStep, RolloutSource, collect_again
-from grpocli_tools.replay.record import RecordedStep
+from grpocli.types import Group, Row, Status
+from grpocli_tools.replay.collection import CollectedStep, RecordedStep, RolloutSource, collect_again
 from grpocli_tools.replay.weights import Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+EXACT_SHARE = 0.99
+"""A step is repeated to the bit if this share of its log-probs, or all but one, is equal to the bit: then all of them
+have to be."""
+LOGP_TOLERANCE = {"float32": 2e-3, "float16": 0.03, "bfloat16": 0.25}
+"""Nats by which log-probs, entropies and ratios of the trainer may differ by rounding, by compute dtype, on another
+device, number of processes or version of torch."""
+METRIC_TOLERANCE = {"float32": (1e-2, 1e-3), "float16": (0.05, 0.01), "bfloat16": (0.2, 0.05)}
+"""Relative and absolute difference of metrics that may be rounding, by compute dtype."""
+WEIGHT_TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 1e-2}
+"""Difference of weights that may be rounding, by compute dtype."""
+SUM_TOLERANCE = 1e-6
+"""Relative difference of sums, advantages and rewards that may be rounding."""
+ORDER_TOLERANCE = (1e-4, 1e-6)
+"""Relative and absolute difference of metrics of equal log-probs that another number of processes has added."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One value that differs. Its place is None where it does not apply."""
+
+    step: int
+    what: str
+    recorded: Any
+    recomputed: Any
+    group: int | None = None
+    completion: int | None = None
+    token: int | None = None
+    token_text: str = ""
+
+
+@dataclass(slots=True)
+class Check:
+    """The result of one comparison: how many values agree, differ and cannot be checked."""
+
+    name: str
+    unit: str = "completions"
+    """Of the counts."""
+    agree: int = 0
+    rounded: int = 0
+    """Of those that agree, the ones that are not equal to the bit."""
+    differences: list[Difference] = field(default_factory=list)
+    why: dict[str, int] = field(default_factory=dict)
+    """The reasons why values cannot be checked, and how many."""
+
+    @property
+    def differ(self) -> int:
+        return len(self.differences)
+
+    @property
+    def unchecked(self) -> int:
+        return sum(self.why.values())
+
+    def skip(self, why: str, count: int = 1) -> Check:
+        """Count values that cannot be checked. Returns the check."""
+        if count:
+            self.why[why] = self.why.get(why, 0) + count
+        return self
+
+    def excuse(self, why: str) -> None:
+        """Count the differences as values that cannot be checked."""
+        self.skip(why, self.differ)
+        self.differences = []
+
+    def compare(self, difference: Difference, same: bool, exact: bool = True) -> None:
+        """Count a value; the difference is kept unless it is the same."""
+        if same:
+            self.agree += 1
+            self.rounded += not exact
+        else:
+            self.differences.append(difference)
+
+
+def total(checks: Iterable[Check]) -> list[Check]:
+    """One check for each name, with the counts of all steps."""
+    found: dict[str, Check] = {}
+    for one in checks:
+        whole = found.setdefault(one.name, Check(one.name, one.unit))
+        whole.agree, whole.rounded = whole.agree + one.agree, whole.rounded + one.rounded
+        whole.differences = whole.differences + one.differences
+        for why, count in one.why.items():
+            whole.skip(why, count)
+    return list(found.values())
+
+
+def close(recorded: Any, recomputed: Any, relative: float, absolute: float = 0.0) -> bool:
+    """Whether two numbers are equal within a tolerance; other values must be equal."""
+    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (recorded, recomputed))
+    if not numbers or recorded == recomputed:
+        return bool(recorded == recomputed)
+    return math.isclose(recorded, recomputed, rel_tol=relative, abs_tol=absolute)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A check of some columns of a rollout file."""
+
+    name: str
+    columns: tuple[str, ...]
+    relative: float = 0.0
+    """Tolerance of numbers."""
+    absolute: float = 0.0
+    """Tolerance of numbers."""
+    per_token: bool = False
+    """Whether lists are compared token by token."""
+
+    def check(self) -> Check:
+        """An empty check."""
+        of_each = "completions" if len(self.columns) == 1 else f"values, {len(self.columns)} a completion"
+        return Check(self.name, "tokens" if self.per_token else of_each)
+
+
+def compare_rows(
+    step: int,
+    spec: Columns,
+    recorded: Sequence[Mapping[str, Any]],
+    recomputed: Sequence[Mapping[str, Any]],
+    group_size: int,
+    token_text: Callable[[int], str],
+) -> Check:
+    """Compare columns of a step's rows, cell by cell, and token by token in lists of one value per token."""
+    check = spec.check()
+    for number, (old, new) in enumerate(zip(recorded, recomputed, strict=True)):
+        place = number // group_size, number % group_size
+        for column in spec.columns:
+            if column not in old:
+                check.skip(f"the file has no column {column}")
+                continue
+            before, after, ids = old[column], new[column], old.get("completion_ids") or []
+            if not (spec.per_token and isinstance(before, list) and isinstance(after, list)):
+                if not (spec.per_token and before is None and after is None):
+                    same = close(before, after, spec.relative, spec.absolute)
+                    check.compare(Difference(step, column, before, after, *place), same, before == after)
+                continue
+            for t in range(max(len(before), len(after))):
+                one, other = (values[t] if t < len(values) else None for values in (before, after))
+                same = close(one, other, spec.relative, spec.absolute)
+                text = token_text(ids[t]) if not same and t < len(ids) else ""
+                check.compare(Difference(step, column, one, other, *place, t, text), same, one == other)
+    return check
+
 
 COLUMNS = (
     Columns("prompts", ("task", "uid", "prompt", "messages", "answer", "columns", "prompt_ids")),
@@ -37,7 +172,7 @@ COLUMNS = (
     Columns("finish reasons", ("finish_reason",)),
     Columns("status", ("step", "sampled_step", "group", "status")),
     Columns("weight versions", ("version", "version_spans")),
-    Columns("sum of rewards", ("reward",), limits.SUM_TOLERANCE, 1e-9),
+    Columns("sum of rewards", ("reward",), SUM_TOLERANCE, 1e-9),
 )
 """Checks of columns that need no weights."""
 WEIGHT_COLUMNS = {
@@ -69,25 +204,21 @@ class StepReplay:
     """Why there are none."""
     before: Mapping[str, Any] | None
     """The metrics of the step before, for running totals."""
-    progress: Progress
     exact: bool | None = None
     """Whether the log-probs are equal to the bit; None if nothing says so."""
 
     def checks(self, thorough: bool) -> list[Check]:
-        """All checks. thorough: call the rewards, and score the completions that the update did not compute."""
+        """All checks. thorough: call the rewards, too."""
         recorded, algorithm = self.recorded, self.source.run.algorithm
         collected = collect_again(self.source, recorded)
         trained = [collected.groups[group.number] for group in recorded.trained]
         computed_PG = collected.collector.advantages(trained)
         rows = rows_of(trained, self._trained_on(trained), algorithm, recorded.step)
-        logp = self._logp_before_update(rows, collected.groups) if thorough else {}
         metrics = self.weights.train(rows, len(trained)) if self.weights else {}
         expected = self._expected_rows(collected, rows)
         found = [*self._column_checks(expected, collected.drawn), self._advantages(computed_PG, trained)]
         found += [self._selection(collected), *(self._reward_checks(collected.groups) if thorough else [])]
         found += self._update_checks(expected)
-        if thorough:
-            found.append(self._sampler_check(rows, collected.groups, logp))
         found += self._metric_checks(collected, metrics)
         return [check for check in found if check.agree or check.differ or check.why]
 
@@ -95,11 +226,6 @@ class StepReplay:
     def _size(self) -> int:
         """Completions of a group."""
         return self.source.run.rollout.group_size
-
-    @cached_property
-    def _trained_places(self) -> list[int]:
-        """The places in the file of the update's rows."""
-        return [group.number * self._size + k for group in self.recorded.trained for k in range(self._size)]
 
     # What the step trained on
 
@@ -150,7 +276,7 @@ class StepReplay:
         """The rewards computed again. Those that see the group get the recorded scores of the others."""
         for name in self.source.run.reward:
             column = f"reward/{name}"
-            spec = Columns(f"reward {name}", (column,), limits.SUM_TOLERANCE, 1e-9)
+            spec = Columns(f"reward {name}", (column,), SUM_TOLERANCE, 1e-9)
             if why := self.source.skipped.get(name):
                 yield spec.check().skip(f"not called again: {why}", len(self.recorded.rows))
                 continue
@@ -158,7 +284,7 @@ class StepReplay:
             check = self._compare(spec, [{column: _none(score)} for score in scores])
             if check.differ:  # it may draw random numbers, or keep a state
                 again = self.source.scores(name, groups)
-                if not np.allclose(scores, again, rtol=limits.SUM_TOLERANCE, atol=1e-9, equal_nan=True):
+                if not np.allclose(scores, again, rtol=SUM_TOLERANCE, atol=1e-9, equal_nan=True):
                     check.excuse(VARIES)
             yield check
 
@@ -167,7 +293,7 @@ class StepReplay:
         numbers = [group.number for group in self.recorded.trained]
         by_group = dict(zip(numbers, (computed_PG * _multipliers_P1(trained)).float().tolist(), strict=True))
         rows = [{"advantage": v} for g in self.recorded.groups for v in by_group.get(g.number, [None] * self._size)]
-        return self._compare(Columns("advantages", ("advantage",), limits.SUM_TOLERANCE, 1e-6), rows)
+        return self._compare(Columns("advantages", ("advantage",), SUM_TOLERANCE, 1e-6), rows)
 
     def _selection(self, collected: CollectedStep) -> Check:
         """The groups that were kept and dropped, by the recorded rewards, in their order."""
@@ -193,83 +319,17 @@ class StepReplay:
             if self.weights is None:
                 yield spec.check().skip(self.no_weights, sum(len(row.get(column) or ()) for row in self.recorded.rows))
                 continue
-            tolerance = limits.LOGP_TOLERANCE[self.weights.dtype]
+            tolerance = LOGP_TOLERANCE[self.weights.dtype]
             rounded = replace(spec, relative=tolerance if column == "ratios" else 0.0, absolute=tolerance)
             check = self._compare(rounded, expected)
             if self.exact is None and check.agree + check.differ:
                 unequal = check.rounded + check.differ
-                self.exact = unequal <= max(1, (1 - limits.EXACT_SHARE) * (check.agree + check.differ))
+                self.exact = unequal <= max(1, (1 - EXACT_SHARE) * (check.agree + check.differ))
             if self.exact and check.rounded:
                 check = self._compare(spec, expected)
             elif column == "clipped" and check.differ and not self.exact:
                 check.excuse("rounding may move a token across the limit")
             yield check
-
-    # The sampler's log-probs against those of the weights that sampled the completions
-
-    def _not_comparable(self) -> str:
-        """Why the sampler's log-probs cannot be compared; empty if they can."""
-        run = self.source.run
-        if self.weights is None:
-            return self.no_weights
-        if run.rollout.sampling.structure:
-            return f"rollout.{run.rollout.sampling.structure} masks tokens in the sampler only"
-        return "the engine rounds the weights" if run.engine.quantizes else ""
-
-    def _logp_before_update(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[int, Tensor]:
-        """Log-probs, by place in the file, under the weights that sampled the completion.
-
-        Those that the update computes are left out.
-        """
-        if self.weights is None or self._not_comparable():
-            return {}
-        algorithm = self.source.run.algorithm
-        found: dict[int, Tensor] = {}
-        every = dict(zip(self._trained_places, rows, strict=True))
-        # with the sampler as old policy, the update computes most rows only after the weights have changed
-        at_start = not algorithm.takes_sampler_as_old
-        computed = {i for i, row in every.items() if at_start and self.weights.updater.is_computed(row)}
-        zeros_1G = torch.zeros(1, self._size, dtype=torch.float64)
-        for group in self.recorded.groups:
-            if not group.in_update:
-                own = rows_of([groups[group.number]], zeros_1G, algorithm, self.recorded.step)
-                every |= {group.number * self._size + k: row for k, row in enumerate(own)}
-        versions = [_first_version(r.completion) for group in groups for r in group.rollouts]
-        for version in filter(self.weights.has_version, sorted(set(versions))):
-            skipped = computed if version == self.recorded.step else set()
-            places = [i for i in every if versions[i] == version and i not in skipped]
-            with self.weights.at_version(version):
-                found |= dict(zip(places, self.weights.score([every[i] for i in places], self.progress), strict=True))
-        return found
-
-    def _sampler_check(self, rows: Sequence[Row], groups: Sequence[Group], scored: Mapping[int, Tensor]) -> Check:
-        """rows: after the update. scored: from `_logp_before_update`."""
-        check = Check("sampler log-probs", "tokens")
-        if why := self._not_comparable():
-            return check.skip(why, sum(row["length"] or 0 for row in self.recorded.rows))
-        assert self.weights is not None
-        now = {i: row.logp for i, row in zip(self._trained_places, rows, strict=True) if row.logp is not None}
-        pairs: list[tuple[int, int, float, float]] = []
-        for place, done in enumerate(r.completion for group in groups for r in group.rollouts):
-            version, unchanged = _first_version(done), done.spans[0][1] if done.spans else len(done.token_ids)
-            logp = scored.get(place, now.get(place) if version == self.recorded.step else None)
-            for t, inside in enumerate(done.mask or [1] * len(done.token_ids)):
-                if inside and t >= unchanged:
-                    check.skip("weights changed while the completion was sampled")
-                elif inside and (logp is None or math.isnan(logp[t])):
-                    check.skip(f"the weights of version {version} are not available")
-                elif inside and logp is not None:
-                    pairs.append((place, t, self.recorded.rows[place]["logprobs"][t], float(logp[t])))
-        limit = limits.SAMPLER_TOLERANCE[self.weights.dtype]
-        if pairs and self.weights.dtype == "float32":
-            usual = statistics.median(abs(old - new) for *_, old, new in pairs)
-            limit = min(limit, max(limits.SAMPLER_ROUNDING, limits.SAMPLER_OUTLIER * usual))
-        for place, t, old, new in pairs:
-            token = self.recorded.rows[place]["completion_ids"][t]
-            text = str(self.source.tokenizer.decode([token])) if abs(old - new) > limit else ""
-            difference = Difference(self.recorded.step, "logprobs", old, new, *divmod(place, self._size), t, text)
-            check.compare(difference, abs(old - new) <= limit, old == new)
-        return check
 
     # Metrics
 
@@ -285,9 +345,9 @@ class StepReplay:
         if earlier is not None:
             computed["num_tokens"] = earlier.get("num_tokens", 0) + tokens
         self._compare_metrics(of_rollouts, logged, computed, 1e-9, 1e-12)
-        tolerance = (0.0, 0.0) if adds_alike else limits.ORDER_TOLERANCE
+        tolerance = (0.0, 0.0) if adds_alike else ORDER_TOLERANCE
         if self.weights and not self.exact:
-            tolerance = limits.METRIC_TOLERANCE[self.weights.dtype]
+            tolerance = METRIC_TOLERANCE[self.weights.dtype]
         left_out = () if adds_alike else tuple(name for name in DEALT if name in metrics)
         of_update.skip("they depend on the number of processes", len(left_out))
         self._compare_metrics(of_update, logged, {k: v for k, v in metrics.items() if k not in left_out}, *tolerance)
@@ -313,7 +373,7 @@ class StepReplay:
 
 def checkpoint_check(step: int, differences: Mapping[str, float], dtype: str, exact: bool) -> Check:
     """The weights after a step against its checkpoint."""
-    check, limit = Check("weights after the step", "tensors"), 0.0 if exact else limits.WEIGHT_TOLERANCE[dtype]
+    check, limit = Check("weights after the step", "tensors"), 0.0 if exact else WEIGHT_TOLERANCE[dtype]
     for name, largest in differences.items():
         difference = Difference(step, f"largest difference of {name}", 0.0, largest)
         check.compare(difference, largest <= limit, largest == 0)
@@ -323,11 +383,6 @@ def checkpoint_check(step: int, differences: Mapping[str, float], dtype: str, ex
 def _multipliers_P1(groups: Sequence[Group]) -> Tensor:
     """The prompts' loss multipliers."""
     return torch.tensor([[group.prompt.loss_multiplier] for group in groups], dtype=torch.float64).reshape(-1, 1)
-
-
-def _first_version(completion: Completion) -> int:
-    """The weight version of a completion's first token."""
-    return completion.spans[0][0] if completion.spans else completion.version
 
 
 def _none(value: float) -> float | None:

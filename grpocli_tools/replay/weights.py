@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from grpocli.models.loading import load_policy
 from grpocli.training import checkpoint
 from grpocli.training.build_trainer import load_reference, load_updater
 from grpocli.training.checkpointer import checkpoints, restoring, step_of
-from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.teachers import loaded_teachers
 from grpocli.training.trials import choose_layout, find_head, pack
 
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Weights:
-    """The policy, reference and optimizer after `step` steps. Version v of weights is before the update of step v."""
+    """The policy, reference and optimizer after `step` steps."""
 
     run: Run
     job: EngineJob
@@ -44,8 +42,6 @@ class Weights:
     step: int
     origin: str
     """Where they come from, a phrase."""
-    older: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """The trained weights of earlier versions, which may have sampled completions of later steps."""
 
     @classmethod
     def load(cls, run: Run, job: EngineJob, world: World, path: Path | None, progress: Progress) -> Weights:
@@ -73,52 +69,9 @@ class Weights:
     def train(self, rows: Sequence[Row], n_groups: int) -> dict[str, float]:
         """Make the updates of the next step; return its metrics. The rows get log-probs and entropies."""
         self.step += 1
-        if age := oldest_age(self.run):
-            self.older[self.step] = self._copied()
-            self.older = {version: one for version, one in self.older.items() if version > self.step - age}
         metrics = self.updater.train_step(rows, n_groups, self.step)
         self.updater.move_reference(self.step)
         return metrics
-
-    @contextmanager
-    def at_version(self, version: int) -> Iterator[None]:
-        """A block in which the policy has the weights of a version of `older`, or of the next step."""
-        if version == self.step + 1:
-            yield
-            return
-        now = self._copied()
-        try:
-            self._set(self.older[version])
-            yield
-        finally:
-            self._set(now)
-
-    def has_version(self, version: int) -> bool:
-        """Whether `at_version` knows the version."""
-        return version == self.step + 1 or version in self.older
-
-    def _copied(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in _trained(self.updater.policy.model)}
-
-    @torch.no_grad()
-    def _set(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in _trained(self.updater.policy.model):
-            parameter.copy_(weights[name])
-
-    def score(self, rows: Sequence[Row], progress: Progress) -> list[Tensor]:
-        """The log-probs of the rows' tokens under the policy's weights."""
-        policy, sampling = self.updater.policy, self.run.rollout.sampling
-        layout = policy.layout(sampling)
-        place = {id(row): i for i, row in enumerate(rows)}
-        found: dict[int, Tensor] = {}
-        micro_batches = layout.pack(list(rows), self.run.train.micro_batch_tokens) if rows else []
-        for i, batch_rows in enumerate(micro_batches):
-            progress(i, len(micro_batches), "micro-batches", "log-probs of the sampler")
-            batch = MicroBatch.build(batch_rows, self.world.device, layout)
-            logp_BT = policy.scores_without_gradient(batch, sampling).logp
-            for row, logp_T in zip(batch_rows, logp_BT, strict=True):
-                found[place[id(row)]] = logp_T[: len(row.completion_ids)].float().cpu()
-        return [found[i] for i in range(len(rows))]
 
     def reference_for(self, run: Run) -> Reference | Teachers | None:
         """The reference that a run's algorithm needs: the loaded one, its teachers, or the initial model.
@@ -170,11 +123,6 @@ class Weights:
                 name: float((mine.detach().cpu() - theirs[name].detach()).abs().max()) if mine.numel() else 0.0
                 for name, mine in _trained(self.updater.policy.model)
             }
-
-
-def oldest_age(run: Run) -> int:
-    """The largest number of steps between the weights that sample a completion and those that train on it."""
-    return max(run.rollout.max_staleness, int(run.algorithm.keep.surplus == "carry"))
 
 
 def _trained(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.Parameter]]:

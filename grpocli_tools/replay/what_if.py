@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Run
     from grpocli.types import Row
-    from grpocli_tools.replay.record import RecordedStep
+    from grpocli_tools.replay.collection import RecordedStep
     from grpocli_tools.replay.weights import Weights
 
 SHOWN = 5

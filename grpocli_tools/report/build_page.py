@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+from grpocli.config import yaml_text
 from grpocli.errors import GrpoError
 from grpocli.progress import Progress, unreported
+from grpocli.runs.metrics import number
 from grpocli.runs.run_dir import resume_command
 from grpocli.runs.saved_run import SavedRun
-from grpocli.text import one_line
+from grpocli.runs.sessions import accuracy_rewards, format_value, incomparable_since
+from grpocli.text import format_duration, one_line
+from grpocli.types import DTYPES
 from grpocli.version import __version__
-from grpocli_tools.report.charts import charts
 from grpocli_tools.report.comparison import Label, RunRow, find_runs, labels, page_differences, page_results
-from grpocli_tools.report.curves import Curves, thinned, with_evaluations
+from grpocli_tools.report.curves import HIGH, LOW, Curves, thinned, with_evaluations, with_intervals
 from grpocli_tools.report.diagnosis import verdict, warnings
-from grpocli_tools.report.facts import compute_dtype, facts, sessions, what_changed
-from grpocli_tools.report.page_data import PageData, RolloutSelection, RunView
+from grpocli_tools.report.page_data import Chart, ChartLine, PageData, RolloutSelection, RunView
 from grpocli_tools.report.rollout_sample import BUDGET, Prompts, RolloutSample, TokenTexts
 
 ROWS = 6_000
 """Rows of metrics of all runs of a page; a run has at most ROWS_OF_RUN, at least FEWEST_ROWS."""
 ROWS_OF_RUN, FEWEST_ROWS = 1_000, 60
+OTHER = "Other metrics"
+"""The section of metrics in no chart of `page/charts.yaml`."""
 LONGEST_CAUSE = 2_000
 """Characters shown of the error that ended a run."""
 FORMULA_KEYS = ("algorithm", "reward", "rollout", "train", "optim")
@@ -72,8 +82,7 @@ class Builder:
         """A run, the `place`-th of `runs`. notes: gets a note for each problem."""
         run = row.run
         raw = replace(Curves.of(run.metrics), changed=what_changed(run))
-        samples = run.flat.get("eval.samples")
-        curves = with_evaluations(raw, run.outcome, samples if isinstance(samples, int) else 1)
+        curves = with_intervals(with_evaluations(raw, run.outcome))
         found = warnings(curves, run.flat | {"model.dtype": compute_dtype(run)})
         state, asked = run.state, run.flat.get("train.steps")
         steps = asked if isinstance(asked, int) else 0
@@ -170,3 +179,162 @@ def _constants(runs: Sequence[RunView]) -> dict[str, float]:
         for name, series in run.metrics.items():
             values.setdefault(name, set()).update(value for value in series if value is not None)
     return {name: min(found) for name, found in values.items() if len(found) == 1}
+
+
+@cache
+def specs() -> dict[str, list[dict[str, Any]]]:
+    """{section: charts} of charts.yaml."""
+    text = files("grpocli_tools.report").joinpath("page", "charts.yaml").read_text(encoding="utf-8")
+    found: dict[str, list[dict[str, Any]]] = yaml_text.load(text)
+    return found
+
+
+def charts(
+    metrics: Iterable[str], constants: Mapping[str, float] | None = None, copies: frozenset[str] = frozenset()
+) -> list[Chart]:
+    """The charts that have data, then one for each metric in none of them, so that every metric can be seen.
+
+    constants: the metrics with one value in all steps. Charts that say nothing with it are left out. copies: metrics
+    that another one repeats; a chart of nothing else is left out.
+    """
+    constants = constants or {}
+    names = {name for name in metrics if not name.endswith((LOW, HIGH))}
+    limits = set(metrics) - names
+    used: set[str] = set()
+    found = []
+    for section, spec in ((section, spec) for section, charts in specs().items() for spec in charts):
+        lines = [line for pattern, label in spec["lines"].items() for line in _lines(pattern, label, names, limits)]
+        used |= {line.metric for line in lines}
+        if all(line.metric in copies for line in lines):
+            continue  # also without a line
+        if not ("idle" in spec and all(constants.get(line.metric) == spec["idle"] for line in lines)):
+            known = {key: value for key, value in spec.items() if key not in ("lines", "idle")}
+            found.append(Chart(section=section, lines=lines, **known))
+    rest = [Chart(f"other_{i}", name, OTHER, [ChartLine(name, name)]) for i, name in enumerate(sorted(names - used))]
+    return [*found, *rest]
+
+
+def _lines(pattern: str, label: str, names: set[str], limits: set[str]) -> list[ChartLine]:
+    regex = re.compile(re.escape(pattern).replace(r"\*", "([^/]+)"))
+    matches = [(name, match) for name in sorted(names) if (match := regex.fullmatch(name))]
+    return [
+        ChartLine(
+            name,
+            label.replace("*", match[1]) if match.groups() else label,
+            *(name + end if name + end in limits else "" for end in (LOW, HIGH)),
+        )
+        for name, match in matches
+    ]
+
+
+FROM_DATA = ("hub", "jsonl")
+"""Tasks that only their data distinguish."""
+UNEQUAL_STEPS = (("order", "difficulty"), ("order", "file"))
+"""Keys of a task, with their values, that give some steps easier problems than others."""
+KEYS = {
+    "sampling": (
+        *("rollout.prompts_per_step", "rollout.group_size", "rollout.temperature", "rollout.top_p"),
+        *("rollout.max_prompt_tokens", "rollout.max_completion_tokens", "rollout.max_staleness"),
+    ),
+    "update": ("optim.lr", "optim.schedule", "optim.max_grad_norm", "train.epochs", "train.minibatches"),
+    "evaluation": (*("eval.problems", "eval.samples", "eval.every", "eval.stop_at.metric", "eval.stop_at.threshold"),),
+    "hardware": ("hardware.device", "hardware.processes", "hardware.train_nodes", "hardware.parallel"),
+}
+"""The rows that are values of keys."""
+
+
+def facts(run: SavedRun, curves: Curves) -> list[tuple[str, str]]:
+    """(label, value) rows; those that the config does not determine are left out."""
+    choices, flat, starts = run.choices, run.flat, [session.step for session in run.sessions[1:]]
+    seconds = number(run.outcome.get("seconds")) or math.fsum(value for _, value in curves.series("time/step"))
+    tokens = curves.series("num_tokens")
+    rows = [
+        ("model", _model(choices, flat)),
+        ("task", _task(choices, run.section("task"))),
+        ("rewards", _rewards(run.section("reward"))),
+        ("algorithm", _algorithm(run)),
+        ("recipe", choices.get("recipe", "")),
+        *((label, _values(flat, keys)) for label, keys in KEYS.items()),
+        ("engine", choices.get("engine", "")),
+        ("optimizer", choices.get("optim", "")),
+        ("seed", format_value(flat["seed"]) if "seed" in flat else ""),
+        ("steps", steps_text(curves.last, flat.get("train.steps", "unknown"))),
+        ("time", format_duration(float(seconds))),
+        ("tokens", f"{tokens[-1][1]:,}" if tokens else ""),
+        ("sessions", f"{len(starts) + 1}, resumed after step {', '.join(map(str, starts))}" if starts else ""),
+    ]
+    return [(label, value) for label, value in rows if value]
+
+
+def compute_dtype(run: SavedRun) -> str:
+    """The dtype that the policy computes in: the config's, otherwise the final model's; `auto` if it is unknown."""
+    wanted = str(run.flat.get("model.dtype", "auto"))
+    if wanted in DTYPES:
+        return wanted
+    try:
+        saved = json.loads((run.dir.model / "config.json").read_text()).get("dtype")
+    except (OSError, ValueError):
+        return "auto"
+    return saved if saved in DTYPES else "auto"
+
+
+def steps_text(done: int, asked: Any) -> str:
+    """`30 of 60`; `70, train.steps=30` of a run that was resumed with fewer steps than it had."""
+    return f"{done:,}, train.steps={asked}" if isinstance(asked, int) and done > asked else f"{done:,} of {asked}"
+
+
+def sessions(run: SavedRun) -> list[tuple[str, str, str]]:
+    """(steps before, start, versions and changes) of each session."""
+    found = []
+    for one in run.sessions:
+        versions = ", ".join(f"{name} {version}" for name, version in one.versions.items())
+        changes = [f"{key} {format_value(old)} → {format_value(new)}" for key, (old, new) in one.changes.items()]
+        text = "; ".join([versions, *changes, *map(str, one.fallback)])
+        found.append((f"from step {one.step + 1}", str(one.time), text))
+    return found
+
+
+def what_changed(run: SavedRun) -> dict[str, tuple[int, str]]:
+    """`Curves.changed` of a run. Rewards of steps that draw easier or harder problems are never comparable."""
+    task = {key: value for key, value in run.flat.items() if key.startswith("task.")}
+    keys = [key for key, value in task.items() if (key.rpartition(".")[2], value) in UNEQUAL_STEPS]
+    keys += [key for key, value in task.items() if key.endswith(".no_resampling_pass_rate") and value]
+    reward = incomparable_since(run.sessions, None)
+    if keys:
+        reward = sys.maxsize, f"{keys[0]}={format_value(task[keys[0]])} gives them easier or harder problems"
+    return {"eval": incomparable_since(run.sessions, accuracy_rewards(run.config)), "reward": reward}
+
+
+def _values(flat: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """`prompts_per_step 32, group_size 8`; null is left out."""
+    known = {key.rpartition(".")[2]: flat[key] for key in keys if flat.get(key) is not None}
+    return ", ".join(f"{name} {format_value(value)}" for name, value in known.items())
+
+
+def _model(choices: Mapping[str, str], flat: Mapping[str, Any]) -> str:
+    name, path = choices.get("model", "unknown"), flat.get("model.path")
+    shown = name if not isinstance(path, str) or path == name else path if name == "hf" else f"{name} ({path})"
+    dtype, rank = flat.get("model.dtype"), flat.get("model.lora.rank")
+    return ", ".join(
+        [shown, *([f"LoRA of rank {rank}"] if rank else []), *([f"in {dtype}"] if dtype in DTYPES else [])]
+    )
+
+
+def _task(choices: Mapping[str, str], task: Mapping[str, Any]) -> str:
+    """The task, or those of a mixture."""
+    if task.get("_target_") == "task/mixture":
+        return ", ".join(name for name, part in task.items() if isinstance(part, Mapping))
+    name = choices.get("task", "unknown")
+    return f"{name} ({task.get('path')})" if name in FROM_DATA else name
+
+
+def _rewards(rewards: Mapping[str, Any]) -> str:
+    weights = {name: part.get("weight", 1) if isinstance(part, Mapping) else 1 for name, part in rewards.items()}
+    return ", ".join(f"{name} × {format_value(w)}" if w != 1 else name for name, w in weights.items()) or "none"
+
+
+def _algorithm(run: SavedRun) -> str:
+    """The name with the typed keys of the algorithm, which differ from its defaults."""
+    typed = [text.lstrip("+") for text in run.overrides]
+    changes = [text[len("algorithm.") :] for text in typed if text.startswith(("algorithm.", "algorithm/"))]
+    return run.choices.get("algorithm", "unknown") + (f" with {', '.join(changes)}" if changes else "")

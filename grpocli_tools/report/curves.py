@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpocli.runs.metrics import number
-from grpocli_tools.evaluation.significance import Paired, wilson
+from grpocli_tools.evaluation.significance import Paired, interval, wilson
 from grpocli_tools.report.page_data import MaybeNumber, Series
 
 ACCURACIES = ("accuracy", "accuracy_greedy")
@@ -64,6 +64,15 @@ class Curves:
         values = self.by_problem.get(metric, {})
         return Paired.of(values[first], values[last]) if first in values and last in values else None
 
+    def limits(self, metric: str, step: int, value: float, problems: MaybeNumber) -> tuple[float, float] | None:
+        """The 95 % interval of an accuracy, as in `grpocli eval`; None if the number of its problems is unknown.
+
+        A metric whose values by problem are unknown counts each problem as one draw.
+        """
+        if known := self.by_problem.get(metric, {}).get(step):
+            return interval([*known.values()])
+        return wilson(min(max(value, 0.0), 1.0), problems) if problems else None
+
     def series(self, metric: str) -> list[tuple[int, float]]:
         """(step, value) of the steps that have the metric."""
         values = self.metrics.get(metric, [])
@@ -101,30 +110,25 @@ def _is_lost(value: Any) -> bool:
     return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
-def with_evaluations(curves: Curves, summary: Mapping[str, Any], samples: int = 0) -> Curves:
-    """The curves with the evaluations before the first and after the last step, and the intervals of accuracies.
-
-    summary: of the run; empty if it is of an earlier session. samples: of each problem; 0: no intervals.
-    """
-    curves = _with_outer(curves, summary)
+def with_intervals(curves: Curves) -> Curves:
+    """The curves with the intervals of accuracies."""
     metrics = dict(curves.metrics)
     for name, values in curves.metrics.items():
         prefix, _, last = name.rpartition("/")
-        if not samples or last not in ACCURACIES or not prefix.startswith("eval"):
-            continue
-        unknown: Series = [None] * len(values)
-        counts = curves.metrics.get(f"{prefix}/problems", unknown)
-        pairs = curves.metrics.get(f"{prefix}/pass@2", unknown) if last == "accuracy" else unknown
-        limits = [
-            None if v is None or not n else accuracy_interval(v, int(n), samples, p)
-            for v, n, p in zip(values, counts, pairs, strict=True)
-        ]
-        metrics[name + LOW] = [None if pair is None else pair[0] for pair in limits]
-        metrics[name + HIGH] = [None if pair is None else pair[1] for pair in limits]
+        if last in ACCURACIES and prefix.startswith("eval"):
+            counts = curves.metrics.get(f"{prefix}/problems", [None] * len(values))
+            of_steps = zip(curves.steps, values, counts, strict=True)
+            limits = [curves.limits(name, step, value, n) if value is not None else None for step, value, n in of_steps]
+            metrics[name + LOW] = [pair and pair[0] for pair in limits]
+            metrics[name + HIGH] = [pair and pair[1] for pair in limits]
     return replace(curves, metrics=metrics)
 
 
-def _with_outer(curves: Curves, summary: Mapping[str, Any]) -> Curves:
+def with_evaluations(curves: Curves, summary: Mapping[str, Any]) -> Curves:
+    """The curves with the evaluations before the first and after the last step.
+
+    summary: of the run; empty if it is of an earlier session.
+    """
     before = {name.removesuffix("_before"): v for name, v in summary.items() if name.endswith("_before")}
     after = {name: v for name, v in summary.items() if name.startswith("eval/") and not name.endswith("_before")}
     outer = {0: before} | ({curves.last: after} if curves.steps else {})
@@ -146,22 +150,6 @@ def _with_row(curves: Curves, step: int, values: Mapping[str, float]) -> Curves:
         series = metrics.setdefault(name, [None] * len(steps))
         series[at] = value
     return replace(curves, steps=steps, metrics=metrics)
-
-
-def accuracy_interval(accuracy: float, problems: int, samples: int, pass_2: MaybeNumber = None) -> tuple[float, float]:
-    """The 95 % interval of an accuracy over problems: Wilson's, as in `grpocli eval`.
-
-    Several samples of a problem count as more than one draw, by the design effect, which pass@2 determines: it has the
-    spread of the problems' accuracies. Without pass@2 each problem counts as one draw.
-    """
-    p = min(max(accuracy, 0.0), 1.0)
-    draws = float(problems)
-    if pass_2 is not None and samples > 1 and 0 < p < 1:
-        wrong = samples * (1 - p)
-        variance = (samples * (samples - 1) * (1 - pass_2) + wrong - wrong**2) / samples**2
-        apart = problems * max(0.0, variance) + 2 * p * (1 - p)
-        draws *= max(1.0, p * (1 - p) * (problems + 1) / apart)
-    return wilson(p, draws)
 
 
 def thinned(runs: Sequence[Curves], most: int, steps: Iterable[int] = ()) -> tuple[list[Curves], str]:

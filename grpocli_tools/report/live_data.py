@@ -1,4 +1,4 @@
-"""The data of a live page: the runs below some folders, and what is new in them.
+"""The data of a live page: the runs below some folders.
 
 Nothing is read unless a page asks, and then only if the sizes and times of files have changed.
 """
@@ -9,22 +9,20 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpocli.errors import GrpoError
 from grpocli.runs.saved_run import SavedRun, run_folders
 from grpocli.version import __version__
-from grpocli_tools.report.page_data import PageData, RunView
+from grpocli_tools.report.page_data import PageData
 from grpocli_tools.report.rollout_sample import read_step
 
 SHARE = 50
 """Looking that took t seconds is not repeated for SHARE * t seconds: it takes at most 2 % of a core."""
 LEAST_WAIT, MOST_WAIT = 0.5, 60.0
 """Seconds after which it is repeated at the earliest and at the latest."""
-FACTS = ("state", "verdict", "warnings", "facts", "total_steps", "sessions", "starts", "notice", "resume")
-"""The fields of a run that are sent again with new steps."""
 
 
 @dataclass
@@ -36,10 +34,8 @@ class LiveData:
     """The page of some run folders."""
     clock: Callable[[], float] = time.monotonic
     page: PageData | None = None
-    epoch: str = ""
-    """Changes when new data are more than more steps of the same runs."""
-    sent: list[dict[str, int]] = field(default_factory=list)
-    """The number of steps of each run in each page of this epoch."""
+    tag: str = ""
+    """Changes with the page."""
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
@@ -47,22 +43,12 @@ class LiveData:
         self.signature: Any = None
         self.next_look = float("-inf")
 
-    def whole(self) -> dict[str, Any]:
-        """The whole page with its cursor."""
+    def newer(self, known: str = "") -> dict[str, Any] | None:
+        """The whole page with its tag; None if `known` is the tag."""
         page = self._current()
-        return {name: getattr(page, name) for name in PageData.__slots__} | {"live": "", "cursor": self._cursor()}
-
-    def since(self, cursor: str) -> dict[str, Any] | None:
-        """What is new since a cursor; None if nothing is. `reload` asks for the whole page."""
-        page = self._current()
-        epoch, _, number = cursor.partition("-")
-        known = int(number) if number.isdecimal() else -1
-        if epoch != self.epoch or not 0 <= known < len(self.sent):
-            return {"reload": True}
-        if known == len(self.sent) - 1:
+        if known == self.tag:
             return None
-        runs = {run.id: _news(run, self.sent[known][run.id]) for run in page.runs}
-        return {"cursor": self._cursor(), "runs": runs, "results": page.results}
+        return {name: getattr(page, name) for name in PageData.__slots__} | {"live": "", "tag": self.tag}
 
     def rollouts(self, run: str, step: int) -> dict[str, Any] | None:
         """The prompts and groups of a step; None if the page has no such run or step."""
@@ -70,9 +56,6 @@ class LiveData:
         if run not in runs or step not in runs[run].rollouts.steps:
             return None
         return read_step(Path(runs[run].path), step)
-
-    def _cursor(self) -> str:
-        return f"{self.epoch}-{len(self.sent) - 1}"
 
     def _current(self) -> PageData:
         with self.lock:
@@ -89,18 +72,11 @@ class LiveData:
         """Build the page again if a file has changed."""
         paths = [path for folder in self.folders if folder.is_dir() for path in sorted(run_folders(folder))]
         signature = [(path, *_signature(path)) for path in paths]  # before anything is read
-        if signature == self.signature:
-            return
-        page = self._built(paths)
-        if page is None:
+        if signature == self.signature or (page := self._built(paths)) is None:
             return
         self.signature = signature
-        if self.page is None or not _continues(self.page, page):
-            self.epoch, self.sent = secrets.token_hex(8), []
-        elif replace(page, made=self.page.made) == self.page:
-            return  # half a line, say
-        self.page = page
-        self.sent.append({run.id: len(run.steps) for run in page.runs})
+        if self.page is None or replace(page, made=self.page.made) != self.page:  # half a line changes nothing
+            self.page, self.tag = page, secrets.token_hex(8)
 
     def _built(self, paths: Sequence[Path]) -> PageData | None:
         """The page of these runs, with a note for each that was deleted; None if one disappeared meanwhile."""
@@ -119,33 +95,6 @@ class LiveData:
         names = ", ".join(folder.resolve().name for folder in self.folders)
         title = page.title if len(paths) == 1 else f"{len(paths)} runs in {names}"
         return replace(page, title=title, notes=[*notes, *page.notes])
-
-
-def _news(run: RunView, start: int) -> dict[str, Any]:
-    """The steps of a run from the `start`-th on, with what changes with them."""
-    metrics = {name: values[start:] for name, values in run.metrics.items()}
-    return {name: getattr(run, name) for name in FACTS} | {
-        "rollouts": {"steps": run.rollouts.steps},
-        "steps": run.steps[start:],
-        "metrics": {name: values for name, values in metrics.items() if any(v is not None for v in values)},
-    }
-
-
-def _continues(old: PageData, new: PageData) -> bool:
-    """Whether a page has the runs, the charts and the numbers of an older one, and perhaps more steps."""
-    if _frame(old) != _frame(new):
-        return False
-    return all(
-        b.steps[: len(a.steps)] == a.steps
-        and all(b.metrics.get(name, [])[: len(values)] == values for name, values in a.metrics.items())
-        for a, b in zip(old.runs, new.runs, strict=True)
-    )
-
-
-def _frame(page: PageData) -> Any:
-    """What a page can change only by a reload."""
-    names = [(run.id, run.path, run.name, run.label, run.group, run.state) for run in page.runs]
-    return names, page.charts, page.notes, page.differences
 
 
 def _signature(path: Path) -> tuple[Any, ...]:

@@ -150,8 +150,8 @@ def live_app(data: LiveData, sessions: BrowserSessions, title: str) -> ASGIApp:
         return Response(page, media_type="text/html", headers=policy)
 
     async def show_data(request: Request) -> Response:
-        cursor = request.query_params.get("since")
-        return await run(lambda: data.whole() if cursor is None else data.since(cursor), Response(status_code=204))
+        known = request.query_params.get("known", "")
+        return await run(lambda: data.newer(known), Response(status_code=204))
 
     async def show_rollouts(request: Request) -> Response:
         run_id, step = request.query_params.get("run", ""), request.query_params.get("step", "")

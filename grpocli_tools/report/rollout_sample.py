@@ -7,9 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import isfinite
-from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +29,6 @@ LONGEST = 20_000
 
 MOST_TOKENS = 8_192
 """Tokens of a completion that have values; longer completions are shown as text."""
-
-UNFINISHED = "\ufffd"
-"""The character that a decoder returns for bytes that are not a whole character."""
 
 TOKEN_BYTES, COMPLETION_BYTES = 40, 230
 """The JSON of a token and of the rest of a completion, measured on runs of the built-in model."""
@@ -83,33 +78,22 @@ class TokenTexts:
                 continue
         return None
 
-    def __call__(self, ids: Sequence[int]) -> list[str]:
-        """A text for each token, special tokens included; joined they are the decoded text.
+    def __call__(self, ids: Sequence[int]) -> list[str] | None:
+        """A text for each token, special tokens included; joined they are the decoded text. None if that fails.
 
         A character of several tokens is in the last one of them.
         """
         from tokenizers.decoders import DecodeStream
 
-        whole = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         stream = DecodeStream(skip_special_tokens=False)
         try:
             pieces = [stream.step(self.tokenizer, token) or "" for token in ids]
         except Exception:  # noqa: BLE001 - tokenizers raises plain Exception for bytes that no text has
-            return self._by_prefix(ids, whole)
-        joined = "".join(pieces)
-        if pieces and whole.startswith(joined):  # the rest are bytes of a character that was cut off
-            return [*pieces[:-1], pieces[-1] + whole[len(joined) :]]
-        return self._by_prefix(ids, whole)
-
-    def _by_prefix(self, ids: Sequence[int], whole: str) -> list[str]:
-        """Each piece ends where the text of the tokens so far and the whole text differ; slow for long completions."""
-        if not ids:
-            return []
-        ends = [0]
-        for end in range(1, len(ids)):
-            text = self.tokenizer.decode(list(ids[:end]), skip_special_tokens=False).rstrip(UNFINISHED)
-            ends.append(max(ends[-1], len(commonprefix([text, whole]))))  # noqa: RUF071 - of texts, not of paths
-        return [whole[first:last] for first, last in pairwise([*ends, len(whole)])]
+            return None
+        joined, whole = "".join(pieces), self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        if not pieces or not whole.startswith(joined):
+            return None
+        return [*pieces[:-1], pieces[-1] + whole[len(joined) :]]  # the rest are bytes of a character that was cut off
 
 
 def _folders(run: SavedRun) -> list[Path]:

@@ -10,7 +10,7 @@ from parity.cases import LENGTH, case, our_loss
 from parity.table import Table
 
 from grpocli import build_algorithm
-from grpocli_tools.porting.source import of_mapping
+from grpocli_tools.porting.script import of_mapping
 from grpocli_tools.porting.trl import Translation
 
 SETTINGS = {

@@ -1,6 +1,6 @@
 // The page of a live run: newer data from the server of `grpocli watch`.
 
-const live = { cursor: null, wait: 2000, timer: null };
+const live = { tag: "", frame: null, wait: 2000, timer: null };
 
 async function ask(path) {
   const response = await fetch(page.data.live + path, { cache: "no-store" });
@@ -14,36 +14,21 @@ function say(text) {
   if (place && place.textContent !== text) place.textContent = text;
 }
 
-async function startLive() {
-  try {
-    const answer = await ask("data");
-    if (answer) takeAll(answer);
-  } catch {
-    say("grpocli watch does not answer.");
-  }
+function startLive() {
   document.addEventListener("visibilitychange", () => {
     if (!document.hidden) poll();
   });
-  live.timer = setTimeout(poll, live.wait);
-}
-
-function takeAll(answer) {
-  live.cursor = answer.cursor;
-  rollouts.entries = null;
-  rollouts.loaded.clear();
-  showData({ ...answer, live: answer.live ?? page.data.live });
+  poll();
 }
 
 async function poll() {
   clearTimeout(live.timer);
   if (document.hidden) return;
   try {
-    const answer = await ask(live.cursor === null ? "data" : `data?since=${encodeURIComponent(live.cursor)}`);
+    const answer = await ask(`data?known=${live.tag}`);
     live.wait = 2000;
     say("");
-    if (answer && (live.cursor === null || answer.charts)) takeAll(answer);
-    else if (answer?.reload) takeAll(await ask("data"));
-    else if (answer) takeUpdate(answer);
+    if (answer) take(answer);
   } catch {
     live.wait = Math.min(30000, live.wait * 2);
     say("grpocli watch does not answer. If it has ended, start it again and open its new address.");
@@ -51,15 +36,31 @@ async function poll() {
   live.timer = setTimeout(poll, live.wait);
 }
 
-// New steps of known runs.
+// What only a reload of the page changes.
+const frameOf = ({ charts, notes, differences, runs }) =>
+  JSON.stringify([charts, notes, differences, runs.map((run) => FRAME.map((key) => run[key]))]);
+
+const FRAME = ["id", "path", "name", "label", "group", "state", "starts"];
+
+function take(answer) {
+  const frame = frameOf(answer);
+  const grew = live.frame === frame;
+  live.tag = answer.tag;
+  live.frame = frame;
+  if (grew) return takeUpdate(answer);
+  rollouts.entries = null;
+  rollouts.loaded.clear();
+  showData({ ...answer, live: answer.live ?? page.data.live });
+}
+
+// Known runs with new steps; their loaded rollouts stay.
 function takeUpdate(answer) {
-  live.cursor = answer.cursor ?? live.cursor;
-  for (const [id, update] of Object.entries(answer.runs ?? {})) {
-    const run = runById(id);
-    if (run) extendRun(run, update);
-  }
-  if (answer.results !== undefined && answer.results !== null) page.data.results = answer.results;
   const before = curves.charts.length;
+  for (const run of answer.runs) {
+    const known = runById(run.id);
+    Object.assign(known, run, { rollouts: { ...known.rollouts, steps: run.rollouts.steps } });
+  }
+  page.data.results = answer.results;
   setRuns(page.runs);
   followNewest();
   buildHeader();
@@ -72,20 +73,6 @@ function takeUpdate(answer) {
 const knownCharts = () =>
   page.data.charts.filter((chart) => chart.lines.some((line) => page.runs.some((run) => hasMetric(run, line.metric))))
     .length;
-
-function extendRun(run, update) {
-  for (const key of ["state", "verdict", "warnings", "facts", "total_steps", "sessions", "starts", "notice", "resume"])
-    if (update[key] !== undefined) run[key] = update[key];
-  if (update.rollouts?.steps) run.rollouts.steps = update.rollouts.steps;
-  const before = run.steps.length;
-  const steps = update.steps ?? [];
-  run.steps.push(...steps);
-  for (const [name, values] of Object.entries(update.metrics ?? {})) {
-    run.metrics[name] ??= Array(before).fill(null);
-    run.metrics[name].push(...values);
-  }
-  for (const values of Object.values(run.metrics)) while (values.length < run.steps.length) values.push(null);
-}
 
 function followNewest() {
   page.steps = unionOfSteps(page.runs);

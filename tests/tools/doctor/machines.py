@@ -8,27 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from grpocli_tools.doctor.checkup import Finding
-from grpocli_tools.doctor.machine import Ended, Machine, Package, run_command
+from grpocli_tools.doctor.machine import Ended, Finding, Machine, Package, run_command
 
 FILES = {
     "proc/meminfo": "MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n",
     "proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: fpu avx2 avx512f\n",
-    "proc/self/status": "Name:\tpython\nCpus_allowed_list:\t0-1\n",
     "proc/self/cgroup": "0::/job\n",
-    "proc/self/limits": "Limit                     Soft Limit           Hard Limit           Units\n"
-    "Max core file size        0                    unlimited            bytes\n"
-    "Max processes             60000                60000                processes\n"
-    "Max open files            20000                20000                files\n"
-    "Max locked memory         8388608              8388608              bytes\n",
 }
 TORCH = [
-    {"version": "2.13.0", "cuda": "13.0", "hip": None, "seconds": 2.0},
-    {"cpu": True, "threads": 2},
+    {"version": "2.13.0", "cuda": "13.0", "hip": None},
+    {"cpu": True},
     {"gpus": []},
-    {"importing": "", "broken": {}, "whole": 5.0},
+    {"importing": "", "broken": {}, "seconds": 5.0},
 ]
-VLLM = [{"version": "0.32.0", "seconds": 6.0}, {"platform": "CpuPlatform", "device": "cpu"}, {"kernels": ["_C::x"]}]
+VLLM = [{"device": "cpu", "seconds": 6.0}, {"kernels": True}]
 
 
 def said(*objects: Mapping[str, Any], code: int | None = 0, err: str = "") -> Ended:
@@ -55,7 +48,11 @@ def machine(
         (folder / path).write_text(text)
     for name in ("dev/shm", "home", "work", "bin"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    known = {"torch_probe": said(*TORCH), "vllm_probe": said(*VLLM), "sandbox_probe": said({"backend": "bubblewrap"})}
+    known = {
+        "probes.py torch": said(*TORCH),
+        "probes.py vllm": said(*VLLM),
+        "probes.py sandbox": said({"backend": "bubblewrap"}),
+    }
 
     def command(words: Sequence[str], seconds: float, environ: Mapping[str, str]) -> Ended:
         line = " ".join(words)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli_tools.doctor.checkup import Finding
+from grpocli_tools.doctor.machine import Finding
 
 pytestmark = pytest.mark.survival
 
@@ -139,7 +139,7 @@ SILENT = "ip link set lo up; echo nameserver 127.0.0.53 > {0}/conf; mount --bind
         (SMALL, ("--mount",), (), {"runs": "error", "temporary": "error"}),
         (SHM, ("--mount",), (), {"/dev/shm": "warning"}),
         (SHM, ("--mount",), ("engine=vllm",), {"/dev/shm": "error"}),
-        (HOME, ("--mount",), (), {"cache": "error", "home": "warning", "hub cache": "warning"}),
+        (HOME, ("--mount",), (), {"cache": "error", "hub cache": "warning"}),
         ("true", ("--net",), (), {"hub": "warning", "loopback": "error"}),
         (SILENT, ("--net", "--mount"), (), {"hub": "warning", "loopback": "ok"}),
     ],

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from cli.running import run_here
 from doctor.machines import TORCH, by_name, machine, said
+from huggingface_hub import constants
 
 from grpocli.composition.compose import build_run
 from grpocli.progress import unreported
 from grpocli_tools.command_line import composed
-from grpocli_tools.doctor.checkup import GIB, Finding, Needs, examine
 from grpocli_tools.doctor.config import CheckedConfig, runs_in
-from grpocli_tools.doctor.machine import Ended, Machine, Package
+from grpocli_tools.doctor.machine import GIB, Ended, Finding, Machine, Needs, Package, examine
 
 SMALL = {
     "fits": True,
@@ -38,13 +38,13 @@ def planned(**plan: Any) -> dict[str, Ended]:
 
 
 def findings(config: CheckedConfig, here: Machine) -> dict[str, Finding]:
-    groups = examine(config.checks(), here, config.needs(here), unreported)
+    groups = examine(config.checks(), here, config.needs(), unreported)
     return by_name(one for group in groups for one in group.findings)
 
 
 FULL = [{"peak": 9 * GIB, "memory": 8 * GIB, "name": "cuda:0"}]
 LARGE = {"trained": 10**9, "parameters": 10**9}
-CRASH = {"torch_probe": said(code=1, err="ImportError: libcudart.so.13\n"), "grpocli plan": Ended(1, "", "x")}
+CRASH = {"probes.py torch": said(code=1, err="ImportError: libcudart.so.13\n"), "grpocli plan": Ended(1, "", "x")}
 # overrides, answers of the machine: the line's name and status, a part of its detail, and its advice
 LINES: list[tuple[list[str], dict[str, Ended], tuple[str, str, str, str]]] = [
     (["train.steps=3"], planned(), ("model", "ok", "no file or package is missing", "")),
@@ -130,15 +130,16 @@ def test_the_runs_folder_is_that_of_the_overrides(tmp_path: Path) -> None:
         ([QWEN, "task=gsm8k"], Needs(hub="model.path=Qwen/Qwen2.5-1.5B-Instruct, task.path=openai/gsm8k")),
     ],
 )
-def test_what_a_config_needs(words: list[str], wanted: Needs, tmp_path: Path) -> None:
-    assert checked(*words).needs(machine(tmp_path)) == wanted
+def test_what_a_config_needs(words: list[str], wanted: Needs) -> None:
+    assert checked(*words).needs() == wanted
 
 
-def test_what_is_in_the_cache_does_not_come_from_the_hub(tmp_path: Path) -> None:
-    home = tmp_path / "home" / ".cache" / "huggingface"
-    (home / "datasets" / "open-r1___dapo-math-17k-processed").mkdir(parents=True)
-    (home / "hub" / "models--Qwen--Qwen2.5-1.5B-Instruct").mkdir(parents=True)
-    assert checked(QWEN, "task=dapo-math-17k").needs(machine(tmp_path)).hub == ""
+def test_what_is_in_the_cache_does_not_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HOME", tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", tmp_path / "hub")
+    (tmp_path / "datasets" / "open-r1___dapo-math-17k-processed").mkdir(parents=True)
+    (tmp_path / "hub" / "models--Qwen--Qwen2.5-1.5B-Instruct").mkdir(parents=True)
+    assert checked(QWEN, "task=dapo-math-17k").needs().hub == ""
 
 
 def command(monkeypatch: pytest.MonkeyPatch, here: Machine, *words: str) -> int:
@@ -169,7 +170,7 @@ def test_exit_code_1_with_an_error_and_json(
 def test_text_ends_with_the_number_of_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = machine(tmp_path, packages=[OWN], answers={"torch_probe": said(*TORCH[:1], code=-11)}, free=0)
+    here = machine(tmp_path, packages=[OWN], answers={"probes.py torch": said(*TORCH[:1], code=-11)}, free=0)
     assert command(monkeypatch, here) == 1
     out = capsys.readouterr().out
     assert "-> export GRPOCLI_CACHE=FOLDER on another disk" in " ".join(out.split())

@@ -13,7 +13,7 @@ from grpocli_tools.report.build_page import Builder
 from grpocli_tools.report.live_data import LiveData
 from grpocli_tools.report.live_server import BrowserSessions, live_app
 
-PATHS = ("/", "/data", "/data?since=x", "/rollouts?run=r0&step=1", "/nothing", "/?token=wrong", "/?token=")
+PATHS = ("/", "/data", "/data?known=x", "/rollouts?run=r0&step=1", "/nothing", "/?token=wrong", "/?token=")
 
 
 class Page:

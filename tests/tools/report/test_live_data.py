@@ -1,4 +1,4 @@
-"""The data of a live page: what is new, what asks for a reload, and what is not read."""
+"""The data of a live page: when it is sent again, and what is not read."""
 
 from __future__ import annotations
 
@@ -52,17 +52,19 @@ def answer(value: Any) -> Any:
     return None if value is None else json.loads(page_json(value))
 
 
-def test_only_new_steps_are_sent(live: Callable[..., LiveData], tmp_path: Path) -> None:
+def test_a_page_is_sent_once_and_again_when_it_changes(live: Callable[..., LiveData], tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     data = live()
-    whole = answer(data.whole())
+    whole = answer(data.newer())
     assert whole["runs"][0]["steps"] == [1, 2, 3]
-    assert data.since(whole["cursor"]) is None
+    assert data.newer(whole["tag"]) is None
     add(run, row(4), row(5))
-    news = answer(data.since(whole["cursor"]))
-    assert news["runs"]["r0"]["steps"] == [4, 5]
-    assert news["runs"]["r0"]["metrics"]["reward"] == [0.4, 0.5]
-    assert ["steps", "5 of 10"] in answer(data.whole())["runs"][0]["facts"]
+    news = answer(data.newer(whole["tag"]))
+    assert news["runs"][0]["steps"] == [1, 2, 3, 4, 5]
+    assert ["steps", "5 of 10"] in news["runs"][0]["facts"]
+    (run / "new").write_text(row(1) + row(2, reward=7))  # a resume that cuts the run back
+    (run / "new").rename(run / "metrics.jsonl")
+    assert answer(data.newer(news["tag"]))["runs"][0]["metrics"]["reward"] == [0.1, 7]
 
 
 def test_steps_logged_while_the_page_is_built_again_are_not_lost(tmp_path: Path) -> None:
@@ -75,78 +77,37 @@ def test_steps_logged_while_the_page_is_built_again_are_not_lost(tmp_path: Path)
         return page
 
     data = LiveData([tmp_path], load, clock=itertools.count(0, 100).__next__)
-    cursor = data.whole()["cursor"]
+    data.newer()
     add(run, row(4))
     meanwhile.append(row(5))
-    data.since(cursor)
+    data.newer()
     meanwhile.clear()
-    assert answer(data.whole())["runs"][0]["steps"] == [1, 2, 3, 4, 5]
+    assert answer(data.newer())["runs"][0]["steps"] == [1, 2, 3, 4, 5]
 
 
 def test_a_torn_line_of_a_running_run_waits_for_its_end(live: Callable[..., LiveData], tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     with RunDir(run).locked():
         data = live()
-        cursor = answer(data.whole())["cursor"]
+        tag = answer(data.newer())["tag"]
         line = row(4)
         add(run, line[:20])
-        assert data.since(cursor) is None
+        assert data.newer(tag) is None
         add(run, line[20:])
-        assert answer(data.since(cursor))["runs"]["r0"]["steps"] == [4]
+        assert answer(data.newer(tag))["runs"][0]["steps"] == [1, 2, 3, 4]
 
 
-def test_new_accuracies_have_intervals(live: Callable[..., LiveData], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a", 0)
-    add(run, row(1, **{"eval/accuracy": 0.4, "eval/problems": 256}))
-    data = live()
-    cursor = answer(data.whole())["cursor"]
-    add(run, row(2, **{"eval/accuracy": 0.5, "eval/problems": 256}))
-    metrics = answer(data.since(cursor))["runs"]["r0"]["metrics"]
-    (low,), (high,) = metrics["eval/accuracy (low)"], metrics["eval/accuracy (high)"]
-    assert 0.3 < low < 0.5 < high < 0.7
-
-
-def test_a_resume_that_cuts_the_run_back_reloads_the_page(live: Callable[..., LiveData], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    data = live()
-    cursor = answer(data.whole())["cursor"]
-    (run / "new").write_text(row(1) + row(2, reward=7) + row(3) + row(4))
-    (run / "new").rename(run / "metrics.jsonl")
-    assert answer(data.since(cursor)) == {"reload": True}
-    whole = answer(data.whole())
-    assert whole["runs"][0]["steps"] == [1, 2, 3, 4]
-    assert whole["runs"][0]["metrics"]["reward"][1] == 7
-    assert data.since(whole["cursor"]) is None
-
-
-@pytest.mark.parametrize("cursor", ["", "x", "-", "-1", "a-b", "-" * 200, "٣-٣"])
-def test_an_unknown_cursor_reloads_the_page(live: Callable[..., LiveData], tmp_path: Path, cursor: str) -> None:
-    make_run(tmp_path / "a")
-    assert live().since(cursor) == {"reload": True}
-
-
-def test_a_folder_that_appears_later_is_waited_for(live: Callable[..., LiveData], tmp_path: Path) -> None:
+def test_a_folder_is_waited_for_and_a_deleted_run_is_a_note(live: Callable[..., LiveData], tmp_path: Path) -> None:
     data = live(tmp_path / "later")
-    first = answer(data.whole())
+    first = answer(data.newer())
     assert first["runs"] == []
     assert "waiting for a run" in first["notes"][0]
-    make_run(tmp_path / "later" / "a")
-    assert answer(data.since(first["cursor"])) == {"reload": True}
-    assert [run["name"] for run in answer(data.whole())["runs"]] == ["a"]
-
-
-def test_a_deleted_run_is_a_note(live: Callable[..., LiveData], tmp_path: Path) -> None:
-    make_run(tmp_path / "a"), make_run(tmp_path / "b")
-    data = live()
-    cursor = answer(data.whole())["cursor"]
-    shutil.rmtree(tmp_path / "a")
-    assert answer(data.since(cursor)) == {"reload": True}
-    whole = answer(data.whole())
+    make_run(tmp_path / "later" / "a"), make_run(tmp_path / "later" / "b")
+    assert [run["name"] for run in answer(data.newer(first["tag"]))["runs"]] == ["a", "b"]
+    shutil.rmtree(tmp_path / "later" / "a")
+    whole = answer(data.newer())
     assert [run["name"] for run in whole["runs"]] == ["b"]
     assert whole["notes"][0] == "a: its folder is not there any more"
-    shutil.rmtree(tmp_path / "b")
-    assert answer(data.since(whole["cursor"])) == {"reload": True}
-    assert answer(data.whole())["runs"] == []
 
 
 def test_files_are_not_looked_at_again_for_many_times_as_long(tmp_path: Path) -> None:
@@ -159,9 +120,9 @@ def test_files_are_not_looked_at_again_for_many_times_as_long(tmp_path: Path) ->
         return Builder(no_formula, live=True).page(paths)
 
     data = LiveData((tmp_path,), load, clock=lambda: now[0])
-    cursor = answer(data.whole())["cursor"]
+    data.newer()
     for step, time in enumerate((1.0, 5.0, 6.2, 10.0, 11.5), start=4):
         add(tmp_path / "a", row(step))
         now[0] = time
-        data.since(cursor)
+        data.newer()
     assert reads == [0.0, 1.0, 6.2, 11.5], f"{SHARE} times 0.1 seconds apart"

@@ -107,9 +107,9 @@ def test_watch_shows_new_steps_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     assert watch.next_address() != watch.address
     page = watch.get("/data", Cookie=cookie)
     assert page.status == 200
-    cursor = re.search(rb'"cursor":"([^"]+)"', page.body)[1].decode()  # type: ignore[attr-defined,index]
+    tag = re.search(rb'"tag":"([^"]+)"', page.body)[1].decode()  # type: ignore[attr-defined,index]
     add(run, row(4))
-    wait_until(lambda: b'"steps":[4]' in watch.get(f"/data?since={cursor}", Cookie=cookie).body)  # type: ignore[attr-defined]
+    wait_until(lambda: b'"steps":[1,2,3,4]' in watch.get(f"/data?known={tag}", Cookie=cookie).body)  # type: ignore[attr-defined]
     idle = socket.create_connection(("127.0.0.1", watch.port))
     watch.process.send_signal(signal.SIGINT)
     code, rest = finish(watch.process)

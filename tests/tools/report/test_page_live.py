@@ -24,12 +24,12 @@ STEPS = 40
 
 @dataclass
 class Server:
-    """A server of live data. asked: the steps whose rollouts were asked for. updates: the next answers."""
+    """A server of live data. asked: the steps whose rollouts were asked for. tag: of the data."""
 
     data: PageData
     address: str = ""
     asked: list[int] = field(default_factory=list)
-    updates: list[dict[str, Any]] = field(default_factory=list)
+    tag: str = "0"
 
     def answer(self, path: str) -> tuple[str, str] | None:
         url = urlsplit(path)
@@ -42,9 +42,9 @@ class Server:
             finish = "length" if step == 2 else "stop"
             group = GroupView(step, 0, "0", 0, [completion(f"Step {step}.", finish=finish)])
             return "application/json", page_json({"prompts": [prompt()], "groups": [group]})
-        if "since" not in query:
-            return "application/json", json.dumps({**json.loads(page_json(self.data)), "cursor": "0"})
-        return ("application/json", json.dumps(self.updates.pop(0))) if self.updates else None
+        if query.get("known") == [self.tag]:
+            return None
+        return "application/json", json.dumps({**json.loads(page_json(self.data)), "tag": self.tag})
 
 
 @pytest.fixture
@@ -114,8 +114,9 @@ def test_new_steps_reach_the_curves(opened: Callable[[str], Any], server: Server
     browser = opened("#tab=curves")
     area = browser.find_element("css selector", "#chart-reward .plot")
     assert area.get_attribute("aria-valuenow") == str(STEPS)
-    view = server.data.runs[0]
-    update = {"steps": [STEPS + 1], "metrics": {"reward": [0.123456789]}}
-    server.updates.append({"cursor": "1", "runs": {view.id: update}})
+    (view,) = server.data.runs
+    metrics = {name: [*values, 0.123456789 if name == "reward" else None] for name, values in view.metrics.items()}
+    more = replace(view, steps=[*view.steps, STEPS + 1], metrics=metrics)
+    server.data, server.tag = replace(server.data, runs=[more]), "1"
     wait_until(lambda: shown_reward(browser) == ("0.12346", "0.123456789"))
     assert area.get_attribute("aria-valuenow") == str(STEPS + 1)

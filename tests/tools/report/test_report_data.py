@@ -18,12 +18,10 @@ from grpocli.config.yaml_text import flat
 from grpocli.runs.run_dir import RunDir
 from grpocli.runs.saved_run import SavedRun
 from grpocli.runs.sessions import Session, add_session
-from grpocli.training.accuracy import pass_at_k
-from grpocli_tools.evaluation.significance import interval
-from grpocli_tools.report.build_page import Builder
-from grpocli_tools.report.charts import charts
+from grpocli_tools.evaluation.significance import interval, wilson
+from grpocli_tools.report.build_page import Builder, charts
 from grpocli_tools.report.comparison import RESULTS, RunRow, labels
-from grpocli_tools.report.curves import Curves, accuracy_interval, thinned
+from grpocli_tools.report.curves import Curves, thinned, with_intervals
 from grpocli_tools.report.diagnosis import (
     BLOCKS,
     NOISE,
@@ -82,10 +80,11 @@ def test_every_metric_stands_in_a_chart() -> None:
 
 
 def test_the_interval_is_that_of_grpocli_eval() -> None:
-    right = [0, 1, 4, 4, 2, 3, 0, 4, 1, 1]
-    accuracy = sum(right) / 40
-    pass_2 = sum(pass_at_k(count, 4, 2) for count in right) / 10
-    assert accuracy_interval(accuracy, 10, 4, pass_2) == pytest.approx(interval([count / 4 for count in right]))
+    shares = {str(i): count / 4 for i, count in enumerate([0, 1, 4, 4, 2, 3, 0, 4, 1, 1])}
+    series = {"eval/accuracy": [0.5, 0.5], "eval/problems": [10, 10]}
+    found = with_intervals(Curves([1, 2], series, by_problem={"eval/accuracy": {1: shares}})).metrics
+    ends = zip(found["eval/accuracy (low)"], found["eval/accuracy (high)"], strict=True)
+    assert list(ends) == [interval([*shares.values()]), wilson(0.5, 10)]
 
 
 @pytest.mark.parametrize(
