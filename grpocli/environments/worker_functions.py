@@ -21,7 +21,7 @@ LONGEST = 200_000
 def reset(name: str, arguments: str, metadata: dict[str, Any]) -> list[Any]:
     """Start an episode; return its state as [metadata]. arguments: keyword arguments of the class, as JSON."""
     state = _call_user(_environment(name, arguments).reset, metadata)
-    return [_json(metadata if state is None else state)]
+    return [_state(metadata if state is None else state)]
 
 
 def step(name: str, arguments: str, messages: list[Message], metadata: dict[str, Any]) -> list[Any]:
@@ -34,7 +34,7 @@ def step(name: str, arguments: str, messages: list[Message], metadata: dict[str,
         observation, reward, done, state = result
     except (TypeError, ValueError):
         raise ValueError(f"step returned {result!r}, not (observation, reward, done, metadata)") from None
-    return [_messages(observation), _rewards(reward), bool(done), _json(state)]
+    return [_messages(observation), _rewards(reward), bool(done), _state(state)]
 
 
 def finish(name: str, arguments: str, messages: list[Message], metadata: dict[str, Any]) -> list[Any]:
@@ -70,19 +70,19 @@ def _call_user(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
 
 
 def _messages(observation: Any) -> list[Message]:
-    if isinstance(observation, dict):
-        observation = [observation]
-    if not isinstance(observation, list | tuple):
-        raise ValueError(f"step observed {observation!r}, expected a list of messages")
-    for message in observation:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f"step observed {message!r}; a message is a dict with `role` and `content`")
-        if message.get("role") not in ROLES:
-            raise ValueError(f"step observed a message of the role {message.get('role')!r}; take {', '.join(ROLES)}")
-    if (length := sum(len(message["content"]) for message in observation)) > LONGEST:
+    """An observation as messages without lone surrogates. Raises ValueError for one that is none."""
+    messages = [observation] if isinstance(observation, dict) else observation
+    if not isinstance(messages, list | tuple):
+        raise ValueError(f"step observed {messages!r}, expected a list of messages")
+    for message in messages:
+        fits = isinstance(message, dict) and isinstance(message.get("content"), str) and message.get("role") in ROLES
+        if not fits:
+            roles = ", ".join(ROLES)
+            raise ValueError(f"step observed {message!r}; a message has a text `content`, and a `role` of {roles}")
+    if (length := sum(len(message["content"]) for message in messages)) > LONGEST:
         raise ValueError(f"step observed {length:,} characters; at most {LONGEST:,} are allowed")
-    _need_json(observation, "step observed a value that")
-    return [{**message, "content": encodable(message["content"])} for message in observation]
+    _need_json(messages, "step observed a value that")
+    return [{**message, "content": encodable(message["content"])} for message in messages]
 
 
 def _rewards(reward: Any, method: str = "step") -> dict[str, float]:
@@ -93,7 +93,7 @@ def _rewards(reward: Any, method: str = "step") -> dict[str, float]:
     return found
 
 
-def _json(metadata: Any) -> dict[str, Any]:
+def _state(metadata: Any) -> dict[str, Any]:
     if not isinstance(metadata, dict):
         raise ValueError(f"its metadata is {metadata!r}, not a dict")
     _need_json(metadata, "its metadata")

@@ -72,7 +72,7 @@ class OpenEnvTask(LibraryTask):
         """Examples with `prompt`, `reset` (arguments of the server's reset) and `opening` (its first observation)."""
         resets = self.resets or [{"seed": seed} for seed in range(self.wanted)]
         chosen = [resets[i] for i in self.rows_of(split, len(resets), "task.resets", str(self.resets), "give it more")]
-        texts = _openings(self.base_url, self.observation, self.environment.timeout, json.dumps(chosen))
+        texts, _ = _load(self.base_url, self.observation, self.environment.timeout, json.dumps(chosen))
         return [
             {"prompt": self._prompt(text), "reset": reset, "opening": text}
             for reset, text in zip(chosen, texts, strict=True)
@@ -80,7 +80,8 @@ class OpenEnvTask(LibraryTask):
 
     def tool_schemas(self) -> list[Schema]:
         """The tools of the server, if its actions are calls of tools."""
-        return _tools(self.base_url, self.environment.timeout)
+        _, tools = _load(self.base_url, self.observation, self.environment.timeout, "[]")
+        return tools
 
     def _prompt(self, text: str) -> Any:
         if self.format == "plain":
@@ -90,18 +91,12 @@ class OpenEnvTask(LibraryTask):
 
 
 @lru_cache(maxsize=8)
-def _openings(base_url: str, observation: str | None, timeout: float, resets: str) -> list[str]:
-    """The first observation of each reset. timeout: seconds for a step."""
+def _load(base_url: str, observation: str | None, timeout: float, resets: str) -> tuple[list[str], list[Schema]]:
+    """The first observation of each reset, and the tools of the server. timeout: seconds for a step."""
     wanted = json.loads(resets)
-    given = [base_url, observation, STEP_SHARE * timeout, wanted]
-    seconds = timeout * len(wanted)
-    return call_in_worker(f"{HERE}:openings", given, seconds, (), "task.base_url", base_url, "reset its environment")
-
-
-@lru_cache(maxsize=8)
-def _tools(base_url: str, timeout: float) -> list[Schema]:
-    given = [base_url, STEP_SHARE * timeout]
-    return call_in_worker(f"{HERE}:server_tools", given, timeout, (), "task.base_url", base_url, "read its schema")
+    given, seconds = [base_url, observation, STEP_SHARE * timeout, wanted], timeout * (1 + len(wanted))
+    texts, tools = call_in_worker(f"{HERE}:load", given, seconds, (), "task.base_url", base_url, "load its environment")
+    return texts, tools
 
 
 class OpenEnv:
@@ -149,8 +144,7 @@ class OpenEnv:
         if session is None:
             raise ValueError("its worker process ended, and with it the session")
         try:
-            play = self._call_tools if self._tools else self._act
-            return play(session, messages[-1], metadata)
+            return (self._call_tools if self._tools else self._act)(session, messages[-1], metadata)
         except Exception:
             self._close(metadata)
             raise
@@ -199,13 +193,11 @@ class OpenEnv:
 
         if self._schema.get("title") not in TOOL_ACTIONS:
             return []
-        return [
-            {
-                "type": "function",
-                "function": {"name": one["name"], "description": one["description"], "parameters": one["input_schema"]},
-            }
+        functions = (
+            {"name": one["name"], "description": one["description"], "parameters": one["input_schema"]}
             for one in self._background.run(ask).observation.get("tools", [])
-        ]
+        )
+        return [{"type": "function", "function": function} for function in functions]
 
     def finish(self, messages: list[Message], metadata: dict[str, Any]) -> None:
         """Close the session of an episode that a limit ended."""
@@ -281,12 +273,7 @@ def read_result(observation: Mapping[str, Any]) -> tuple[str, bool]:
     return "\n".join(texts), bool(result.get("is_error"))
 
 
-def openings(base_url: str, observation: str | None, seconds: float, resets: list[dict[str, Any]]) -> list[str]:
-    """The first observation of each reset, for a worker process."""
+def load(base_url: str, observation: str | None, seconds: float, resets: list[dict[str, Any]]) -> list[Any]:
+    """[the first observation of each reset, the tools of the server], for a worker process."""
     environment = OpenEnv(base_url, observation, None, seconds)
-    return [environment.opening(reset) for reset in resets]
-
-
-def server_tools(base_url: str, seconds: float) -> list[Schema]:
-    """The tools of a server, for a worker process."""
-    return OpenEnv(base_url, None, None, seconds).tools()
+    return [[environment.opening(reset) for reset in resets], environment.tools()]

@@ -189,7 +189,7 @@ def call(name: str, **values: Any) -> dict[str, Any]:
 
 @pytest.mark.survival
 def test_a_server_that_does_not_answer_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="cannot reset its environment"):
+    with pytest.raises(ConfigError, match="cannot load its environment"):
         OpenEnvTask(base_url="http://127.0.0.1:9", train_size=1, eval_size=1).examples("train")
 
 

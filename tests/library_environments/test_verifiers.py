@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.library_environments.verifiers import Verifiers, VerifiersTask, load_tasks
-from grpocli.library_environments.verifiers_episode import RUNNING
+from grpocli.library_environments.verifiers import RUNNING, Verifiers, VerifiersTask, load_tasks
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool
 
