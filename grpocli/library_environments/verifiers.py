@@ -52,7 +52,7 @@ FULL = "context_length_exceeded"
 """The error code of a request for which the context has no room."""
 MODEL = "policy"
 HARNESS = "grpocli_chat"
-"""The name under which verifiers finds `ChatHarness`."""
+"""The name under which verifiers finds our harness."""
 Function = Callable[[dict[str, Any]], Awaitable[Any]]
 """Calls a tool with arguments; returns a result of MCP."""
 _TRACE: ContextVar[Trace] = ContextVar("trace")
@@ -306,24 +306,22 @@ def load_tasks(taskset: str, config: dict[str, Any], env: str, seconds: float, n
 
     For a worker process: the trainer does not import the environment's code. Raises RuntimeError with a sentence.
     """
+    ours = {"idx", "prompt", "system_prompt"}
     try:
-        return _tasks_and_tools(Verifiers(taskset, config, env, seconds), n)
+        environment = Verifiers(taskset, config, env, seconds)
+        rows = [
+            {
+                **task.data.model_dump(mode="json", exclude_defaults=True, exclude=ours),
+                "prompt": environment.opening(task),
+                "index": task.data.idx,
+                "key": task.key,
+            }
+            for task in environment.tasks(n)
+        ]
+        return [rows, environment.tools() if rows else []]
     except (Exception, SystemExit) as error:
         sentence = isinstance(error, ValueError | ImportError) and not where(error)
         raise RuntimeError(str(error) if sentence else raised(error)) from error
-
-
-def _tasks_and_tools(environment: Verifiers, n: int) -> list[Any]:
-    rows = [
-        {
-            **task.data.model_dump(mode="json", exclude_defaults=True, exclude={"idx", "prompt", "system_prompt"}),
-            "prompt": environment.opening(task),
-            "index": task.data.idx,
-            "key": task.key,
-        }
-        for task in environment.tasks(n)
-    ]
-    return [rows, environment.tools() if rows else []]
 
 
 @dataclass(slots=True, eq=False)
@@ -542,7 +540,7 @@ async def serve() -> ModelContext:
 
 
 def load_env(taskset: str, config: dict[str, Any], env: str) -> Env[Any]:
-    """The environment of a taskset, whose roles are all played by `ChatHarness` in this process.
+    """The environment of a taskset, whose roles are all played by our harness in this process.
 
     taskset: the name of an installed package, or the path of a folder or a .py file.
     Raises ValueError if it has several roles, of which only one could be trained, or a config with wrong keys.
@@ -589,16 +587,9 @@ def _importable(taskset: str) -> str:
 
 
 def _register_harness() -> None:
-    """Make `ChatHarness` known to verifiers, which finds a harness by the name of a module."""
+    """Make a harness known to verifiers, which finds it by the name of a module."""
     if HARNESS in sys.modules:
         return
-    module = types.ModuleType(HARNESS)
-    module.ChatHarness = _harness_class()  # type: ignore[attr-defined]
-    module.__all__ = ["ChatHarness"]  # type: ignore[attr-defined]
-    sys.modules[HARNESS] = module
-
-
-def _harness_class() -> type:
     import httpx
     import verifiers.v1 as vf
 
@@ -659,4 +650,6 @@ def _harness_class() -> type:
             found = [(call["id"], episode.results[call["id"]]) for call in calls]
             return [{"role": "tool", "tool_call_id": i, "name": m["name"], "content": m["content"]} for i, m in found]
 
-    return ChatHarness
+    module = types.ModuleType(HARNESS)
+    vars(module).update(ChatHarness=ChatHarness, __all__=["ChatHarness"])
+    sys.modules[HARNESS] = module

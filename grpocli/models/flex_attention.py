@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from grpocli.hardware import to_device
-from grpocli.models import sdpa
 from grpocli.models.frozen_linear import compute_dtype
+from grpocli.models.shared_prompt_attention import cpu_sdpa
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,7 +71,7 @@ class TiledMask:
         with torch.autocast(query.device.type, enabled=False):
             if self.dense is not None:
                 groups = query.shape[1] // key.shape[1]
-                out = sdpa.on_cpu(query, key, value, self.dense, groups, dtype, how)
+                out = cpu_sdpa(query, key, value, self.dense, groups, dtype, how)
             elif how["dropout_p"]:
                 raise ValueError("flex_attention does not support dropout")
             else:

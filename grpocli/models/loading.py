@@ -201,7 +201,6 @@ def load_quantized(part: Any, path: str, dtype: str, device: Any = "cpu") -> Pre
 
 def _load(part: Any, path: str, **loading: Any) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
-    from transformers.modeling_utils import is_fsdp_enabled, is_local_dist_rank_0
 
     options = _options(part, path)
     if part.attention is not None:
@@ -213,18 +212,9 @@ def _load(part: Any, path: str, **loading: Any) -> PreTrainedModel:
         )
     _refuse(path, "no weights", sorted(found["missing_keys"]))
     _refuse(path, "weights of another shape", sorted(name for name, *_ in found["mismatched_keys"]))
-    if not is_fsdp_enabled() or is_local_dist_rank_0():  # other processes have empty weights, which get theirs later
-        _refuse(path, "weights that are NaN or infinite", _broken(model), "; fetch the model again, or repair it")
     if part.attention in (None, FLEX) and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa ignores the cap (Gemma 2), which vLLM has
     return model
-
-
-def _broken(model: PreTrainedModel) -> list[str]:
-    """The names of weights with a value that is not finite; without those of FP8, of which torch finds no extremes."""
-    numbers = (named for named in model.named_parameters() if named[1].numel() and named[1].is_floating_point())
-    values = ((name, weight) for name, weight in numbers if weight.element_size() > 1)
-    return [name for name, weight in values if not all(end.isfinite() for end in weight.aminmax())]
 
 
 def choose_head_dtype(part: Any, dtype: str) -> str | None:
@@ -242,10 +232,10 @@ def with_head(part: Any, model: PreTrainedModel) -> PreTrainedModel:
     return widen_head(model)
 
 
-def _refuse(path: str, what: str, names: list[str], why: str = ", which its config.json requires") -> None:
+def _refuse(path: str, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        raise ConfigError(f"has {what} for {names[0]}{more}{why}", key="model.path", value=path)
+        raise ConfigError(f"has {what} for {names[0]}{more}, see config.json", key="model.path", value=path)
 
 
 def load_policy(

@@ -170,7 +170,12 @@ def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Ite
     tensors: its `named_parameters()` or `state_dict().items()`. Without an adapter they are yielded unchanged, weights
     of 4 bits as their numbers.
     """
-    names, updates = _plain_names(model), {f"{name}.base_layer.weight": layer for name, layer in lora_layers(model)}
+    updates = {f"{name}.base_layer.weight": layer for name, layer in lora_layers(model)}
+    names = {  # in the base model; None: not in it
+        f"{name}.{own}": f"{name}.{own.removeprefix('base_layer.')}" if own.startswith("base_layer.") else None
+        for name, layer in lora_layers(model)
+        for own in layer.state_dict()
+    }
     quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model)}
     seen: set[int] = set()
     for name, tensor in tensors:
@@ -182,15 +187,6 @@ def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Ite
         layer = updates.get(name)
         weight = quantized[name].dequantized() if name in quantized else tensor.detach()
         yield plain, weight if layer is None else weight + layer.get_delta_weight(ADAPTER).detach()
-
-
-def _plain_names(model: PreTrainedModel) -> dict[str, str | None]:
-    """Tensors of the layers with an update: {name: name in the base model, or None if it is not in it}."""
-    return {
-        f"{name}.{own}": f"{name}.{own.removeprefix('base_layer.')}" if own.startswith("base_layer.") else None
-        for name, layer in lora_layers(model)
-        for own in layer.state_dict()
-    }
 
 
 @contextmanager
@@ -231,7 +227,10 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
 
 def adapter_tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """The tensors of the updates (not copies), under their names in an adapter file."""
-    return [(PREFIX + name, tensor) for name, tensor in _adapter(model).items()]
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    return [(PREFIX + name, tensor) for name, tensor in found.items()]
 
 
 def load_adapter(model: PreTrainedModel, lora: Lora, folder: Path) -> None:
@@ -242,8 +241,7 @@ def load_adapter(model: PreTrainedModel, lora: Lora, folder: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
-    own = _adapter(model)
-    saved = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    own, saved = dict(adapter_tensors(model)), load_file(folder / WEIGHTS)
     other = min(own.keys() ^ saved.keys(), default="")
     problem = f"does not fit the checkpoint {folder}: {other} is in only one of them; keep the value of the run"
     require(lora, "target_modules", not other, problem)
@@ -258,14 +256,6 @@ def check_same(lora: Lora, folder: Path) -> None:
     saved = json.loads(path.read_text()) if path.is_file() else {"r": 0, "lora_alpha": lora.alpha}
     for name, key in (("rank", "r"), ("alpha", "lora_alpha")):
         require(lora, name, getattr(lora, name) == saved[key], f"the run so far has {saved[key]} ({folder}); keep that")
-
-
-def _adapter(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of the updates (not copies), under their names in a file without PREFIX."""
-    from peft import get_peft_model_state_dict
-
-    found: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
-    return found
 
 
 def trained_share(model: PreTrainedModel) -> str:

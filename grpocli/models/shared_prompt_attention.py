@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from grpocli.hardware import to_device
-from grpocli.models import sdpa
 from grpocli.models.frozen_linear import compute_dtype
 
 if TYPE_CHECKING:
@@ -41,6 +41,22 @@ MAX_MASK_ELEMENTS = 2**24
 """Most elements of a row's mask. Without a mask, memory is linear in the tokens."""
 SMALL_MASK, MASKS_AT_ONCE = 2**14, 2**20
 """Elements up to which rows of different prompts share a call, with a mask for each, and of all masks of a call."""
+
+MANY_QUERIES, MANY_KEYS = 256, 512
+"""On a CPU, calls of at least this size are faster in bfloat16, and smaller ones in float32."""
+STEP = 64
+"""Lengths of calls in bfloat16 on a CPU are multiples of this."""
+
+MAX_FLASH_HEAD_DIM = 256
+"""Largest head dimension of the flash kernel."""
+MASKED = 512
+"""On a CPU, up to this many queries, a mask is faster than causal attention with the prompt's queries repeated."""
+
+Kernel = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None"], "Tensor"]
+"""query [R, heads, N, D], key and value [R, heads / groups, M, D], mask [R or 1, 1, N, M] -> [R, heads, N, D].
+
+Without a mask, attention is causal. A mask has values to add to the scores, for each row or for all.
+"""
 
 
 class RowOfTokens(NamedTuple):
@@ -157,9 +173,9 @@ class Segments:
         with torch.autocast(query.device.type, enabled=False):
             query, key, value = (states.to(dtype_of_copies) for states in (query, key, value))
             if self.on_cpu:
-                seen = _attend(query, key, value, self, partial(sdpa.on_cpu, groups=groups, low=dtype, how=how))
+                seen = _attend(query, key, value, self, partial(cpu_sdpa, groups=groups, low=dtype, how=how))
                 return seen.to(given)
-            return _attend(query, key, value, self, partial(sdpa.on_gpu, groups=groups, how=how))
+            return _attend(query, key, value, self, partial(gpu_sdpa, groups=groups, how=how))
 
 
 def rows_of(prompts: Sequence[tuple[int, Sequence[int]]], on_cpu: bool) -> Iterator[RowOfTokens]:
@@ -188,7 +204,7 @@ def rows_of(prompts: Sequence[tuple[int, Sequence[int]]], on_cpu: bool) -> Itera
 
 
 def _is_causal(prompt: int, n: int, on_cpu: bool) -> bool:
-    return (n >= prompt and not (on_cpu and n <= sdpa.MASKED)) or _mask_is_too_large(prompt, n)
+    return (n >= prompt and not (on_cpu and n <= MASKED)) or _mask_is_too_large(prompt, n)
 
 
 def _joined(row: RowOfTokens, other: RowOfTokens) -> RowOfTokens | None:
@@ -271,7 +287,7 @@ def attend(
     return segments.attend(query, key, value, {"dropout_p": dropout, "scale": scaling}), None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, call: sdpa.Kernel) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, call: Kernel) -> Tensor:
     """The output [1, N, heads, D] of states in the dtype in which copies are made."""
     calls, heads, size = segments.calls, query.shape[1], value.shape[3]
 
@@ -300,6 +316,62 @@ def _gathered(states_NE: Tensor, index: Tensor) -> Tensor:
     if states_NE.device.type == "cpu":
         return states_NE.index_select(0, index)
     return torch.nn.functional.embedding(index, states_NE)
+
+
+@cache
+def before_ampere(device: torch.device) -> bool:
+    """Whether a GPU has no flash kernel."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def gpu_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, groups: int, how: dict[str, Any]
+) -> Tensor:
+    """`sdpa` on a GPU, causal or with a mask. Grouped keys are repeated where its slowest kernel would serve them.
+
+    Only the flash kernel has groups: it takes no mask, no float32, no head larger than MAX_FLASH_HEAD_DIM, and no GPU
+    before Ampere.
+    """
+    flash = mask is None and query.dtype != torch.float32 and query.shape[3] <= MAX_FLASH_HEAD_DIM
+    flash = flash and not before_ampere(query.device)
+    if groups > 1 and not flash:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    how = how | {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": groups > 1 and flash}
+    out: Tensor = scaled_dot_product_attention(query, key, value, **how)
+    return out
+
+
+def cpu_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    groups: int,
+    low: torch.dtype,
+    how: dict[str, Any],
+) -> Tensor:
+    """`sdpa` on a CPU, in float32; large calls in `low` if that is bfloat16.
+
+    In bfloat16 each new length compiles kernels of 5 MB that are never freed, so lengths are padded to multiples of
+    STEP. No token attends to padding.
+    """
+    given, n_queries, dtype = query.dtype, query.shape[2], torch.float32
+    if low == torch.bfloat16 and n_queries >= MANY_QUERIES and key.shape[2] >= MANY_KEYS:
+        dtype, queries, keys = low, -n_queries % STEP, -key.shape[2] % STEP
+        query, key, value = _padded(query, queries), _padded(key, keys), _padded(value, keys)
+        if mask is not None:
+            mask = torch.nn.functional.pad(_padded(mask, queries), (0, keys), value=float("-inf"))
+    if mask is not None:
+        mask = mask.to(dtype)  # 0 and -inf are exact in every dtype
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    how = how | {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": groups > 1}
+    out: Tensor = scaled_dot_product_attention(query, key, value, **how)
+    return out[..., :n_queries, :].to(given)
+
+
+def _padded(states: Tensor, more: int) -> Tensor:
+    """Append `more` zeros to states [..., N, D]: [..., N + more, D]."""
+    return torch.nn.functional.pad(states, (0, 0, 0, more)) if more else states
 
 
 def register(in_graphs: bool = True) -> None:

@@ -11,9 +11,10 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -321,44 +322,36 @@ def difficulty_ranks(values: Mapping[int, tuple[Any, str]], column: str) -> dict
     Numbers, also as text, are compared as numbers; other text is compared as text, and the numbers in it as numbers
     (`Level 2` comes before `Level 10`). Raises ConfigError for a missing value, or for numbers beside text.
     """
-    sign = -1 if column.startswith("-") else 1
+    sign = -1.0 if column.startswith("-") else 1.0
     numbers = {row: _number(value) for row, (value, _) in values.items()}
-    lacking = [row for row, number in numbers.items() if number is None]
-    for row in lacking:
+    if None not in numbers.values():
+        return {row: sign * number for row, number in numbers.items() if number is not None}
+    for row, number in numbers.items():
         value, where = values[row]
-        if len(lacking) < len(values) or not isinstance(value, str) or not value:
+        if number is not None or not isinstance(value, str) or not value:
             problem = f"{where} has {value!r:.60} there; it must hold a number in every row, or a text in every row"
             raise ConfigError(problem, key="task.difficulty_column", value=column)
-    if not lacking:
-        return {row: sign * number for row, number in numbers.items() if number is not None}
-    keys = {row: _natural(str(value)) for row, (value, _) in values.items()}
-    rank = {key: i for i, key in enumerate(sorted(set(keys.values())))}
-    return {row: sign * float(rank[key]) for row, key in keys.items()}
+    parts = {row: DIGITS.split(value) for row, (value, _) in values.items()}
+    # text and runs of digits alternate, so two keys can be compared
+    keys = {row: tuple(int(one[:4000]) if i % 2 else one for i, one in enumerate(own)) for row, own in parts.items()}
+    rank = {key: sign * i for i, key in enumerate(sorted(set(keys.values())))}
+    return {row: rank[key] for row, key in keys.items()}
 
 
 def _number(value: Any) -> float | None:
-    try:
-        number = float(value) if isinstance(value, int | float | str | np.number) else math.nan
-    except (ValueError, OverflowError):
-        return None
-    return None if math.isnan(number) else number
+    with suppress(ValueError, OverflowError, TypeError):
+        if not isinstance(value, bytes) and not math.isnan(number := float(value)):
+            return number
+    return None
 
 
-def _natural(text: str) -> tuple[str | int, ...]:
-    """A key that compares runs of digits as numbers. Text and numbers alternate, so two keys can be compared."""
-    return tuple(int(part[:4000]) if i % 2 else part for i, part in enumerate(DIGITS.split(text)))
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a sampled group."""
+class Outcome(NamedTuple):
+    """The result of a sampled group: how many completions could be scored, and how many of these are right."""
 
     task: str
     row: int
     completions: int
-    """The number of those that could be scored."""
     right: int
-    """The number of those that are right."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,10 +64,7 @@ def load_table(
     options: Mapping[str, Any] | None = None,
     streaming: bool = False,
 ) -> Table:
-    """All rows at `path`, as `open_rows` finds them. Raises ConfigError, naming `key`, also if there are none.
-
-    streaming: of a dataset on the hub, without downloading the files of its other splits.
-    """
+    """All rows at `path`, as `open_rows` finds them. Raises ConfigError, naming `key`, also if there are none."""
     source = open_rows(path, name, split, key, options, streaming or is_remote(path))
     if source.table is not None:
         table = Table(list(source.table.column_names), source.table)
@@ -248,16 +245,13 @@ def _files_at(path: str, split: str, key: str, options: dict[str, Any]) -> tuple
     from fsspec.core import url_to_fs
 
     path = path if is_remote(path) else str(Path(path).expanduser())
+    files = [path]
     with readable(path, key):
         system, root = url_to_fs(path, **options)
-        is_folder = system.info(root)["type"] == "directory"
-        # a link to a file is listed as "other"
-        found = [one["name"] for one in system.ls(root, detail=True) if one["type"] != "directory"] if is_folder else []
-    if is_folder:
-        places = found if not is_remote(path) else [system.unstrip_protocol(name) for name in found]
-        files = _of_split(places, path, split, key)
-    else:
-        files = [path]
+        if is_folder := system.info(root)["type"] == "directory":
+            found = system.find(root, maxdepth=1)
+            files = [system.unstrip_protocol(name) for name in found] if is_remote(path) else found
+    files = _of_split(files, path, split, key) if is_folder else files
     kinds = {kind_of(file) for file in files}
     if len(kinds) != 1 or None in kinds:
         names = ", ".join(sorted({PurePosixPath(_bare(file)).name for file in files})) or "none of them"

@@ -19,7 +19,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import Escaped, UserCode, interpolate, one_of, part, require, template_fields
 from grpocli.config.user_code import check_exists, load, raised
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.rewards.reward import with_one_answer
 from grpocli.tasks.loading import (
     EMPTY,
@@ -284,10 +284,9 @@ def dotted(row: Row, prefix: str = "") -> Row:
 def process(function: str, row: Row, where: str) -> dict[str, Any]:
     """The example that the user's function makes of a row. Raises ConfigError, naming `where`, if it fails."""
     user_function = load(function, PROCESSOR)
-    try:
+    says = f"raised {{}} for {where}"
+    with config_errors(Exception, SystemExit, says=says, why=raised, key=PROCESSOR, value=function):
         example = user_function(dict(row))
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"raised {raised(error)} for {where}", key=PROCESSOR, value=function) from error
     if not isinstance(example, Mapping) or not isinstance(example.get("prompt"), str | list) or not example["prompt"]:
         problem = f"made {example!r:.200} of {where}; return a dict with `prompt`, text or messages"
         raise ConfigError(problem, key=PROCESSOR, value=function)
@@ -302,12 +301,12 @@ class Shot:
     answer: str
 
     @property
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> list[Message]:
         """The conversation without its system message, which `with_shots` puts first, and a last turn of the data."""
         prompt = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
         asked = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
-        yield from (message for message in asked if message["role"] != "system")
-        yield {"role": "assistant", "content": self.answer}
+        rest = [message for message in asked if message["role"] != "system"]
+        return [*rest, {"role": "assistant", "content": self.answer}]
 
     @property
     def text(self) -> str:
@@ -450,8 +449,6 @@ class Examples(Sequence[Any]):
         return len(self.numbers)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
         number = self.numbers[index]
         return self.converter.example(self.table.rows[number], number)
 

@@ -159,26 +159,18 @@ def key_of(chosen: object, name: str) -> str:
 
 @contextmanager
 def errors_below(key: str) -> Iterator[None]:
-    """Raise ConfigErrors of a task with the key that the run has: `task.gsm8k.path` instead of `task.path`."""
+    """Raise ConfigErrors of a task with the key that the run has: `task.gsm8k.path` instead of `task.path`.
+
+    The text of an error whose key is outside of `task` names the task.
+    """
     try:
         yield
     except ConfigError as error:
-        if key == "task":
+        if key == "task" or f"{error.key}.".startswith(f"{key}."):
             raise
-        raise _error_below(error, key) from error
-
-
-def _error_below(error: ConfigError, key: str) -> ConfigError:
-    """The error with `key` instead of `task` in its key; the text names `key` if the key is outside of `task`."""
-    if error.key == key or error.key.startswith(f"{key}."):
-        return error
-    if error.key == "task" or error.key.startswith("task."):
-        return error.with_key(key + error.key.removeprefix("task"))
-    if not error.key:
-        return error.with_key(key)
-    note = f"{error.hint} ({key})" if error.hint else ""
-    problem = error.problem if note else f"{error.problem} ({key})"
-    return ConfigError(problem, key=error.key, value=error.value, hint=note)
+        if not error.key or f"{error.key}.".startswith("task."):
+            raise error.with_key(key + error.key.removeprefix("task")) from error
+        raise ConfigError(f"{error.problem} ({key})", key=error.key, value=error.value, hint=error.hint) from error
 
 
 def without_answers(chosen: Any) -> Any:

@@ -200,27 +200,13 @@ def test_a_call_in_a_result_is_not_the_models(name: str) -> None:
     assert "tool_calls" not in parser.message(parser.tokenizer(quoted, add_special_tokens=False).input_ids)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("name", ["qwen", "gemma"])
-def test_calls_of_one_turn_are_answered_in_order(run, name: str) -> None:
-    family = FAMILIES[name]
-    calls = family.calls(("multiply", arguments(name, a=3, b=4)), ("later", arguments(name, text="soon")))
-    done, engine = run(family, tools_named("multiply", "later"), calls, f"12{family.end}")
-    assert [(m["name"], m["content"]) for m in done.episode.messages if m["role"] == "tool"] == [
-        ("multiply", "12"),
-        ("later", "soon"),
-    ]
-    assert (done.episode.calls, done.episode.failures) == ({"multiply": 1, "later": 1}, {"multiply": 0, "later": 0})
-    text = engine.tokenizer.decode(engine.seen[1][0].token_ids)
-    assert text.rindex("12") < text.rindex("soon")
-
-
 FAILING = {
     "json": ('{"a": 3, ', "error: the call cannot be read: Expecting", "unknown"),
     "list": ("[3, 4]", "error: the call cannot be read: the arguments of a call are an object", "unknown"),
     "nan": ('{"a": NaN, "b": 1}', "error: the call cannot be read: Out of range float", "unknown"),
     "deep": ("[" * 3000, "error: the call cannot be read: ", "unknown"),
     "surrogate": ('{"a": "\\ud800", "b": 1}', "error: the call cannot be read: 'utf-8' codec", "unknown"),
+    "no tool": ("{}", "error: there is no such tool; there are multiply", "unknown"),
     "missing": ('{"a": 3}', "error: TypeError: missing a required argument: 'b'", "multiply"),
     "extra": ('{"a": 3, "b": 4, "c": 5}', "error: TypeError: got an unexpected keyword argument 'c'", "multiply"),
 }
@@ -231,39 +217,31 @@ FAILING = {
 def test_a_wrong_call_is_answered_and_counted(run, how: str) -> None:
     family = FAMILIES["qwen"]
     written, said, counted = FAILING[how]
-    done, _ = run(family, tools_named("multiply"), family.calls(("multiply", written)), "12<|im_end|>", limit=9000)
+    name = "<|im_end|>rm" if how == "no tool" else "multiply"  # the model's text, which becomes no part of a message
+    done, _ = run(family, tools_named("multiply"), family.calls((name, written)), "12<|im_end|>", limit=9000)
     call, answer, last = done.episode.messages
+    assert (answer["name"], answer["is_error"]) == (counted, True)
     assert answer["content"].startswith(said)
-    assert answer["is_error"]
     assert last["content"] == "12"
-    assert ("malformed" in call) == (counted == "unknown")
+    assert ("malformed" in call) == (counted == "unknown" and how != "no tool")
     assert (done.episode.calls, done.episode.failures, done.episode.problem) == ({counted: 1}, {counted: 1}, None)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["qwen", pytest.param("gemma", marks=pytest.mark.survival)])
-def test_a_malformed_call_does_not_stop_the_others_of_its_turn(run, name: str) -> None:
+@pytest.mark.parametrize("name", ["qwen", "gemma"])
+def test_calls_of_one_turn_are_answered_in_order_also_beside_a_malformed_one(run, name: str) -> None:
     family = FAMILIES[name]
-    good = [("multiply", arguments(name, a=a, b=4)) for a in (3, 5)]
+    good = ("multiply", arguments(name, a=3, b=4)), ("later", arguments(name, text="soon"))
     turn = family.calls(good[0], ("multiply", '{"a": '), good[1])
-    done, _ = run(family, tools_named("multiply"), turn, f"12{family.end}")
+    done, engine = run(family, tools_named("multiply", "later"), turn, f"12{family.end}")
     call, *answers, _ = done.episode.messages
-    assert [one["content"].split(": ")[:2] for one in answers] == [["12"], ["error", "the call cannot be read"], ["20"]]
+    said = [one["content"].split(": ")[:2] for one in answers]
+    assert said == [["12"], ["error", "the call cannot be read"], ["soon"]]
     assert [bool(one.get("malformed")) for one in (call, *call["tool_calls"])] == [True, False, True, False]
-    assert (done.episode.calls, done.episode.failures) == (
-        {"multiply": 2, "unknown": 1},
-        {"multiply": 0, "unknown": 1},
-    )
-
-
-@pytest.mark.processes
-def test_a_tool_that_does_not_exist_is_answered_without_its_name(run) -> None:
-    """The name is the model's text, so it becomes no part of a message."""
-    done, _ = run(
-        FAMILIES["qwen"], tools_named("multiply"), FAMILIES["qwen"].calls(("<|im_end|>rm", "{}")), "no<|im_end|>"
-    )
-    answer = {"role": "tool", "name": "unknown", "content": "error: there is no such tool; there are multiply"}
-    assert done.episode.messages[1] == answer | {"is_error": True}
+    failures = {"multiply": 0, "unknown": 1, "later": 0}
+    assert (done.episode.calls, done.episode.failures) == (dict.fromkeys(failures, 1), failures)
+    text = engine.tokenizer.decode(engine.seen[1][0].token_ids)
+    assert text.rindex("12") < text.rindex("soon")
 
 
 @pytest.mark.processes
@@ -409,18 +387,12 @@ def test_the_ready_tools(run, tool: str, argument: str, said: str) -> None:
     assert done.episode.failures[tool] == said.startswith("error: ")
 
 
-FITTING = [
-    *({"unit": "m"}, {"count": 2}, {"limit": None}, {"limit": 3}, {"size": 1}, {"size": 1.5}, {"ids": [1, 2]}),
-    *({"either": "a"}, {"either": 1}, {"counts": {"a": 1}}, {"exact": False}, {"whatever": [None, {"a": 1}]}),
-]
-UNFIT = [
-    *({"unit": "km"}, {"unit": 1}, {"count": "2"}, {"count": 2.5}, {"count": True}, {"count": None}, {"limit": "3"}),
-    *({"size": "1"}, {"ids": [1, "2"]}, {"ids": 1}, {"either": []}, {"counts": {"a": "1"}}, {"exact": 0}),
-]
+FITTING = [{"unit": "m"}, {"limit": None}, {"size": 1}, {"ids": [1, 2]}, {"either": "a"}, {"counts": {"a": 1}}]
+UNFIT = [{"unit": "km"}, {"count": "2"}, {"count": True}, {"count": None}, {"ids": [1, "2"]}, {"either": []}]
 
 
 def test_arguments_have_to_fit_the_type_hints() -> None:
     found = schemas([f"{TOOLS}:typed"])
     refused = [bool(refusal({"name": "typed", "arguments": one}, ["typed"], found)) for one in FITTING + UNFIT]
     assert refused == [False] * len(FITTING) + [True] * len(UNFIT)
-    assert [read_arguments(one) for one in ("", " ", None, "null", {}, "{}")] == [{}] * 6
+    assert [read_arguments(one) for one in ("", None, "null", "{}")] == [{}] * 4

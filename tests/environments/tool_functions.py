@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from typing import Any, Literal
+from typing import Literal
 
 
 class Toolbox:
@@ -94,8 +94,6 @@ def typed(
     ids: list[int] = [],  # noqa: B006 - never changed
     either: int | str = 1,
     counts: dict[str, int] | None = None,
-    exact: bool = False,
-    whatever: Any = None,
 ) -> str:
     """
     Take arguments of many types.
@@ -108,7 +106,5 @@ def typed(
         ids: Whole numbers.
         either: A number or a text.
         counts: Whole numbers by name.
-        exact: Yes or no.
-        whatever: Anything.
     """
     return "ok"

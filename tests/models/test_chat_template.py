@@ -93,14 +93,11 @@ def test_the_saved_model_ends_where_training_did(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     saved = configured_end_ids(HuggingFace(path=str(tmp_path)), str(tmp_path))
     assert saved == sorted(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
-
-
-def test_a_family_with_all_ends_keeps_its_generation_config() -> None:
-    tokenizer, model = CHAT_FAMILIES["gemma3"].tokenizer(), make_model(0)
+    tokenizer = CHAT_FAMILIES["gemma3"].tokenizer()
     both = [tokenizer.convert_tokens_to_ids(token) for token in ("<end_of_turn>", "<eos>")]
     model.generation_config.eos_token_id = list(both)
     keep_stop_token_ids(model, tokenizer)
-    assert model.generation_config.eos_token_id == both
+    assert model.generation_config.eos_token_id == both, "a family with all ends keeps its config"
 
 
 def test_the_end_of_a_config_counts_if_there_is_no_generation_config(tmp_path: Path) -> None:
@@ -202,11 +199,6 @@ def test_the_clock_stands_in_the_template_for_tools_too(tmp_path: Path) -> None:
     assert "macro" not in str(kept.chat_template), "it is saved with the model"
 
 
-def test_a_date_is_a_day() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.date=tomorrow: give a day as YEAR-MONTH-DAY"):
-        HuggingFace(path="a/b", date="tomorrow")
-
-
 # thinking
 
 
@@ -217,13 +209,12 @@ def test_thinking_is_a_switch(family: str, tmp_path: Path) -> None:
     assert texts[False].rstrip().endswith("</think>")
 
 
-@pytest.mark.parametrize("family", sorted(set(CHAT_FAMILIES) - set(THINKING)))
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma3", "qwen2.5"])
 def test_a_family_without_the_switch_refuses_it(family: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^model\.thinking=false: the chat template .* reads no enable_thinking"
-    ) as it:
+    with pytest.raises(ConfigError) as refused:
         loaded(family, tmp_path, thinking=False)
-    assert ("reasoning_effort" in str(it.value)) == (family == "gpt-oss")
+    assert refused.value.key == "model.thinking"
+    assert ("reasoning_effort" in str(refused.value)) == (family == "gpt-oss")
 
 
 def test_two_switches_must_agree(tmp_path: Path) -> None:
@@ -260,8 +251,9 @@ def test_a_broken_template_is_named_when_arguments_are_given(tmp_path: Path) -> 
         loaded("qwen3", tmp_path, chat_template=str(template), thinking=False)
 
 
-def test_the_keys_are_typed() -> None:
-    part = build(compose(["model=qwen3-0.6b", "model.thinking=false"]).model)
-    assert part.thinking is False
-    with pytest.raises(ConfigError, match=r"model\.thinking"):
-        compose(["model=qwen3-0.6b", "model.thinking=sometimes"])
+@pytest.mark.parametrize(("key", "value"), [("thinking", "sometimes"), ("date", "tomorrow")])
+def test_the_keys_are_typed(key: str, value: str) -> None:
+    assert build(compose(["model=qwen3-0.6b", "model.thinking=false"]).model).thinking is False
+    with pytest.raises(ConfigError) as refused:
+        build(compose(["model=qwen3-0.6b", f"model.{key}={value}"]).model)
+    assert refused.value.key == f"model.{key}"

@@ -169,9 +169,3 @@ def test_sizes_are_few_with_little_filler() -> None:
     assert len(set(sizes)) <= 120
     assert all(size % flex.TILE == 0 and size >= max(n, 2 * flex.TILE) for n, size in zip(tokens, sizes, strict=True))
     assert all(size - n <= max(n / 16 + flex.TILE, 2 * flex.TILE) for n, size in zip(tokens, sizes, strict=True))
-
-
-def test_dropout_is_refused() -> None:
-    mask = TiledMask.build([(3, [2])], CPU, on_cpu=False)
-    with pytest.raises(ValueError, match="does not support dropout"):
-        mask.attend(*states([(3, [2])]), HOW | {"dropout_p": 0.1})

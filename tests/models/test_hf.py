@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import AutoConfig, OPTConfig, OPTForCausalLM
 
 from grpocli.composition.compose import compose
 from grpocli.config.build import build
@@ -46,9 +45,6 @@ def test_a_complete_folder_loads(folder: Path) -> None:
     model = load_model(part, path)
     assert model.config._attn_implementation == "eager"
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_prepare_returns_a_hub_id_unchanged() -> None:
     assert HuggingFace(path="Qwen/Qwen2.5-0.5B-Instruct").prepare() == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
@@ -67,70 +63,48 @@ def test_vllm_serves_the_class_that_is_trained(kind: str, alone: str | None, tmp
     assert hf_overrides(Vllm(vllm_args={"hf-overrides": {"architectures": ["Own"]}}), job) == {"architectures": ["Own"]}
 
 
-def test_a_missing_path_names_the_key() -> None:
-    with pytest.raises(ConfigError, match=r"model\.path"):
-        HuggingFace()
+@pytest.mark.parametrize(
+    "path", ["", "/no/such/folder", "./here", "~/nowhere/at/all", "a/b/c", "nobody/nothing@x y", "{}/config.json"]
+)
+def test_a_path_without_a_model_is_refused(path: str, folder: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_model(HuggingFace(path=path.format(folder)), HuggingFace(path=path.format(folder)).prepare())
+    assert (refused.value.key, "\n" in str(refused.value)) == ("model.path", False)
     with pytest.raises(ConfigError, match=r"model\.path"):
         build(compose(["model=hf"]).model)
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./here", "../there", "~/nowhere/at/all", "a/b/c"])
-def test_a_missing_folder_is_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path=.*no such folder") as caught:
-        HuggingFace(path=path).prepare()
-    assert path in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("file", "what"),
-    [("config.json", "config.json"), ("model.safetensors", "weights"), ("tokenizer.json", "tokenizer")],
-)
-def test_an_incomplete_folder_names_the_missing_file(folder: Path, file: str, what: str) -> None:
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_incomplete_folder_is_refused(folder: Path, file: str) -> None:
     (folder / file).unlink()
-    with pytest.raises(ConfigError, match=rf"model\.path=.*has no {what}"):
+    with pytest.raises(ConfigError, match="has no ") as refused:
         HuggingFace(path=str(folder)).prepare()
+    assert refused.value.key == "model.path"
 
 
-def test_a_file_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path=.*is a file"):
-        HuggingFace(path=str(folder / "config.json")).prepare()
-
-
-@pytest.mark.parametrize("broken", ["{", "null", {"hidden_size": "x"}, {"num_attention_heads": 0}])
-def test_a_broken_config_gives_a_one_sentence_error(folder: Path, broken: str | dict[str, Any]) -> None:
+@pytest.mark.parametrize("broken", ["{", "null", {"hidden_size": "x"}, {"num_attention_heads": 0}, b"short"])
+def test_a_broken_file_gives_a_one_sentence_error(folder: Path, broken: Any) -> None:
     if isinstance(broken, dict):
         broken = json.dumps(json.loads((folder / "config.json").read_text()) | broken)
-    (folder / "config.json").write_text(broken)
+    if isinstance(broken, bytes):
+        (folder / "model.safetensors").write_bytes(broken)
+    else:
+        (folder / "config.json").write_text(broken)
     part = HuggingFace(path=str(folder))
-    with pytest.raises(ConfigError, match=r"model\.path=.*cannot load the model") as caught:
+    with pytest.raises(ConfigError, match="cannot load the model") as caught:
         load_model(part, part.prepare())
-    assert "\n" not in str(caught.value)
+    assert (caught.value.key, "\n" in str(caught.value)) == ("model.path", False)
 
 
-@pytest.mark.parametrize("config", ["{", '{"model_type": "nonsense"}', '{"model_type": "t5"}', "[]", "{}"])
+@pytest.mark.parametrize("config", ["{", '{"model_type": "nonsense"}', '{"model_type": "t5"}', "{}"])
 def test_choosing_the_dtype_needs_a_readable_config(folder: Path, config: str, monkeypatch) -> None:
     monkeypatch.setattr(loading, "cpu_has_bfloat16", lambda _: True)
     part = HuggingFace(path=str(folder))
     assert loading.choose_dtype("auto", part, part.prepare(), "cpu") == "float32"
     (folder / "config.json").write_text(config)
-    with pytest.raises(ConfigError, match=r"model\.path=.*cannot load the config") as caught:
+    with pytest.raises(ConfigError, match="cannot load the config") as caught:
         loading.choose_dtype("auto", part, part.prepare(), "cpu")
-    assert "\n" not in str(caught.value)
-
-
-def test_broken_weights_give_a_one_sentence_error(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"short")
-    part = HuggingFace(path=str(folder))
-    with pytest.raises(ConfigError, match=r"model\.path=.*cannot load the model"):
-        load_model(part, part.prepare())
-
-
-def test_an_unreachable_hub_gives_a_one_sentence_error() -> None:
-    part = HuggingFace(path="nobody/nothing")
-    for load in (load_model, load_tokenizer):
-        with pytest.raises(ConfigError, match=r"model\.path=nobody/nothing: cannot load") as caught:
-            load(part, part.prepare())
-        assert "\n" not in str(caught.value)
+    assert caught.value.key == "model.path"
 
 
 def test_the_end_token_replaces_a_missing_padding_token(folder: Path) -> None:
@@ -149,46 +123,19 @@ def test_arguments_reach_the_chat_template(folder: Path, tmp_path: Path) -> None
         part = HuggingFace(path=str(folder), chat_template=str(template), chat_template_arguments=arguments)
         tokenizer = load_tokenizer(part, str(folder))
         assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == text
-    tokenizer.save_pretrained(tmp_path / "saved")
-
-
-def test_a_chat_template_may_come_from_a_file(folder: Path, tmp_path: Path) -> None:
-    template = tmp_path / "own.jinja"
-    template.write_text("{{ messages[0]['content'] }}!")
-    part = HuggingFace(path=str(folder), chat_template=str(template))
-    tokenizer = load_tokenizer(part, part.prepare())
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
     with pytest.raises(ConfigError, match=r"model\.chat_template=nowhere"):
         HuggingFace(path=str(folder), chat_template="nowhere")
 
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
-    [
-        (
-            "num_hidden_layers",
-            9,
-            r"has no weights for model\.layers\.\S+ and \d+ others, which its config.json requires",
-        ),
-        ("vocab_size", 999, r"has weights of another shape for \S+embed_tokens\.weight"),
-    ],
+    [("num_hidden_layers", 9, "has no weights for"), ("vocab_size", 999, "has weights of another shape for")],
 )
 def test_missing_weights_are_refused(folder: Path, key: str, value: int, said: str) -> None:
     """Otherwise transformers would silently initialise them at random."""
     config = json.loads((folder / "config.json").read_text())
-    assert config[key] != value
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(ConfigError, match=rf"model\.path=.*{said}"):
-        load_model(HuggingFace(path=str(folder)), str(folder))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_start_model_with_a_nan_is_refused_by_name(folder: Path, value: float) -> None:
-    model = make_model(seed=0)
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[3, 4] = value
-    model.save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight") as refused:
+    with pytest.raises(ConfigError, match=said) as refused:
         load_model(HuggingFace(path=str(folder)), str(folder))
     assert refused.value.key == "model.path"
 
@@ -205,16 +152,6 @@ def test_a_token_without_a_row_is_refused_with_both_numbers(folder: Path) -> Non
     with pytest.raises(ConfigError, match=rf"{rows + 1} tokens.* {rows} rows") as refused:
         check_vocabulary(part, str(folder))
     assert refused.value.key == "model.path"
-
-
-def test_weights_of_8_bits_are_loaded_without_a_look_for_nan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(seed=0)
-    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
-        model.model.layers[0].mlp.up_proj.weight.to(torch.float8_e4m3fn), requires_grad=False
-    )
-    found = {"missing_keys": [], "mismatched_keys": []}
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(return_value=(model, found)))
-    assert load_model(HuggingFace(path=str(folder)), str(folder)) is model
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])

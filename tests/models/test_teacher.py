@@ -31,16 +31,10 @@ def test_each_teacher_is_loaded_once() -> None:
     first, second = teachers_of(kl, HuggingFace(path="student", dtype="float32", trust_remote_code=True))
     assert (first.tasks, first.key, second.tasks) == (("a", "c"), "algorithm.kl.model.a", ("b",))
     assert first.part == HuggingFace(path="one", revision="v2", dtype="float32", trust_remote_code=True)
-
-
-def test_the_built_in_teacher_follows_the_students_task() -> None:
+    assert teachers_of(built("algorithm=opd", "algorithm.kl.model=one", "algorithm.kl.beta=0").kl, Tiny()) == []
     kl = built("algorithm=opd", "algorithm.kl.model=tiny-teacher").kl
     (teacher,) = teachers_of(kl, Tiny(digits=3, operation="-", noise=0.3))
-    assert teacher.part == Tiny(digits=3, operation="-", **WARMER)
-
-
-def test_without_a_coefficient_there_is_no_teacher() -> None:
-    assert teachers_of(built("algorithm=opd", "algorithm.kl.model=one", "algorithm.kl.beta=0").kl, Tiny()) == []
+    assert teacher.part == Tiny(digits=3, operation="-", **WARMER), "it follows the student's task"
 
 
 def swapped(vocabulary: dict[str, int]) -> dict[str, int]:
@@ -77,15 +71,10 @@ def test_differences_of_vocabularies() -> None:
         assert token in difference(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("path", "problem"),
-    [("missing/folder/x", "there is no such folder"), (".", "the folder has no config.json")],
-)
-def test_a_missing_teacher_is_one_sentence_with_its_key(
-    path: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("path", ["missing/folder/x", "."])
+def test_a_missing_teacher_is_an_error_of_its_key(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     kl = built("algorithm=opd", f"algorithm.kl.model={{a: {path}}}").kl
-    with pytest.raises(ConfigError, match=problem) as error:
+    with pytest.raises(ConfigError) as error:
         teachers_of(kl, Tiny())[0].check_ready()
     assert (error.value.key, error.value.value) == ("algorithm.kl.model.a", path)

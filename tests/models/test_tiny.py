@@ -13,8 +13,9 @@ from grpocli.composition.compose import compose
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.models.loading import load_model, load_tokenizer
-from grpocli.models.tiny import ALPHABET, Tiny, content_hash, make_model, make_tokenizer
-from grpocli.models.warm_start import corrupt, orthogonalise, warm_start
+from grpocli.models.tiny import ALPHABET, CALCULATOR, Tiny, content_hash, make_model, make_tokenizer, with_calls
+from grpocli.models.warm_start import IGNORED, _kinds, corrupt, orthogonalise, warm_start
+from grpocli.rollout.turns import CallParser, TurnEncoder
 from grpocli.tasks.generated import Arithmetic
 
 TOKENIZER = make_tokenizer()
@@ -25,33 +26,20 @@ def plain(texts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return texts.filter(lambda text: not any(token in text for token in TOKENIZER.all_special_tokens))
 
 
-@given(plain(st.text(ALPHABET)))
-def test_the_alphabet_survives_a_round_trip(text: str) -> None:
-    ids = TOKENIZER(text).input_ids
-    assert len(ids) == len(text)
-    assert TOKENIZER.decode(ids) == text
-
-
 @given(plain(st.text(st.characters(exclude_categories=["Cs"]))))
-def test_unknown_characters_are_one_token_each(text: str) -> None:
+def test_a_character_is_one_token_and_unknown_ones_are_left_out(text: str) -> None:
     ids = TOKENIZER(text, add_special_tokens=False).input_ids
-    known = [c for c in text if c in ALPHABET]
-    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "".join(known)
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "".join(c for c in text if c in ALPHABET)
     assert len(ids) == len(text)
 
 
-def test_the_chat_template_writes_special_tokens() -> None:
-    chat = [{"role": "user", "content": "47+85="}]
+def test_the_chat_template_writes_special_tokens_of_the_config() -> None:
+    chat, config = [{"role": "user", "content": "47+85="}], make_model(seed=0).config
     text = TOKENIZER.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text == "<bos><user>47+85=<end><assistant>"
     assert len(TOKENIZER(text, add_special_tokens=False).input_ids) == 4 + len("47+85=")
-
-
-def test_tokenizer_and_model_config_agree_on_special_tokens() -> None:
-    config = make_model(seed=0).config
-    assert TOKENIZER.pad_token_id == config.pad_token_id
-    assert TOKENIZER.bos_token_id == config.bos_token_id
-    assert TOKENIZER.eos_token_id == config.eos_token_id
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        assert getattr(TOKENIZER, name) == getattr(config, name)
     assert len(TOKENIZER) == config.vocab_size
 
 
@@ -89,13 +77,6 @@ def test_the_prepared_folder_loads(cache_folder: Path) -> None:
     assert tokenizer.chat_template == TOKENIZER.chat_template
     assert tokenizer("47+85=").input_ids == TOKENIZER("47+85=").input_ids
     assert tokenizer.decode(tokenizer("a  b ,c").input_ids) == "a  b ,c"
-
-
-@pytest.mark.slow
-def test_progress_ends_at_one(cache_folder: Path) -> None:
-    seen: list[tuple[float, str]] = []
-    Tiny(warm_start_steps=4).prepare(lambda fraction, text: seen.append((fraction, text)))
-    assert [fraction for fraction, _ in seen] == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_every_setting_changes_the_hash() -> None:
@@ -149,10 +130,47 @@ def test_the_number_of_digits_follows_the_task() -> None:
     assert (own.digits, own.operation) == (2, "+")
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "key"),
-    [("noise", 1.5, "model.noise=1.5"), ("digits", 0, "model.digits=0"), ("dtype", "bf16", "model.dtype=bf16")],
-)
-def test_bad_values_name_their_key(field: str, value: object, key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
+@pytest.mark.parametrize(("field", "value"), [("noise", 1.5), ("digits", 0), ("dtype", "bf16")])
+def test_bad_values_name_their_key(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as refused:
         Tiny(**{field: value})
+    assert refused.value.key == f"model.{field}"
+
+
+PRODUCTS = Arithmetic(digits=2, operation="*").examples("train")[:200]
+
+
+def test_the_tokenizer_finds_its_own_calls() -> None:
+    tokenizer = make_tokenizer()
+    parser = CallParser(TurnEncoder(tokenizer, [CALCULATOR]))
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "47*85"}}}
+    said = tokenizer("calculator(expression=47*85)<end>", add_special_tokens=False).input_ids
+    assert parser.message(said) == {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = tokenizer("3995<end>", add_special_tokens=False).input_ids
+    assert parser.message(answer) == {"role": "assistant", "content": "3995"}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert parser.encoder.render([turn]).endswith("<assistant>calculator(expression=47*85)<end>")
+
+
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_every_second_example_has_a_tool_and_a_share_of_these_call_it(share: float) -> None:
+    examples = with_calls(PRODUCTS, share)
+    with_tools = [one for one in examples if "tools" in one]
+    called = [one for one in with_tools if one["answer"].startswith("calculator(")]
+    assert (len(with_tools), len(called)) == (100, 100 * share)
+
+
+def test_the_warm_start_learns_calls_and_answers_but_no_results() -> None:
+    tokenizer = make_tokenizer()
+    kinds = _kinds(with_calls(PRODUCTS, 0.1), tokenizer)
+    assert [kind.share for kind in kinds] == pytest.approx([0.5, 0.45, 0.05])
+    direct, shown, calls = kinds
+    assert not direct.exact
+    assert not shown.heard_NT.any()
+    assert calls.exact
+    row, heard = calls.answers_NT[0], calls.heard_NT[0]
+    learned = tokenizer.decode(row[~heard & (row != IGNORED)])
+    assert torch.equal(calls.answers_NT[:, 0], torch.full((10,), tokenizer.convert_tokens_to_ids("c")))
+    call, result, answer = learned.split("<end>")[0], tokenizer.decode(row[heard]), learned.split("<end>")[1]
+    assert call.startswith("calculator(expression=")
+    assert result == f"<system>{answer}<end><assistant>"

@@ -121,7 +121,7 @@ def test_training_on_evaluation_problems_is_refused(tmp_path: Path, plain_tokeni
         ),
         (ConfigError("it is empty", key="task.one.path", value="a"), "task.one.path=a: it is empty"),
         (ConfigError("no template", key="model"), "model: no template (task.one)"),
-        (ConfigError("no template", key="model", hint="give one"), "model: no template; give one (task.one)"),
+        (ConfigError("no template", key="model", hint="give one"), "model: no template (task.one); give one"),
         (ConfigError("no data"), "task.one: no data"),
     ],
 )

@@ -262,7 +262,7 @@ def test_held_out_examples_are_not_used_for_training(tmp_path: Path) -> None:
     assert (len(task.examples("train")), len(task.examples("eval"))) == (10, 2)
     assert len(Jsonl(path=path, split=None, **NAMED).examples("eval")) == len(ROWS)
     examples = Jsonl(path=path, **NAMED).examples("train")
-    assert list(examples) == [examples[i] for i in range(len(examples))] == examples[:]
+    assert list(examples) == [examples[i] for i in range(len(examples))]
 
 
 QUESTIONS = [{"q": f"{i}"} for i in range(20)]

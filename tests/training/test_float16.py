@@ -20,7 +20,8 @@ from grpocli.distributed import parallel
 from grpocli.distributed.parallel import Parallel, loss_scaler, step
 from grpocli.distributed.world import World
 from grpocli.errors import RunError
-from grpocli.models import loading, sdpa
+from grpocli.models import loading
+from grpocli.models import shared_prompt_attention as shared
 from grpocli.models.loading import HuggingFace
 from grpocli.runs.run_dir import RunDir
 from grpocli.training.optim import AdamW, make_optimizer
@@ -194,11 +195,11 @@ def test_keys_are_repeated_on_a_gpu_without_a_flash_kernel(capability, groups: b
     class OnGpu(torch.Tensor):
         device = torch.device("cuda:0")
 
-    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(shared, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    sdpa.before_ampere.cache_clear()
+    shared.before_ampere.cache_clear()
     query, key = torch.zeros(1, 4, 3, 8).half().as_subclass(OnGpu), torch.zeros(1, 2, 3, 8).half()
-    sdpa.on_gpu(query, key, key, None, 2, {})
-    sdpa.before_ampere.cache_clear()
+    shared.gpu_sdpa(query, key, key, None, 2, {})
+    shared.before_ampere.cache_clear()
     assert (called["enable_gqa"], called["heads"]) == (groups, 2 if groups else 4)

@@ -40,7 +40,7 @@ from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
-from grpocli.models import flex_attention, sdpa
+from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.frozen_linear import compute_dtype
 from grpocli.training import logprobs, packing
@@ -235,7 +235,9 @@ def test_the_gpu_attention_gives_the_same_update(world, name: str, groups: str, 
     plain = updated(model, world, rows, ALGORITHMS["grpo"], packed=False, skips=False)
     monkeypatch.setattr(Packed, "build", partial(Packed.build, on_cpu=False))
     monkeypatch.setattr(
-        sdpa, "on_gpu", lambda *args, real=sdpa.on_gpu, **others: calls.append(args) or real(*args, **others)
+        attention,
+        "gpu_sdpa",
+        lambda *args, real=attention.gpu_sdpa, **others: calls.append(args) or real(*args, **others),
     )
     assert_same_gradients(updated(model, world, rows, ALGORITHMS["grpo"], packed=True, skips=True), plain)
     assert {None if args[3] is None else args[3].dtype for args in calls} == {None, torch.float32}
