@@ -78,6 +78,13 @@ def config_errors(
         raise ConfigError(says.replace("{}", why(error)), **where) from error
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
 class RunError(GrpoError):
     """The run failed after its start."""
 

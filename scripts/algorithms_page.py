@@ -11,7 +11,7 @@ from typing import Any
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.config.parts import registered
+from grpocli.config.parts import CLASSES, choices_of
 from grpocli.files import write_atomic
 from grpocli.runs.sessions import as_typed
 from grpocli_tools.explain.documentation import field_docs, summary
@@ -104,8 +104,8 @@ def _paper(name: str) -> str:
 
 def _reference(kind: str) -> Iterator[str]:
     yield f"### {kind}\n"
-    for choice, made in registered(f"algorithm/{kind}").items():
-        yield from _choice(kind, choice, made)
+    for choice in sorted(choices_of(f"algorithm/{kind}")):
+        yield from _choice(kind, choice, CLASSES[f"algorithm/{kind}/{choice}"])
 
 
 def _choice(kind: str, choice: str, made: type[Any]) -> Iterator[str]:

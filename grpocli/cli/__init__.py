@@ -28,18 +28,6 @@ COMMANDS = {
 }
 """{command: (module:function, what it does)}. Those of installed packages are entry points of `grpocli.commands`."""
 
-ELSEWHERE = {
-    "resume": "grpocli train resume=RUN",
-    "sweep": "grpocli train -m KEY=A,B",
-    "run": "grpocli train",
-    "grpo": "grpocli train algorithm=grpo",
-    "config": "grpocli train --cfg job",
-    "plot": "grpocli compare RUN --plot FILE.png",
-    "samples": "grpocli rollouts RUN",
-    "test": "grpocli eval --run RUN",
-}
-"""What people type: the command for it."""
-
 HELP = """\
 grpocli {version}: train language models with reinforcement learning from verifiable rewards
 
@@ -146,7 +134,7 @@ def _main_of(command: str) -> Callable[[list[str]], int]:
     if command not in tools:
         from grpocli.config.parts import nearest
 
-        advice = f"; write {ELSEWHERE[command]}" if command in ELSEWHERE else nearest(command, [*COMMANDS, *tools])
+        advice = nearest(command, [*COMMANDS, *tools])
         if not tools:
             advice = "; the entry points of grpocli are not installed: run `make setup`, or `pip install -e .` again"
         raise ConfigError(f"there is no command {command}{advice}; see grpocli --help")

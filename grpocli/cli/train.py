@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from omegaconf import DictConfig
 
 from grpocli.cli.hydra_app import arguments, close_log, complete, hydra_app, only_prints, options_first, search_path
 from grpocli.composition.checks import check_files
-from grpocli.composition.compose import build_run, compose, run_job, sweep_folder, without_hydra, write_record
+from grpocli.composition.compose import build_run, compose, run_job, sweep_folder, without_hydra
 from grpocli.composition.resume import Resume
 from grpocli.config.environment import raw_value
 from grpocli.errors import ConfigError
@@ -139,8 +138,7 @@ def _train(config: DictConfig, run: Run, resuming: bool = False) -> float | None
 
     from grpocli.launch.run import launch
 
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    return launch(config, run, folder, resuming, begin=None if resuming else partial(write_record, folder, config))
+    return launch(config, run, Path(HydraConfig.get().runtime.output_dir), resuming)
 
 
 def _finished(run_dir: RunDir, run: Run) -> str | None:

@@ -80,7 +80,7 @@ def compose(overrides: list[str], config_name: str = "train", *, with_hydra: boo
     chosen = next((one for one in reversed(overrides) if one.startswith("reward=[")), None)
     removed = any(one.startswith("~reward") for one in overrides)
     if chosen and not removed and len(set(texts_of(chosen))) > len(config.get("reward", {})):
-        raise two_of_one_name(chosen)  # such as a function with the name of another choice
+        raise two_of_one_name(chosen)
     return config if with_hydra else without_hydra(config)
 
 

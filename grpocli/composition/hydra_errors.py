@@ -9,7 +9,9 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 from hydra.core.override_parser.types import Quote
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -18,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.composition.hydra_sources import composer, conf_dir
 from grpocli.composition.overrides import in_quotes, key_of_override, parse
-from grpocli.config.parts import nearest, stored
+from grpocli.config.parts import choices_of, nearest, stored
 from grpocli.config.yaml_text import TARGET, nodes
 from grpocli.errors import ConfigError
 from grpocli.plugins import hook
@@ -49,10 +51,7 @@ def _explained(error: Exception, overrides: list[str], config_name: str) -> Conf
         hint = f"{_syntax(found[1])}; -m tries several values in turn"
         return ConfigError(f"is one value with commas: for a list write '{key}=[{value}]'", key=key, hint=hint)
     if found := re.match(r"Error merging override ([^=]*)=?(.*)", text):
-        key, value = found.groups()
-        if inner := [known for known in known_keys(overrides, config_name) if known.startswith(f"{key}.")]:
-            return ConfigError("is a section", key=key, value=value, hint=f"set its keys: {', '.join(inner[:3])} ...")
-        return ConfigError(str(error.__cause__ or text).splitlines()[0], key=key, value=value)
+        return ConfigError(str(error.__cause__ or text).splitlines()[0], key=found[1], value=found[2])
     if found := re.match(r"You must specify '([^']+)'", text):
         return ConfigError("has no value", key=found[1], hint=f"set {found[1]}=...")
     found = re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text)
@@ -63,6 +62,12 @@ def _explained(error: Exception, overrides: list[str], config_name: str) -> Conf
     return ConfigError(_first_paragraph(text))
 
 
+def two_of_one_name(chosen: str) -> ConfigError:
+    """The error for two rewards with the same keys. chosen: their overrides."""
+    hint = "add one as +reward@reward.NAME=..., or change `# @package reward.NAME` in a copied YAML"
+    return ConfigError("two rewards have one name", key=chosen, hint=hint)
+
+
 def choices_in(overrides: list[str]) -> str:
     """The overrides that choose for a group."""
     return " ".join(one for one in overrides if "." not in key_of_override(one))
@@ -70,10 +75,7 @@ def choices_in(overrides: list[str]) -> str:
 
 def known_keys(overrides: list[str], config_name: str, hydra: bool = False) -> list[str]:
     """Every key and group of the config that the choices among `overrides` compose, or the keys of Hydra's own."""
-    config = _composed_choices(overrides, config_name)
-    if config is None:
-        return []
-    plain = OmegaConf.to_container(config, resolve=False)
+    plain = OmegaConf.to_container(_composed_choices(overrides, config_name), resolve=False)
     assert isinstance(plain, dict)
     own = plain.pop("hydra")
     if hydra:
@@ -85,30 +87,18 @@ def _keys(node: object, key: str = "") -> list[str]:
     return [key for key, _ in nodes(node, key, lists=False) if key and not key.endswith(TARGET)]
 
 
-def two_of_one_name(chosen: str) -> ConfigError:
-    """The error for two rewards with the same keys. chosen: their overrides."""
-    hint = "add one as +reward@reward.NAME=..., or change `# @package reward.NAME` in a copied YAML"
-    return ConfigError("two rewards have one name", key=chosen, hint=hint)
-
-
 def _unknown_key(key: str, overrides: list[str], config_name: str) -> ConfigError:
+    """The error for a key that belongs to another choice, that is another trainer's, or that has a nearest name."""
     problem, section, name = f"there is no key {key}", *key.rpartition(".")[::2]
-    given, foreign = {key_of_override(o): o.partition("=")[2] for o in overrides}, hook("foreign_names")
-    known = (foreign.key_advice(one, given.get(key, "VALUE")) for one in (key, name)) if foreign else ()
-    advice = next(filter(None, known), "")
-    group, config = section.replace(".", "/"), _composed_choices(overrides, config_name)
-    if re.fullmatch(r"reward\.\w+", section) and section.partition(".")[2] in stored("reward"):
-        chosen = config is not None and OmegaConf.select(config, section) is not None
-        if not chosen:
-            return ConfigError(f"{problem}, since the rewards are others: choose {section.partition('.')[2]}, too")
-    elif not advice and "." in section and config is not None and OmegaConf.select(config, section) is None:
-        return _unknown_key(section, overrides, config_name)  # of model.chat_template_arguments.NAME
-    if having := sorted(choice for choice, node in stored(group).items() if name in set(node.keys())):
-        now = None if config is None else config.hydra.runtime.choices.get(group)
-        return ConfigError(f"{key} belongs to {group}={' or '.join(having)}", hint=f"now it is {now}" if now else "")
-    if advice:
-        return ConfigError(problem, hint=advice)
-    keys = known_keys(overrides, config_name, hydra=key.startswith("hydra."))
+    keys, group = known_keys(overrides, config_name, hydra=key.startswith("hydra.")), section.replace(".", "/")
+    if section not in keys and section.removeprefix("reward.") in choices_of("reward"):
+        return ConfigError(f"{key} belongs to reward=[{section.removeprefix('reward.')}]")
+    if having := sorted(choice for choice, node in stored(group).items() if name in [*node.keys()]):
+        return ConfigError(f"{key} belongs to {group}={' or '.join(having)}")
+    if foreign := hook("foreign_names"):
+        value = next((o.partition("=")[2] for o in overrides if key_of_override(o) == key), "VALUE")
+        if advice := foreign.key_advice(key, value) or foreign.key_advice(name, value):
+            return ConfigError(problem, hint=advice)
     same = [known for known in keys if known.rpartition(".")[2] == name]
     return ConfigError(problem + (nearest(key, keys) or (f'; did you mean "{same[0]}"?' if same else "")))
 
@@ -132,17 +122,16 @@ def _unknown_choice(text: str) -> ConfigError:
     return ConfigError(f"choose one of {', '.join(names)}{more}{nearest(choice, names)}", key=group, value=choice)
 
 
-def _composed_choices(overrides: list[str], config_name: str) -> DictConfig | None:
+def _composed_choices(overrides: list[str], config_name: str) -> DictConfig:
     """The config that the group choices compose; the default config if one of the choices is wrong."""
     from hydra.types import RunMode
 
     choices = [text for text in overrides if (found := parse(text)) and "." not in (found.key_or_group or ".")]
     with composer(config_name) as hydra:
-        for attempt in (choices, []):
-            with suppress(HydraException):
-                config: DictConfig = hydra.compose_config(config_name, attempt, RunMode.RUN, from_shell=False)
-                return config
-    return None
+        compose = partial(hydra.compose_config, config_name, run_mode=RunMode.RUN, from_shell=False)
+        with suppress(HydraException):
+            return cast("DictConfig", compose(overrides=choices))
+        return cast("DictConfig", compose(overrides=[]))
 
 
 def _first_paragraph(text: str) -> str:

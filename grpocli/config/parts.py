@@ -148,12 +148,6 @@ def choices_of(group: str) -> list[str]:
     return [name for of, name in CHOICES if of == group]
 
 
-def registered(group: str) -> dict[str, type[Any]]:
-    """{choice: class} of a config group, without the parts of other packages."""
-    ours = {name: cls for name, cls in sorted(CLASSES.items()) if cls.__module__.startswith("grpocli.")}
-    return {name.removeprefix(f"{group}/"): cls for name, cls in ours.items() if name.startswith(f"{group}/")}
-
-
 def stored(group: str) -> dict[str, Any]:
     """{choice: schema} of a config group's choices that are classes."""
     return {name: config_node(CHOICES[group, name][0]) for name in choices_of(group)}

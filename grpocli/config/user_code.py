@@ -14,11 +14,12 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from grpocli.config.parts import nearest
-from grpocli.errors import ConfigError, GrpoError, RunError, config_errors
+from grpocli.errors import ConfigError, GrpoError, RunError, causes, config_errors
 from grpocli.plugins import plugins
 from grpocli.text import shorten
 from grpocli.version import PACKAGE
@@ -34,7 +35,7 @@ SAYS_MEMORY = re.compile(
     re.IGNORECASE,
 )
 """Messages of libraries about too little memory."""
-DEFINED = re.compile(r"^(?:async +def|def|class) +(\w+)|^(\w+) *=", re.MULTILINE)
+DEFINED = re.compile(r"^(?:(?:async +)?def +|class +)?(\w+) *[(:=]", re.MULTILINE)
 """The names that source defines at its top level; others may come from an import or be made at run time."""
 
 
@@ -90,32 +91,23 @@ def check_exists(function: str, key: str) -> None:
     The import happens later, since it may be slow. Passes if the source may define the name at run time.
     """
     place, name = _split(function)
-    if place.endswith(".py"):
-        _check_name(_existing(place, key), function, place, name, key)
-    else:
-        _check_module(function, place, name, key)
+    with config_errors(Exception, says="importing it raised {}", why=raised, key=key, value=function):
+        if (path := _existing(place, key) if place.endswith(".py") else _source_of(place)) is None:
+            return
+        source = path.read_text(errors="replace")
+        compile(source, str(path), "exec")
+    if not re.search(rf"\b{re.escape(name)}\b|import \*|__getattr__", source):
+        raise _no_name(function, place, name, DEFINED.findall(source), key)
 
 
-def _check_module(function: str, place: str, name: str, key: str) -> None:
+def _source_of(module: str) -> Path | None:
+    """The file of a module; None for one in a package, which only an import finds."""
     _reachable(Path.cwd())
-    package, _, rest = place.partition(".")
+    package, _, rest = module.partition(".")
     spec = importlib.util.find_spec(package)
     if spec is None:
-        raise ConfigError(
-            f"importing it raised ModuleNotFoundError: No module named {package!r}", key=key, value=function
-        )
-    if not rest and spec.origin and spec.origin.endswith(".py"):
-        _check_name(Path(spec.origin), function, place, name, key)
-
-
-def _check_name(path: Path, function: str, place: str, name: str, key: str) -> None:
-    source = path.read_text(errors="replace")
-    try:
-        compile(source, str(path), "exec")
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"importing it raised {raised(error)}", key=key, value=function) from error
-    if not re.search(rf"\b{re.escape(name)}\b|import \*|__getattr__", source):
-        raise _no_name(function, place, name, ["".join(found) for found in DEFINED.findall(source)], key)
+        raise ModuleNotFoundError(f"No module named {package!r}")
+    return Path(spec.origin) if not rest and spec.origin and spec.origin.endswith(".py") else None
 
 
 def _existing(place: str, key: str) -> Path:
@@ -221,27 +213,22 @@ def where(error: BaseException) -> str:
     return place
 
 
-def from_user_code(error: BaseException | None) -> bool:
+def from_user_code(error: BaseException) -> bool:
     """Whether user code raised an error or one of its causes, so that the message names the line.
 
     A GrpoError of user code does not count: it is a sentence for the user already.
     """
-    while error is not None:
-        if not isinstance(error, GrpoError) and where(error):
-            return True
-        error = error.__cause__
-    return False
+    return any(where(one) for one in causes(error) if not isinstance(one, GrpoError))
 
 
-def too_little_memory(error: BaseException | None) -> RunError | None:
+def too_little_memory(error: BaseException) -> RunError | None:
     """The RunError for an error that has too little memory among its causes; None for user code's and any other."""
-    while error is not None and not where(error):
-        name, text = type(error).__name__, " ".join(str(error).split())[:300]
-        told = isinstance(error, ImportError | RuntimeError) and SAYS_MEMORY.search(text)  # torch raises RuntimeErrors
-        if told or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+    for one in takewhile(lambda one: not where(one), causes(error)):
+        name, text = type(one).__name__, " ".join(str(one).split())[:300]
+        told = isinstance(one, ImportError | RuntimeError) and SAYS_MEMORY.search(text)  # torch raises RuntimeErrors
+        if told or isinstance(one, MemoryError) or getattr(one, "errno", None) == errno.ENOMEM:
             advice = "lower train.micro_batch_tokens, and" if "OutOfMemory" in name else "free some, or"
             return RunError(f"too little memory: {name}: {text}".rstrip(": .") + f"; {advice} see `grpocli plan`")
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 
 

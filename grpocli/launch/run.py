@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from grpocli.composition.checks import check_devices, check_model
-from grpocli.composition.compose import mode_of, save
+from grpocli.composition.compose import mode_of, save, write_record
 from grpocli.composition.resume import changes
 from grpocli.config.environment import without_environment
 from grpocli.config.user_parts import choice_of
@@ -65,13 +65,10 @@ LOCK_WITHIN = 120.0
 """Seconds until a file system releases the lock of a machine that died."""
 
 
-def launch(
-    config: DictConfig, run: Run, folder: Path, resuming: bool = False, begin: Callable[[], None] | None = None
-) -> float | None:
-    """Train `run`, which was built from `config` and checked. Returns the final accuracy, for sweepers.
+def launch(config: DictConfig, run: Run, folder: Path, resuming: bool = False) -> float | None:
+    """Train `run`, which was built from `config` and checked, in a job of Hydra's. Returns the final accuracy.
 
     On several machines each calls this; the first one prepares and the others wait for it.
-    begin: called when the folder belongs to this run; nothing is written in it before.
     Raises ConfigError, RunError or Stopped, after everything that was started has been stopped.
     """
     enable_crash_tracebacks()
@@ -80,7 +77,7 @@ def launch(
         return train_on_other_machine(run, run_dir, node)
     new = not resuming and run_dir.is_fresh()
     with run_dir.locked(timeout=LOCK_WITHIN if node else 0.0), run_errors(run_dir, new):
-        return _train_locked(config, run, run_dir, resuming, node, begin)
+        return _train_locked(config, run, run_dir, resuming, node)
 
 
 @contextmanager
@@ -110,20 +107,13 @@ def run_errors(run_dir: RunDir, new: bool) -> Iterator[None]:
         raise as_grpo_error(error, run_dir) from error
 
 
-def _train_locked(
-    config: DictConfig,
-    run: Run,
-    run_dir: RunDir,
-    resuming: bool,
-    node: Node | None,
-    begin: Callable[[], None] | None,
-) -> float | None:
+def _train_locked(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool, node: Node | None) -> float | None:
     """The stages of a run, in a folder that this process has locked."""
     from grpocli.views.live_view import make_view
 
     view = make_view()
     try:
-        _clear_folder(run, run_dir, resuming, begin)
+        _clear_folder(config, run, run_dir, resuming)
         run, devices = _with_choices(config, run, run_dir if resuming else None, view)
         job = prepare(run, run_dir, view, devices, node)
         point = _resume_point(run, run_dir, view, resuming)
@@ -144,12 +134,12 @@ def _train_locked(
         run_dir.restore()
 
 
-def _clear_folder(run: Run, run_dir: RunDir, resuming: bool, begin: Callable[[], None] | None) -> None:
+def _clear_folder(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool) -> None:
     """Make the folder ready to be written to: repair it after a kill, and remove what other sessions left."""
     run_dir.check_writable(resuming=resuming)
     run_dir.restore()
-    if begin:
-        begin()
+    if not resuming:
+        write_record(run_dir.path, config)
     clean(run_dir.path)
     refuse_other_run(PUSH_KEY, run.hub, run_dir)
 
@@ -166,24 +156,15 @@ def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Resu
 
 
 def _report_resume(run: Run, point: ResumePoint, view: View, changed: Changes) -> None:
-    """Report damaged checkpoints or a missing one, the changed keys, and what other steps make of the schedule."""
-    from grpocli.training.checkpoint import State, load_state
+    """Report damaged checkpoints or a missing one, and the changed keys."""
+    from grpocli.training.checkpoint import load_state
 
     for sentence in point.fallback:
         logger.warning("%s; continuing from %s", sentence, point.path)
         view.warn(f"{sentence}; continuing from {point.path}")
     if point.path is None:
         view.note("the run ended before its first checkpoint and starts again")
-    state = load_state(point.path) if point.path else State()
-    done, optim = state.step, run.optim
-    steps = [steps for steps in changed.get("train.steps", ()) if isinstance(steps, int) and state.updates]
-    last = [optim.rate(state.updates - 1, steps * run.train.updates_per_step) for steps in steps]
-    if len(set(last)) > 1 and done < run.train.steps:
-        rate = optim.rate(state.updates, run.train.steps * run.train.updates_per_step)
-        view.note(
-            f"the schedule of the learning rate ({getattr(optim, 'schedule', 'your own')}) is now that of {steps[1]} "
-            f"steps, not of {steps[0]}: {rate:.3g} in step {done + 1}, after {last[0]:.3g}"
-        )
+    done = load_state(point.path).step if point.path else 0
     if done >= run.train.steps:
         view.warn(f"train.steps={run.train.steps}: {done} steps are done, so none is left; raise it to train on")
     for key, (old, new) in changed.items():
@@ -263,12 +244,6 @@ def steps_of(epochs: float, run: Run) -> int:
     return max(1, math.ceil(round(epochs * draws / run.rollout.prompts_per_step, 6)))
 
 
-def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str | None:
-    """The folder from which servers on other machines read weights; None if no weights are sent as files."""
-    by_files = transport == "shm" or run.model.lora.rank > 0  # adapters are always files
-    return str(shared_weights_folder(run_dir.path)) if nodes and by_files else None
-
-
 def prepare(
     run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None, split: str = "train"
 ) -> TrainerJob:
@@ -288,68 +263,53 @@ def prepare(
     dtype = choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device)
     nodes = run.hardware.rollout_nodes
     transport = run.sync.choose(locate_servers(run.hardware.device, run.engine.urls, devices.shared, nodes))
+    by_files = transport == "shm" or run.model.lora.rank > 0  # adapters are always files
     engine = EngineJob(
         model_path=model_path,
         dtype=dtype,
         head_dtype=choose_head_dtype(run.model, dtype),
-        architecture=_architecture(run, model_path),
         max_tokens=run.rollout.longest_row,
         run_dir=run_dir.path,
         seed=run.seed,
         transport=transport,
-        sync_folder=run.sync.folder or shared_folder(run, run_dir, nodes, transport),
+        sync_folder=run.sync.folder or (str(shared_weights_folder(run_dir.path)) if nodes and by_files else None),
         lora_rank=run.model.lora.rank,
         quantized=run.engine.quantizes,
         revision=getattr(run.model, "revision", None),
         trust_remote_code=getattr(run.model, "trust_remote_code", False),
-        served_path=_served(run, model_path, dtype, view),
-        dummy=split == "train" and _starts_dummy(run, model_path),
         max_num_seqs=max(run.rollout.group_size, run.eval.samples),
         gpus=devices.rollout,
         shares_gpus=devices.shared is not False,
         nodes=nodes,
+        **_vllm_fields(run, model_path, dtype, view, training=split == "train"),
     )
     return TrainerJob(engine, None, node.session if node else "")
 
 
-def _architecture(run: Run, model_path: str) -> str | None:
-    """The class of the model that vLLM serves, if it is not that of the model's config."""
-    from grpocli.models.loading import language_model_class
+def _vllm_fields(run: Run, model_path: str, dtype: str, view: View, training: bool) -> dict[str, Any]:
+    """The fields of the engine's job that vLLM needs: the class and the folder of the model, and whether it is dummy.
+
+    A training's own servers need no real weights, because every sync sends all that they read. It sends no buffers,
+    such as the expert biases of GLM-4.5.
+    """
+    from grpocli.models.loading import language_model_class, model_without_weights
     from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 
-    return (
-        language_model_class(run.model, model_path) if isinstance(run.engine.resolved(), Vllm | VllmColocate) else None
-    )
+    engine, fields = run.engine.resolved(), dict[str, Any]()
+    if isinstance(engine, Vllm | VllmColocate):
+        fields["architecture"] = language_model_class(run.model, model_path)
+    if not isinstance(engine, Vllm) or engine.base_url:
+        return fields
+    if getattr(run.model, "quantization", None):
+        from grpocli.training.dequantized import dequantized_base
 
-
-def _served(run: Run, model_path: str, dtype: str, view: View) -> str | None:
-    """The folder that a vLLM server of this run serves if the trainer's base model has weights of 4 bits; else None."""
-    from grpocli.rollout.vllm.engine_parts import Vllm
-
-    engine = run.engine.resolved()
-    if not getattr(run.model, "quantization", None) or not isinstance(engine, Vllm) or engine.base_url:
-        return None
-    from grpocli.training.dequantized import dequantized_base
-
-    view.stage("writing the weights that 4 bits stand for, which vLLM serves")
-    return dequantized_base(run.model, model_path, dtype, run.hardware.device)
-
-
-def _starts_dummy(run: Run, model_path: str) -> bool:
-    """Whether the run's own vLLM servers need no real weights, because every sync sends all that they read.
-
-    Syncs send no buffers, such as the expert biases of GLM-4.5.
-    """
-    from grpocli.models.loading import model_without_weights
-    from grpocli.rollout.vllm.engine_parts import Vllm
-
-    engine = run.engine.resolved()
-    if not isinstance(engine, Vllm) or engine.base_url or run.model.lora.rank or engine.quantizes or engine.speculative:
-        return False
-    if engine.option("load_format"):
-        return False
-    model = model_without_weights(run.model, model_path)
-    return not model.state_dict().keys() & dict(model.named_buffers()).keys()
+        view.stage("writing the weights that 4 bits stand for, which vLLM serves")
+        fields["served_path"] = dequantized_base(run.model, model_path, dtype, run.hardware.device)
+    reads_weights = run.model.lora.rank or engine.quantizes or engine.speculative or engine.option("load_format")
+    if training and not reads_weights:
+        model = model_without_weights(run.model, model_path)
+        fields["dummy"] = not model.state_dict().keys() & dict(model.named_buffers()).keys()
+    return fields
 
 
 def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
@@ -367,7 +327,8 @@ def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
 def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devices, node: Node | None) -> float | None:
     with stop_signal() as stop, ExitStack() as running:
         stop.file = stop_file(run_dir.path)
-        here = _in_this_process(devices, node)
+        first_gpu = not devices.train or devices.train[0] == visible_gpus()[0]  # which is torch's in this process
+        here = node is None and devices.processes == 1 and first_gpu
         loading = run_in_thread(partial(_load, run, job), "loading") if here else None
         if loading:
             running.callback(wait, [loading], LOADED_WITHIN)  # the next run of a sweep should not begin beside it
@@ -428,11 +389,6 @@ def _load(run: Run, job: TrainerJob) -> tuple[PromptSource, PreTrainedModel | No
         import_engines()
     with restoring(job.checkpoint):
         return prompts, load_policy(run.model, base, str(job.checkpoint or base), run.seed, job.engine.dtype)
-
-
-def _in_this_process(devices: Devices, node: Node | None) -> bool:
-    """Whether one trainer process suffices, with torch's first GPU, so that it can be this process."""
-    return node is None and devices.processes == 1 and (not devices.train or devices.train[0] == visible_gpus()[0])
 
 
 def train_on_other_machine(run: Run, run_dir: RunDir, node: Node) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.files import read_shared, write_atomic
 from grpocli.processes.guard import alive, guarded
-from grpocli.processes.reports import DONE, JOINING, Heartbeat, exit_reports, heartbeats, report_failure, root_cause
+from grpocli.processes.reports import DONE, Heartbeat, exit_reports, heartbeats, report_failure, root_cause
 from grpocli.processes.signals import handle_stops
 from grpocli.rollout.engine import EngineJob
 from grpocli.runs.metrics import summary_of, write_summary
@@ -37,8 +36,6 @@ SETTLE = 5.0
 """Seconds after the first failure in which other processes may still report theirs."""
 GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL. Short, since the file `stop`, not SIGTERM, requests a stop after the step."""
-MISSING_AFTER = 60.0
-"""Seconds after which processes that have not begun are named."""
 JOB = "job.json"
 """The input of trainer processes, in the run's folder, written by the launching process."""
 POLL = 0.2
@@ -49,16 +46,16 @@ KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGKILL)
 
 @dataclass(frozen=True, slots=True)
 class TrainerJob:
-    """A trainer process's input beside the config.
-
-    engine: how the engine was launched. checkpoint: where to resume (None: start from the beginning). On several
-    machines, session: `Node.session`; ready: whether the engine accepts connections.
-    """
+    """A trainer process's input beside the config."""
 
     engine: EngineJob
+    """How the engine was launched."""
     checkpoint: Path | None
+    """Where to resume; None: start from the beginning."""
     session: str = ""
+    """`Node.session`, on several machines."""
     ready: bool = True
+    """Whether the engine accepts connections."""
 
     def save(self, run_dir: Path) -> None:
         values = asdict(self)
@@ -103,7 +100,7 @@ def train_in_processes(
     """
     words = command(devices.processes, run_dir.path, node)
     with guarded(words, name="trainers", env=environment(devices), grace=GRACE) as trainers:
-        _wait(run_dir.path, trainers, stop, devices.processes, node)
+        _wait(run_dir.path, trainers, stop)
         if node and node.count > 1:
             _wait_for_cause(run_dir.path)
         error = _root_cause(run, run_dir.path)  # while hanging processes are still alive
@@ -121,41 +118,24 @@ def train_in_processes(
     raise error
 
 
-def _wait(run_dir: Path, trainers: Guarded, stop: StopSignal, processes: int, node: Node | None) -> None:
+def _wait(run_dir: Path, trainers: Guarded, stop: StopSignal) -> None:
     """Wait until the processes have ended, or until SETTLE seconds after one has failed.
 
     Raises Stopped for a signal before they have begun: there is no step to finish, and they may be waiting, outside of
     Python, for one that never comes.
     """
-    stop_requested, failed_at, joined, late = False, None, False, time.monotonic() + MISSING_AFTER
+    failed_at = None
     while trainers.poll() is None:
-        if stop.received and not stop_requested:
+        if stop.received:
             stop_file(run_dir).touch()
-            stop_requested = True
-        here = [beat for beat in heartbeats(run_dir) if beat.here]
-        if stop_requested and not any(beat.begun for beat in here):
-            remedy = f"resume with: {resume_command(run_dir)}"
-            raise Stopped(f"{stop.received} before the first step", remedy=remedy)
-        joined = joined or any(beat.stage != JOINING for beat in here)
-        if not joined and time.monotonic() > late:
-            late = math.inf
-            print(f"waiting for {_missing(run_dir, processes, node)}", file=sys.stderr, flush=True)
+            if not any(beat.begun for beat in heartbeats(run_dir) if beat.here):
+                remedy = f"resume with: {resume_command(run_dir)}"
+                raise Stopped(f"{stop.received} before the first step", remedy=remedy)
         if failed_at is None and (any(f.code != Stopped.exit_code for f in exit_reports(run_dir)) or _died(run_dir)):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > SETTLE:
             return
         time.sleep(POLL)
-
-
-def _missing(run_dir: Path, processes: int, node: Node | None) -> str:
-    """The trainer processes that have not begun, and their machines; this one's wait for those of other machines."""
-    begun = {beat.rank for beat in heartbeats(run_dir)}
-    count, here = (node.count, node.rank) if node else (1, 0)
-    missing = [rank for rank in range(processes * count) if rank not in begun]
-    missing = [rank for rank in missing if rank // processes != here] or missing
-    machines = sorted({rank // processes + 1 for rank in missing})
-    where = f" (machines {', '.join(map(str, machines))} of {count})" if count > 1 else ""
-    return f"trainer processes {', '.join(map(str, missing))}{where}" if missing else "the trainer processes' group"
 
 
 def _wait_for_cause(run_dir: Path) -> None:

@@ -11,14 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpocli.config.user_code import raised, too_little_memory, where
-from grpocli.errors import GrpoError, RunError, Stopped
+from grpocli.errors import GrpoError, RunError, Stopped, causes
 from grpocli.files import FULL, QuietFileHandler
 from grpocli.launch.trainer_launcher import TrainerJob
 from grpocli.processes.libraries import keep_freed_memory
 from grpocli.processes.reports import JOINING, START
+from grpocli.runs.metrics import MetricsLog, reserve_space, summary_of, write_summary
 from grpocli.runs.run_dir import FORBIDDEN, RunDir
 from grpocli.runs.saved_run import SavedRun
 from grpocli.text import masked
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.processes.reports import HeartbeatWriter
     from grpocli.processes.signals import StopSignal
-    from grpocli.runs.metrics import MetricsLog
     from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.trainer import Trainer
@@ -45,11 +45,7 @@ PUSH_AFTER_STOP = 30.0
 
 @dataclass(frozen=True, slots=True)
 class TrainerProcess:
-    """Builds the trainer, trains, and writes the final model and the summary.
-
-    report: called with an error before the other processes can notice that this one ended. heartbeat: where stages
-    are written, with several processes. load: returns the prompts, and the policy's model or None to load it here.
-    """
+    """Builds the trainer, trains, and writes the final model and the summary."""
 
     run: Run
     job: TrainerJob
@@ -57,8 +53,11 @@ class TrainerProcess:
     stop: StopSignal
     view: View
     report: Callable[[BaseException], None] = lambda error: None
+    """Called with an error before the other processes can notice that this one ended."""
     heartbeat: HeartbeatWriter | None = None
+    """Where stages are written, with several processes."""
     load: Callable[[], tuple[PromptSource, PreTrainedModel | None]] | None = None
+    """Returns the prompts, and the policy's model or None to load it here."""
 
     def train(self) -> float | None:
         """Train, write `model/` at the end, and `summary.json` in any case. Returns the final accuracy."""
@@ -77,7 +76,7 @@ class TrainerProcess:
         trainer = None
         try:
             trainer = self._trainer(world, recorder)
-            results = self._trained(trainer, recorder)
+            results = self._train(trainer, recorder)
             finish(trainer, self.job, results)
             recorder.finish_pushes(self.run.hub.timeout)
             recorder.callbacks.on_end(RunEnd(trainer.state.step, "done", "done", self.run_dir.model))
@@ -89,7 +88,7 @@ class TrainerProcess:
         finally:
             close_all(*([trainer.close] if trainer else []), recorder.close, world.close)
 
-    def _trained(self, trainer: Trainer, recorder: Recorder) -> dict[str, float]:
+    def _train(self, trainer: Trainer, recorder: Recorder) -> dict[str, float]:
         """The final evaluation of a training. Raises RunError if user code in it calls `exit`."""
         config = SavedRun(self.run_dir.path).config
         recorder.callbacks.on_start(self.run_dir.path, config, self.run.train.steps, trainer.state.step)
@@ -108,16 +107,15 @@ class TrainerProcess:
         return build_trainer(run, job.engine, world, recorder, self.stop, job.checkpoint, data, model)
 
     def _summarise_failure(self, trainer: Trainer | None, recorder: Recorder, error: BaseException) -> None:
-        from grpocli.runs.metrics import write_summary
-
         if (trainer is None or self.run_dir.unbegun) and self.run_dir.summary.exists():
             return  # a resume that did no step keeps the summary of the run so far
         known = error if isinstance(error, GrpoError) else GrpoError(raised(error))
-        cause, remedy = masked(known.cause), masked(known.remedy)
         kind = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
         try:
             if recorder.metrics is not None:  # in the main process
-                write_summary(self.run_dir.summary, summary_content(trainer, recorder, cause, kind, {}, remedy=remedy))
+                cause, remedy = masked(known.cause), masked(known.remedy)
+                summary = summary_of_run(trainer, recorder, cause=cause, remedy=remedy, kind=kind, after={})
+                write_summary(self.run_dir.summary, summary)
         except OSError:
             logger.exception("the summary was not written")
         if not isinstance(error, KeyboardInterrupt):  # a second Ctrl-C waits for nothing
@@ -142,7 +140,6 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     """The recorder of the main process with its files, view and tracker; in other processes one with only a view."""
     from grpocli.algorithm.kl import has_teacher
     from grpocli.rewards.reward import answer_columns
-    from grpocli.runs.metrics import MetricsLog, reserve_space
     from grpocli.tracking.callbacks import Callbacks, make_callbacks
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.checkpoint import load_state
@@ -201,13 +198,12 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
 
     from grpocli.models.loading import load_config
     from grpocli.publish.card import model_card
-    from grpocli.runs.metrics import write_summary
     from grpocli.training.checkpoint import save_model
 
     main, recorder, card = trainer.world.is_main, trainer.recorder, ""
     recorder.begin()  # also without a step
     if main:
-        summary = summary_content(trainer, recorder, "done", "done", results, _early(trainer))
+        summary = summary_of_run(trainer, recorder, cause="done", kind="done", after=results, early=_early(trainer))
         card = model_card(recorder.run_dir, job.engine.model_path, summary)
     recorder.stage("model")
     dtype = load_config(trainer.run.model, job.engine.model_path).dtype or torch.float32
@@ -224,39 +220,21 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
 def _early(trainer: Trainer) -> dict[str, object] | None:
     """What ended a run before its last step, a metric or a callback; None for another run."""
     stop_at, value, callback = trainer.run.eval.stop_at, trainer.reached, trainer.recorder.callbacks.stop
-    if trainer.state.step >= trainer.run.train.steps:
+    if trainer.state.step >= trainer.run.train.steps or not (callback or value is not None):
         return None
-    if callback:
-        return {"callback": callback}
-    if value is None:
-        return None
-    return {"metric": stop_at.name, "value": value, "threshold": stop_at.threshold}
+    metric: dict[str, object] = {"metric": stop_at.name, "value": value, "threshold": stop_at.threshold}
+    return {"callback": callback} if callback else metric
 
 
-def summary_content(
-    trainer: Trainer | None,
-    recorder: Recorder,
-    cause: str,
-    kind: str,
-    results: dict[str, float],
-    early: dict[str, object] | None = None,
-    remedy: str = "",
-) -> dict[str, object]:
-    """The content of summary.json."""
-    from grpocli.runs.metrics import summary_of
-
-    before = (trainer.state.before if trainer else None) or {}
+def summary_of_run(trainer: Trainer | None, recorder: Recorder, **facts: Any) -> dict[str, object]:
+    """The content of summary.json. facts: the arguments of `summary_of` that tell how the run ended."""
     return summary_of(
         steps=trainer.state.step if trainer else 0,
         seconds=trainer.seconds if trainer else 0.0,
-        before=before,
-        after=results,
+        before=(trainer.state.before if trainer else None) or {},
         metrics=recorder.last,
-        cause=cause,
-        kind=kind,
-        remedy=remedy,
         incomparable=SavedRun(recorder.run_dir.path).incomparable,
-        early=early,
+        **facts,
     ) | {"checkpoint": recorder.saved}
 
 
@@ -333,19 +311,11 @@ def as_grpo_error(error: Exception, run_dir: RunDir) -> GrpoError:
         return run_dir.run_error(error)
     if where(error):
         return RunError(f"{raised(error)}; the traceback is in {run_dir.log}")
-    if below := _disk_trouble(error):
+    full_disk = (one for one in causes(error) if isinstance(one, OSError) and one.errno in (*FULL, *FORBIDDEN))
+    if below := next(full_disk, None):
         return run_dir.run_error(below)
     cause = " ".join(str(error).split()) or "no message"
     return RunError(f"{type(error).__name__}: {cause[:500]} (traceback in {run_dir.log}; a bug, or a broken part)")
-
-
-def _disk_trouble(error: BaseException | None) -> OSError | None:
-    """The first error of a full disk or an unwritable folder among the causes of an error."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (*FULL, *FORBIDDEN):
-            return error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return None
 
 
 if __name__ == "__main__":

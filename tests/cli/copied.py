@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from grpocli.errors import EngineGone
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob, EnginePart, OnGroup, ignore_group
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import stop_token_ids
-from grpocli.tasks.prompts import PromptSet
 from grpocli.types import Completion, Request, Sampling
 
 FOR_EVER = 40.0  # seconds
@@ -31,8 +29,7 @@ class Copied(EnginePart):
 
     slow: minimum seconds of a batch of completions. fails, lost, stuck: the number of the call in which the engine
     breaks, is lost and must be synced again, or hangs; 0: none. gone: a lost engine does not come back. meanwhile:
-    every call but the first returns only after an update of the policy. starts_after_data: its start ends when prompts
-    have been tokenised.
+    every call but the first returns only after an update of the policy.
     """
 
     slow: float = 0.0
@@ -41,29 +38,14 @@ class Copied(EnginePart):
     stuck: int = 0
     gone: bool = False
     meanwhile: bool = False
-    starts_after_data: bool = False
 
     overlaps = True
 
-    def __post_init__(self) -> None:
-        # of other runs in this process; this run may start to tokenise before `launch`
-        object.__setattr__(self, "earlier_prompts", prompt_sets())
-
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        deadline = time.monotonic() + FOR_EVER
-        earlier: list[PromptSet] = self.earlier_prompts  # type: ignore[attr-defined]
-        while self.starts_after_data and len(prompt_sets()) <= len(earlier):
-            if time.monotonic() > deadline:
-                raise RuntimeError("no prompts were tokenised while the engine started")
-            time.sleep(0.1)
         return nullcontext()
 
     def connect(self, context: EngineContext) -> CopiedEngine:
         return CopiedEngine(self, context)
-
-
-def prompt_sets() -> list[PromptSet]:
-    return [one for one in gc.get_objects() if type(one) is PromptSet]
 
 
 class CopiedEngine(Engine):

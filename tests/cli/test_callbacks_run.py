@@ -103,13 +103,6 @@ def test_strict_ends_the_run(here: Path, grpocli: Callable[..., tuple[int, str, 
     assert seen(here)[-1] == ["end", 1, "failed", False]
 
 
-def test_a_missing_callback_is_refused_before_the_run(here: Path, grpocli: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, said = grpocli("train", *RUN, "callbacks=[mine.py:Sean]", "hydra.run.dir=one")
-    assert code == 2
-    assert 'has no function or class Sean; did you mean "Seen"?' in said
-    assert not (here / "one").exists()
-
-
 @pytest.mark.survival
 def test_a_callback_ends_a_run_of_several_processes(here: Path) -> None:
     code, out = finish(start("train", *RUN, "callbacks=[mine.py:Stop,mine.py:Seen]", "hardware.processes=2"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from cli.copied import config_dir
 from cli.running import assert_same_run, killed_after, metrics, run_here
 
 from grpocli.runs.rollouts import read_rollouts
-from grpocli.tasks.curriculum import KINDS, load_problems
+from grpocli.tasks.curriculum import load_problems
 
 pytestmark = pytest.mark.processes
 
@@ -59,25 +57,6 @@ def test_a_resume_draws_the_same_problems(whole: Path, tmp_path: Path) -> None:
     assert_same_run(killed, whole)
     one, two = (load_problems(run / "checkpoints" / "step_000005") for run in (whole, killed))
     assert repr(one) == repr(two)
-
-
-def test_the_table_of_problems_has_the_scores_of_the_checkpoint(grpocli, whole: Path, tmp_path: Path) -> None:
-    code, _, _ = grpocli("rollouts", str(whole), "--problems", "--export", str(tmp_path / "all.jsonl"))
-    assert code == 0
-    found = {one["row"]: one for one in map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())}
-    table = load_problems(whole / "checkpoints" / "step_000005")["arithmetic"]
-    assert sorted(found) == sorted(table["row"].tolist())
-    for row, n, right, last, step in zip(*(table[name].tolist() for name in KINDS), strict=True):
-        one = found[row]
-        assert (one["sampled"], one["pass_rate"]) == (n, right / n)
-        assert (one["last_pass_rate"], one["last_step"], one["resting"]) == (last, step, last >= 0.75)
-    resting = int(metrics(whole)[-1]["curriculum/resting"])
-    assert sum(one["resting"] for one in found.values()) == resting
-
-    without_files = tmp_path / "run"
-    shutil.copytree(whole, without_files, ignore=shutil.ignore_patterns("rollouts", "model"))
-    code, out, _ = grpocli("rollouts", str(without_files), "--problems")
-    assert (code, out.splitlines()[-1]) == (0, f"{len(found)} problems, {resting} of them rest")
 
 
 @pytest.mark.survival

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, metrics, run_here
+from cli.running import SMALL
 from cli.test_failures import failed
-
-from grpocli.runs.rollouts import read_rollouts
 
 pytestmark = pytest.mark.processes
 
@@ -25,23 +22,6 @@ TWO = [
     "task.again.rewards=[environment]",
     "rollout.max_completion_tokens=48",
 ]
-
-
-def mean(rows: list[dict[str, float]], key: str) -> float:
-    return statistics.mean(row[key] for row in rows)
-
-
-@pytest.mark.survival
-def test_two_environments_train_in_one_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert run_here(*TWO, "train.steps=40", "eval.problems=0", f"hydra.run.dir={run}") == 0
-    rows = metrics(run)
-    for key in ("task/arithmetic/reward", "task/again/reward"):
-        assert mean(rows[-8:], key) > mean(rows[:4], key) + 0.05, [row[key] for row in rows]
-    assert mean(rows[-8:], "completions/mean_turns") < mean(rows[:4], "completions/mean_turns")
-    trained = [one for one in read_rollouts(run / "rollouts" / "step_000001.parquet") if one["task"] == "again"]
-    assert any("<" not in one["completion"] and len(one["completion"]) > 10 for one in trained)
-    assert max(row["token_mult_prob_error"] for row in rows) < 1.01  # the trainer scores the sampled tokens
 
 
 @pytest.mark.parametrize(

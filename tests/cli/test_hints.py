@@ -33,8 +33,6 @@ def test_the_nearest_name_is_what_people_mean(word: str) -> None:
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (["resume", "runs/x"], "grpocli train resume=RUN"),
-        (["sweep"], "grpocli train -m"),
         (["evaluate"], '"eval"'),
         (["eval", "runs/x"], "--run runs/x"),
         (["train", "runs/x"], "resume=runs/x"),

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli.running import SMALL, assert_same_run, metrics, run_here
@@ -100,15 +99,6 @@ def test_without_push_there_is_no_request(hub: StandInHub) -> None:
 
 
 @pytest.mark.survival
-def test_a_second_run_does_not_overwrite_the_first(hub: StandInHub, grpocli: Grpocli) -> None:
-    assert run_here("train", *RUN, "train.steps=1", "hub.push=me/new", "hydra.run.dir=one") == 0
-    code, _, err = grpocli("train", *RUN, "train.steps=1", "hub.push=me/new", "hydra.run.dir=two")
-    assert code == 2
-    assert "hub.push=me/new: holds another run" in err
-    assert not Path("two").exists()
-
-
-@pytest.mark.survival
 def test_a_pushed_model_starts_a_run_and_is_evaluated(hub: StandInHub, grpocli: Grpocli) -> None:
     assert run_here("train", *RUN, "train.steps=1", "hub.push=me/new", "hub.checkpoints=true", "hydra.run.dir=a") == 0
     commit = hub.repos["me/new"].branches["main"]
@@ -125,45 +115,6 @@ def test_a_pushed_model_starts_a_run_and_is_evaluated(hub: StandInHub, grpocli: 
     code, out, err = grpocli("eval", f"model=hub:me/new@{commit}", "engine=fake", "--problems", "2", "--samples", "1")
     assert code == 0, err
     assert "accuracy" in out
-
-
-def push_changed(hub: StandInHub, change: Callable[[dict[str, Any]], None]) -> None:
-    """Push a finished run whose config is changed first."""
-    import yaml
-
-    assert run_here("train", *RUN, "train.steps=1", "hydra.run.dir=a") == 0
-    config = yaml.safe_load(Path("a/config.yaml").read_text())
-    change(config)
-    Path("a/config.yaml").write_text(yaml.safe_dump(config))
-    assert run_here("push", "a", "--to", "me/new", "--checkpoints") == 0
-
-
-@pytest.mark.survival
-def test_code_in_a_downloaded_config_must_be_named_again(hub: StandInHub, grpocli: Grpocli) -> None:
-    push_changed(hub, lambda config: config.update(callbacks=["os:system"]))
-    code, _, err = grpocli("train", "resume=hub:me/new", "train.steps=2", "hydra.run.dir=b")
-    assert code == 2
-    assert "resume=hub:me/new: its config runs code outside grpocli, callbacks=os:system" in err
-    assert not Path("b").exists()
-    assert (
-        run_here("train", "resume=hub:me/new", "train.steps=2", "hydra.run.dir=b", "callbacks=[]", "hub.push=null") == 0
-    )
-
-
-@pytest.mark.survival
-def test_a_downloaded_config_has_no_callbacks_of_hydra(hub: StandInHub) -> None:
-    evil = ["+hydra.callbacks.evil._target_=os.mkdir", "+hydra.callbacks.evil.path=made"]
-    push_changed(hub, lambda config: config["overrides"].extend(evil))
-    assert run_here("train", "resume=hub:me/new", "train.steps=2", "hydra.run.dir=b") == 0
-    assert not Path("made").exists()
-
-
-@pytest.mark.survival
-def test_a_file_that_was_not_pushed_must_be_given_again(hub: StandInHub, grpocli: Grpocli) -> None:
-    push_changed(hub, lambda config: config["model"].update(chat_template="/data/templates/mine.jinja"))
-    code, _, err = grpocli("train", "resume=hub:me/new", "hydra.run.dir=b")
-    assert code == 2
-    assert "model.chat_template was a file outside of the run, mine.jinja, which is not on the hub" in err
 
 
 @pytest.mark.survival

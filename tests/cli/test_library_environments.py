@@ -59,17 +59,6 @@ def test_tools_of_a_task_are_called_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.survival
-def test_an_environment_of_verifiers_is_trained_on(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert run_here(*PLAYED, "train.steps=1", f"hydra.run.dir={run}") == 0
-    (row,) = metrics(run)
-    assert row["token_mult_prob_error"] < 1.01, "the trainer scores the sampled tokens"
-    assert 1 <= row["completions/mean_turns"] <= 3
-    for one in read_rollouts(run / "rollouts" / "step_000001.parquet"):
-        assert one["reward/environment"] >= 0.5 * one["turns"]  # the library's own reward of the turns
-
-
-@pytest.mark.survival
 def test_it_is_resumed_exactly_with_dynamic_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     engine = config_dir(tmp_path / "conf")  # samples beside the trainer, as vLLM does

@@ -17,7 +17,6 @@ from cli.running import (
     run_here,
     without_times,
 )
-from cli.test_failures import failed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -102,13 +101,6 @@ def assert_same_to_the_adapter(run: Path, other: Path) -> None:
     one, two = (load_file(folder / "checkpoints/step_000008/adapter_model.safetensors") for folder in (run, other))
     assert one.keys() == two.keys()
     assert all(one[key].equal(two[key]) for key in one)
-
-
-def test_a_resume_needs_the_same_adapter(grpocli, undisturbed: dict[str, Path], tmp_path: Path) -> None:
-    run = killed_after(4, undisturbed["still"], tmp_path / "run")
-    code, said = failed(grpocli, "train", f"resume={run}", "model.lora.rank=8")
-    assert code == 2
-    assert "model.lora.rank=8: the run so far has 4" in said
 
 
 @pytest.mark.survival

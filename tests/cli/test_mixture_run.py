@@ -3,54 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, metrics, run_here
-
-from grpocli.runs.rollouts import read_rollouts
+from cli.running import SMALL, metrics
 
 pytestmark = pytest.mark.processes
-
-TWO = [
-    "train",
-    *SMALL,
-    "task=[arithmetic]",
-    "+task@task.minus=arithmetic",
-    "task.minus.operation=-",
-    "task.arithmetic.weight=3",
-    "task.arithmetic.rewards=[exact_match]",
-    "task.minus.rewards=[format]",
-    "reward=[exact_match,format]",
-    "reward.format.pattern='.*[02468]'",
-    "rollout.prompts_per_step=8",
-    "rollout.group_size=2",
-    "checkpoint.every=1",
-    "checkpoint.keep=0",
-    "eval.problems=0",
-    "train.steps=4",
-]
-
-
-@pytest.mark.survival
-def test_a_mixture_keeps_its_shares(tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    assert run_here(*TWO, f"hydra.run.dir={whole}") == 0
-    rows = metrics(whole)
-    drawn: Counter[str] = Counter()
-    for row in rows:
-        trained = read_rollouts(whole / "rollouts" / f"step_{row['step']:06d}.parquet")
-        for one in trained:
-            task = one["task"]
-            drawn[task] += 1
-            assert task == ("minus" if "-" in one["prompt"] else "arithmetic")
-            assert (one["reward/exact_match"] is None) == (task == "minus")
-            assert (one["reward/format"] is None) == (task == "arithmetic")
-        right = [one["reward/format"] for one in trained if one["task"] == "minus"]
-        assert row["task/minus/accuracy"] == pytest.approx(sum(right) / len(right))
-        assert row["task/minus/reward"] == pytest.approx(sum(right) / len(right))
-    assert drawn["minus"] == pytest.approx(64 / 4, abs=2)  # of two completions each
 
 
 BREAKS = """

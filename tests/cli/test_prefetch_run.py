@@ -162,32 +162,3 @@ def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engin
         log = (run / "run.log").read_text() if (run / "run.log").exists() else ""
         assert "still being collected" not in log, "the second signal does not wait"
     assert (tmp_path / "1" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["engine=transformers", "rollout.max_staleness=1"], "rollout.max_staleness=1: engine=transformers does not"),
-        (
-            ["rollout.max_staleness=1"],
-            "rollout.max_staleness=1: engine=transformers does not",
-        ),  # the value of auto here
-        (["rollout.in_flight=true"], "rollout.in_flight=true: no request runs while weights change"),
-        (
-            ["engine=vllm", "rollout.max_staleness=1", "algorithm=dapo", "algorithm.keep.surplus=carry"],
-            "rollout.max_staleness=1: leftover groups would be older than this",
-        ),
-    ],
-    ids=str,
-)
-def test_contradicting_keys_are_refused(
-    grpocli, overrides: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    code, _, err = grpocli("train", *overrides)
-    assert code == 2
-    assert said in err
-
-
-def test_prompts_are_tokenised_while_the_engine_starts(engine: list[str], tmp_path: Path) -> None:
-    assert len(trained(tmp_path / "run", *engine, "engine.starts_after_data=true", "train.steps=1")) == 1

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 from cli.family import wait_gone
-from cli.running import EVEN, SMALL, finish, metrics, run_here, start, wait_for
+from cli.running import SMALL, finish, metrics, run_here, start, wait_for
 
-from grpocli.launch.trainer_launcher import _missing
-from grpocli.processes.node import Node
-from grpocli.processes.reports import JOINING, START, HeartbeatWriter, heartbeats
+from grpocli.processes.reports import JOINING, START, heartbeats
 
 pytestmark = pytest.mark.processes
 
@@ -112,22 +110,6 @@ def test_two_machines_equal_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.survival
-def test_processes_that_share_micro_batches_equal_one(tmp_path: Path) -> None:
-    """Also after a resume in one process."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    options = [*SMALL, *EVEN, "train.minibatches=2", "train.micro_batch_tokens=100"]
-    shared = ["hardware.processes=2", "hardware.context_parallel=2", "train.steps=2", "hardware.timeout=120"]
-    assert run_here("train", *options, f"hydra.run.dir={one}") == 0
-    assert run_here("train", *options, *shared, f"hydra.run.dir={two}") == 0
-    alone = ["hardware.processes=1", "hardware.context_parallel=1", "train.steps=3"]
-    assert run_here("train", f"resume={two}", *alone) == 0
-    assert any(row["loss"] for row in metrics(one))
-    for a, b in zip(metrics(one), metrics(two), strict=True):
-        for name in ("reward", "loss", "grad_norm", "entropy", "kl", "completions/mean_length", "tokens/trained"):
-            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-7), name
-
-
-@pytest.mark.survival
 def test_an_error_on_the_other_machine_ends_the_run(tmp_path: Path) -> None:
     several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
     words = run_with_reward(tmp_path, "raise ValueError('the second machine is unhappy')", *several)
@@ -158,15 +140,6 @@ def test_a_run_that_a_batch_script_stops_asks_for_a_resume(tmp_path: Path) -> No
     assert run_here("train", f"resume={run}", "train.steps=1") == 0
     assert not (run / "again").exists()
     assert not (run / "stop").exists()
-
-
-@pytest.mark.survival
-def test_a_process_that_dies_ends_the_run_with_its_error(tmp_path: Path) -> None:
-    words = run_with_reward(tmp_path, "raise ValueError('rank one is unhappy')", "hardware.processes=2")
-    code, out = finish(start(*words))
-    assert code == 1, out
-    assert "rank one is unhappy" in out.splitlines()[-1]
-    assert "rank one is unhappy" in json.loads((tmp_path / "run" / "summary.json").read_text())["exit"]
 
 
 def test_variables_left_over_from_a_launcher_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,13 +186,3 @@ def test_a_signal_ends_processes_whose_first_collective_call_hangs(stage: str, t
     code, out = finish(two, timeout=30)
     assert code == 3
     assert "SIGTERM before the first step" in out.splitlines()[-1]
-
-
-def test_those_who_are_missing_are_named_with_their_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpocli.processes.reports.session", lambda: "7.0")
-    node = Node(rank=0, count=3, session="7.0")
-    assert _missing(tmp_path, 2, node) == "trainer processes 2, 3, 4, 5 (machines 2, 3 of 3)"
-    for rank in (2, 3, 5):
-        HeartbeatWriter(tmp_path, rank).enter(JOINING)
-    assert _missing(tmp_path, 2, node) == "trainer processes 4 (machines 3 of 3)"
-    assert _missing(tmp_path, 2, None) == "trainer processes 0, 1"

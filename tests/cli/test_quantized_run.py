@@ -43,15 +43,6 @@ def test_sampler_and_trainer_are_one_model_and_the_final_model_is_plain(undistur
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_a_checkpoint_is_evaluated(grpocli, undisturbed: Path, tmp_path: Path) -> None:
-    out = tmp_path / "evaluation"
-    code, said, err = grpocli(
-        "eval", "--run", str(undisturbed), "--checkpoints", "4", "--problems", "2", "--out", str(out)
-    )
-    assert code == 0, err
-    assert "results and samples are in" in said
-
-
 @pytest.mark.vllm
 @pytest.mark.survival
 def test_vllm_serves_the_numbers_that_four_bits_stand_for(tmp_path: Path) -> None:

@@ -125,8 +125,3 @@ def test_a_folder_with_files_that_a_run_would_overwrite_is_refused(tmp_path: Pat
 def test_a_folder_inside_a_run_is_refused(run: RunDir) -> None:
     with pytest.raises(ConfigError, match=f"is inside the run {run.path}"):
         RunDir(run.checkpoints).check_free()
-
-
-def test_other_files_are_allowed(tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").touch()
-    RunDir(tmp_path).check_free()

@@ -75,15 +75,15 @@ REFUSED = {
     "another shape": (["model=FOLDER/deeper"], "model: "),
     "other tokens": (["model.path=FOLDER/renamed"], "model.path="),
     "a reward that raises": (["reward=[FOLDER/bad.py:f]", "optim.lr=1"], "reward.f "),
-    "in two processes": (["reward=[FOLDER/bad.py:f]", "hardware.processes=2"], "reward.f "),
 }
+TWO = (["reward=[FOLDER/bad.py:f]", "hardware.processes=2"], "reward.f ")
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", [*REFUSED, pytest.param("in two processes", marks=pytest.mark.survival)])
 def test_a_resume_that_fails_leaves_the_run_as_it_was(case: str, made: Path, run: Path, grpocli) -> None:
     shutil.rmtree(run / "checkpoints" / "step_000002")  # the records of step 2 are later than the checkpoint
     before = state_of(run)
-    given, key = REFUSED[case]
+    given, key = REFUSED.get(case, TWO)
     words = [word.replace("FOLDER", str(made)) for word in given]
     code, _, err = grpocli("train", f"resume={run}", "train.steps=3", *words)
     assert code != 0

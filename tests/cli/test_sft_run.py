@@ -45,17 +45,6 @@ def test_a_run_learns_resumes_exactly_and_starts_reinforcement_learning(
     learned = tmp_path / "learned"
     options = ["train.steps=1", "rollout.prompts_per_step=2", "eval.problems=0", "rollout.group_size=2"]
     assert run_here("train", f"model={whole}/model", *options, f"hydra.run.dir={learned}") == 0
-    assert run_here("report", str(whole), "--out", str(tmp_path / "page.html")) == 0
-
-
-@pytest.mark.processes
-def test_lora_without_a_reward_measures_the_held_out_loss_only(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert run_here(*RUN, "train.steps=2", "reward=none", "model.lora=4", f"hydra.run.dir={folder}") == 0
-    summary = json.loads((folder / "summary.json").read_text())
-    assert {name for name in summary if name.startswith("eval/") and "before" not in name} >= {"eval/loss"}
-    assert "eval/accuracy" not in summary
-    assert (folder / "model" / "adapter_model.safetensors").exists() or list((folder / "model").glob("*.safetensors"))
 
 
 def test_passes_over_the_data_set_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,11 +76,6 @@ def test_a_run_of_one_pass_draws_each_example_once_and_is_not_replayed(
     assert "is finished after 3 steps" in capsys.readouterr().out
     assert run_here("replay", str(folder)) == 2
     assert "learned answers of the data" in capsys.readouterr().err
-
-
-def test_groups_of_one_are_for_supervised_training_only() -> None:
-    with pytest.raises(ConfigError, match="at least 2"):
-        build_run(compose(["rollout.group_size=1"]))
 
 
 def test_the_command_has_one_algorithm(capsys: pytest.CaptureFixture[str]) -> None:

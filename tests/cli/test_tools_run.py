@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
-from cli.test_failures import failed
 
 from grpocli.runs.rollouts import read_rollouts
 
@@ -68,13 +67,6 @@ def test_a_resume_equals_never_having_stopped(whole: Path, tmp_path: Path) -> No
     assert_same_run(killed, whole)
 
 
-def test_people_see_the_calls(grpocli, whole: Path) -> None:
-    code, out, _ = grpocli("rollouts", str(whole), "--step", "1", "--where", "turns=2")
-    assert code == 0
-    assert 'assistant: -> calculator({"expression": "' in out
-    assert "tool: " in out
-
-
 @pytest.mark.survival
 def test_two_processes_call_the_same_tools(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -84,22 +76,6 @@ def test_two_processes_call_the_same_tools(whole: Path, tmp_path: Path) -> None:
         assert [row["completion_ids"] for row in one] == [row["completion_ids"] for row in two]
     for row, other in zip(metrics(whole), metrics(run), strict=False):
         assert row["tools/calls"] == other["tools/calls"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["task.tools=[calculater]"], "task.tools=['calculater']: name functions as FILE.py:NAME, or take calculator"),
-        ([f"task.tools=[{CALLING}:speek]"], 'has no function or class speek; did you mean "speak"?'),
-        ([f"task.tools=[{CALLING}:speak]"], "needs type hints and a docstring that describes its arguments"),
-        (["reward=[exact_match,tools]"], "reward=[tools]: no task of this run has tools: give task.tools"),
-        (["task.tools=[calculator]", "reward=[environment]"], "no task of this run has an environment"),
-    ],
-)
-def test_wrong_settings_give_a_one_sentence_error(grpocli, options: list[str], said: str) -> None:
-    code, sentence = failed(grpocli, "train", *SMALL, *options)
-    assert code == 2
-    assert said in sentence
 
 
 FORCED = r"rollout.regex='calculator\(expression=[1-9][0-9][*][1-9][0-9]\)'"

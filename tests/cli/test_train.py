@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from cli.running import SMALL, metrics, run_here
-from tables import table
 
 pytestmark = pytest.mark.processes
 
@@ -37,32 +35,9 @@ def test_a_run_writes_its_files(run: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["weight_version"] for row in rows] == [1, 2, 3]
     assert all(row["token_mult_prob_error"] == pytest.approx(1, abs=1e-4) for row in rows)
-    assert {
-        "reward",
-        "reward_std",
-        "rewards/exact_match/mean",
-        "rewards/exact_match/errors",
-        "frac_reward_zero_std",
-        "completions/mean_length",
-        "completions/clipped_ratio",
-        "loss",
-        "grad_norm",
-        "kl",
-        "entropy",
-        "clip_ratio/low_mean",
-        "clip_ratio/high_mean",
-        "clip_ratio/region_mean",
-        "sampling_importance_ratio",
-        "approx_entropy",
-        "time/rollout",
-        "time/reward",
-        "time/train",
-        "time/sync",
-        "tokens/generated",
-        "tokens/trained",
-        "sampling/rounds",
-        "sampling/kept",
-    } <= rows[0].keys()
+    named = "reward reward_std loss grad_norm kl entropy frac_reward_zero_std completions/mean_length tokens/trained"
+    named += " rewards/exact_match/mean clip_ratio/region_mean sampling_importance_ratio time/train sampling/rounds"
+    assert {*named.split()} <= rows[0].keys()
     assert sorted(p.name for p in (run / "rollouts").iterdir()) == [f"step_00000{i}.parquet" for i in (1, 2, 3)]
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000003"]
     summary = json.loads((run / "summary.json").read_text())
@@ -70,20 +45,6 @@ def test_a_run_writes_its_files(run: Path) -> None:
     assert {"eval/accuracy_before", "eval/accuracy", "seconds"} <= summary.keys()
     assert ["eval/accuracy" in row for row in rows] == [False, True, False]
     assert list(run.rglob("events.out.tfevents*"))
-
-
-@pytest.mark.parametrize(("terminal", "sweep"), [(True, False), (False, True)])
-def test_a_finished_run_prints_the_next_commands_in_a_terminal(
-    terminal: bool, sweep: bool, grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("grpocli.launch.run.launch", lambda *_, **__: 0.5)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    monkeypatch.chdir(tmp_path)
-    where = ["-m", f"hydra.sweep.dir={tmp_path}/a run"] if sweep else [f"hydra.run.dir={tmp_path}/a run"]
-    code, out, err = grpocli("train", *where)
-    assert (code, err) == (0, "")
-    assert ("grpocli rollouts 'a run'\n" in out) is (terminal and not sweep)
-    assert ("grpocli compare 'a run' RUN ...\n" in out) is (terminal and not sweep)
 
 
 def test_the_final_model_is_a_hugging_face_folder(grpocli, run: Path, tmp_path: Path) -> None:
@@ -99,10 +60,7 @@ def test_the_final_model_is_a_hugging_face_folder(grpocli, run: Path, tmp_path: 
     assert "model.warm_start_steps" in err
 
 
-NAMED = ["gspo", "luspo", "cispo", "sapo", "gmpo", "rloo", "reinforce_pp", "maxrl", "dppo"]
-
-
-@pytest.mark.parametrize("algorithm", ["dapo", "dgpo", *table(NAMED, 1, pytest.mark.survival)])
+@pytest.mark.parametrize("algorithm", ["dapo", "dgpo", "rloo"])
 def test_every_algorithm_trains(algorithm: str, grpocli, tmp_path: Path) -> None:
     """Dr. GRPO is in the sweep below."""
     options = ["eval.problems=0", "train.steps=2"]
@@ -110,7 +68,7 @@ def test_every_algorithm_trains(algorithm: str, grpocli, tmp_path: Path) -> None
     assert (code, err) == (0, "")
     rows = metrics(tmp_path / "run")
     assert len(rows) == 2
-    assert ("kl" in rows[0]) == (algorithm in ("grpo", "rloo", "reinforce_pp"))
+    assert ("kl" in rows[0]) == (algorithm == "rloo")
     if algorithm == "dapo":
         assert rows[0]["sampling/rounds"] >= 1
         assert "rewards/overlong/mean" in rows[0]
@@ -140,17 +98,12 @@ def test_a_truncated_distribution_is_scored_under_the_same_truncation(grpocli, t
 
 
 def test_the_runs_of_a_sweep_are_compared(grpocli, tmp_path: Path) -> None:
-    sweep = ["-m", "algorithm=grpo,drgrpo", "seed=0,1", "train.steps=1", f"hydra.sweep.dir={tmp_path}/sweep"]
+    sweep = ["-m", "algorithm=grpo,drgrpo", "train.steps=1", f"hydra.sweep.dir={tmp_path}/sweep"]
     code, _, err = grpocli(*SMALL_RUN, *sweep)
     assert (code, err) == (0, "")
     code, out, _ = grpocli("compare", str(tmp_path / "sweep"), "--format", "json")
     rows = json.loads(out)
-    assert sorted((row["algorithm"], row["seed"]) for row in rows) == [
-        ("drgrpo", 0),
-        ("drgrpo", 1),
-        ("grpo", 0),
-        ("grpo", 1),
-    ]
+    assert sorted(row["algorithm"] for row in rows) == ["drgrpo", "grpo"]
     assert all(row["exit"] == "done" for row in rows)
 
 
@@ -160,12 +113,3 @@ def test_a_sweep_continues_after_a_failed_run(grpocli, tmp_path: Path) -> None:
     assert code == 2
     assert "eval.reward=nothing" in err
     assert json.loads((tmp_path / "sweep" / "1" / "summary.json").read_text())["exit"] == "done"
-
-
-def test_help_and_config_are_printed(grpocli) -> None:
-    code, out, _ = grpocli("train", "--help")
-    assert code == 0
-    assert "algorithm: cispo, dapo, dgpo, dppo, drgrpo, gmpo, grpo" in out
-    code, out, _ = grpocli("train", "--cfg", "job", "algorithm=dapo")
-    assert code == 0
-    assert "high: 0.28" in out

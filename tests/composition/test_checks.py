@@ -15,7 +15,6 @@ from grpocli.composition.checks import check_composed, check_devices, check_file
 from grpocli.composition.compose import build_run, compose
 from grpocli.composition.overrides import from_command_line
 from grpocli.composition.resume import Resume
-from grpocli.config.user_code import check_exists
 from grpocli.errors import ConfigError
 from grpocli.rollout.vllm.engine_parts import Vllm
 
@@ -23,55 +22,33 @@ BAD = [
     # choices and keys
     ("algorithm=gpro", "algorithm"),
     ("reward=[maths]", "reward"),
-    ("algorithm/kl=k4", "algorithm/kl"),
-    ("recipe=nope", "recipe"),
-    ("model=null", "model=null"),
     ("reward=[[number,math]]", "reward=[[number,math]]"),
-    ("reward=number,format", "reward"),
     ("reward=[number", "reward=[number"),
     ("task.system_prompt=Be_nice,_please", "task.system_prompt"),
     ("eval.stop_at=accuracy", "eval.stop_at"),
-    ("reward.exact_match=2", "reward.exact_match"),
     ("task=[arithmetic,calculator] task.arithmetic=3", "task.arithmetic"),
-    ("algorithm.kl=k1", "algorithm.kl"),
     ("train.steps=many", "train.steps"),
-    ("rollout.stop=yes", "rollout.stop"),
     ("train.steps = 5", "train.steps"),
     ("task.prompt_template={a}", "task.prompt_template={a}"),
     ("resume=/nonexistent", "resume=/nonexistent"),
     ("task=jsonl", "task.path"),
     ("reward=[python]", "reward.python.function"),
     # a part alone
-    ("optim.lr=inf", "optim.lr"),
-    ("rollout.group_size=99999999999", "rollout.prompts_per_step"),
     ("rollout.temperature=0", "rollout.temperature"),
     ('rollout.stop=[a,""]', "rollout.stop"),
     ("rollout.json_schema={type:object} rollout.regex=a", "rollout.json_schema"),
-    ("rollout.in_flight=true", "rollout.in_flight"),
-    ("hardware.context_parallel=0", "hardware.context_parallel"),
     ("eval.stop_at.metric=accuracy", "eval.stop_at.metric"),
-    ("eval.stop_at.metric=accuracy eval.stop_at.threshold=90", "eval.stop_at.threshold"),
     ("algorithm=dapo algorithm.keep.surplus=keep", "algorithm.keep.surplus"),
-    ("algorithm/tokens=top_entropy algorithm.tokens.quantile=0", "algorithm.tokens.quantile"),
-    ("algorithm/entropy=bonus algorithm.entropy.coefficient=-1", "algorithm.entropy.coefficient"),
     ("algorithm/correction=importance algorithm.correction.max=nan", "algorithm.correction.max"),
-    ("algorithm/correction=token_mask algorithm.correction.max=0.5", "algorithm.correction.max"),
-    ("algorithm/correction=sequence_mask algorithm.correction.min=1.5", "algorithm.correction.min"),
-    (
-        "algorithm/correction=importance algorithm.correction.drop=token algorithm.correction.low=1.5",
-        "algorithm.correction.low",
-    ),
     ("algorithm=dgpo algorithm.question_weight.temperature=1e-320", "algorithm.question_weight.temperature"),
     # sampling and training
     ("rollout.group_size=1", "rollout.group_size"),
     ("algorithm=sft rollout.group_size=8", "rollout.group_size"),
     ("algorithm=sft engine=vllm rollout.max_staleness=1", "rollout.max_staleness"),
     ("algorithm=sft algorithm/keep=dynamic", "algorithm/keep"),
-    ("algorithm=sft algorithm/correction=token_mask", "algorithm/correction"),
     ("train.minibatches=1000", "train.minibatches"),
     ("train.micro_batch_tokens=8", "train.micro_batch_tokens"),
     ("rollout.max_completion_tokens=32000 hardware.context_parallel=2", "train.micro_batch_tokens"),
-    ("engine=transformers rollout.max_staleness=1", "rollout.max_staleness"),
     ("engine=vllm rollout.max_staleness=1 algorithm=dapo algorithm.keep.surplus=carry", "rollout.max_staleness"),
     ("engine=transformers rollout.regex=a", "rollout.regex"),
     ("engine=vllm rollout.regex=a", "rollout.regex"),
@@ -88,26 +65,20 @@ BAD = [
     ),
     ("engine=transformers hardware.parallel=zero3", "hardware.parallel"),
     ("engine=vllm hardware.parallel=zero3 model.lora.rank=4", "hardware.parallel"),
-    ("engine=vllm hardware.parallel=zero3 algorithm.kl.sync_every=2", "hardware.parallel"),
-    ("engine=vllm hardware.parallel=fsdp2 model.lora.rank=4", "hardware.parallel"),
     ("engine=vllm hardware.parallel=zero3 model.compile=true", "model.compile"),
     ("model.quantization=nf4", "model.quantization"),
     ("model.lora.rank=4 model.quantization=nf4 model.compile=true", "model.compile"),
     ("optim=adamw_8bit hardware.parallel=fsdp2", "optim"),
     ("hardware.context_parallel=2 hardware.processes=3", "hardware.context_parallel"),
     ("hardware.context_parallel=2 train.packed=false", "hardware.context_parallel"),
-    ("hardware.context_parallel=2 rollout.repetition_penalty=2", "hardware.context_parallel"),
     ("hardware.processes=200 rollout.prompts_per_step=4", "rollout.prompts_per_step"),
     ("hardware=multinode engine=transformers", "hardware.rollout_nodes"),
-    ("hardware=multinode engine=vllm hardware.rollout_nodes=0", "hardware.rollout_nodes"),
     ("hardware=multinode engine=vllm", "hardware.devices_per_node"),
-    ("hardware=multinode engine=vllm hardware.train_nodes=0", "hardware.train_nodes"),
     # rewards, tasks and evaluation
     ("reward=[]", "reward"),
     ("reward=none", "reward"),
     ("eval.reward=fluency", "eval.reward"),
     ("algorithm=dgpo algorithm.question_weight.reward=style", "algorithm.question_weight.reward"),
-    ("algorithm=dapo algorithm.keep.reward=style", "algorithm.keep.reward"),
     ("task=[arithmetic,calculator] task.arithmetic.rewards=[nope]", "task.arithmetic.rewards"),
     ("reward=[kimi_length,exact_match]", "reward"),
     (
@@ -115,21 +86,24 @@ BAD = [
         "reward.length_penalty.reward",
     ),
     ("reward=[environment]", "reward"),
-    ("reward=[exact_match,tools]", "reward"),
     ("algorithm=dgpo reward.exact_match.wrong=-1", "reward.exact_match"),
     ("algorithm=sft task=calculator task.environment.name=a:b reward=none", "task.environment.name"),
     ("algorithm=sft task.order=difficulty", "task.order"),
-    ("algorithm=opd algorithm.kl.model=tiny-teacher reward=none task.order=difficulty", "task.order"),
     ("eval.every=5 eval.stop_at.metric=pass@8 eval.stop_at.threshold=0.9", "eval.stop_at.metric"),
     ("eval.stop_at.metric=accuracy eval.stop_at.threshold=0.9", "eval.stop_at.metric"),
     # distillation
     ("algorithm=opd algorithm.kl.model=tiny-teacher algorithm.kl.beta=0", "algorithm/advantage"),
-    (
-        "algorithm=opd algorithm.kl.model=tiny-teacher algorithm.aggregate.informative_only=true",
-        "algorithm/advantage",
-    ),
     ("algorithm=opd algorithm.kl.base_url=http://127.0.0.1:1 rollout.top_p=0.5", "rollout.top_p"),
     ("algorithm=opd algorithm.kl.model={gsm8k:tiny-teacher}", "algorithm.kl.model"),
+    ("algorithm=opd", "algorithm/advantage"),
+    ("algorithm=opd algorithm.kl.model=x algorithm/keep=dynamic", "algorithm/advantage"),
+    ("algorithm=opd algorithm.kl.model=x algorithm.kl.sync_every=2", "algorithm.kl.sync_every"),
+    ("algorithm=opd algorithm.kl.base_url=localhost:8000", "algorithm.kl.base_url"),
+    ("algorithm=opd algorithm.kl.base_url=http://h algorithm.kl.model=x", "algorithm.kl.base_url"),
+    ("algorithm=opd algorithm.kl.base_url=http://h algorithm.kl.revision=v2", "algorithm.kl.revision"),
+    ("engine=fake rollout.max_staleness=1", "rollout.max_staleness"),
+    ("engine=fake engine.completions=[]", "engine.completions"),
+    ("task.tools=[calculater]", "task.tools"),
 ]
 UNKNOWN = [
     ("train.setps=3", '"train.steps"'),
@@ -138,10 +112,9 @@ UNKNOWN = [
     ("algoritm=grpo", '"algorithm"'),
     ("+train.nonsense=1", "train.nonsense"),
     ("reward.exact_match.wieght=2", '"reward.exact_match.weight"'),
-    ("reward.format.weight=0.2", "choose format, too"),
+    ("reward.format.weight=0.2", "belongs to reward=[format]"),
     ("task=[arithmetic,calculator] task.path=a", "belongs to task=code or"),
-    ("model.chat_template_arguments.enable_thinking=false", "belongs to model=hf; now it is tiny"),
-    ("algorithm=dapo algorithm.kl.beta=0.1", "belongs to algorithm/kl=k1 or k2 or k3 or reverse; now it is none"),
+    ("algorithm=dapo algorithm.kl.beta=0.1", "belongs to algorithm/kl=k1 or k2 or k3 or reverse"),
     ("engine=vllm engine.vllm_args.scheduling_policy=fcfs", "grpocli sets this itself"),
     ("recipe=dapo-small algorithm/keep=all", "algorithm.keep.reward"),
 ]
@@ -191,35 +164,14 @@ def test_what_a_config_leaves_open_is_checked_with_the_devices() -> None:
     assert refused.value.key == "rollout.prompts_per_step"
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("train:\n  steps: [1\n", "line 3: "),
-        ("seed: \udcff", "'utf-8' codec can't decode byte 0xff"),
-        ("seed: ${nope", "no viable alternative at input '${nope'"),
-    ],
-)
-def test_a_broken_recipe_is_named(text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", ["train:\n  steps: [1\n", "seed: \udcff", "seed: ${nope", "seed: 1\nseed: 2\n"])
+def test_a_broken_recipe_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     file = tmp_path / "recipe" / "mine.yaml"
     file.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(SystemExit):
-        main(["train", "--config-dir", str(tmp_path), "recipe=mine", f"hydra.run.dir={tmp_path}/run"])
-    assert capsys.readouterr().err.startswith(f"grpocli: error: {file}: cannot be read: {problem}")
-
-
-def test_an_unknown_command_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["trian"])
-    assert exit_.value.code == 2
-    assert 'did you mean "train"?' in capsys.readouterr().err
-
-
-def test_the_traceback_is_shown_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPOCLI_TRACEBACK", "1")
-    with pytest.raises(SystemExit):
-        main(["train", "train.steps=many"])
-    assert "Traceback" in capsys.readouterr().err
+    with pytest.raises(ConfigError) as refused:
+        compose([f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine"])
+    assert refused.value.key == str(file)
 
 
 FUNCTION = "reward=[python] reward.python.function="
@@ -300,12 +252,6 @@ def test_other_commands_check_too(here: Path) -> None:
     for command in ("eval", "reward-check"):
         assert answers(command, lines) == {line: MISSING[line] for line in lines}
     assert answers("vllm-serve", ["port=0"]) == {"port=0": ""}
-
-
-@pytest.mark.parametrize("name", ["accuracy", "Board", "other", "torch"])
-def test_every_way_to_define_a_name_is_found(here: Path, name: str) -> None:
-    check_exists(f"rewards.py:{name}", "key")
-    check_exists(f"rewards:{name}", "key")
 
 
 @pytest.mark.processes

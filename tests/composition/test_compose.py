@@ -9,25 +9,18 @@ from typing import Any
 import pytest
 from conf_files import WRITTEN_FROM
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 from tables import table
 
+from grpocli.cli.hydra_app import search_path
 from grpocli.composition.compose import PART_MODULES, build_run, compose, sweep_folder
 from grpocli.composition.hydra_sources import conf_dir
 from grpocli.composition.overrides import rewrite
 from grpocli.config.parts import CLASSES
-from grpocli.hardware import Devices
-from grpocli.launch.overview import opening_lines, plan_lines
+from grpocli.errors import ConfigError
 from grpocli.library_environments import parts
-from grpocli.rollout.engine import EngineJob
 from grpocli.version import PACKAGE
 
-TABLE = {
-    "grpo": ("Std", "Uniform", "All", (0.2, 0.2), ("K3", 0.04), "SequenceMean", {}),
-    "dapo": ("Std", "Uniform", "Dynamic", (0.2, 0.28), ("NoKL", None), "TokenMean", {"informative_only": False}),
-    "drgrpo": ("Center", "Uniform", "All", (0.2, 0.2), ("NoKL", None), "Constant", {}),
-    "dgpo": ("Mad", "Difficulty", "All", (0.2, 0.2), ("NoKL", None), "TokenMean", {"informative_only": True}),
-}
+CONF = Path(conf_dir())
 
 
 def name(node: Any) -> str:
@@ -70,19 +63,6 @@ def test_papers_are_names_of_combinations(algorithm: str) -> None:
     assert name(compose([f"algorithm={algorithm}", *others]).algorithm.objective) == "Sapo"
 
 
-@pytest.mark.parametrize("algorithm", TABLE)
-def test_the_algorithms_are_composed_of_their_parts(algorithm: str) -> None:
-    a = compose([f"algorithm={algorithm}"]).algorithm
-    advantage, weight, keep, clip, (kl, beta), aggregate, options = TABLE[algorithm]
-    assert [name(a.advantage), name(a.question_weight), name(a.keep)] == [advantage, weight, keep]
-    assert (a.objective.low, a.objective.high) == clip
-    assert name(a.kl) == kl
-    assert a.kl.get("beta") == beta
-    assert name(a.aggregate) == aggregate
-    assert options.items() <= OmegaConf.to_container(a.aggregate).items()
-    assert name(a.correction) == "AutoCorrection"
-
-
 @pytest.mark.slow
 def test_dapo_punishes_length_after_the_accuracy_reward() -> None:
     rewards = compose(["algorithm=dapo"]).reward
@@ -100,7 +80,7 @@ def test_a_default_may_follow_another_key() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    table(sorted(Path(conf_dir()).glob("*/*.yaml")), 12, pytest.mark.survival),
+    table(sorted(set(CONF.glob("*/*.yaml")) - set(CONF.glob("recipe/*.yaml"))), 12, pytest.mark.survival),
     ids=lambda p: f"{p.parent.name}={p.stem}",
 )
 def test_every_shipped_choice_builds(path: Path) -> None:
@@ -111,35 +91,6 @@ def test_every_shipped_choice_builds(path: Path) -> None:
     config = compose([f"{path.parent.name}={choice}", *more])
     if WRITTEN_FROM not in path.read_text():  # other choices are classes, whose keys may have no default
         build_run(config)
-
-
-def test_the_overview_counts_completions_and_updates() -> None:
-    run = build_run(
-        compose(
-            [
-                "rollout.prompts_per_step=6",
-                "rollout.group_size=4",
-                "train.minibatches=4",
-                "train.epochs=2",
-                "train.steps=10",
-            ]
-        )
-    )
-    sample, train, evaluation, total = plan_lines(run, Devices(1))
-    assert "6 prompts x 4 = 24 completions a step" in sample
-    assert "2 x 4 = 8 updates a step, 1 or 2 groups each" in train
-    assert "256 problems x (4 + 1 greedy) = 1,280 completions, before and after" in evaluation
-    assert "fewer: eval.problems=64" in evaluation
-    assert "10 steps, 80 updates, 240 completions" in total
-
-
-def test_the_first_lines_name_model_task_and_method(tmp_path: Path) -> None:
-    run = build_run(compose(["task=[arithmetic,countdown]", "reward=[number,format]", "algorithm=dapo", "engine=vllm"]))
-    job = EngineJob("/models/m", "bfloat16", 100, tmp_path, seed=0)
-    said = "\n".join(opening_lines(run, job, Devices(1), {"model": "hf", "algorithm": "dapo"}))
-    for fact in ("hf (/models/m)", "bfloat16", "the CPU", "arithmetic, countdown", "number, format", "=dapo", "=vllm"):
-        assert fact in said
-    assert "2 GPUs" in opening_lines(run, job, Devices(2, ("0", "1")), {})[0]
 
 
 def test_a_user_may_add_a_reward_and_a_recipe(tmp_path: Path) -> None:
@@ -157,6 +108,34 @@ def test_a_user_may_add_a_reward_and_a_recipe(tmp_path: Path) -> None:
     assert run.train.steps == 7
     assert list(run.reward) == ["mine"]
     assert run.algorithm.aggregate.informative_only
+
+
+MATH = (CONF / "reward" / "math.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "override", "key"),
+    [
+        ("optim/adamw", "lr: 1", "seed=1", "optim/adamw.yaml"),  # Hydra would use ours
+        ("optim/mine", "lr: 1", "optim=mime", "optim"),
+        ("optim/mine", "lr: 1", "optim=mine", "optim"),
+        ("reward/mine", MATH, "reward=[math,mine]", "reward=[math,mine]"),
+    ],
+)
+def test_a_wrong_file_of_a_user_is_refused(name: str, text: str, override: str, key: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{name}.yaml"
+    file.parent.mkdir()
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        build_run(compose([*search_path(str(tmp_path)), override]))
+    assert refused.value.key.removeprefix(f"{tmp_path}/") == key
+
+
+def test_a_copied_file_has_its_values(tmp_path: Path) -> None:
+    (tmp_path / "reward").mkdir()
+    mine = MATH.replace("@package reward.math", "@package reward.mine").replace("weight: 1.0", "weight: 0.3")
+    (tmp_path / "reward" / "mine.yaml").write_text(mine)
+    assert compose([*search_path(str(tmp_path)), "reward=[math,mine]"]).reward.mine.weight == 0.3
 
 
 def test_interpolations_of_hydra_have_values_outside_of_its_jobs(

@@ -15,7 +15,7 @@ from grpocli.algorithm.correction import NoCorrection
 from grpocli.algorithm.keep import All
 from grpocli.composition.compose import build_run, compose, save
 from grpocli.composition.overrides import rewrite
-from grpocli.composition.resume import Resume, changes, moved_files
+from grpocli.composition.resume import Resume, changes
 from grpocli.config.environment import without_environment
 from grpocli.errors import ConfigError
 
@@ -90,48 +90,20 @@ def test_changes_lists_only_differences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "found"),
+    ("saved", "given", "left"),
     [
-        (["/new/a.py", "/new/b.py"], {"/gone/a.py": "/new/a.py", "/gone/b.py": "/new/b.py"}),
-        (["/new/b.py", "/new/a.py"], {"/gone/a.py": "/new/a.py", "/gone/b.py": "/new/b.py"}),
-        (["/new/a.py"], {"/gone/a.py": "/new/a.py"}),
-        (["/new/c.py", "/new/d.py"], {}),
+        (SAVED, ["engine=transformers"], ["engine=vllm", "optim.lr=0.1"]),
+        (SAVED, ["engine.base_url=http://127.0.0.1:9000"], SAVED[:4]),
+        (SAVED, ["optim=adamw", "train.steps=5"], SAVED[:4]),
+        (REWARDS, ["reward=[math,format,overlong]"], REWARDS),
+        (REWARDS, ["reward=[format]"], REWARDS[:2]),
     ],
 )
-def test_functions_of_one_name_are_told_apart_by_their_files(named: list[str], found: dict[str, str]) -> None:
-    saved = {"callbacks": ["/gone/a.py:f", "/gone/b.py:f"]}
-    assert moved_files(saved, [f"{place}:f" for place in named]) == found
-
-
-def commands(folder: Path, saved: list[str], given: list[str]) -> list[str]:
-    """The overrides that compose a run again, without `resume` and Hydra's."""
-    (folder / "config.yaml").write_text(yaml.safe_dump({"overrides": saved}))
-    return Resume(folder, given).overrides([])[:-3]
-
-
-@pytest.mark.parametrize(
-    ("given", "left"),
-    [
-        (["engine=transformers"], ["engine=vllm", "optim.lr=0.1"]),
-        (["engine=vllm"], SAVED[:4]),
-        (["engine.base_url=http://127.0.0.1:9000"], SAVED[:4]),
-        (["optim=adamw", "train.steps=5"], SAVED[:4]),
-    ],
-)
-def test_overrides_of_a_replaced_part_are_dropped(tmp_path: Path, given: list[str], left: list[str]) -> None:
-    assert commands(tmp_path, SAVED, given) == [*left, *given]
-
-
-@pytest.mark.parametrize(
-    ("given", "left"),
-    [
-        (["reward=[math,format,overlong]"], REWARDS),
-        (["reward=[format]"], REWARDS[:2]),
-        (["reward=[exact_match]"], REWARDS[:1]),
-    ],
-)
-def test_unchanged_parts_keep_their_overrides(tmp_path: Path, given: list[str], left: list[str]) -> None:
-    assert commands(tmp_path, REWARDS, given) == [*left, *given]
+def test_only_overrides_of_a_replaced_part_are_dropped(
+    tmp_path: Path, saved: list[str], given: list[str], left: list[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"overrides": saved}))
+    assert Resume(tmp_path, given).overrides([])[:-3] == [*left, *given]
 
 
 @pytest.mark.slow

@@ -40,11 +40,6 @@ def test_a_class_without_a_choice_is_imported() -> None:
     assert made == Sampling(3)
 
 
-def test_functions_that_run_commands_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cannot be imported|is not a part of a run"):
-        build(OmegaConf.create({"_target_": "os.system", "command": "true"}))
-
-
 def test_only_parts_are_built(tmp_path: Path) -> None:
     for target, values in (("os.makedirs", {"name": "made"}), ("logging.FileHandler", {"filename": "made"})):
         values = {key: f"{tmp_path}/{value}" for key, value in values.items()}

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from composed import again, begun
 from omegaconf import OmegaConf
 
-from grpocli.algorithm.kl import NoKL
 from grpocli.composition.compose import build_run, compose, mode_of, save
 from grpocli.config.environment import without_environment
 from grpocli.errors import ConfigError
 from grpocli.files import QuietFileHandler
-from grpocli.publish.card import model_card
-from grpocli.runs.run_dir import RunDir
 from grpocli.text import masked
-from grpocli.views.view import View
 
 SECRET = "hunter2"
 
@@ -102,27 +96,3 @@ def test_an_unset_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     merged = again(tmp_path, "rollout.stop=[b]")  # the variable is not needed any more
     assert build_run(merged).rollout.stop == ["b"]
     assert "MY_SECRET" in save(merged)  # in the earlier override
-
-
-def test_a_model_card_names_the_variable(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("model: {_target_: model/hf, path: '${oc.env:MY_SECRET}/model'}\n")
-    card = model_card(RunDir(tmp_path), f"{SECRET}/model", {"steps": 1})
-    assert SECRET not in card
-    assert "| started from | `hf` (`${oc.env:MY_SECRET}/model`) |" in card
-
-
-def test_a_tracker_gets_names_instead_of_values(tmp_path: Path) -> None:
-    from grpocli.launch.trainer_process import make_recorder
-
-    begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
-    given: list[dict[str, Any]] = []
-    tracker = SimpleNamespace(start=lambda name, folder, config, done: given.append(config))
-    rollout = SimpleNamespace(sampling=SimpleNamespace(structure=None))
-    algorithm = SimpleNamespace(kl=NoKL())
-    plain = {"name": "", "callbacks": [], "callbacks_strict": False}
-    parts = {"tracker": tracker, "rollout": rollout, "algorithm": algorithm, "reward": {}}
-    run = SimpleNamespace(**parts, hub=SimpleNamespace(push=None), **plain)
-    job = SimpleNamespace(checkpoint=None, engine=SimpleNamespace(dtype="float32"))
-    make_recorder(run, RunDir(tmp_path), SimpleNamespace(is_main=True), job, View())  # type: ignore[arg-type]
-    assert given[0]["rollout"]["stop"] == ["${oc.env:MY_SECRET}"]
-    assert SECRET not in str(given)

@@ -49,10 +49,6 @@ def test_gpus_are_split_between_training_and_serving(
     assert found.shared is (None if train == ["0", "1", "2"] else bool(set(train) & set(rollout)))
 
 
-def test_shared_is_none_if_only_some_gpus_are_shared() -> None:
-    assert Devices(2, ("0", "1"), ("1", "2")).shared is None
-
-
 @pytest.mark.parametrize(
     ("hardware", "engine", "message"),
     [

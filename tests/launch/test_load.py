@@ -1,17 +1,23 @@
-"""What loads in the background while the run's servers start."""
+"""What loads in the background while the run's servers start, and what remains of a run that did not begin."""
 
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError
-from grpocli.launch.run import _load
+from grpocli.launch.run import _launched, _load, run_errors
 from grpocli.launch.trainer_launcher import TrainerJob
-from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.engine import EngineJob, EnginePart
+from grpocli.runs.run_dir import RunDir
+from grpocli.views.view import View
 
 
 def job_of(model_path: str, folder: Path) -> TrainerJob:
@@ -34,3 +40,28 @@ def test_weights_that_cannot_be_read_are_told_then(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as told:
         _load(run, job_of(str(broken), tmp_path))
     assert told.value.key == "model.path"
+
+
+class Engine(EnginePart):
+    def launch(self, job: EngineJob) -> AbstractContextManager[None]:
+        job.progress(0, 0, "vLLM is loading weights")
+        return nullcontext()
+
+
+def test_a_broken_data_file_is_told_while_the_engine_starts(tmp_path: Path) -> None:
+    loading: Future[Any] = Future()
+    loading.set_exception(ConfigError("line 3 is not JSON", key="task.path"))
+    run, job = SimpleNamespace(engine=Engine()), job_of("/m", tmp_path).engine
+    with pytest.raises(ConfigError) as told, _launched(run, job, View(), loading):  # type: ignore[arg-type]
+        pytest.fail("the engine must not have started")
+    assert told.value.key == "task.path"
+
+
+@pytest.mark.parametrize(("log", "kept"), [("rank_0.log", False), ("vllm_0.log", True)])
+def test_the_folder_is_kept_if_it_has_the_log_of_a_server(log: str, kept: bool, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    (run.path / "logs").mkdir(parents=True)
+    (run.path / "logs" / log).touch()
+    with pytest.raises(ConfigError), run_errors(run, new=True):
+        raise ConfigError("there is no such model", key="model", value="one")
+    assert run.path.exists() == kept

@@ -1,7 +1,5 @@
 """A real SLURM cluster on this machine, which lives as long as a test or a command.
 
-    python tests/slurm/cluster.py sbatch --version      a cluster of three nodes, for one command (root, Debian)
-
 Every node is a process tree with its own network, host name, process numbers and mounts. Namespaces belong to processes
 here, and processes die with their parent, so that nothing is left behind however the cluster ends.
 """
@@ -10,12 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -244,18 +240,3 @@ def install() -> None:
         )
         if done.returncode:
             raise Unavailable(f"apt-get {command[0]} failed: {done.stderr.strip()[-500:]}")
-
-
-def main(command: Sequence[str]) -> int:
-    install()
-    cluster = Cluster()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        cluster.start()
-        return subprocess.run(cluster._inside(*command), env=cluster.environment()).returncode
-    finally:
-        cluster.stop()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
