@@ -1,6 +1,7 @@
 """`hydra/launcher=slurm`, a launcher for Hydra.
 
-Hydra finds launchers only in the namespace package `hydra_plugins`, and imports them at the start of every Hydra app.
+Hydra finds launchers only in the namespace package `hydra_plugins`. At the start of every app it imports the modules
+there, but for those whose name begins with `_`, which are imported when a job is submitted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class SlurmLauncher(Launcher):  # type: ignore[misc] # mypy sees no types of hyd
         self._context, self._config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from hydra_plugins.grpocli_slurm.launcher import launch
+        from hydra_plugins.grpocli_slurm._launcher import launch
 
         return launch(self._options, self._context, self._config, job_overrides, initial_job_idx)
 

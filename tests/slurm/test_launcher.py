@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hydra_plugins.grpocli_slurm.cluster import environment
-from hydra_plugins.grpocli_slurm.monitor import last_error
+from hydra_plugins.grpocli_slurm._cluster import environment, last_error
 from hydra_plugins.grpocli_slurm.options import Options, seconds
 
 DRY = ["train", "-m", "hydra/launcher=slurm", "hydra.launcher.dry_run=true", "hydra.launcher.partition=gpu"]
