@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import random
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -40,6 +40,29 @@ def fetch(url: str, seconds: float, headers: Mapping[str, str] | None = None) ->
             return await request(http, "GET", url, seconds)
 
     return asyncio.run(ask())
+
+
+async def answered(
+    send: Callable[[], Awaitable[httpx.Response]], delay: float, retries: float, busy_retries: float
+) -> httpx.Response:
+    """The response of a request, which is sent again while the server is busy and after a lost connection.
+
+    delay: seconds at most before the first retry. retries: at most so many, of any kind, before a lost connection is
+    raised as httpx.HTTPError. busy_retries: so many before a response with a status of BUSY is returned.
+    """
+    import httpx
+
+    tries = 0
+    while True:
+        tries, response = tries + 1, None
+        try:
+            response = await send()
+        except httpx.HTTPError:
+            if tries > retries:
+                raise
+        if response is not None and (response.status_code not in BUSY or tries > busy_retries):
+            return response
+        await asyncio.sleep(retry_delay(tries, delay, response))
 
 
 def retry_delay(tries: int, first: float, answer: httpx.Response | None = None) -> float:

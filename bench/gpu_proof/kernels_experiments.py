@@ -242,7 +242,7 @@ def random_rows(small: bool) -> list[Row]:
 
 def scored(policy: Policy, batches: Sequence[Sequence[Row]], layout: type[Layout]) -> Scored:
     """Log-probs of all rows, and the gradient of their sum weighted by advantages, in one tensor each."""
-    from grpocli.training.micro_batch import MicroBatch
+    from grpocli.training.packing import MicroBatch
     from grpocli.types import Sampling
 
     policy.model.zero_grad(set_to_none=True)

@@ -345,8 +345,7 @@ def gradient_norm(setting: Setting, parallel: str, dtype: str) -> float:
     from grpocli.distributed.parallel import Parallel
     from grpocli.distributed.world import World
     from grpocli.hardware import Single
-    from grpocli.training.micro_batch import MicroBatch
-    from grpocli.training.packing import Packed
+    from grpocli.training.packing import MicroBatch, Packed
     from grpocli.training.policy import Policy
     from grpocli.training.trials import pack
     from grpocli.types import Sampling

@@ -58,7 +58,7 @@ def bytes_kept(name: str, folder: str, checkpointing: bool) -> tuple[int, int]:
     from transformers import AutoModelForCausalLM
 
     from grpocli.models.loading import checkpoint_activations
-    from grpocli.training.micro_batch import MicroBatch
+    from grpocli.training.packing import MicroBatch
     from grpocli.training.policy import LEAST_OFFLOADED, ActivationOffload, Policy
     from grpocli.training.trials import pack
     from grpocli.types import Row, Sampling

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.advantage import NoAdvantage
 from grpocli.algorithm.aggregate import Totals
-from grpocli.algorithm.contract import check_accuracy, check_rows, checked_rewards, loss_and_flags, try_part
+from grpocli.algorithm.contract import check_accuracy, check_rows, checked_rewards, try_part
 from grpocli.algorithm.keep import SCORE, Dynamic
 from grpocli.algorithm.kl import KL
+from grpocli.algorithm.objective import loss_and_flags
 from grpocli.algorithm.statistics import centred_PG, constant_P1, rounding, std_P1
 from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
@@ -178,9 +179,9 @@ class Algorithm:
         A completion to which no reward applies has the advantage 0.
         weights: by reward name; the default is 1. accuracy: for each of the P groups, the name of the reward that
         measures accuracy (None: the first reward). lengths [P, G]: the number of each completion's tokens in the loss.
-        Raises TypeError or ValueError if rewards are not [P, G] tensors of finite numbers and NaN, if a weight is not
-        finite or its reward is missing, if `accuracy` does not name a reward for each group, or if `lengths` has
-        another shape, or is missing and the advantage part needs it.
+        Raises ValueError if rewards are not [P, G] of finite numbers and NaN, if a weight is not finite or its reward
+        is missing, if `accuracy` does not name a reward for each group, or if `lengths` has another shape, or is
+        missing and the advantage part needs it.
         Raises ConfigError if `algorithm.question_weight.reward` is not the name of a reward.
         """
         rewards = checked_rewards(rewards, weights)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.aggregate import Totals
+from grpocli.algorithm.objective import loss_and_flags
 from grpocli.config.parts import nearest
 from grpocli.config.user_code import raised
 from grpocli.config.user_parts import REQUIRED_MEMBERS, choice_of
@@ -35,12 +36,6 @@ RETURNS = {
 GETS = {"scores": "[P, G]", "accuracy": "[P, G]", "rewards": "[P, G]", "advantages": "[B] or [B, T]"}
 GETS |= {"group_ids": "[B]", "totals": "(counts of the window)"}
 """{argument: its shape}; [B, T] for all others."""
-
-
-def loss_and_flags(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss [B, T] and the flags that an objective returned; without flags if it returned a tensor."""
-    loss_BT, flags = result if isinstance(result, tuple) else (result, None)
-    return loss_BT, flags or {}
 
 
 def try_part(kind: str, part: Any) -> None:
@@ -77,30 +72,23 @@ def try_part(kind: str, part: Any) -> None:
 def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, Tensor]:
     """The rewards as floating-point tensors [P, G].
 
-    Raises TypeError or ValueError with the reward's name for any other value, for an infinite reward or weight, and for
-    the weight of a missing reward.
+    Raises ValueError with the reward's name for another shape, an infinite reward or weight, and the weight of a
+    missing reward.
     """
     import torch
 
-    if not isinstance(rewards, Mapping):
-        raise TypeError(f"rewards is a {type(rewards).__name__}; give a dict {{name: tensor [P, G]}}")
     if not rewards:
         raise ValueError("an algorithm needs at least one reward: {name: tensor [P, G]}")
-    shape = None
+    shape = next(iter(rewards.values())).shape
     for name, values in rewards.items():
-        if not isinstance(values, torch.Tensor):
-            raise TypeError(f"reward {name!r} is a {type(values).__name__}; give a tensor [P, G]")
-        if values.ndim != 2:
-            raise ValueError(f"reward {name!r} has the shape {list(values.shape)}; give [P, G], a row a group")
-        if shape not in (None, values.shape):
-            raise ValueError(f"reward {name!r} has the shape {list(values.shape)}, the others {list(shape or ())}")
+        if values.ndim != 2 or values.shape != shape:
+            raise ValueError(f"reward {name!r} has the shape {list(values.shape)}; give [P, G], the same for all")
         if values.isinf().any():
             group, completion = values.isinf().nonzero()[0].tolist()
             raise ValueError(
                 f"reward {name!r} is {values[group, completion].item()} for completion {completion} of group {group}; "
                 "give a finite number, or NaN where it does not apply"
             )
-        shape = values.shape
     for name, weight in (weights or {}).items():
         if name not in rewards:
             raise ValueError(f"weights[{name!r}]: there is no such reward{nearest(name, rewards)}")

@@ -9,7 +9,6 @@ from 1: its weight rho [B, T] multiplies the policy-gradient term and has no gra
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.objective import log_ratio
@@ -42,54 +41,8 @@ class SamplerAsOld(NoCorrection):
     takes_sampler_as_old = True
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """A range of ratios x, of tokens or of sequences (their tokens' geometric mean); level `none`: of nothing."""
-
-    level: str
-    low: float
-    high: float
-
-    def ratio(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """x [B, T], or [B, 1] of sequences."""
-        return log_ratio(old_logp_BT, rollout_logp_BT, mask_BT, self.level).exp()
-
-
-class Correction:
-    """Base of the corrections: a weight from one range of ratios, times whether a ratio is in another range."""
-
-    corrects = True
-
-    @property
-    def weighing(self) -> Range:
-        """Tokens weigh x, clamped to this range; level `none`: 1."""
-        raise NotImplementedError
-
-    @property
-    def dropping(self) -> Range:
-        """Tokens outside this range weigh 0; level `none`: no token is outside."""
-        raise NotImplementedError
-
-    def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        weigh, drop = self.weighing, self.dropping
-        weight = old_logp_BT.new_ones(())
-        if weigh.level != "none":
-            weight = weigh.ratio(old_logp_BT, rollout_logp_BT, mask_BT).clamp(weigh.low, weigh.high)
-        if drop.level != "none":
-            ratio = drop.ratio(old_logp_BT, rollout_logp_BT, mask_BT)
-            weight = weight.where((ratio >= drop.low) & (ratio <= drop.high), 0.0)
-        return weight.detach()
-
-
-def _check_weights(correction: Correction, low: float, high: float) -> None:
-    """Raise ConfigError for bounds `min` and `max` that leave no weight between 0 and infinity."""
-    require(correction, "max", high > 0, "must be above 0, since no token weighs anything otherwise; inf: no bound")
-    require(correction, "min", 0 <= low <= high, "must be between 0 and algorithm.correction.max")
-    require(correction, "min", low < math.inf, "must be a finite number")
-
-
 @part("algorithm/correction", "importance")
-class Importance(Correction):
+class Importance:
     """A weight by x = pi_old / mu (trainer / sampler), and a filter by x, each of tokens or of sequences.
 
     x of a sequence is the geometric mean of its tokens' x. TIS: weigh=token. MIS, IcePop with a clamp: weigh=token
@@ -114,22 +67,29 @@ class Importance(Correction):
     def __post_init__(self) -> None:
         one_of(self, "weigh", LEVELS)
         one_of(self, "drop", LEVELS)
-        _check_weights(self, self.min, self.max)
+        require(self, "max", self.max > 0, "must be above 0, since no token weighs anything otherwise; inf: no bound")
+        require(self, "min", 0 <= self.min <= self.max, "must be between 0 and algorithm.correction.max")
+        require(self, "min", self.min < math.inf, "must be a finite number")
         require(self, "low", 0 <= self.low <= 1, "must be between 0 and 1, the ratio of a token that agrees")
         require(self, "high", self.high >= 1, "must be 1 or more, the ratio of a token that agrees; inf: no bound")
 
-    @property
-    def weighing(self) -> Range:
-        return Range(self.weigh, self.min, self.max)
+    def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        def x(level: str) -> Tensor:
+            """The ratio [B, T], or [B, 1] of sequences."""
+            return log_ratio(old_logp_BT, rollout_logp_BT, mask_BT, level).exp()
 
-    @property
-    def dropping(self) -> Range:
-        return Range(self.drop, self.low, self.high)
+        weight = old_logp_BT.new_ones(())
+        if self.weigh != "none":
+            weight = x(self.weigh).clamp(self.min, self.max)
+        if self.drop != "none":
+            ratio = x(self.drop)
+            weight = weight.where((ratio >= self.low) & (ratio <= self.high), 0.0)
+        return weight.detach()
 
 
 @section("algorithm.correction")
-class Bounded(Correction):
-    """Base of the corrections with one range."""
+class Preset:
+    """Base of the named settings of `importance`, which have two bounds."""
 
     min: float = 0.0
     """Lower bound of rho, at least 0."""
@@ -138,23 +98,27 @@ class Bounded(Correction):
     level = "token"
 
     def __post_init__(self) -> None:
-        _check_weights(self, self.min, self.max)
+        _ = self.importance  # which checks the bounds
+
+    @property
+    def importance(self) -> Importance:
+        """The setting."""
+        raise NotImplementedError
+
+    def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        return self.importance(old_logp_BT, rollout_logp_BT, mask_BT)
 
 
 @part("algorithm/correction", "token_truncate")
-class TokenTruncate(Bounded):
+class TokenTruncate(Preset):
     """A weight per token: clamp(rho, min, max), rho = pi_old / mu (trainer / sampler).
 
     `importance` with weigh=token drop=none. TRL's mode of the same name, verl's and slime's TIS.
     """
 
     @property
-    def weighing(self) -> Range:
-        return Range(self.level, self.min, self.max)
-
-    @property
-    def dropping(self) -> Range:
-        return Range("none", 0, math.inf)
+    def importance(self) -> Importance:
+        return Importance(self.level, self.min, self.max)
 
 
 @part("algorithm/correction", "auto")
@@ -169,18 +133,18 @@ class AutoCorrection:
 
     @property
     def chosen(self) -> NoCorrection | TokenTruncate:
-        return TokenTruncate() if self.max_staleness else NoCorrection()
+        return TokenTruncate() if self.corrects else NoCorrection()
 
     @property
     def corrects(self) -> bool:
-        return self.chosen.corrects
+        return bool(self.max_staleness)
 
     def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         return self.chosen(old_logp_BT, rollout_logp_BT, mask_BT)
 
 
 @part("algorithm/correction", "token_mask")
-class TokenMask(Bounded):
+class TokenMask(Preset):
     """A weight per token: rho = pi_old / mu (trainer / sampler), set to 0 outside [min, max].
 
     `importance` with weigh=token max=inf and drop=token. NeMo RL's icepop, TRL's mode of the same name.
@@ -191,12 +155,8 @@ class TokenMask(Bounded):
         require(self, "min", 0 <= self.min <= 1, "must be between 0 and 1, the ratio of a token that agrees")
 
     @property
-    def weighing(self) -> Range:
-        return Range(self.level, 0, math.inf)
-
-    @property
-    def dropping(self) -> Range:
-        return Range(self.level, self.min, self.max)
+    def importance(self) -> Importance:
+        return Importance(self.level, max=math.inf, drop=self.level, low=self.min, high=self.max)
 
 
 @part("algorithm/correction", "sequence_truncate")

@@ -7,7 +7,7 @@ flags by side: clipped tokens ([B, T], or [B] for a sequence ratio), and `droppe
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import one_of, part, require
 
@@ -257,6 +257,12 @@ class Geometric:
         clipped_BT = log_ratio_BT.clamp(max=self.high).where(advantages_B1 > 0, log_ratio_BT.clamp(min=-self.low))
         mean_B1 = (clipped_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
         return -(advantages_B1 * mean_B1.exp()).expand_as(logp_BT), sides
+
+
+def loss_and_flags(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss [B, T] and the flags that an objective returned; without flags if it returned a tensor."""
+    loss_BT, flags = result if isinstance(result, tuple) else (result, None)
+    return loss_BT, flags or {}
 
 
 def per_token(advantages: Tensor) -> Tensor:

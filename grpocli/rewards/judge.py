@@ -17,7 +17,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import ByColumn, Escaped, check_regex, nearest, part, require, template_fields
 from grpocli.errors import ConfigError
-from grpocli.http import BUSY, fetch, is_server_url, request, retry_delay
+from grpocli.http import BUSY, answered, fetch, is_server_url, request
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, Unreachable
 from grpocli.text import mask
 
@@ -220,21 +220,22 @@ class ChatClient:
 
         content = json.dumps({**self.body, "messages": messages})  # ASCII, since a lone surrogate is not valid UTF-8
         url, seconds = f"{self.url}/chat/completions", self.judge.timeout
-        problem, busy = "", None
-        for attempt in range(self.judge.retries + 1):
-            if attempt:
-                await asyncio.sleep(retry_delay(attempt, self.judge.backoff, busy))
-            try:
-                response = await request(http, "POST", url, seconds, content=content)
-            except httpx.HTTPError as error:
-                problem, busy = str(error) or type(error).__name__, None
-                continue
-            if response.is_success:
-                return _answer(response)
-            problem, busy = f"HTTP {response.status_code} {' '.join(response.text.split())[:120]}".strip(), response
-            if response.status_code not in BUSY:
-                return Failure(f"the judge refused: {problem}")
-        return Unreachable(f"no judgement: {problem}, after {self.judge.retries + 1} tries")
+        tries = self.judge.retries + 1
+        try:
+            response = await answered(
+                lambda: request(http, "POST", url, seconds, content=content),
+                self.judge.backoff,
+                retries=self.judge.retries,
+                busy_retries=self.judge.retries,
+            )
+        except httpx.HTTPError as error:
+            return Unreachable(f"no judgement: {str(error) or type(error).__name__}, after {tries} tries")
+        if response.is_success:
+            return _answer(response)
+        problem = f"HTTP {response.status_code} {' '.join(response.text.split())[:120]}".strip()
+        if response.status_code in BUSY:
+            return Unreachable(f"no judgement: {problem}, after {tries} tries")
+        return Failure(f"the judge refused: {problem}")
 
 
 def _answer(response: httpx.Response) -> str | Failure:

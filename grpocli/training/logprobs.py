@@ -26,7 +26,7 @@ from grpocli.training.packing import Padded
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpocli.training.micro_batch import MicroBatch
+    from grpocli.training.packing import MicroBatch
     from grpocli.types import Sampling
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from grpocli.models.head import weights_kept
 from grpocli.models.lora import is_adapted, merged, switched_off
 from grpocli.progress import Progress, unreported
 from grpocli.training.logprobs import TokenScores, completion_scores
-from grpocli.training.micro_batch import MicroBatch, RowBatch
-from grpocli.training.packing import Layout, Packed, Padded, shards_of
+from grpocli.training.packing import Layout, MicroBatch, Packed, Padded, RowBatch, shards_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

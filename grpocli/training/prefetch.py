@@ -16,8 +16,8 @@ The condition `_changed` guards what they share.
 
 With several processes each has both threads. The rollout threads make their collective calls in a separate channel.
 The main process decides when a step begins, because two processes that decide for themselves could wait for each other.
-Main threads wait in rounds: in each round every process reports a `RankStatus`, so that all of them return, make the
-call or raise in the same round.
+Main threads wait in rounds: in each round every process reports whether it is done, has a call, waits or has failed, so
+that all of them return, make the call or raise in the same round.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -51,7 +51,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-"""With several processes, the longest time between two rounds of `RankStatus`."""
+"""With several processes, the longest time between two rounds."""
 
 
 def without_stale(batch: RolloutBatch, step: int, max_staleness: int) -> RolloutBatch:
@@ -91,18 +91,10 @@ class PrefetchState:
         return cls(collector.draws, collector.leftover, collector.curriculum.state())
 
 
-class RankStatus(NamedTuple):
-    """The status that a waiting process sends to the others."""
-
-    state: Literal["done", "failed", "call", "waiting"]
-    error: str = ""
-    gone: bool = False
-    """Whether the error is a ServiceGone."""
-
-    @classmethod
-    def failed(cls, error: BaseException) -> RankStatus:
-        message = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
-        return cls("failed", message, isinstance(error, ServiceGone))
+def _portable(error: BaseException) -> RunError:
+    """An error as the other processes raise it."""
+    message = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
+    return ServiceGone(message) if isinstance(error, ServiceGone) else RunError(message)
 
 
 class Prefetcher:
@@ -243,27 +235,26 @@ class Prefetcher:
         """
         while True:
             statuses = self.world.gather_objects([self._status(done)])
-            failed = [one for one in statuses if one.state == "failed"]
-            if failed:
+            if failed := [one for one in statuses if isinstance(one, RunError)]:
                 raise self._agreed_error(failed[0])
-            if all(one.state == "done" for one in statuses):
+            if all(one == "done" for one in statuses):
                 return
-            if all(one.state == "call" for one in statuses):
+            if all(one == "call" for one in statuses):
                 self._run_call()
 
-    def _status(self, done: Callable[[], bool]) -> RankStatus:
+    def _status(self, done: Callable[[], bool]) -> str | RunError:
         """Wait for a status other than "waiting"; with several processes, at most POLL_SECONDS.
 
-        "done" comes before "failed": an error of a later step does not matter yet.
+        "done" comes before an error: that of a later step does not matter yet.
         """
         with self._changed:
             timeout = POLL_SECONDS if self.world.size > 1 else None
             self._changed.wait_for(lambda: done() or self._error or self._call, timeout)
             if done():
-                return RankStatus("done")
+                return "done"
             if self._error:
-                return RankStatus.failed(self._error)
-            return RankStatus("call" if self._call else "waiting")
+                return _portable(self._error)
+            return "call" if self._call else "waiting"
 
     def _run_call(self) -> None:
         """Make the thread's call. If it raises, the thread raises the same error and ends; then raise it here."""
@@ -275,15 +266,14 @@ class Prefetcher:
         if error := result.exception():
             assert self._thread
             wait([self._thread], GRACE)
-            raise self._agreed_error(RankStatus.failed(error))
+            raise self._agreed_error(_portable(error))
 
-    def _agreed_error(self, status: RankStatus) -> BaseException:
+    def _agreed_error(self, reported: RunError) -> BaseException:
         """This process's own error if it is of the reported kind, else the reported one, so that all stop alike."""
         self._error_raised = True
         own = self._error
-        if own and isinstance(own, ServiceGone) == status.gone:
-            return own
-        return ServiceGone(status.error) if status.gone else RunError(status.error)
+        same_kind = isinstance(own, ServiceGone) == isinstance(reported, ServiceGone)
+        return own if own and same_kind else reported
 
     # The rollout thread
 

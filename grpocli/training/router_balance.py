@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.distributed.world import World
-    from grpocli.training.micro_batch import MicroBatch
+    from grpocli.training.packing import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)

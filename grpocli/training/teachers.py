@@ -7,6 +7,7 @@ Those of `algorithm.kl.model` are loaded. Those of `algorithm.kl.base_url` are v
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,12 @@ import torch
 from grpocli.algorithm.kl import EVERY_TASK, key_of_teacher
 from grpocli.errors import ConfigError, RunError, ServiceGone
 from grpocli.hardware import to_device
-from grpocli.http import BUSY, is_loopback, retry_delay
+from grpocli.http import answered, is_loopback
 from grpocli.models.teacher import teachers_of
 from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
 from grpocli.text import mask
-from grpocli.training.micro_batch import MicroBatch, RowBatch
-from grpocli.training.packing import padded
+from grpocli.training.packing import MicroBatch, RowBatch, padded
 from grpocli.training.policy import Reference
 from grpocli.types import Row
 
@@ -187,19 +187,10 @@ class ServedTeacher:
 
         Raises Refused for an HTTP error that a retry does not mend, httpx.HTTPError without a connection.
         """
-        tries = 0
-        while True:
-            tries, response = tries + 1, None
-            try:
-                response = await http.request(method, path, json=body)
-            except httpx.HTTPError:
-                if tries > LOST:
-                    raise
-            if response is not None and response.is_success:
-                return response.json()
-            if response is not None and response.status_code not in BUSY:
-                raise Refused(f"{path}: HTTP {response.status_code} {' '.join(response.text.split())[:200]}".rstrip())
-            await asyncio.sleep(retry_delay(tries, FIRST_DELAY, response))
+        response = await answered(lambda: http.request(method, path, json=body), FIRST_DELAY, LOST, math.inf)
+        if not response.is_success:
+            raise Refused(f"{path}: HTTP {response.status_code} {' '.join(response.text.split())[:200]}".rstrip())
+        return response.json()
 
     async def score(self, http: httpx.AsyncClient, model: str, row: Row) -> list[float]:
         """The log-probs of the completion's tokens, in nats, at temperature 1."""

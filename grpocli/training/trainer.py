@@ -24,7 +24,7 @@ from grpocli.training.accuracy import Evaluator
 from grpocli.training.checkpoint import State
 from grpocli.training.checkpointer import Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, records_of
-from grpocli.training.micro_batch import rows_of
+from grpocli.training.packing import rows_of
 from grpocli.training.update import UpdateChecks, Updater, overflow_warning
 from grpocli.types import Row
 

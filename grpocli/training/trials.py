@@ -22,8 +22,7 @@ from grpocli.models.flex_attention import TiledMask, for_any_size
 from grpocli.models.loading import FLEX
 from grpocli.models.lora import trained_share
 from grpocli.training.logprobs import completion_scores, mark_head, output_head
-from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing import FlexPacked, Layout, Packed, Padded, shards_of
+from grpocli.training.packing import FlexPacked, Layout, MicroBatch, Packed, Padded, shards_of
 from grpocli.training.policy import Reference
 from grpocli.training.router_balance import routers
 from grpocli.training.teachers import LoadedTeacher, Teachers, loaded_teachers

@@ -21,8 +21,7 @@ from grpocli.errors import RunError
 from grpocli.progress import Progress, unreported
 from grpocli.runs.run_dir import resume_word
 from grpocli.training.checkpointer import latest
-from grpocli.training.micro_batch import MicroBatch, RowBatch, group_spans
-from grpocli.training.packing import padded
+from grpocli.training.packing import MicroBatch, RowBatch, group_spans, padded
 from grpocli.training.policy import Reference
 from grpocli.training.router_balance import RouterBalance, record_routings, routers
 from grpocli.types import Row

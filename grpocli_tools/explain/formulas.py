@@ -9,7 +9,7 @@ from functools import cache, singledispatch
 from importlib.resources import files
 from typing import Any
 
-from grpocli.algorithm.correction import AutoCorrection, Correction, NoCorrection, Range, TokenMask
+from grpocli.algorithm.correction import AutoCorrection, Importance, NoCorrection, Preset
 from grpocli.algorithm.keep import SCORE, Dynamic
 from grpocli.algorithm.kl import K1, K2, K3, KL, MAX_K3, Estimator, Reverse
 from grpocli.algorithm.objective import Clip, Dppo
@@ -138,9 +138,18 @@ def _dppo(part: Dppo) -> Formula:
 
 
 @formula_of.register
-def _correction(part: Correction) -> Formula:
-    weigh, drop = part.weighing, part.dropping
-    levels = {weigh.level, drop.level}
+def _importance(part: Importance) -> Formula:
+    return _weight(part, {"x_low": "low", "x_high": "high"})
+
+
+@formula_of.register
+def _preset(part: Preset) -> Formula:
+    return _weight(part.importance, {"ρ_min": "min", "ρ_max": "max"})
+
+
+def _weight(part: Importance, kept: dict[str, str]) -> Formula:
+    """The weight by x. kept: the symbols of the filter's bounds, with their keys."""
+    levels = {part.weigh, part.drop}
     lines: list[str] = []
     symbols: dict[str, str] = {}
     weight = "1"
@@ -148,19 +157,16 @@ def _correction(part: Correction) -> Formula:
         lines.append("x_it = π_old(o_it) / μ(o_it)")
     if "sequence" in levels:
         lines.append("x_i = ( Π_t π_old(o_it) / μ(o_it) )^(1 / |o_i|)")
-    if weigh.level != "none":
-        weight = _symbol(weigh)
-        if (weigh.low, weigh.high) != (0, math.inf):
-            weight, symbols = f"clip({_symbol(weigh)}, ρ_min, ρ_max)", {"ρ_min": "min", "ρ_max": "max"}
-    if drop.level != "none":
+    if part.weigh != "none":
+        weight = _ratio(part.weigh)
+        if (part.min, part.max) != (0, math.inf):
+            weight, symbols = f"clip({weight}, ρ_min, ρ_max)", {"ρ_min": "min", "ρ_max": "max"}
+    if part.drop != "none":
         if "clip" in weight:  # both do not fit in one line
             lines.append(f"c_it = {weight}")
             weight = "c_it"
-        kept = {"x_low": "low", "x_high": "high"}
-        if isinstance(part, TokenMask):
-            kept = {"ρ_min": "min", "ρ_max": "max"}
         low, high = kept
-        weight = f"{weight} where {low} ≤ {_symbol(drop)} ≤ {high}, else 0"
+        weight = f"{weight} where {low} ≤ {_ratio(part.drop)} ≤ {high}, else 0"
         symbols |= kept
     note = "μ: as the sampler computes it; π_old: as the trainer does. ρ has no gradient."
     if "sequence" in levels:
@@ -168,8 +174,8 @@ def _correction(part: Correction) -> Formula:
     return Formula((*lines, f"ρ_it = {weight}"), symbols, CORRECTION_SOURCES, note)
 
 
-def _symbol(of: Range) -> str:
-    return "x_i" if of.level == "sequence" else "x_it"
+def _ratio(level: str) -> str:
+    return "x_i" if level == "sequence" else "x_it"
 
 
 @formula_of.register

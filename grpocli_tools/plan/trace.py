@@ -25,8 +25,7 @@ from grpocli.models.frozen_linear import multiply
 from grpocli.models.loading import checkpoint_activations
 from grpocli.training import logprobs
 from grpocli.training.logprobs import completion_scores, mark_head, output_head
-from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing import FlexPacked, Packed, Padded
+from grpocli.training.packing import FlexPacked, MicroBatch, Packed, Padded
 from grpocli.training.policy import ActivationOffload
 from grpocli.types import Row
 from grpocli_tools.plan.model_size import empty_model, quantized_linear, with_layers

@@ -15,7 +15,7 @@ from grpocli.rewards.reward import answer_columns
 from grpocli.runs.metrics import json_line
 from grpocli.runs.rollouts import rollout_table
 from grpocli.training.collector import RolloutBatch, records_of
-from grpocli.training.micro_batch import rows_of
+from grpocli.training.packing import rows_of
 from grpocli.types import Group, Row, Status
 from grpocli_tools.replay.collection import CollectedStep, RecordedStep, RolloutSource, collect_again
 from grpocli_tools.replay.weights import Weights

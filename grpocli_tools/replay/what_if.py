@@ -14,7 +14,7 @@ from grpocli.errors import GrpoError, RewardError
 from grpocli.rewards.scorer import Scorer
 from grpocli.tasks.prompt_source import accuracy_rewards_of, rewards_for
 from grpocli.training.collector import advantages_of, lengths_of, rewards_of
-from grpocli.training.micro_batch import rows_of
+from grpocli.training.packing import rows_of
 from grpocli.types import Group
 from grpocli_tools.replay.collection import collect_again
 from grpocli_tools.replay.replay import Replay

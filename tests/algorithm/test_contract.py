@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from composed import built
 
 from grpocli.algorithm.aggregate import Constant
 from grpocli.algorithm.algorithm import PARTS
@@ -16,41 +19,39 @@ from grpocli.config.parts import registered
 from grpocli.errors import ConfigError
 
 LOSS = "-(a - b).exp() * c[:, None]"
-WHOLE = "(a, b, c, d)"
-PARTS_OF_USERS = {
-    "a tensor": ("objective", WHOLE, LOSS, True),
-    "with flags": ("objective", WHOLE, f"({LOSS}, {{'low': a > b}})", True),
-    "flags of rows": ("objective", WHOLE, f"({LOSS}, {{'low': c > 0}})", True),
-    "no flags": ("objective", WHOLE, f"({LOSS}, None)", True),
-    "a scalar": ("objective", WHOLE, "(a * d).sum()", False),
-    "rows": ("objective", WHOLE, "(a * d).sum(1)", False),
-    "detached": ("objective", WHOLE, "a.detach()", False),
-    "a number": ("objective", WHOLE, "1.0", False),
-    "wrong flags": ("objective", WHOLE, f"({LOSS}, {{'low': a.sum()}})", False),
-    "wrong broadcast": ("objective", WHOLE, "a * c", False),
-    "advantages": ("advantage", "(a,)", "a - a.mean(1, keepdim=True)", True),
-    "means": ("advantage", "(a,)", "a.mean(1)", False),
-    "weights": ("aggregate", "(a, b, c)", "1 / a.sum(1)", True),
-    "one weight": ("aggregate", "(a, b, c)", "a.sum()", False),
-    "kept": ("keep", "(a,)", "a.std(1) > 0", True),
-    "kept completions": ("keep", "(a,)", "a > 0", False),
-}
+PARTS_OF_USERS = [  # kind, arguments, result, whether it is as the contract says
+    ("objective", "a, b, c, d", LOSS, True),
+    ("objective", "a, b, c, d", f"({LOSS}, {{'low': a > b}})", True),
+    ("objective", "a, b, c, d", f"({LOSS}, {{'low': c > 0}})", True),
+    ("objective", "a, b, c, d", f"({LOSS}, None)", True),
+    ("objective", "a, b, c, d", "(a * d).sum()", False),
+    ("objective", "a, b, c, d", "a.detach()", False),
+    ("objective", "a, b, c, d", "1.0", False),
+    ("objective", "a, b, c, d", f"({LOSS}, {{'low': a.sum()}})", False),
+    ("objective", "a, b, c, d", "a * c", False),
+    ("advantage", "a", "a - a.mean(1, keepdim=True)", True),
+    ("advantage", "a", "a.mean(1)", False),
+    ("aggregate", "a, b, c", "1 / a.sum(1)", True),
+    ("aggregate", "a, b, c", "a.sum()", False),
+    ("keep", "a", "a.std(1) > 0", True),
+    ("keep", "a", "a > 0", False),
+]
 
 
-@pytest.mark.parametrize("what", PARTS_OF_USERS)
-def test_a_part_of_a_user_is_tried(what: str, tmp_path: Path) -> None:
-    kind, arguments, result, kept = PARTS_OF_USERS[what]
-    file = tmp_path / "mine.py"
-    more = "reward = None; mask_truncated = False; " if kind == "keep" else ""
-    file.write_text(f"class Mine:\n    {more}\n    def __call__(self, {arguments[1:-1]}): return {result}\n")
-    run = build_run(compose([f"algorithm/{kind}={file}:Mine"]))
-    if kept:
-        check_files(run)
-    else:
-        with pytest.raises(ConfigError) as raised:
-            check_files(run)
+@pytest.mark.parametrize(("kind", "arguments", "result", "kept"), PARTS_OF_USERS)
+def test_a_part_of_a_user_is_tried(kind: str, arguments: str, result: str, kept: bool) -> None:
+    with nullcontext() if kept else pytest.raises(ConfigError) as raised:
+        try_part(kind, eval(f"lambda {arguments}: {result}"))
+    if not kept:
         assert raised.value.key == f"algorithm/{kind}"
         assert "AttributeError" not in str(raised.value)
+
+
+def test_a_part_of_a_user_is_tried_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Mine:\n    def __call__(self, a): return a.mean(1)\n")
+    with pytest.raises(ConfigError) as raised:
+        check_files(build_run(compose([f"algorithm/advantage={tmp_path / 'mine.py'}:Mine"])))
+    assert raised.value.key == "algorithm/advantage"
 
 
 @pytest.mark.parametrize("kind", PARTS)
@@ -62,17 +63,15 @@ def test_the_built_in_parts_keep_the_contract(kind: str) -> None:
         try_part(kind, part)
 
 
-def test_a_plain_tensor_is_the_same_loss(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        f"class Plain:\n    def __call__(self, a, b, c, d): return {LOSS}\n"
-        f"class Pair:\n    def __call__(self, a, b, c, d): return {LOSS}, {{}}\n"
-    )
+def test_a_plain_tensor_is_the_same_loss() -> None:
     logp_BT = -torch.rand(2, 3, generator=torch.manual_seed(0))
-    losses = []
-    for name in ("Plain", "Pair"):
-        algorithm = build_run(compose([f"algorithm/objective={file}:{name}", "algorithm/kl=none"])).algorithm
-        rows = (logp_BT, logp_BT - 0.1, torch.tensor([1.0, -1.0]), torch.ones(2, 3))
-        losses.append(algorithm.loss(*rows)[0].item())
-        assert not algorithm.clipped(*rows).any()
-    assert losses[0] == losses[1]
+    rows = (logp_BT, logp_BT - 0.1, torch.tensor([1.0, -1.0]), torch.ones(2, 3))
+    plain, pair = (
+        replace(built("algorithm=dapo"), objective=objective)
+        for objective in (
+            lambda a, b, c, d: -(a - b).exp() * c[:, None],
+            lambda a, b, c, d: (-(a - b).exp() * c[:, None], {}),
+        )
+    )
+    assert plain.loss(*rows)[0].item() == pair.loss(*rows)[0].item()
+    assert not plain.clipped(*rows).any()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm.windows import NAN, WEIGHTS, Window, choices, deal, run, splits, suited, windows
+from algorithm.windows import WEIGHTS, Window, choices, deal, run, splits, suited, windows
 from composed import built
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,19 +130,6 @@ def test_mathforges_two_factors_are_a_mean_over_informative_tokens(window: Windo
     ours = run(algorithm, window, advantages, deal(len(lengths), split), torch.float64)
     torch.testing.assert_close(ours.loss, loss.detach(), rtol=1e-10, atol=1e-13)
     torch.testing.assert_close(ours.gradient[: len(lengths)], gradient, rtol=1e-10, atol=1e-13)
-
-
-@given(window=windows(), temperature=st.floats(0.05, 20))
-@few
-def test_difficulty_weights_sum_to_the_number_of_informative_groups(window: Window, temperature: float) -> None:
-    algorithm = built("algorithm=dgpo")
-    weigh = type(algorithm.question_weight)(temperature=temperature)
-    scores = algorithm.scores(window.rewards, WEIGHTS)
-    weights = weigh(scores, window.rewards["a"])
-    informative = torch.tensor([len({x for x in group.tolist() if x == x}) > 1 for group in scores])
-    assert weights[informative].sum().item() == pytest.approx(int(informative.sum()))
-    assert weights[~informative].eq(1).all()
-    assert (weights > 0).all()
 
 
 # DAPO and GRPO.
@@ -288,12 +275,6 @@ def test_one_advantage_for_all_tokens_is_that_of_the_row(name: str, window: Wind
         assert flags.eq(results[1][2][side]).all(), side
 
 
-def test_the_geometric_objective_refuses_an_advantage_per_token() -> None:
-    rows = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"algorithm/objective=geometric needs an advantage per row"):
-        built("algorithm=gmpo").objective(rows, rows, rows, torch.ones(2, 3))
-
-
 @given(window=windows(), length=st.integers(1, 9))
 @few
 def test_the_batch_of_one_question_or_of_equal_lengths(window: Window, length: int) -> None:
@@ -409,10 +390,3 @@ def test_a_completion_without_a_score_is_left_out_of_its_group(window: Window) -
             if there.any():
                 part = algorithm.advantages({reward: v[:, there] for reward, v in group.items()}, WEIGHTS)[0]
                 torch.testing.assert_close(whole[there], part, rtol=1e-10, atol=1e-13)
-
-
-def test_rewards_that_apply_to_no_completion_give_no_gradient() -> None:
-    for name in choices("advantage", "question_weight"):
-        algorithm = built("algorithm=grpo", f"algorithm/{name}")
-        expected = 1 if name == "advantage=supervised" else 0  # supervised training needs no scores
-        assert algorithm.advantages({"r": torch.full((2, 3), NAN)}).eq(expected).all()

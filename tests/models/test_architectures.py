@@ -31,8 +31,7 @@ from grpocli.models.loading import HuggingFace, load_model
 from grpocli.models.lora import Lora, attach, lora_layers, merged
 from grpocli.rollout.vllm.server import caches_prefixes
 from grpocli.rollout.vllm.weight_sync import PolicyWeights
-from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing import FlexPacked, Padded
+from grpocli.training.packing import FlexPacked, MicroBatch, Padded
 from grpocli.training.policy import Policy
 from grpocli.training.trials import find_head, pack
 from grpocli.types import Row, Sampling

@@ -18,8 +18,7 @@ from grpocli.models.loading import HuggingFace, choose_head_dtype, load_model
 from grpocli.models.lora import Lora
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.training import logprobs
-from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing import Packed, Padded
+from grpocli.training.packing import MicroBatch, Packed, Padded
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.trials import find_head, pack
 from grpocli.types import Request, Row, Sampling

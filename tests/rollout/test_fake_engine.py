@@ -14,7 +14,7 @@ from grpocli.errors import RunError
 from grpocli.models.tiny import make_model, make_tokenizer
 from grpocli.rollout.fake_engine import Fake, FakeEngine
 from grpocli.training.logprobs import completion_scores
-from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.packing import MicroBatch
 from grpocli.training.policy import Policy
 from grpocli.types import Prompt, Request, Row, Sampling
 

@@ -13,7 +13,7 @@ from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import sampling_logits
 from grpocli.training import logprobs
 from grpocli.training.logprobs import completion_scores
-from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.packing import MicroBatch
 from grpocli.types import Completion, Request, Row, Sampling
 
 PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [12, 12]]  # repeated in completions; without the padding token 0

@@ -20,9 +20,8 @@ from grpocli.distributed.world import World
 from grpocli.hardware import Single
 from grpocli.processes.threads import end_process
 from grpocli.training import trials
-from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
-from grpocli.training.packing import Packed
+from grpocli.training.packing import MicroBatch, Packed
 from grpocli.training.teachers import LoadedTeacher, Teachers
 from grpocli.types import Row, Sampling
 

@@ -17,11 +17,10 @@ from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt, redra
 
 from grpocli.errors import RewardError, RunError
 from grpocli.progress import Watch
-from grpocli.rollout.sampling import derive_seed
 from grpocli.runs.rollouts import read_rollouts, write_rollouts
 from grpocli.training import saved_rollouts
 from grpocli.training.collector import Collector, RolloutBatch, records_of, status_of, tool_use
-from grpocli.training.micro_batch import rows_of
+from grpocli.training.packing import rows_of
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row
 
 NAN = float("nan")
@@ -34,16 +33,6 @@ def collector(rewards: Sequence[Any], *overrides: str) -> tuple[Collector, Scrip
 
 def uids(groups: Sequence[Group]) -> list[str]:
     return [group.uid for group in groups]
-
-
-def test_all_groups_are_kept_in_one_round() -> None:
-    made, sampler = collector([MIXED, FLAT, FLAT], "algorithm=grpo")
-    got = made.collect()
-    assert uids(got.groups) == ["0", "1", "2"]
-    assert made.advantages(got.groups)[1:].eq(0).all()
-    assert (sampler.asked, made.draws) == ([3], 3)
-    assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (1, 3)
-    assert got.metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
 
 
 def test_constant_groups_are_replaced_by_others() -> None:
@@ -128,14 +117,6 @@ def test_leftover_groups_that_do_not_fit_a_changed_config_are_left_out(
     assert "2 of 3 leftover groups do not fit" in caplog.text
     other_seed = load(drawn=lambda number, row: Prompt(str(number), [2], "p"))
     assert load(size=4) == load(rewards=["r", "format"]) == other_seed == []
-
-
-def test_a_group_can_be_kept_by_one_reward_alone() -> None:
-    """DAPO keeps groups by accuracy, the first reward: a difference in length says nothing about the answer."""
-    rewards = {"accuracy": torch.tensor([[1.0, 1.0], [0.0, 1.0]]), "overlong": torch.tensor([[0.0, -0.5], [0.0, 0.0]])}
-    assert built("algorithm=dapo").kept(rewards).tolist() == [False, True]
-    for name, kept in {"accuracy": [False, True], "overlong": [True, False], "score": [True, True]}.items():
-        assert built("algorithm=dapo", f"algorithm.keep.reward={name}").kept(rewards).tolist() == kept
 
 
 def test_groups_are_kept_by_the_accuracy_reward_of_their_task() -> None:
@@ -237,11 +218,6 @@ def test_a_tool_whose_calls_all_failed_is_named_with_its_first_error() -> None:
     assert list(warnings) == ["tool search"]
     assert "the first with KeyError: 'url'; " in warnings["tool search"]
     assert (metrics["tools/calls"], metrics["tools/add/failures"]) == (7 / 3, 1 / 3)
-
-
-def test_seeds_differ_by_run_and_draw() -> None:
-    assert len({derive_seed(run, draw) for run in range(3) for draw in range(100)}) == 300
-    assert derive_seed(1, 2) == derive_seed(1, 2)
 
 
 # Records

@@ -21,8 +21,7 @@ from grpocli.models import flex_attention
 from grpocli.models.loading import checkpoint_activations
 from grpocli.models.lora import Lora, attach
 from grpocli.training import trials
-from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing import FlexPacked, Packed
+from grpocli.training.packing import FlexPacked, MicroBatch, Packed
 from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.trials import LARGE, compile_layers, pack, takes_compiled
 from grpocli.types import Row, Sampling

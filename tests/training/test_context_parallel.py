@@ -26,8 +26,7 @@ from grpocli.hardware import Single
 from grpocli.launch.trainer_launcher import command
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.loading import HuggingFace, load_config
-from grpocli.training.micro_batch import MicroBatch
-from grpocli.training.packing import Packed, shards_of
+from grpocli.training.packing import MicroBatch, Packed, shards_of
 from grpocli.training.policy import Policy
 from grpocli.types import Row, Sampling
 
@@ -67,12 +66,6 @@ def test_every_token_and_every_target_belongs_to_one_process(size: int) -> None:
     for rank, shard in enumerate(shards):
         places = shard.keep_U[shard.predictor_N[: len(shard.target_C)]] * size + rank
         assert torch.equal(places, predicted[shard.target_C])
-
-
-def test_a_micro_batch_has_room_for_the_tokens_of_all_its_processes() -> None:
-    rows = some_rows()
-    shared = shards_of(Alone(0, 2), Packed)
-    assert shared.pack(rows, 20) == Packed.pack(rows, 40) != Packed.pack(rows, 20)
 
 
 class Counting(Alone):

@@ -25,8 +25,6 @@ from grpocli.models import shared_prompt_attention as shared
 from grpocli.models.loading import HuggingFace
 from grpocli.runs.run_dir import RunDir
 from grpocli.training.optim import AdamW, make_optimizer
-from grpocli.training.packing import Packed
-from grpocli.training.trials import pack
 from grpocli.training.update import SCALE, SKIPPED, UpdateChecks, Updater
 from grpocli.types import Row
 from grpocli_tools.replay.weights import Weights
@@ -80,17 +78,6 @@ def test_gradients_below_the_range_of_float16_are_not_lost(little_model, world, 
     expected = gradient(updater_for(little_model, world, "algorithm=dapo"), rows)
     assert apart(gradient(in_float16(little_model, world, 2.0**16), rows), expected) <= 0.02
     assert apart(gradient(in_float16(little_model, world, 1.0), rows), expected) > 0.5
-
-
-def test_packed_and_split_rows_have_the_gradient_of_padded_ones(little_model, world, rows) -> None:
-    padded = gradient(in_float16(little_model, world, 2.0**16), rows)
-    split = gradient(in_float16(little_model, world, 2.0**16, micro_batch_tokens=20), rows)
-    up = in_float16(little_model, world, 2.0**16)
-    assert pack(up.policy, None)
-    assert up.policy.layout(up.sampling) is Packed
-    packed = gradient(up, rows)
-    assert max(apart(split, padded), apart(packed, padded)) <= 5e-3
-    assert not packed.equal(padded)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -8,8 +8,7 @@ from composed import built
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpocli.training.micro_batch import MicroBatch, RowBatch, group_spans, rows_of
-from grpocli.training.packing import Layout, Packed, Padded
+from grpocli.training.packing import Layout, MicroBatch, Packed, Padded, RowBatch, group_spans, rows_of
 from grpocli.types import Completion, Group, Prompt, Rollout, Row
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=30)

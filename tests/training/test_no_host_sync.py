@@ -30,9 +30,8 @@ from grpocli.distributed.parallel import Parallel, loss_scaler
 from grpocli.hardware import to_device
 from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
-from grpocli.training.micro_batch import RowBatch
 from grpocli.training.optim import AdamW
-from grpocli.training.packing import FlexPacked, Packed, Padded
+from grpocli.training.packing import FlexPacked, Packed, Padded, RowBatch
 from grpocli.training.policy import Policy, Reference
 from grpocli.training.update import Updater, Window
 from grpocli.types import Row, Sampling

@@ -7,7 +7,6 @@ import random
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from itertools import pairwise
 from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
@@ -44,9 +43,8 @@ from grpocli.models import flex_attention
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.frozen_linear import compute_dtype
 from grpocli.training import logprobs, packing
-from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
-from grpocli.training.packing import FlexPacked, Packed, Padded
+from grpocli.training.packing import FlexPacked, MicroBatch, Packed, Padded
 from grpocli.training.policy import Policy, Reference
 from grpocli.training.trials import choose_layout, find_head, pack
 from grpocli.training.update import Updater
@@ -218,15 +216,6 @@ def test_every_row_is_in_one_micro_batch_within_the_limit(layout: type[Packed]) 
     assert sizes[-2] - sizes[0] <= 1024
 
 
-def test_groups_are_split_and_tiles_are_filled() -> None:
-    """A group may be larger than a micro-batch; two tiles have room for more rows than the limit says."""
-    rows = rows_of(GROUPS["ragged"])
-    batches = Packed.pack(rows, 22)
-    assert any({row.group for row in one} & {row.group for row in other} for one, other in pairwise(batches))
-    (batch,) = FlexPacked.pack(rows, 22)
-    assert FlexPacked.size(batch) == FlexPacked.fitting(1)
-
-
 @pytest.mark.parametrize(("name", "groups"), [("qwen2", "ragged"), ("gpt2", "a row without tokens")])
 def test_the_gpu_attention_gives_the_same_update(world, name: str, groups: str, monkeypatch) -> None:
     """On a GPU keys are repeated for the heads that share them where there is a mask."""
@@ -252,18 +241,6 @@ def test_flex_attention_gives_the_same_update(world, name: str, groups: str, mon
     computed = [row for row in rows if row.advantage]
     assert one.metrics["tokens/padding"] == FlexPacked.size(computed) - Packed.distinct(computed)
     assert_same_gradients(one, plain)
-
-
-def test_filler_fits_any_model(world) -> None:
-    """This includes a model with fewer positions than filler tokens."""
-    short = GPT2LMHeadModel(GPT2Config(**(GPT2 | {"n_positions": 24}), **ENDS))
-    policy = Policy(short, short, torch.float32, world.parallel)
-    policy.packs = attention.enable(short, 24)
-    rows = [Row([3 + k % 30, 4], [5] * 17, [1] * 17, 1.0, k, [-3.0] * 17) for k in range(54)]
-    layout = Packed.build(rows, torch.device("cpu"))
-    assert layout.input_ids.shape[1] - 54 * 19 > 24
-    batch = MicroBatch.build(rows, torch.device("cpu"), Packed)
-    assert policy.scores(batch, Sampling(17))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("masked", [False, True])

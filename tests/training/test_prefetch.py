@@ -110,21 +110,6 @@ def uids(collected: RolloutBatch) -> list[int]:
     return [int(g.uid) for g in collected.groups]
 
 
-def test_without_staleness_no_thread_is_started() -> None:
-    sampler = Sampler()
-    made = collector(sampler)
-    before = threading.active_count()
-    with ahead(made, staleness=0) as one:
-        for step in (1, 2):
-            sync(one, sampler, step)
-            sampler.allow(1)
-            assert versions(one.rollouts(step)) == {step}
-            one.wait_until_idle(step + 1)
-        assert sampler.threads == {threading.get_ident()}
-        assert threading.active_count() == before
-        assert one.state(0).ready == ()
-
-
 def test_one_step_ahead_every_completion_is_one_version_old() -> None:
     sampler = Sampler()
     with ahead(collector(sampler), steps=5) as one:
@@ -219,20 +204,6 @@ def test_an_error_of_the_thread_is_raised_when_the_trainer_waits() -> None:
         assert one.state(0).ready == ()
         with pytest.raises(EngineError, match="the server is gone"):
             one.rollouts(2)
-
-
-def test_ready_batches_are_used_before_a_later_error_is_raised() -> None:
-    sampler = Sampler()
-    with ahead(collector(sampler), staleness=2, in_flight=True) as one:
-        sampler.allow(2)
-        one.rollouts(1)
-        until(lambda: len(one.state(0).ready) == 1)
-        sampler.error = EngineError("the server is gone")
-        sampler.allow(1)
-        until(lambda: one._error is not None)
-        assert uids(one.rollouts(2)) == [2, 3]
-        with pytest.raises(EngineError, match="the server is gone"):
-            one.rollouts(3)
 
 
 def test_a_checkpoint_saves_ready_batches_and_no_draws_of_running_steps() -> None:

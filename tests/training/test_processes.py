@@ -26,8 +26,7 @@ from grpocli.algorithm.metrics import EXTREMES
 from grpocli.launch.trainer_launcher import command
 from grpocli.rollout.sampler import sample
 from grpocli.training.checkpoint import check_files
-from grpocli.training.micro_batch import group_spans
-from grpocli.training.packing import Packed
+from grpocli.training.packing import Packed, group_spans
 from grpocli.training.update import SCALE, SKIPPED
 from grpocli.types import Request, Row, Sampling
 

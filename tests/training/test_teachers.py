@@ -18,7 +18,7 @@ from grpocli.algorithm.kl import EVERY_TASK
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError, RunError, ServiceGone
 from grpocli.models.tiny import make_tokenizer
-from grpocli.training.micro_batch import MicroBatch, RowBatch
+from grpocli.training.packing import MicroBatch, RowBatch
 from grpocli.training.teachers import LoadedTeacher, ServedTeacher, Teachers, check_served
 from grpocli.training.update import Updater
 from grpocli.types import Row, Sampling

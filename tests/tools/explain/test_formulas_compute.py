@@ -12,7 +12,7 @@ from explain.evaluation import computed
 
 from grpocli.algorithm.advantage import BatchStd, Center, LeaveOneOut, Mad, MaxRL, NoAdvantage, ReinforcePlusPlus, Std
 from grpocli.algorithm.aggregate import Constant, SequenceMean, TokenMean, Totals
-from grpocli.algorithm.correction import Correction, SequenceMask, SequenceTruncate, TokenMask, TokenTruncate
+from grpocli.algorithm.correction import Preset, SequenceMask, SequenceTruncate, TokenMask, TokenTruncate
 from grpocli.algorithm.kl import K1, K2, K3
 from grpocli.algorithm.objective import Cispo, Clip, Dppo, Geometric, Mirror, Sapo
 from grpocli.algorithm.question_weight import Difficulty
@@ -84,7 +84,7 @@ def test_the_formula_of_geometric_gives_its_loss(seed: int) -> None:
 
 @pytest.mark.parametrize("made", [TokenTruncate, TokenMask, SequenceTruncate, SequenceMask])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_corrections_formula_gives_its_weights(made: type[Correction], seed: int) -> None:
+def test_the_corrections_formula_gives_its_weights(made: type[Preset], seed: int) -> None:
     part = made(min=0.8, max=1.2)
     sampler = -noise(seed, T).abs()
     old = sampler + noise(seed + 100, T, scale=0.3)
