@@ -150,7 +150,7 @@ def _finished(run_dir: RunDir, run: Run) -> str | None:
         return None
     if done < run.train.steps:
         stop_at = run.eval.stop_at
-        why = ended_early(saved_run.summary, stop_at.metric, stop_at.threshold)
+        why = ended_early(saved_run.summary, stop_at)
         higher = "a higher threshold, or " if (stop_at.threshold or 0) < 1 else ""
         remedy = f"{higher}eval.stop_at.metric=null with eval.stop_at.threshold=null, trains on"
         return f"{run_dir.path} is finished after {done} of {run.train.steps} steps: {why}; {remedy}" if why else None

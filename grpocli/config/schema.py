@@ -239,6 +239,11 @@ class StopAt:
         known = isinstance(value, int | float) and self.threshold is not None
         return float(value) if known and value >= self.threshold else None  # type: ignore[arg-type, operator]
 
+    def reason(self, results: Mapping[str, Any] | None) -> str:
+        """Why an evaluation ends the run, such as `eval/accuracy is 0.940, at least ...`; empty if it does not."""
+        value, limit = self.reached_by(results), self.threshold
+        return "" if value is None else f"{self.name} is {value:.3f}, at least eval.stop_at.threshold={limit:g}"
+
 
 @section("eval")
 class Eval:

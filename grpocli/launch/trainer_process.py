@@ -219,11 +219,13 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
 
 def _early(trainer: Trainer) -> dict[str, object] | None:
     """What ended a run before its last step, a metric or a callback; None for another run."""
-    stop_at, value, callback = trainer.run.eval.stop_at, trainer.reached, trainer.recorder.callbacks.stop
-    if trainer.state.step >= trainer.run.train.steps or not (callback or value is not None):
+    if trainer.state.step >= trainer.run.train.steps:
         return None
-    metric: dict[str, object] = {"metric": stop_at.name, "value": value, "threshold": stop_at.threshold}
-    return {"callback": callback} if callback else metric
+    if callback := trainer.recorder.callbacks.stop:
+        return {"callback": callback}
+    stop_at = trainer.run.eval.stop_at
+    value = stop_at.reached_by(trainer.last_evaluation)
+    return None if value is None else {"metric": stop_at.name, "value": value, "threshold": stop_at.threshold}
 
 
 def summary_of_run(trainer: Trainer | None, recorder: Recorder, **facts: Any) -> dict[str, object]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpocli.config import yaml_text
+from grpocli.config.schema import StopAt
 from grpocli.errors import ConfigError, config_errors
 from grpocli.runs.metrics import NO_LINES, number, read_lines, read_metrics, read_summary
 from grpocli.runs.rollouts import read_rollouts
@@ -199,8 +200,10 @@ class SavedRun:
     @property
     def ended_early(self) -> str:
         """Why the run is finished before its last step; empty if it is not."""
-        flat = self.flat
-        by_metric = ended_early(self.outcome, flat.get("eval.stop_at.metric"), flat.get("eval.stop_at.threshold"))
+        metric = self.flat.get("eval.stop_at.metric")
+        threshold = number(self.flat.get("eval.stop_at.threshold"))
+        known = isinstance(metric, str) and threshold is not None
+        by_metric = ended_early(self.outcome, StopAt(metric, threshold)) if known else ""
         return by_metric or ended_by_callback(self.outcome)
 
     @cached_property
@@ -210,18 +213,10 @@ class SavedRun:
         return f"before and after are of different evaluations: {changes}" if changes else ""
 
 
-def ended_early(summary: Mapping[str, Any], metric: Any, threshold: Any) -> str:
-    """Why a run is finished before its last step, such as `eval/accuracy is 0.94, at least ...`; empty if it is not.
-
-    metric, threshold: `eval.stop_at` of its config, which a resume may have changed since the summary.
-    """
+def ended_early(summary: Mapping[str, Any], stop_at: StopAt) -> str:
+    """Why a run is finished before its last step; empty if it is not. A resume may have changed `stop_at` since."""
     early = summary.get("ended_early")
-    if not isinstance(early, Mapping) or not isinstance(metric, str):
-        return ""
-    name, value, limit = early.get("metric"), number(early.get("value")), number(threshold)
-    if name != f"eval/{metric.removeprefix('eval/')}" or value is None or limit is None or value < limit:
-        return ""
-    return f"{name} is {value:.3f}, at least eval.stop_at.threshold={limit:g}"
+    return stop_at.reason({early.get("metric"): early.get("value")}) if isinstance(early, Mapping) else ""
 
 
 def ended_by_callback(summary: Mapping[str, Any]) -> str:

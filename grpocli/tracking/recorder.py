@@ -17,7 +17,6 @@ from grpocli.views.view import ShownCompletion, View
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpocli.config.schema import StopAt
     from grpocli.progress import Progress
     from grpocli.runs.metrics import MetricsLog
     from grpocli.runs.run_dir import RunDir
@@ -252,17 +251,11 @@ class Recorder:
         if self.metrics is not None:
             self.callbacks.after_checkpoint(step, self.run_dir.checkpoint(step))
 
-    def ends_early(self, stop_at: StopAt, value: float | None, step: int) -> None:
-        """Show that the run ends after `step`: a callback asks for it, or the metric of `eval.stop_at` is reached."""
+    def ends_early(self, reached: str, step: int) -> None:
+        """Show that the run ends after `step`, why a callback asks for it, and how `eval.stop_at` is reached."""
         self.view.ends_after(step)
-        if self.callbacks.stop:
-            self.view.note(f"the run ends after step {step}: {self.callbacks.stop}")
-        if value is None:  # a callback ends it, which only the main process knows
-            return
-        self.view.note(
-            f"the run ends after step {step}: {stop_at.name} is {value:.3f}, at least "
-            f"eval.stop_at.threshold={stop_at.threshold:g}"
-        )
+        for reason in filter(None, (self.callbacks.stop, reached)):  # callbacks are the main process's
+            self.view.note(f"the run ends after step {step}: {reason}")
 
     def finish_pushes(self, timeout: float) -> None:
         """Wait for the pushes of checkpoints, at most `timeout` seconds."""

@@ -223,17 +223,18 @@ class Trainer:
     def ends_early(self) -> bool:
         """Whether a callback ends the run, or the last evaluation has reached `eval.stop_at`. Collective."""
         may_end = self.run.eval.stop_at.metric is not None or bool(self.run.callbacks)
-        return may_end and self.world.any(self.reached is not None or bool(self.recorder.callbacks.stop))
+        reached = self.run.eval.stop_at.reached_by(self.last_evaluation) is not None
+        return may_end and self.world.any(reached or bool(self.recorder.callbacks.stop))
 
     @property
-    def reached(self) -> float | None:
-        """The value of the metric of `eval.stop_at` that has reached its threshold; None if it has not."""
-        return self.run.eval.stop_at.reached_by(self.state.evaluation if self.state.step else self.state.before)
+    def last_evaluation(self) -> dict[str, float] | None:
+        """The results of the evaluation after the last whole step; None without one."""
+        return self.state.evaluation if self.state.step else self.state.before
 
     def finish(self) -> dict[str, float]:
         """Make the final evaluation and the last checkpoint; return the evaluation."""
         if self.state.step < self.run.train.steps:
-            self.recorder.ends_early(self.run.eval.stop_at, self.reached, self.state.step)
+            self.recorder.ends_early(self.run.eval.stop_at.reason(self.last_evaluation), self.state.step)
             self.prefetcher.stop_after(self.next_step)
         results = self.evaluate()
         if not (self.state.step and self.due(self.run.checkpoint.every)):
