@@ -118,10 +118,7 @@ class ReinforcePlusPlus:
         centred = centred_PG(scores_PG)
         if self.over == "samples":
             return _divide(centred, std_P1(centred.masked_fill(unscored_PG, math.nan).reshape(1, -1)), self.eps)
-        if lengths_PG is None:
-            raise ValueError(
-                "algorithm/advantage=reinforce_pp with over=tokens needs the lengths [P, G] of completions"
-            )
+        assert lengths_PG is not None, "over=tokens needs the lengths [P, G] of completions"
         tokens_PG = lengths_PG.to(centred.dtype).masked_fill(unscored_PG, 0.0)
         share_PG = tokens_PG / tokens_PG.sum().clamp(min=1)
         mean = (share_PG * centred).sum()

@@ -201,13 +201,10 @@ class Algorithm:
         return result.clamp(self.advantage_min, self.advantage_max)
 
     def _advantage(self, scores_PG: Tensor, lengths_PG: Tensor | None) -> Tensor:
-        if not self.needs_lengths:
-            advantages_PG: Tensor = self.advantage(scores_PG)
-            return advantages_PG
-        if lengths_PG is None:
+        if self.needs_lengths and lengths_PG is None:
             raise ValueError("the part algorithm/advantage of this algorithm needs advantages(lengths=...)")
-        weighted_PG: Tensor = self.advantage(scores_PG, lengths_PG)
-        return weighted_PG
+        advantages_PG: Tensor = self.advantage(scores_PG, *([lengths_PG] if self.needs_lengths else []))
+        return advantages_PG
 
     def kept(
         self,
