@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import torch
 from composed import built
+from rollout.stand_in import StandIn
 from training.updating import known, train_step, updater_for
 
 from grpocli.algorithm.kl import EVERY_TASK
@@ -102,74 +100,37 @@ def test_with_sharded_weights_every_process_calls_every_teacher(little_model, wo
     assert calls == [("a", 4), ("b", 2), ("c", 0)]
 
 
-class Server:
-    """A stand-in for a vLLM server: the log-prob of a token is minus its number divided by 100.
-
-    loses_after: the number of scored completions after which it drops connections.
-    """
+class Server(StandIn):
+    """A stand-in for a vLLM server: the log-prob of a token is minus its number divided by 100."""
 
     def __init__(self) -> None:
-        self.scored, self.busy, self.refuses, self.hangs = 0, 0, False, False
-        self.loses_after: int | None = None
-        self.detokenizes_wrong = False
+        super().__init__()
+        self.scored, self.busy, self.refuses, self.hangs, self.detokenizes_wrong = 0, 0, False, False, False
         self.tokenizer: Any = make_tokenizer()
         self.card: dict[str, Any] = {"id": "teacher", "max_model_len": 512}
-        self.keys: set[str | None] = set()
-        self.closed, self.lock = threading.Event(), threading.Lock()
-        outer = self
+        self.answer = self.reply
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                adapter = {"id": "adapter", "parent": "teacher"}
-                self.reply(200, {"data": [adapter, outer.card]})
+    def reply(self, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "adapter", "parent": "teacher"}, self.card]}
+        assert body["model"] == "teacher"
+        if path == "/detokenize":
+            return 200, {"prompt": self.tokenizer.decode(body["tokens"][: -2 if self.detokenizes_wrong else None])}
+        with self.lock:
+            self.busy -= 1
+            busy = self.busy >= 0
+            self.scored += not busy
+        if self.hangs and self.scored > 2:
+            self.closed.wait(60)
+        if busy or self.refuses:
+            return (503, {"error": "later"}) if busy else (400, {"error": "too long"})
+        entries = [None, *({str(i): {"logprob": -i / 100}} for i in body["prompt"][1:])]
+        return 200, {"choices": [{"prompt_logprobs": entries}]}
 
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                assert body["model"] == "teacher"
-                if self.path == "/detokenize":
-                    tokens = body["tokens"][:-2] if outer.detokenizes_wrong else body["tokens"]
-                    return self.reply(200, {"prompt": outer.tokenizer.decode(tokens)})
-                with outer.lock:
-                    outer.keys.add(self.headers.get("Authorization"))
-                    outer.busy -= 1
-                    busy = outer.busy >= 0
-                    outer.scored += not busy
-                if outer.loses_after is not None and outer.scored > outer.loses_after:
-                    self.close_connection = True
-                elif outer.hangs and outer.scored > 2:
-                    outer.closed.wait(60)
-                elif outer.refuses:
-                    self.reply(400, {"error": "too long"})
-                elif busy:
-                    self.reply(503, {"error": "later"})
-                else:
-                    entries = [None, *({str(i): {"logprob": -i / 100}} for i in body["prompt"][1:])]
-                    self.reply(200, {"choices": [{"prompt_logprobs": entries}]})
-
-            def reply(self, code: int, body: Any) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(code)
-                for name, value in {"Content-Length": str(len(data)), "Retry-After": "0"}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: object) -> None: ...
-
-        class Quiet(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                """A client that has given up closes its connection."""
-
-        self.http = Quiet(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self.closed.set()
-        self.http.shutdown()
-        self.http.server_close()
+    @property
+    def keys(self) -> set[str | None]:
+        """The keys of requests for scores."""
+        return {key for path, key in self.heard if path == "/v1/completions"}
 
 
 @pytest.fixture
@@ -183,7 +144,8 @@ def teachers_at(url: str, timeout: float = 30.0, tasks: tuple[str, ...] = (EVERY
     return Teachers([], [ServedTeacher(url, tasks, "algorithm.kl.base_url", "secret-key", timeout)])
 
 
-def test_a_server_scores_the_rows_of_its_tasks(little_model, world, server: Server) -> None:
+def test_a_server_scores_the_rows_of_its_tasks(little_model, world, server: Server, monkeypatch) -> None:
+    monkeypatch.setattr("grpocli.training.teachers.FIRST_DELAY", 0.01)
     up = updater(little_model, world, {"b": little_model}, micro_batch_tokens=12)
     assert isinstance(up.reference, Teachers)
     up.reference.served += teachers_at(server.url, tasks=("a",)).served
