@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ import pytest
 import torch
 from models.architectures import architecture
 from training import sharing, updating
-from training.test_processes import assert_same, rows, tied_model
+from training.test_processes import assert_same, launched, rows, tied_model
 from training.test_router_balance import ALONE, updated
 
 from grpocli.composition.checks import check_splits
@@ -23,7 +21,6 @@ from grpocli.distributed.context_parallel import ContextParallel
 from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
 from grpocli.hardware import Single
-from grpocli.launch.trainer_launcher import command
 from grpocli.models import shared_prompt_attention as attention
 from grpocli.models.loading import HuggingFace, load_config
 from grpocli.training.packing import MicroBatch, Packed, shards_of
@@ -113,17 +110,7 @@ class Shared:
     def results(self, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
         """The results of both processes, by `hardware.parallel`."""
         if (key := tuple(names)) not in self.ran:
-            logs = self.folder / f"logs_{len(self.ran)}"
-            logs.mkdir()
-            launcher = command(2, logs)
-            launcher = launcher[: launcher.index("--module")]
-            tests = str(Path(__file__).parents[1])
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR", "PYTHONPATH": tests}
-            done = subprocess.run(
-                [*launcher, sharing.__file__, str(self.folder), *names],
-                env=env, capture_output=True, text=True, timeout=300, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr[-4000:]
+            launched(sharing.__file__, 2, self.folder / f"logs_{len(self.ran)}", str(self.folder), *names)
             self.ran[key] = {
                 parallel: [
                     torch.load(self.folder / f"shared_{rank}_{parallel}.pt", weights_only=True) for rank in range(2)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from typing import Any
 
 import pytest
 from training import prefetch_processes
-
-from grpocli.launch.trainer_launcher import command
+from training.test_processes import launched
 
 pytestmark = [pytest.mark.processes, pytest.mark.survival]
 
@@ -19,15 +16,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.survival]
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of each of two processes, by scenario."""
     folder = tmp_path_factory.mktemp("ahead")
-    launcher = command(2, folder)
-    argv = [*launcher[: launcher.index("--module")], prefetch_processes.__file__, str(folder)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
-    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        output, _ = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
+    launched(prefetch_processes.__file__, 2, folder / "logs", str(folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -96,12 +96,18 @@ class Processes:
         return self.ran[n]
 
     def run(self, n: int, what: str) -> None:
-        process = start(self.folder, n, what)
-        try:
-            output, _ = process.communicate(timeout=600)
-            assert process.returncode == 0, output
-        finally:
-            process.kill()
+        launched(updating.__file__, n, self.folder / str(n), str(self.folder), what, *PARALLEL[n])
+
+
+def launched(script: str, n: int, logs: Path, *arguments: str) -> None:
+    """Run a script in processes as `grpocli.launch.trainer_launcher` starts them; a single one without a launcher."""
+    logs.mkdir()
+    launcher = command(n, logs)
+    launcher = launcher[: launcher.index("--module")] if n > 1 else [sys.executable]
+    alone = {"OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR", "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = [*launcher, script, *arguments]
+    done = subprocess.run(run, env=os.environ | alone, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -124,16 +130,6 @@ def results(processes: Processes, n: int) -> Results:
     several = processes.results(n)  # first, so that two processes do not leave their checkpoints alone
     assert "overflowed" in several[n, 0, "ddp"]
     return processes.results(1) | several
-
-
-def start(folder: Path, n: int, what: str) -> subprocess.Popen[str]:
-    """Start processes as `grpocli.launch.trainer_launcher` does; a single one without a launcher."""
-    script = [updating.__file__, str(folder), what, *PARALLEL[n]]
-    (folder / str(n)).mkdir()
-    launcher = command(n, folder / str(n))
-    launcher = launcher[: launcher.index("--module")] if n > 1 else [sys.executable]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
-    return subprocess.Popen([*launcher, *script], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
