@@ -1,18 +1,48 @@
-"""Algorithms and configs that tests share; composing a config takes a quarter of a second, so algorithms are kept."""
+"""Algorithms and configs that tests share. Composing takes a quarter of a second, so it is left out where it can be."""
 
 from __future__ import annotations
 
 import functools
+import re
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import Field, fields, replace
 from pathlib import Path
+from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from grpocli import build_algorithm
+from grpocli.algorithm import Algorithm
 from grpocli.composition.compose import compose, save
 from grpocli.composition.resume import Resume
 
-built = functools.cache(build_algorithm)
+OF_PART = re.compile(r"algorithm\.(\w+\.)?\w+")
+_composed = functools.cache(build_algorithm)
+
+
+@functools.cache
+def built(*overrides: str) -> Algorithm:
+    """The algorithm of `build_algorithm`. Choices are composed once; keys of their parts are set without composing."""
+    parsed = {text: OverridesParser.create().parse_override(text) for text in overrides}
+    keys = {text: one for text, one in parsed.items() if OF_PART.fullmatch(one.key_or_group)}
+    algorithm = _composed(*(text for text in overrides if text not in keys))
+    values: dict[str, dict[str, Any]] = defaultdict(dict)
+    for one in keys.values():
+        *part, name = one.key_or_group.split(".")[1:]
+        values["".join(part)][name] = one.value()
+    for part, given in values.items():
+        owner = getattr(algorithm, part) if part else algorithm
+        known = {field.name: field for field in fields(owner)}
+        made = replace(owner, **{name: _typed(known[name], value) for name, value in given.items()})
+        algorithm = replace(algorithm, **{part: made}) if part else made
+    return algorithm
+
+
+def _typed(field: Field[Any], value: Any) -> Any:
+    """A value as composing makes it: `1` and `.inf` are floats in a field of floats."""
+    return float(str(value).removeprefix(".")) if "float" in str(field.type) and value is not None else value
 
 
 def begun(folder: Path, *overrides: str, defaults: Sequence[str] = ()) -> DictConfig:

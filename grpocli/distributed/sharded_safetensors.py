@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from grpocli.files import sync_file
 
@@ -17,19 +17,29 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from grpocli.distributed.world import World
-
+T = TypeVar("T")
 FILE_BYTES = 2**31
 """Size of a complete file, and of the memory that a process uses for it."""
 
 Convert = Callable[[dict[str, "Tensor"]], dict[str, "Tensor"]]
 
 
+class Processes(Protocol):
+    """The part of `World` that writing needs."""
+
+    rank: int
+    size: int
+
+    def gather_objects(self, items: Sequence[T]) -> list[T]:
+        """Every process's items, in rank order. Collective."""
+        ...
+
+
 def write(
     tensors: Iterable[tuple[str, Tensor]],
     folder: Path,
     stem: str,
-    world: World,
+    world: Processes,
     dtype: torch.dtype | None = None,
     convert: Convert | None = None,
 ) -> dict[str, str]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from composed import built
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from grpocli import build_algorithm
 from grpocli.config.schema import Train
 from grpocli.distributed import sharded_safetensors as shards
 from grpocli.distributed.parallel import Make
@@ -101,7 +101,7 @@ def updater_of(
     optim: Optimizer,
     packed: bool = True,
 ) -> Updater:
-    algorithm, reference = build_algorithm(*overrides), None
+    algorithm, reference = built(*overrides), None
     if algorithm.needs_reference and is_adapted(policy.model):
         reference = BaseReference(policy)
     elif algorithm.needs_reference:
@@ -129,7 +129,7 @@ def updater_for(
     **train: int,
 ) -> Updater:
     """An updater of a copy of the model, or of a policy; the reference is the model, if the algorithm needs one."""
-    algorithm, optim = build_algorithm(*overrides), optim or AdamW(lr=1e-3, max_grad_norm=0.0)
+    algorithm, optim = built(*overrides), optim or AdamW(lr=1e-3, max_grad_norm=0.0)
     if policy is None:
         copied = copy.deepcopy(model)
         wrapped, optimizer = world.parallel.prepare(copied, torch.float32, optim.make_for)
