@@ -216,7 +216,7 @@ class SavedRun:
 def ended_early(summary: Mapping[str, Any], stop_at: StopAt) -> str:
     """Why a run is finished before its last step; empty if it is not. A resume may have changed `stop_at` since."""
     early = summary.get("ended_early")
-    return stop_at.reason({early.get("metric"): early.get("value")}) if isinstance(early, Mapping) else ""
+    return stop_at.reason({str(early.get("metric")): early.get("value")}) if isinstance(early, Mapping) else ""
 
 
 def ended_by_callback(summary: Mapping[str, Any]) -> str:
