@@ -30,14 +30,14 @@ from grpocli.runs.saved_run import SavedRun
 from grpocli.tasks.curriculum import Curriculum, load_problems
 from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rewards_of, doubtful_choices
 from grpocli.tasks.task import error_limits_of, errors_below
-from grpocli.training import checkpoint, saved_rollouts
+from grpocli.training import checkpoint
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
 from grpocli.training.checkpointer import Checkpointer, restoring
 from grpocli.training.collector import Collector, RolloutBatch, Sampler, TargetSampler
 from grpocli.training.optim import make_optimizer
 from grpocli.training.packing import FlexPacked, Packed
 from grpocli.training.policy import BaseReference, Policy, Reference
-from grpocli.training.prefetch import Prefetcher
+from grpocli.training.prefetch import Prefetcher, load_leftover, load_prefetched
 from grpocli.training.teachers import Teachers, load_teachers
 from grpocli.training.trainer import Trainer
 from grpocli.training.trials import choose_layout, update_sampling
@@ -180,7 +180,7 @@ def _load(
         if path:
             limits = run.rollout.group_size, run.reward, run.rollout.prompts_per_step
             state, problems = checkpoint.load_state(path), load_problems(path)
-            leftover = saved_rollouts.load_leftover(path, data.redraw, *limits)
+            leftover = load_leftover(path, data.redraw, *limits)
         data.curriculum.restore(problems, data.drawn(state.draws))
         updater = load_updater(run, job, world, path, state, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds
@@ -305,7 +305,7 @@ def _prefetcher(
     if checkpoint_path:
         with restoring(checkpoint_path):
             wanted = run.rollout.max_staleness > 0
-            ready = saved_rollouts.load_prefetched(checkpoint_path, collector, data.redraw, wanted)
+            ready = load_prefetched(checkpoint_path, collector, data.redraw, wanted)
     return Prefetcher(collector, world, run.rollout, run.train.steps, step, ready)
 
 

@@ -27,8 +27,6 @@ from grpocli.errors import ConfigError
 from grpocli.files import atomic_folder, full_disk_as_oserror
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
-from grpocli.tasks.curriculum import save_problems
-from grpocli.training import saved_rollouts
 from grpocli.training.optim import Optimizer, matrices_in_layers
 
 if TYPE_CHECKING:
@@ -107,9 +105,7 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
             shards.write_index(files, folder / OPTIMIZER_INDEX)
             contents.tokenizer.save_pretrained(folder)
             if contents.prefetched:
-                saved_rollouts.save_leftover(contents.prefetched.leftover, folder)
-                saved_rollouts.save_prefetched(contents.prefetched.ready, folder)
-                save_problems(contents.prefetched.problems, folder)
+                contents.prefetched.save(folder)
             (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
         progress(0, 0, "checksums")
         write_checksums(folder, world)

@@ -27,28 +27,36 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
+import torch
 
 from grpocli.errors import GrpoError, RunError, ServiceGone
 from grpocli.processes.threads import GRACE, fulfil, run_in_thread
-from grpocli.types import Status
+from grpocli.tasks.curriculum import save_problems
+from grpocli.training.collector import RolloutBatch
+from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Status
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts
     from grpocli.distributed.world import World
     from grpocli.tasks.curriculum import Saved
-    from grpocli.training.collector import Collector, RolloutBatch
-    from grpocli.types import Group
+    from grpocli.training.collector import Collector
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+LEFTOVER_FILE, PREFETCHED_FILE = "carried.pt", "ahead.pt"
+
+Redraw: TypeAlias = Callable[[int, int | None], Prompt | None]
+"""The prompt of an earlier draw, by its number and its row; None if the task has no such row."""
 
 POLL_SECONDS = 0.2
 """With several processes, the longest time between two rounds."""
@@ -89,6 +97,26 @@ class PrefetchState:
     @classmethod
     def of(cls, collector: Collector) -> PrefetchState:
         return cls(collector.draws, collector.leftover, collector.curriculum.state())
+
+    def save(self, folder: Path) -> None:
+        """Write tensors and plain values, which are read with `weights_only=True`.
+
+        A prompt's text and columns are left out: its draw number, the uid, and its row restore them.
+        """
+        if self.leftover:
+            torch.save([_group(group) for group in self.leftover], folder / LEFTOVER_FILE)
+        batches = [
+            {
+                "groups": [_group(group) for group in batch.groups],
+                "metrics": batch.metrics,
+                "rest": [(str(status), _group(group)) for status, group in batch.untrained],
+                "carried": sorted(batch.leftover_uids),
+            }
+            for batch in self.ready
+        ]
+        if batches:
+            torch.save(batches, folder / PREFETCHED_FILE)
+        save_problems(self.problems, folder)
 
 
 def _portable(error: BaseException) -> RunError:
@@ -324,3 +352,80 @@ class Prefetcher:
         batch = self.collector.collect()
         seconds = time.perf_counter() - start - batch.metrics["time/reward"]
         return replace(batch, metrics=batch.metrics | {"time/generate": seconds})
+
+
+# A saved state
+
+
+def load_leftover(
+    folder: Path, redraw: Redraw, group_size: int, rewards: Iterable[str], max_groups: int
+) -> list[Group]:
+    """The leftover groups of a saved state, equal to the bit; at most `max_groups`, all of which the next step uses.
+
+    Groups that do not fit a config changed by a resume (seed, task, group size, rewards) are left out, with a warning
+    in the log.
+    """
+    if not (folder / LEFTOVER_FILE).is_file():
+        return []
+    saved = torch.load(folder / LEFTOVER_FILE, weights_only=True)
+    found = [_restore(group, redraw, group_size, set(rewards)) for group in saved]
+    groups = [group for group in found if group][:max_groups]
+    if len(groups) < len(saved):
+        logger.warning("%d of %d leftover groups do not fit the changed config", len(saved) - len(groups), len(saved))
+    return groups
+
+
+def load_prefetched(folder: Path, collector: Collector, redraw: Redraw, wanted: bool) -> list[RolloutBatch]:
+    """The batches of a saved state, equal to the bit.
+
+    Empty, with a warning in the log, if they do not fit a config changed by a resume (see `load_leftover`), or if the
+    run no longer prefetches (not `wanted`). Untrained groups are left out if they do not fit: only the main process has
+    them, and all processes must decide alike.
+    """
+    if not (folder / PREFETCHED_FILE).is_file():
+        return []
+
+    def restored(group: dict[str, Any]) -> Group | None:
+        return _restore(group, redraw, collector.group_size, set(collector.reward_weights))
+
+    saved, batches = torch.load(folder / PREFETCHED_FILE, weights_only=True), []
+    for one in saved:
+        groups = [group for saved_group in one["groups"] if (group := restored(saved_group))]
+        rest = one["rest"] if collector.keeps_untrained else []
+        untrained = [(Status(status), group) for status, saved_group in rest if (group := restored(saved_group))]
+        if wanted and len(groups) == len(one["groups"]):
+            batches.append(RolloutBatch(groups, one["metrics"], {}, untrained, frozenset(one["carried"])))
+    if len(batches) == len(saved):
+        return batches
+    logger.warning("the rollouts of %d steps collected ahead do not fit the changed config", len(saved))
+    return []
+
+
+def _restore(saved: dict[str, Any], redraw: Redraw, size: int, names: set[str]) -> Group | None:
+    prompt = redraw(int(saved["draw"]), saved.get("row"))
+    if prompt is None:
+        return None
+    rollouts = [_rollout(prompt, r) for r in saved["rollouts"]]
+    same_prompt = prompt.token_ids == saved["prompt_ids"].tolist()
+    fits = same_prompt and len(rollouts) == size and all(set(r.rewards) == names for r in rollouts)
+    return Group(prompt, rollouts) if fits else None
+
+
+def _group(group: Group) -> dict[str, Any]:
+    rollouts = [asdict(r.completion) | {"text": r.text, "rewards": r.rewards} for r in group.rollouts]
+    for rollout in rollouts:
+        rollout["token_ids"] = torch.tensor(rollout["token_ids"], dtype=torch.int32)
+        rollout["logprobs"] = torch.tensor(rollout["logprobs"], dtype=torch.float64)
+    return {
+        "draw": int(group.uid),
+        "row": group.prompt.row,
+        "prompt_ids": torch.tensor(group.prompt.token_ids, dtype=torch.int32),
+        "rollouts": rollouts,
+    }
+
+
+def _rollout(prompt: Prompt, saved: dict[str, Any]) -> Rollout:
+    ids, logp = saved.pop("token_ids"), saved.pop("logprobs")
+    text, rewards, episode = saved.pop("text"), saved.pop("rewards"), saved.pop("episode")
+    done = Completion(ids.tolist(), logp.tolist(), **saved, episode=Episode(**episode) if episode else None)
+    return Rollout(prompt, done, text, rewards)

@@ -25,8 +25,7 @@ from grpocli.tasks.prompt_source import PromptSource, rewards_for
 from grpocli.training.build_trainer import make_collector
 from grpocli.training.checkpointer import checkpoints
 from grpocli.training.collector import Collector, RolloutBatch, Sampler
-from grpocli.training.prefetch import without_stale
-from grpocli.training.saved_rollouts import Redraw
+from grpocli.training.prefetch import Redraw, without_stale
 from grpocli.types import Completion, Group, Prompt, Request, ReusableKV, Sampling, Status
 
 if TYPE_CHECKING:

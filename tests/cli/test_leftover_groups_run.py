@@ -11,7 +11,7 @@ from cli.running import assert_same_run, killed_after, metrics, run_here
 from training.recomputed import IN_UPDATE, recomputed
 
 from grpocli.runs.rollouts import read_rollouts
-from grpocli.training.saved_rollouts import LEFTOVER_FILE
+from grpocli.training.prefetch import LEFTOVER_FILE
 
 pytestmark = pytest.mark.processes
 

@@ -16,7 +16,7 @@ from cli.copied import config_dir
 from cli.running import EVEN, assert_same_run, finish, killed_after, metrics, run_here, start, wait_for, without_times
 
 from grpocli.runs.rollouts import read_rollouts
-from grpocli.training.saved_rollouts import PREFETCHED_FILE
+from grpocli.training.prefetch import PREFETCHED_FILE
 
 pytestmark = pytest.mark.processes
 

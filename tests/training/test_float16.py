@@ -121,10 +121,9 @@ def test_a_run_skips_updates_says_so_once_and_resumes_to_the_bit(
     assert skipped[0] == 4, "every update of the first step"
     assert skipped[-1] < 4, "some of the last"
     assert ["grad_norm" in one for one in steps] == [n < 4 for n in skipped]
-    for n in (1, 2, 3):
-        resumed = killed_after(n, whole, tmp_path / f"killed_{n}")
-        assert run_here("train", f"resume={resumed}") == 0
-        assert_same_run(resumed, whole)
+    resumed = killed_after(2, whole, tmp_path / "killed")
+    assert run_here("train", f"resume={resumed}") == 0
+    assert_same_run(resumed, whole)
 
 
 def test_a_scale_below_one_ends_the_run(world, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composed import built
-from safetensors.torch import load_file
 from training.updating import SAMPLING, copies, train_step, updater_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +19,7 @@ from grpocli.models.lora import Lora, attach
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample
 from grpocli.training.build_trainer import load_reference
-from grpocli.training.checkpoint import Contents, State, load_optimizer, save, save_model
+from grpocli.training.checkpoint import Contents, save_model
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import MicroBatch
 from grpocli.training.policy import BaseReference, Policy, Reference
@@ -59,10 +58,6 @@ def logp(model, rows: list[Row]) -> torch.Tensor:
     return Policy(model, model, torch.float32).scores(MicroBatch.build(rows, torch.device("cpu")), SAMPLING)[0].detach()
 
 
-def base_weights(policy: Policy) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in policy.model.named_parameters() if not p.requires_grad}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_policy_is_the_base_to_the_bit(little_model, world, rows, dtype) -> None:
     full = Policy(little_model, little_model, dtype)
@@ -72,21 +67,6 @@ def test_the_first_policy_is_the_base_to_the_bit(little_model, world, rows, dtyp
     for (name, weight), (expected, original) in zip(policy.weights(), full.weights(), strict=True):
         assert name == expected
         assert weight.equal(original)
-
-
-def test_training_changes_only_the_updates(little_model, world, rows) -> None:
-    policy = lora_policy(little_model, world)
-    up = updater(policy, world)
-    held = {id(p) for group in up.optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for n, p in policy.model.named_parameters() if ".lora_" in n}
-    before = base_weights(policy)
-    trained = {n: p.detach().clone() for n, p in policy.model.named_parameters() if p.requires_grad}
-    for _ in range(2):  # while B is 0, A has no gradient
-        assert step(up, rows)["grad_norm"] > 0
-    now = dict(policy.model.named_parameters())
-    assert all(now[name].equal(weight) for name, weight in before.items())
-    assert all(not now[name].equal(weight) for name, weight in trained.items())
-    assert (logp(policy.model, rows) - logp(little_model, rows)).abs().max() > 0.01
 
 
 def test_sampling_follows_the_updates_and_keeps_the_base_frozen(little_model, world, rows) -> None:
@@ -169,40 +149,6 @@ def contents(up: Updater, base: Path) -> Contents:
     return Contents(up.policy, up.optimizer, AutoTokenizer.from_pretrained(base))
 
 
-def test_a_resume_continues_bit_for_bit(world, rows, base: Path, tmp_path: Path) -> None:
-    part = HuggingFace(path=str(base), lora=LORA)
-    runs = []
-    for path in (base, tmp_path / "checkpoint"):
-        model = load_policy(part, str(base), str(path), seed=7)
-        up = updater(Policy(model, model, torch.float32, world.parallel), world)
-        if path == base:
-            for _ in range(3):
-                step(up, rows)
-            save(tmp_path / "checkpoint", State(), contents(up, base), world)
-        else:
-            load_optimizer(path, up.policy, up.optimizer)
-        up.updates = 3
-        metrics = [step(up, rows) for _ in range(3)]
-        runs.append((metrics, model.state_dict()))
-    assert runs[0][0] == runs[1][0]
-    assert all(runs[1][1][name].equal(tensor) for name, tensor in runs[0][1].items())
-
-
-def test_a_checkpoint_holds_the_updates_and_loads_with_transformers(world, rows, base: Path, tmp_path: Path) -> None:
-    model = load_policy(HuggingFace(path=str(base), lora=LORA), str(base), str(base), seed=7)
-    up = updater(Policy(model, model, torch.float32, world.parallel), world)
-    for _ in range(3):
-        step(up, rows)
-    path = tmp_path / "checkpoint"
-    save(path, State(), contents(up, base), world)
-    assert not (path / "model.safetensors").exists()
-    assert logp(AutoModelForCausalLM.from_pretrained(path), rows).equal(logp(model, rows))
-    saved = load_file(path / "optimizer-00001.safetensors")
-    assert sum(tensor.numel() for name, tensor in saved.items() if name.endswith(".exp_avg")) == sum(
-        p.numel() for p in model.parameters() if p.requires_grad
-    )
-
-
 def test_a_generation_config_that_transformers_refuses_is_saved_as_it_is(world, base: Path, tmp_path: Path) -> None:
     """Vicuna's and Llama 2's say at which temperature they sample, and that they do not sample."""
     written = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "eos_token_id": 1}
@@ -214,23 +160,6 @@ def test_a_generation_config_that_transformers_refuses_is_saved_as_it_is(world, 
     assert (saved["temperature"], saved["top_p"]) == (0.9, 0.6)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config.temperature == 0.9
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "model"]
-
-
-def test_the_reference_of_a_second_stage_is_the_start_of_that_stage(little_model, world, base: Path, rows) -> None:
-    first = load_policy(HuggingFace(path=str(base), lora=LORA), str(base), str(base), seed=7)
-    up = updater(Policy(first, first, torch.float32, world.parallel), world)
-    for _ in range(3):
-        step(up, rows)
-    save(base.parent / "first", State(), contents(up, base), world)
-    part = HuggingFace(path=str(base), lora=Lora(path=str(base.parent / "first")))
-    second = load_policy(part, str(base), str(base), seed=8)
-    assert logp(second, rows).equal(logp(first, rows))
-    algorithm = built("algorithm=grpo")
-    run = SimpleNamespace(algorithm=algorithm, model=part, seed=8)
-    job = SimpleNamespace(model_path=str(base), dtype="float32")
-    reference = load_reference(run, job, Policy(second, second, torch.float32, world.parallel), None)
-    batch = MicroBatch.build(rows, torch.device("cpu"))
-    torch.testing.assert_close(reference.logp(batch, SAMPLING), logp(first, rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

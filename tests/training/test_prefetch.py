@@ -16,10 +16,8 @@ from training.scripted import FLAT, MIXED, Scripted, collector_of, prompt, redra
 
 from grpocli.errors import EngineError
 from grpocli.rewards.scorer import ScoreStats
-from grpocli.runs.rollouts import write_rollouts
-from grpocli.training import saved_rollouts
-from grpocli.training.collector import Collector, RolloutBatch, records_of
-from grpocli.training.prefetch import Prefetcher
+from grpocli.training.collector import Collector, RolloutBatch
+from grpocli.training.prefetch import Prefetcher, PrefetchState, load_prefetched
 from grpocli.types import Completion, Group, Rollout, Status
 
 WAIT = 20.0  # seconds, far more than anything here takes
@@ -108,26 +106,6 @@ def until(true: Callable[[], bool]) -> None:
 
 def uids(collected: RolloutBatch) -> list[int]:
     return [int(g.uid) for g in collected.groups]
-
-
-def test_one_step_ahead_every_completion_is_one_version_old() -> None:
-    sampler = Sampler()
-    with ahead(collector(sampler), steps=5) as one:
-        sampler.allow(99)
-        got = []
-        for step in range(1, 6):
-            sync(one, sampler, step)
-            got.append(one.rollouts(step))
-            assert len(one.state(0).ready) <= 1
-            assert len(sampler.calls) <= step + 1
-    assert [versions(c) for c in got] == [{1}, {1}, {2}, {3}, {4}]
-    assert [uids(c) for c in got] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
-    assert [c.metrics["staleness/max"] for c in got] == [0, 1, 1, 1, 1]
-    assert [c.metrics["staleness/mean"] for c in got] == [0, 1, 1, 1, 1]
-    assert {c.metrics["sampling/stale"] for c in got} == {0}
-    assert all("time/generate" in c.metrics for c in got)
-    assert len(sampler.calls) == 5, "nothing is sampled after the last step"
-    assert threading.get_ident() not in sampler.threads
 
 
 def test_a_sync_waits_for_running_steps_and_comes_before_later_ones() -> None:
@@ -267,52 +245,6 @@ def test_close_ends_a_thread_that_waits_for_the_trainer() -> None:
 
 
 @pytest.mark.parametrize("surplus", ["discard", "carry"])
-def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) -> None:
-    """The rollout files are equal to the byte, discarded completions included."""
-
-    def steps(one: Prefetcher, sampler: Sampler, first: int, last: int) -> list[Any]:
-        got = []
-        for step in range(first, last + 1):
-            sync(one, sampler, step)
-            batch = one.rollouts(step)
-            records = records_of(batch, [], one.collector.algorithm, one.collector.reward_weights, step)
-            write_rollouts(tmp_path / "rollouts.parquet", records, step)
-            file = (tmp_path / "rollouts.parquet").read_bytes()
-            metrics = {name: value for name, value in batch.metrics.items() if not name.startswith("time/")}
-            got.append((batch.groups, one.collector.advantages(batch.groups).tolist(), metrics, file))
-        return got
-
-    overrides = ("algorithm=dapo", f"algorithm.keep.surplus={surplus}")
-    script = [MIXED, FLAT, MIXED, MIXED, FLAT]
-    sampler = Sampler(script)
-    sampler.allow(999)
-    with ahead(collector(sampler, *overrides), steps=8) as one:
-        whole = steps(one, sampler, 1, 8)
-
-    sampler = Sampler(script)
-    sampler.allow(999)
-    made = collector(sampler, *overrides)
-    with ahead(made, steps=8) as one:
-        halves = steps(one, sampler, 1, 4)
-        one.wait_until_idle(5)
-        progress = one.state(5)
-        saved_rollouts.save_prefetched(progress.ready, tmp_path)
-        saved_rollouts.save_leftover(progress.leftover, tmp_path)
-        assert all(step.untrained for step in progress.ready), "without discarded groups the test shows nothing"
-
-    sampler = Sampler(script)
-    sampler.allow(999)
-    again = collector(sampler, *overrides)
-    again.draws = progress.draws
-    again.leftover = saved_rollouts.load_leftover(tmp_path, redraw, 2, ["r"], max_groups=2)
-    ready = saved_rollouts.load_prefetched(tmp_path, again, redraw, wanted=True)
-    assert len(ready) == 1
-    with ahead(again, steps=8, done=4, ready=ready) as one:
-        halves += steps(one, sampler, 5, 8)
-    assert repr(halves) == repr(whole)
-
-
-@pytest.mark.parametrize("surplus", ["discard", "carry"])
 def test_a_failed_step_is_drawn_again(surplus: str) -> None:
     sampler = Sampler([FLAT, *[MIXED] * 6])
     sampler.allow(99)
@@ -352,11 +284,11 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     group = Group(prompt(4), [Rollout(prompt(4), done, "t", {"r": float("nan")})] * 2)
     made = collector(Sampler(), "algorithm=grpo")
     step = RolloutBatch([group], {"reward": 0.5}, untrained=[(Status.STALE, group)])
-    saved_rollouts.save_prefetched([step], tmp_path)
+    PrefetchState(0, [], ready=(step,)).save(tmp_path)
 
     def load(size: int = 2, wanted: bool = True) -> list[RolloutBatch]:
         made.group_size = size
-        return saved_rollouts.load_prefetched(tmp_path, made, redraw, wanted)
+        return load_prefetched(tmp_path, made, redraw, wanted)
 
     assert repr(load()) == repr([step])
     assert caplog.text == ""
