@@ -116,13 +116,6 @@ def test_clip_ratios() -> None:
     assert shares == pytest.approx({"low": 1 / 5, "high": 1 / 5, "region": 2 / 5})
 
 
-def test_clip_ratios_of_sequences_are_means_over_rows() -> None:
-    ratios = torch.tensor([[2.0, 2.0], [2.0, 2.0], [0.5, 0.5], [1.0, 1.0]])
-    algorithm = built("algorithm=drgrpo", "algorithm.objective.level=sequence", "algorithm.aggregate.length=2")
-    _, metrics = algorithm.loss(ratios.log(), torch.zeros(4, 2), torch.tensor([1.0, -1.0, -1.0, 1.0]), torch.ones(4, 2))
-    assert metrics["clip_ratio/high_mean"].item() == metrics["clip_ratio/low_mean"].item() == 0.25
-
-
 def test_the_kl_is_a_token_mean_of_the_estimator() -> None:
     algorithm = built("algorithm=grpo", "algorithm/kl=k2")
     logp, reference = torch.zeros(1, 3), torch.tensor([[0.5, 1.0, 9.0]])

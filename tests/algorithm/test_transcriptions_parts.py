@@ -263,16 +263,6 @@ def test_drop_above(batch: Batch, level: str) -> None:
     assert_same(batch, token_mean(batch, term), *TOKEN_MEAN, *options)
 
 
-def test_drop_above_drops_some_completions() -> None:
-    """Not all, and not none, in the batches above, so that the transcription is a test of something."""
-    shares = []
-    for seed in range(4):
-        batch = make_batch(seed)
-        wrong = [row for row in range(P * G) if group_advantage(batch.rewards[row // G], row % G) < 0]
-        shares.append(mean([float(mean_log_ratio(batch, row) > 0.02) for row in wrong]))
-    assert sum(0 < share < 1 for share in shares) >= 2
-
-
 def test_gspo_token(batch: Batch) -> None:
     """GSPO, equations 13 and 14: s_t = sg(s) pi / sg(pi), and an advantage for each token."""
     generator = torch.Generator().manual_seed(7)
