@@ -15,7 +15,7 @@ from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.contract import try_part
 from grpocli.composition.checks import check_files
 from grpocli.composition.compose import build_run, compose
-from grpocli.config.parts import registered
+from grpocli.config.parts import CLASSES, choices_of
 from grpocli.errors import ConfigError
 
 LOSS = "-(a - b).exp() * c[:, None]"
@@ -56,7 +56,7 @@ def test_a_part_of_a_user_is_tried_before_anything_is_loaded(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_the_built_in_parts_keep_the_contract(kind: str) -> None:
-    classes = registered(f"algorithm/{kind}").values()
+    classes = [CLASSES[f"algorithm/{kind}/{choice}"] for choice in choices_of(f"algorithm/{kind}")]
     tried = [part for part in (cls(length=8) if cls is Constant else cls() for cls in classes) if callable(part)]
     assert tried
     for part in tried:

@@ -11,13 +11,17 @@ import pytest
 
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.composition.compose import register_parts
-from grpocli.config.parts import registered
+from grpocli.config.parts import CLASSES, choices_of
 from grpocli_tools.explain.explanation import part_section
 from grpocli_tools.explain.formulas import Formula, formula_of, written_formulas
 from grpocli_tools.explain.render import LABEL, WIDTH
 
 register_parts()
-CHOICES = [(kind, choice, made) for kind in PARTS for choice, made in registered(f"algorithm/{kind}").items()]
+CHOICES = [
+    (kind, choice, CLASSES[f"algorithm/{kind}/{choice}"])
+    for kind in PARTS
+    for choice in choices_of(f"algorithm/{kind}")
+]
 VALUES: dict[str, list[Any]] = {
     "level": ["token", "sequence"],
     "dual": [None, 3.0],
