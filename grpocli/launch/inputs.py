@@ -5,9 +5,11 @@ A digest reads 64 MiB at most, so that it delays no start: smaller files whole, 
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +55,13 @@ def inputs_of(config: Mapping[str, Any], model_path: str, commit: str | None) ->
 
 
 def _code(value: str) -> list[Path]:
-    """The file of the user code that a value names, without what it imports; none if it names no file here."""
+    """The file of the user code that a value names, with its imports; none if it names no file here."""
     place = value.rpartition(":")[0] if is_spec(value) else ""
-    if not place:
-        return []
-    file = Path(place).expanduser() if place.endswith(".py") else Path(*place.split(".")).with_suffix(".py")
-    return [file] if file.is_file() else []
+    if place.endswith(".py"):
+        file = Path(place).expanduser().absolute()
+        packages = [folder for folder in file.parents if (folder / "__init__.py").is_file()]
+        return _with_imports([file], [file.parent, *(folder.parent for folder in packages)]) if file.is_file() else []
+    return _with_imports(_files_of_module(Path.cwd(), place), [Path.cwd()]) if place else []
 
 
 def _files_of(path: Path) -> tuple[str, list[Path]]:
@@ -74,6 +77,31 @@ def _files_of(path: Path) -> tuple[str, list[Path]]:
 
 def _named(folder: Path, names: Sequence[str]) -> list[Path]:
     return [folder / name for name in names if (folder / name).is_file()]
+
+
+def _files_of_module(folder: Path, name: str) -> list[Path]:
+    """The files that the import of a module below a folder reads: its packages' and its own."""
+    places = [folder.joinpath(*name.split(".")[: n + 1]) for n in range(name.count(".") + 1)]
+    files = [file for place in places for file in (place / "__init__.py", place.with_name(f"{place.name}.py"))]
+    return [file for file in files if file.is_file()]
+
+
+def _with_imports(files: Sequence[Path], roots: Sequence[Path]) -> list[Path]:
+    """Files of Python, and what they import from `roots` or relative to themselves."""
+    found, waiting = set(files), list(files)
+    while waiting:
+        file, nodes = waiting.pop(), []
+        with suppress(SyntaxError, ValueError):  # the run reports it
+            nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                level, base = getattr(node, "level", 0), getattr(node, "module", None)
+                names = [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
+                places = product(file.parents[level - 1 : level] if level else roots, names)
+                new = {path for place in places for path in _files_of_module(*place)} - found
+                found |= new
+                waiting += new
+    return sorted(found)
 
 
 def digest(files: Sequence[Path]) -> str:

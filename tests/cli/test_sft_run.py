@@ -24,7 +24,7 @@ def test_a_run_learns_resumes_exactly_and_starts_reinforcement_learning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = tmp_path / "whole"
-    assert run_here(*RUN, "train.minibatches=2", "eval.every=2", f"hydra.run.dir={whole}") == 0
+    assert run_here(*RUN, "train.minibatches=2", "eval.every=2", "eval.problems=2", f"hydra.run.dir={whole}") == 0
     shown = capsys.readouterr().out
     assert "learn   8 answers a step" in shown
     assert "held-out answers after 4 steps: loss" in shown

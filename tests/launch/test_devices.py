@@ -50,24 +50,21 @@ def test_gpus_are_split_between_training_and_serving(
 
 
 @pytest.mark.parametrize(
-    ("hardware", "engine", "message"),
+    ("hardware", "engine", "key"),
     [
-        (Single(), Vllm(replicas=3, tensor_parallel=4), r"engine\.replicas=3: needs 12 GPUs, 4 for each.* there are 8"),
-        (Single(train_devices=9), Vllm(), r"hardware\.train_devices=9: there are 8 GPUs here"),
-        (Single(train_devices=[8]), Vllm(), r"hardware\.train_devices=\[8\]: there is no GPU 8 here"),
-        (Single(rollout_devices=1), Vllm(replicas=2), r"hardware\.rollout_devices=1: .* need 2 GPUs"),
-        (
-            Single(rollout_devices=[3]),
-            Transformers(),
-            r"hardware\.rollout_devices=\[3\]: the run starts no vLLM server",
-        ),
-        (Single(processes=9), Transformers(), r"hardware\.processes=9: .* 8 are left to train"),
-        (Single(processes=8), Vllm(), r"hardware\.processes=8: .* 7 are left to train"),
+        (Single(), Vllm(replicas=3, tensor_parallel=4), "engine.replicas"),
+        (Single(train_devices=9), Vllm(), "hardware.train_devices"),
+        (Single(train_devices=[8]), Vllm(), "hardware.train_devices"),
+        (Single(rollout_devices=1), Vllm(replicas=2), "hardware.rollout_devices"),
+        (Single(rollout_devices=[3]), Transformers(), "hardware.rollout_devices"),
+        (Single(processes=9), Transformers(), "hardware.processes"),
+        (Single(processes=8), Vllm(), "hardware.processes"),
     ],
 )
-def test_missing_gpus_are_reported(hardware: Single, engine: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_missing_gpus_are_reported(hardware: Single, engine: object, key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         split(hardware, engine, EIGHT)
+    assert refused.value.key == key
 
 
 def test_a_cpu_has_one_device_for_each_process() -> None:
