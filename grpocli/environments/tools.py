@@ -12,6 +12,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from functools import lru_cache
 from typing import Any
 
@@ -86,27 +87,16 @@ def _schemas(specs: tuple[str, ...], variables: tuple[str, ...]) -> str:
 
 
 def call_in_worker(
-    function: str,
-    arguments: Sequence[Any],
-    seconds: float,
-    variables: Sequence[str],
-    key: str,
-    value: str,
-    doing: str = "",
+    function: str, arguments: Sequence[Any], seconds: float, variables: Sequence[str], key: str, value: str
 ) -> list[Any]:
-    """The list that `module:function` returns. Raises ConfigError if it fails.
+    """The list that `module:function` returns within `seconds`. Raises ConfigError, naming `key`, if it fails.
 
-    seconds: deadline. variables: names of the environment variables that the function needs. doing: at what it fails.
+    variables: names of the environment variables that the function needs.
     """
-    pool = WorkerPool(function, 1, seconds, variables)
-    try:
+    with closing(WorkerPool(function, 1, seconds, variables)) as pool:
         (found,) = pool.map([list(arguments)])
-    finally:
-        pool.close()
     if isinstance(found, Failure):
-        reason = one_line(found.reason)
-        problem = f"cannot {doing}: {reason}" if doing else reason
-        raise ConfigError(problem, key=key, value=value, hint=withheld(found.reason, variables))
+        raise ConfigError(one_line(found.reason), key=key, value=value, hint=withheld(found.reason, variables))
     result: list[Any] = found
     return result
 
@@ -167,7 +157,7 @@ def schemas(specs: Sequence[str]) -> list[Schema]:
 
     Runs in a worker process.
     """
-    if READY["python"] in map(_spec, specs):
+    if {"python", READY["python"]} & set(specs):
         sandbox()
     return [_schema(spec) for spec in specs]
 
@@ -197,13 +187,9 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _spec(tool: str) -> str:
-    return READY.get(tool, tool)
-
-
 @lru_cache(maxsize=64)
 def _function(tool: str) -> Callable[..., Any]:
-    return load(_spec(tool), TOOLS_KEY)
+    return load(READY.get(tool, tool), TOOLS_KEY)
 
 
 def _schema(tool: str) -> Schema:

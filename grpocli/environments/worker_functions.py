@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from grpocli.config.user_code import load, raised
-from grpocli.environments.environment import ROLES
+from grpocli.environments.environment import ROLES, Step
 from grpocli.environments.tools import encodable, run_tool, schemas
 from grpocli.types import Message
 
@@ -30,10 +30,9 @@ def step(name: str, arguments: str, messages: list[Message], metadata: dict[str,
     Raises ValueError if the user's `step` returns something else.
     """
     result = _call_user(_environment(name, arguments).step, messages, metadata)
-    try:
-        observation, reward, done, state = result
-    except (TypeError, ValueError):
-        raise ValueError(f"step returned {result!r}, not (observation, reward, done, metadata)") from None
+    if not isinstance(result, tuple | list) or len(result) != len(Step._fields):
+        raise ValueError(f"step returned {result!r}, not (observation, reward, done, metadata)")
+    observation, reward, done, state = result
     return [_messages(observation), _rewards(reward), bool(done), _state(state)]
 
 

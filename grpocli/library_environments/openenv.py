@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 HERE = "grpocli.library_environments.openenv"
 FENCE = "```"
-SCHEMA_SECONDS = 10.0
-"""Seconds for a schema."""
 FULL = "at capacity"
 """Part of a server's answer when it has no session left."""
 INVALID = "VALIDATION_ERROR"
@@ -95,7 +94,7 @@ def _load(base_url: str, observation: str | None, timeout: float, resets: str) -
     """The first observation of each reset, and the tools of the server. timeout: seconds for a step."""
     wanted = json.loads(resets)
     given, seconds = [base_url, observation, STEP_SHARE * timeout, wanted], timeout * (1 + len(wanted))
-    texts, tools = call_in_worker(f"{HERE}:load", given, seconds, (), "task.base_url", base_url, "load its environment")
+    texts, tools = call_in_worker(f"{HERE}:load", given, seconds, (), "task.base_url", base_url)
     return texts, tools
 
 
@@ -124,7 +123,7 @@ class OpenEnv:
         """The JSON schema of the server's actions; empty if it is not needed."""
         if self.action:
             return {}
-        answer = fetch(f"{self.base_url.rstrip('/')}/schema", SCHEMA_SECONDS).raise_for_status()
+        answer = fetch(f"{self.base_url.rstrip('/')}/schema", self._background.seconds).raise_for_status()
         found: dict[str, Any] = answer.json()["action"]
         return found
 
@@ -250,12 +249,9 @@ def read_action(text: str, field: str | None, schema: Mapping[str, Any]) -> dict
     bare = text.strip()
     if bare.startswith(FENCE) and bare.endswith(FENCE):
         bare = "\n".join(bare.splitlines()[1:-1])
-    try:
-        action = json.loads(bare)
-    except ValueError:
-        action = None
-    if isinstance(action, dict):
-        return action
+    with suppress(ValueError):
+        if isinstance(action := json.loads(bare), dict):
+            return action
     required = schema.get("required", [])
     if len(required) == 1 and schema.get("properties", {}).get(required[0], {}).get("type") == "string":
         return {required[0]: text}

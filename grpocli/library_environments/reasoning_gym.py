@@ -15,7 +15,7 @@ from omegaconf import MISSING
 
 from grpocli.answers.final_answer import after_thinking
 from grpocli.config.parts import Escaped, check_regex, nearest, part, require
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
 from grpocli.tasks.generated import Generated, different
@@ -135,7 +135,6 @@ def make(name: str, config: str, seed: int, size: int) -> Any:
 
     if name not in DATASETS:
         raise ConfigError(f"reasoning-gym has no such generator{nearest(name, DATASETS)}", key="task.name", value=name)
-    try:
+    refusals = TypeError, ValueError, AssertionError
+    with config_errors(*refusals, says=f"{name} refuses it: {{}}", key="task.config", value=config):
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"{name} refuses it: {error}", key="task.config", value=config) from error

@@ -120,7 +120,7 @@ def _load(
 ) -> tuple[list[dict[str, Any]], list[Schema]]:
     """The first n tasks, and their tools."""
     given = [env, json.loads(config), paired, STEP_SHARE * timeout, n]
-    rows, schemas = call_in_worker(f"{HERE}:load_tasks", given, timeout, variables, "task.env", env, "load it")
+    rows, schemas = call_in_worker(f"{HERE}:load_tasks", given, timeout, variables, "task.env", env)
     return rows, schemas
 
 

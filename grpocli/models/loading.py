@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field
 from datetime import date
 from functools import partial
@@ -358,10 +358,9 @@ def configured_end_ids(part: Any, path: str) -> int | list[int] | None:
     """The end tokens in the generation config of the model at `path`, or in its config if it has no other."""
     from transformers import GenerationConfig
 
-    try:
-        found: int | list[int] | None = GenerationConfig.from_pretrained(path, **_options(part, path)).eos_token_id
-    except (OSError, ValueError):  # such a model has none
-        found = load_config(part, path).get_text_config().eos_token_id
+    found: int | list[int] | None = load_config(part, path).get_text_config().eos_token_id
+    with suppress(OSError, ValueError):  # the model has none
+        found = GenerationConfig.from_pretrained(path, **_options(part, path)).eos_token_id
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,12 +30,11 @@ def check_bitsandbytes(key: str, value: str) -> None:
 def import_bitsandbytes(key: str, value: str) -> Any:
     """The library. Raises ConfigError if it cannot be imported."""
     check_bitsandbytes(key, value)
-    try:
+    says = "needs bitsandbytes, which cannot be imported: {}"
+    with config_errors(ImportError, OSError, RuntimeError, says=says, key=key, value=value):
         import bitsandbytes
-    except (ImportError, OSError, RuntimeError) as error:
-        cause = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(f"needs bitsandbytes, which cannot be imported: {cause}", key=key, value=value) from error
-    return bitsandbytes
+
+        return bitsandbytes
 
 
 def whole_weight(layer: Any) -> Tensor:

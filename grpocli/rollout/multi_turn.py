@@ -367,8 +367,8 @@ def check_environment(task: str, environment: EnvironmentConfig, example: Mappin
         return
     given = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": task}
     item = ["reset", environment.name, json.dumps(environment.arguments), _as_json(given)]
-    key, value, doing = "task.environment.name", str(environment.name), f"reset the environment of {task}"
-    call_in_worker(WORKER, item, environment.timeout, environment.env, key, value, doing)
+    variables, name = environment.env, str(environment.name)
+    call_in_worker(WORKER, item, environment.timeout, variables, "task.environment.name", name)
 
 
 def _turn_request(request: Request, environment: EnvironmentConfig | None) -> Request:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from grpocli.config.parts import ByColumn, nearest, template_fields
 from grpocli.environments.environment import TOOLS_KEY, loaded_environment_of
 from grpocli.environments.tools import encodable, name_of, read_arguments, tools_of
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.rewards.reward import read_written, with_one_answer
 from grpocli.text import one_line
 from grpocli.types import PREFIX, Message, Prompt, Text, begun
@@ -143,10 +143,8 @@ def fill(template: str, values: Mapping[str, Any], where: str, key: str) -> str:
         if column not in known:
             problem = f"{where} has nothing in the column {column!r}; it has {', '.join(known)}"
             raise ConfigError(problem + nearest(column, known), key=key, value=repr(template))
-    try:
+    with config_errors(ValueError, says=f"cannot be filled with {where}: {{}}", key=key, value=repr(template)):
         return ByColumn().format(template, **values)
-    except ValueError as error:
-        raise ConfigError(f"cannot be filled with {where}: {error}", key=key, value=repr(template)) from error
 
 
 def settle_last_turn(messages: list[Message], last_turn: str | None, where: str) -> list[Message]:
@@ -235,18 +233,12 @@ def rendered(
     tools: schemas that it shows. Raises ConfigError, naming `where`, if the template refuses the conversation, or fails
     in another way.
     """
-    try:
-        shown, goes_on = list(tools) or None, not answered and bool(chat[-1].get(PREFIX))
-        begins = not (answered or goes_on)
-        return str(
-            tokenizer.apply_chat_template(
-                chat, tools=shown, tokenize=False, add_generation_prompt=begins, continue_final_message=goes_on
-            )
-        )
-    except Exception as error:  # templates come with models and raise whatever Python does
-        problem = f"its chat template refuses {where}: {one_line(str(error)).rstrip('.')}"
-        hint = "change the example, or give model.chat_template=FILE"
-        raise ConfigError(problem, key="model", hint=hint) from error
+    says, hint = f"its chat template refuses {where}: {{}}", "change the example, or give model.chat_template=FILE"
+    # templates come with models and raise whatever Python does
+    with config_errors(Exception, says=says, why=lambda e: one_line(str(e)).rstrip("."), key="model", hint=hint):
+        goes_on = not answered and bool(chat[-1].get(PREFIX))
+        how = {"add_generation_prompt": not (answered or goes_on), "continue_final_message": goes_on}
+        return str(tokenizer.apply_chat_template(chat, tools=list(tools) or None, tokenize=False, **how))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ TWO = [
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Env", "cannot reset the environment of arithmetic: KeyError: 'board' ("),
+        ("Env", "KeyError: 'board' ("),
         ("Evn", 'has no function or class Evn; did you mean "Env"'),
     ],
 )

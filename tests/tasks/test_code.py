@@ -71,17 +71,3 @@ def test_reference_answers_pass(tmp_path, capsys, task, rows):
     written(path, [{**row, **{name: text for name, text in wrong.items() if name in row}} for row in rows])
     assert main(given) == 1
     assert "scores 0 (AssertionError)" in capsys.readouterr().out
-
-
-@pytest.mark.processes
-def test_an_unsafe_reward_prints_a_warning(tmp_path, capsys):
-    path = written(tmp_path / "rows.jsonl", MBPP)
-    given = [
-        f"task.path={path}",
-        "task.eval_split=null",
-        "task.eval_size=1",
-        "reward=[code]",
-        "reward.code.unsafe=true",
-    ]
-    assert main(["task=mbpp", *given]) == 0
-    assert "warning: reward.code.unsafe=true: programs that the model writes run as you" in capsys.readouterr().err

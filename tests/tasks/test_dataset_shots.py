@@ -76,12 +76,8 @@ def test_conversations_have_one_system_message(tmp_path: Path) -> None:
     assert [message["role"] for message in prompt] == ["system", *["user", "assistant"] * 2, "user"]
     assert prompt[0]["content"] == "New."
     assert prompt[2]["content"] == prompt[1]["content"].replace("Q", "A")
-
-
-def test_gsm8k_shows_its_worked_solutions(tmp_path: Path) -> None:
     rows = [{"question": f"{i} + 1?", "answer": f"One more than {i}.\n#### {i + 1}"} for i in range(6)]
-    task = Gsm8k(path=write(tmp_path / "g.jsonl", rows), shots=1)
-    _, said, _ = task.examples("train")[0]["prompt"]
+    _, said, _ = Gsm8k(path=write(tmp_path / "g.jsonl", rows), shots=1).examples("train")[0]["prompt"]
     number = int(said["content"].split("than ")[1].split(".")[0])
     assert said["content"] == f"One more than {number}.\nThe answer is \\boxed{{{number + 1}}}."
 

@@ -191,14 +191,13 @@ def test_an_unusable_row_names_its_number(
 
 
 @pytest.mark.parametrize("first", [{**VERL, "reward_model": None}, {**VERL, "reward_model": {"ground_truth": None}}])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_the_first_row_may_lack_a_value_within_an_object(tmp_path: Path, first: Any, streaming: bool) -> None:
+def test_the_first_row_may_lack_a_value_within_an_object(tmp_path: Path, first: Any) -> None:
     path = write(tmp_path / "rows.jsonl", [first, *[{**VERL, "prompt": [*CHAT, USER]}] * 3])
     options = {"prompt_template": "{reward_model.ground_truth}", "answer_column": None, "eval_size": 1}
-    task = Jsonl(path=path, streaming=streaming, **options)
-    with pytest.raises(ConfigError, match="row 1 ") as refused:
-        every(task)
-    assert refused.value.key == "task"
+    for streaming in (False, True):
+        with pytest.raises(ConfigError, match="row 1 ") as refused:
+            every(Jsonl(path=path, streaming=streaming, **options))
+        assert refused.value.key == "task"
 
 
 ROWS = [{"question": f"{i}+1?", "reply": str(i + 1), "level": i} for i in range(10)]
@@ -228,26 +227,21 @@ def test_a_wrong_key_is_refused(options: dict[str, Any], key: str, said: str | N
 
 
 @pytest.mark.parametrize(
-    ("name", "written", "said"),
+    ("name", "written"),
     [
-        ("empty.jsonl", "", "it is empty"),
-        ("one.jsonl", '{"prompt": "a", "answer": "b"}\n', "has one example"),
-        ("text.txt", "a\n", "needs files of one kind"),
-        ("missing.jsonl", None, "there is no such file or folder"),
+        ("empty.jsonl", ""),
+        ("one.jsonl", '{"prompt": "a", "answer": "b"}\n'),
+        ("text.txt", "a\n"),
+        ("missing.jsonl", None),
     ],
 )
-def test_unusable_files_are_refused(name: str, written: str | None, said: str, tmp_path: Path) -> None:
+def test_unusable_files_are_refused(name: str, written: str | None, tmp_path: Path, cache_folder: Path) -> None:
     if written is not None:
         (tmp_path / name).write_text(written)
-    with pytest.raises(ConfigError, match=said) as refused:
-        Jsonl(path=str(tmp_path / name)).examples("train")
-    assert refused.value.key == "task.path"
-
-
-def test_a_name_that_the_hub_lacks_is_refused(cache_folder: Path) -> None:
-    with pytest.raises(ConfigError) as refused:
-        Jsonl(path="nobody/nothing").examples("train")
-    assert refused.value.key == "task.path"
+    for path in (str(tmp_path / name), "nobody/nothing"):
+        with pytest.raises(ConfigError) as refused:
+            Jsonl(path=path).examples("train")
+        assert (refused.value.key, refused.value.value) == ("task.path", path)
 
 
 def test_held_out_examples_are_not_used_for_training(tmp_path: Path) -> None:
