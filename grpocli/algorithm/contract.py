@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.objective import loss_and_flags
 from grpocli.config.parts import nearest
-from grpocli.config.user_code import raised
-from grpocli.config.user_parts import REQUIRED_MEMBERS, choice_of
+from grpocli.config.user_code import REQUIRED_MEMBERS, choice_of, raised
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:

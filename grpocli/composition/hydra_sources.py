@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config import yaml_text
 from grpocli.config.parts import CHOICES, CLASSES, SCHEMAS, choices_of, config_node
-from grpocli.config.user_parts import CHOICE, config_of, is_spec
+from grpocli.config.user_code import CHOICE, config_of, is_spec
 from grpocli.errors import config_errors
 from grpocli.version import PACKAGE
 

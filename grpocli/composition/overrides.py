@@ -21,8 +21,7 @@ from hydra.errors import HydraException
 
 from grpocli.config.parts import ESCAPED, USER_CODE, is_marked
 from grpocli.config.schema import Run
-from grpocli.config.user_code import absolute
-from grpocli.config.user_parts import GROUP, is_spec, name_of
+from grpocli.config.user_code import GROUP, absolute, is_spec, name_of
 from grpocli.config.yaml_text import Leaf, leaves
 from grpocli.errors import ConfigError
 from grpocli.plugins import hook

@@ -20,7 +20,7 @@ from grpocli.composition.hydra_errors import known_keys
 from grpocli.composition.overrides import expand_task_lists, in_files, in_quotes, text_of, texts_of
 from grpocli.config.environment import raw_value, unresolved
 from grpocli.config.parts import CLASSES
-from grpocli.config.user_parts import is_spec, name_of
+from grpocli.config.user_code import is_spec, name_of
 from grpocli.config.yaml_text import TARGET, flat, leaves
 from grpocli.errors import ConfigError, config_errors
 from grpocli.runs.saved_run import SavedRun, check_is_run

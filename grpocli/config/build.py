@@ -16,8 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config.environment import unresolved
 from grpocli.config.parts import CLASSES, nearest
-from grpocli.config.user_code import raised
-from grpocli.config.user_parts import is_spec, user_class
+from grpocli.config.user_code import is_spec, raised, user_class
 from grpocli.config.yaml_text import TARGET
 from grpocli.errors import ConfigError, config_errors
 

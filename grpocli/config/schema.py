@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpocli.config.parts import Escaped, UserCode, check_regex, nearest, one_of, part, require, require_part, section
-from grpocli.config.user_parts import choice_of, name_of
+from grpocli.config.user_code import choice_of, name_of
 from grpocli.errors import ConfigError
 from grpocli.hub import REPO
 from grpocli.types import Sampling

@@ -1,7 +1,13 @@
-"""User code that a config names as FILE.py:NAME or module:NAME, and the lines of it that an error is about."""
+"""User code that a config names as FILE.py:NAME or module:NAME: loaded, as a choice, and its lines in errors.
+
+A class is a choice of its group, `algorithm/advantage=FILE.py:CLASS`: a dataclass with or without `@part`, whose fields
+are typed keys. A plain function is a reward, `reward=[FILE.py:NAME]`, called as by `reward=[python]`. A config source
+of Hydra's (`composition/hydra_sources.py`) resolves them, so they work in overrides, lists, sweeps and recipes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib
 import importlib.util
@@ -12,13 +18,16 @@ import sys
 import sysconfig
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from grpocli.config.parts import nearest
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from grpocli.config.parts import BASES, CLASSES, config_node, nearest, section, target_of
 from grpocli.errors import ConfigError, GrpoError, RunError, causes, config_errors
 from grpocli.plugins import plugins
 from grpocli.text import shorten
@@ -37,6 +46,32 @@ SAYS_MEMORY = re.compile(
 """Messages of libraries about too little memory."""
 DEFINED = re.compile(r"^(?:(?:async +)?def +|class +)?(\w+) *[(:=]", re.MULTILINE)
 """The names that source defines at its top level; others may come from an import or be made at run time."""
+
+SPEC = re.compile(r"(?:[^:=\[\]{},]+|.+\.py):[A-Za-z_]\w*")
+"""FILE.py:NAME or module:NAME."""
+GROUP = re.compile(r"algorithm/\w+|engine|hardware|model|optim|reward|sync|task|tracker")
+"""The config groups that accept parts of users."""
+CHOICE = re.compile(rf"({GROUP.pattern})/({SPEC.pattern})")
+ATTRIBUTE = None
+REQUIRED_MEMBERS: Mapping[str, Mapping[str, str | None]] = {
+    "algorithm/advantage": {"__call__": "scores"},
+    "algorithm/aggregate": {"__call__": "mask group_ids totals"},
+    "algorithm/correction": {"__call__": "old_logp rollout_logp mask"},
+    "algorithm/entropy": {"__call__": "entropy"},
+    "algorithm/keep": {"__call__": "rewards"},
+    "algorithm/kl": {"__call__": "logp old_logp ref_logp"},
+    "algorithm/objective": {"__call__": "logp old_logp advantages mask"},
+    "algorithm/question_weight": {"__call__": "scores accuracy"},
+    "algorithm/tokens": {"__call__": "entropy mask"},
+    "engine": {"launch": "job", "connect": "context"},
+    "model": {"prepare": "report", "lora": ATTRIBUTE, "dtype": ATTRIBUTE},
+    "optim": {"make": "parameters", "rate": "step total"},
+    "reward": {"__call__": "samples"},
+    "sync": {"choose": "servers"},
+    "task": {"examples": "split"},
+    "tracker": {"start": "name folder config done"},
+}
+"""{group: {member: a method's arguments, or ATTRIBUTE}} that every part of the group must have."""
 
 
 def load(function: str, key: str) -> Callable[..., Any]:
@@ -158,6 +193,75 @@ def _file(path: Path) -> Any:
         del sys.modules[name]  # the next import raises the error again instead of finding half a module
         raise
     return module
+
+
+def is_spec(choice: str) -> bool:
+    """Whether a choice names user code."""
+    return SPEC.fullmatch(choice) is not None
+
+
+def name_of(choice: str) -> str:
+    """The name of a choice in a config; for user code the function's name, or the class's in snake case."""
+    if not is_spec(choice):
+        return choice
+    name = choice.rpartition(":")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() if name[:1].isupper() else name
+
+
+def choice_of(group: str, part: object) -> str:
+    """The choice that builds a part: its registered name, FILE.py:CLASS for user code, or an import path."""
+    target = target_of(type(part))
+    return short(target) if is_spec(target) else target.removeprefix(f"{group}/")
+
+
+def config_of(group: str, spec: str) -> tuple[DictConfig, str]:
+    """The typed config of FILE.py:NAME, and the package of its keys. Raises ConfigError if it is no part."""
+    package = f"reward.{name_of(spec)}" if group == "reward" else group.replace("/", ".")
+    found = load(spec, group)
+    if not isinstance(found, type):
+        if group != "reward":
+            calls = [f"{name}({', '.join(a.split())})" for name, a in REQUIRED_MEMBERS[group].items() if a is not None]
+            problem = f"is a function, which only reward= accepts; give a class with {', '.join(calls)}"
+            raise ConfigError(problem, key=group, value=spec)
+        config = config_node(CLASSES["reward/python"])
+        config.function = spec
+        return config, package
+    says = "has a field that cannot be a config key: {}"
+    with config_errors(OmegaConfBaseException, says=says, key=group, value=spec):
+        return config_node(_as_part(found, group, spec, package)), package
+
+
+def user_class(spec: str, key: str) -> type[Any]:
+    """The class FILE.py:CLASS as a part whose keys are below `key`. Raises ConfigError if it cannot be one."""
+    first, *rest = key.split(".")
+    group = f"{first}/{rest[0]}" if first == "algorithm" and rest else first
+    cls: Any = load(spec, group)
+    return _as_part(cls, group, spec, key if first == "reward" else group.replace("/", "."))
+
+
+def _as_part(cls: type[Any], group: str, spec: str, key: str) -> type[Any]:
+    """The class as a part; a plain class becomes a frozen dataclass. Raises ConfigError if that fails."""
+    if "__dataclass_params__" not in cls.__dict__:
+        says = "cannot be made a frozen dataclass: {}"  # such as a base that is not frozen, or a mutable default
+        with config_errors(TypeError, ValueError, says=says, key=group, value=spec):
+            if "__init__" in cls.__dict__:
+                raise TypeError("it defines __init__, and its fields would be its keys")
+            section(key)(cls)
+    if "config_key" not in cls.__dict__:
+        cls.config_key = key
+    cls.config_target = spec
+    check_members(cls, group, spec)
+    return cls
+
+
+def check_members(cls: type[Any], group: str, spec: str) -> None:
+    """Raise ConfigError unless the class has the base and the members of its group."""
+    base = BASES.get(group, object)
+    if not issubclass(cls, base):
+        raise ConfigError(f"must derive from {base.__module__}.{base.__qualname__}", key=group, value=spec)
+    members = {f.name for f in dataclasses.fields(cls)}.union(*map(vars, cls.__mro__))
+    if missing := [name for name in REQUIRED_MEMBERS.get(group, {}) if name not in members]:
+        raise ConfigError(f"must define {' and '.join(missing)}, as every choice of {group}=", key=group, value=spec)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import xxhash
 
 from grpocli.composition.overrides import PATH
 from grpocli.config.parts import USER_CODE, is_marked
-from grpocli.config.user_parts import is_spec
+from grpocli.config.user_code import is_spec
 from grpocli.config.yaml_text import TARGET, leaves
 from grpocli.errors import ConfigError
 from grpocli.runs.sessions import Changes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from grpocli.config.user_parts import choice_of
+from grpocli.config.user_code import choice_of
 from grpocli.rollout.vllm.config import VllmOptions
 from grpocli.text import counted
 

@@ -20,7 +20,7 @@ from grpocli.composition.checks import check_devices, check_model
 from grpocli.composition.compose import mode_of, save, write_record
 from grpocli.composition.resume import changes
 from grpocli.config.environment import without_environment
-from grpocli.config.user_parts import choice_of
+from grpocli.config.user_code import choice_of
 from grpocli.environments.environment import environment_of
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.files import write_atomic

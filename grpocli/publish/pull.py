@@ -27,7 +27,7 @@ from grpocli.composition.overrides import in_quotes, leaves_of, parse, text_of
 from grpocli.composition.resume import Resume, of_hydra
 from grpocli.config.environment import OVERRIDES, raw_value, unresolved
 from grpocli.config.parts import CLASSES, USER_CODE, is_marked
-from grpocli.config.user_parts import GROUP, is_spec
+from grpocli.config.user_code import GROUP, is_spec
 from grpocli.config.yaml_text import Leaf, leaves
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.environments.tools import READY

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from grpocli.config.parts import base, require
-from grpocli.config.user_parts import choice_of
+from grpocli.config.user_code import choice_of
 from grpocli.errors import ConfigError
 from grpocli.hardware import Multinode
 from grpocli.progress import UNWATCHED, Progress, Watch, unreported

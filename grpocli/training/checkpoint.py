@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from grpocli.config.user_parts import choice_of, is_spec
+from grpocli.config.user_code import choice_of, is_spec
 from grpocli.distributed import sharded_safetensors as shards
 from grpocli.errors import ConfigError
 from grpocli.files import atomic_folder, full_disk_as_oserror

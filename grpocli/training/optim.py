@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from grpocli.config.parts import one_of, part, require, section
-from grpocli.config.user_parts import choice_of
+from grpocli.config.user_code import choice_of
 from grpocli.errors import ConfigError
 from grpocli.models.quantization import check_bitsandbytes, import_bitsandbytes
 

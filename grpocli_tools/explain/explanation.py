@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.config.schema import Rollouts, Run
-from grpocli.config.user_parts import choice_of
+from grpocli.config.user_code import choice_of
 from grpocli.config.yaml_text import flat
 from grpocli.rewards.length import Overlong
 from grpocli.rewards.reward import Correctness

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from grpocli.config.user_parts import name_of
+from grpocli.config.user_code import name_of
 from grpocli_tools.porting.foreign_names import TRAINER
 from grpocli_tools.porting.port import MISSING, Port, Unread
 from grpocli_tools.porting.script import Data, RewardCall, ScriptSource

@@ -17,7 +17,7 @@ from grpocli.composition.compose import build_algorithm, build_run, compose, reg
 from grpocli.composition.overrides import rewrite
 from grpocli.config.build import build
 from grpocli.config.parts import CLASSES, stored
-from grpocli.config.user_parts import REQUIRED_MEMBERS, check_members, choice_of
+from grpocli.config.user_code import REQUIRED_MEMBERS, check_members, choice_of
 from grpocli.errors import ConfigError
 
 SOURCE = '''
