@@ -22,11 +22,12 @@ BODY = Path(__file__).with_name("batch.sh")
 
 @dataclass(frozen=True, slots=True)
 class JobNodes:
-    """The nodes that a run needs. gpus: for each node, as sbatch takes it; None for none."""
+    """The nodes that a run needs."""
 
     train_nodes: int
     rollout_nodes: int
     gpus: str | None
+    """For each node, as sbatch takes it; None for none."""
 
     @classmethod
     def of(cls, run: Run, options: Options) -> JobNodes:
@@ -45,14 +46,18 @@ class JobNodes:
 
 @dataclass(frozen=True, slots=True)
 class BatchScript:
-    """The script that submits `runs`, the folders of one batch. config_dir: the value of `--config-dir`."""
+    """The script that submits the runs of one batch."""
 
     options: Options
     resources: JobNodes
     folder: Path
+    """Of the script and the logs."""
     runs: Sequence[Path]
+    """The folders of the runs."""
     name: str
+    """Of the script's file, without its ending."""
     config_dir: str | None = None
+    """The value of `--config-dir`."""
 
     @property
     def script(self) -> Path:
