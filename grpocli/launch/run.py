@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tasks.task import Example, Task
+    from grpocli.training.checkpoint import State
     from grpocli.training.checkpointer import ResumePoint
     from grpocli.views.view import View
 
@@ -109,6 +110,7 @@ def run_errors(run_dir: RunDir, new: bool) -> Iterator[None]:
 
 def _train_locked(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool, node: Node | None) -> float | None:
     """The stages of a run, in a folder that this process has locked."""
+    from grpocli.training.checkpoint import State, load_state
     from grpocli.views.live_view import make_view
 
     view = make_view()
@@ -118,12 +120,12 @@ def _train_locked(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool,
         job = prepare(run, run_dir, view, devices, node)
         point = _resume_point(run, run_dir, view, resuming)
         job = replace(job, checkpoint=point.path)
-        changed, warnings = _record_session(config, run, run_dir, job, point, resuming)
-        choices = SavedRun(run_dir.path).choices_of(without_environment(config))
-        opening = opening_lines(run, job.engine, devices, choices)
+        state = load_state(point.path) if point.path else State()
+        changed, warnings = _record_session(config, run, run_dir, job, point, state, resuming)
+        opening = opening_lines(run, job.engine, devices, SavedRun(run_dir.path).choices)
         view.start(run.name or run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         if resuming:
-            _report_resume(run, point, view, changed)
+            _report_resume(run, point, state.step, view, changed)
         for sentence in warnings:
             view.warn(sentence)
         accuracy = _train(run, job, run_dir, view, devices, node)
@@ -155,16 +157,13 @@ def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Resu
     return resume_point(run_dir.path, run.resume_fallback, view.progress)
 
 
-def _report_resume(run: Run, point: ResumePoint, view: View, changed: Changes) -> None:
-    """Report damaged checkpoints or a missing one, and the changed keys."""
-    from grpocli.training.checkpoint import load_state
-
+def _report_resume(run: Run, point: ResumePoint, done: int, view: View, changed: Changes) -> None:
+    """Report damaged checkpoints or a missing one, and the changed keys. done: steps of the run so far."""
     for sentence in point.fallback:
         logger.warning("%s; continuing from %s", sentence, point.path)
         view.warn(f"{sentence}; continuing from {point.path}")
     if point.path is None:
         view.note("the run ended before its first checkpoint and starts again")
-    done = load_state(point.path).step if point.path else 0
     if done >= run.train.steps:
         view.warn(f"train.steps={run.train.steps}: {done} steps are done, so none is left; raise it to train on")
     for key, (old, new) in changed.items():
@@ -174,14 +173,19 @@ def _report_resume(run: Run, point: ResumePoint, view: View, changed: Changes) -
 
 
 def _record_session(
-    config: DictConfig, run: Run, run_dir: RunDir, job: TrainerJob, point: ResumePoint, resuming: bool
+    config: DictConfig,
+    run: Run,
+    run_dir: RunDir,
+    job: TrainerJob,
+    point: ResumePoint,
+    state: State,
+    resuming: bool,
 ) -> tuple[Changes, list[str]]:
     """Write the config and the session. Returns the keys that a resume changes, and sentences about its other inputs.
 
     Raises ConfigError, with nothing written, if it has another start model.
     """
     from grpocli.models.loading import load_config
-    from grpocli.training.checkpoint import load_state
 
     so_far, plain = SavedRun(run_dir.path), without_environment(config)
     before = so_far.config if resuming else plain
@@ -195,12 +199,11 @@ def _record_session(
     if point.path and inputs.get(MODEL) != before_inputs.get(MODEL):
         check_fits(run.model, model_path, point.path)
     other = changed_inputs(before_inputs, inputs, changed, run.resume_other_weights or not point.path)
-    step = load_state(point.path).step if point.path else 0
-    # written before the config, so that no change is lost
-    name = so_far.id or (secrets.token_hex(8) if point.path is None else load_state(point.path).run)
+    name = so_far.id or state.run or secrets.token_hex(8)
     if resuming:
         run_dir.keep_before()
-    add_session(run_dir, replace(Session.now(step, changed, [*point.fallback, *other], name), inputs=inputs))
+    # written before the config, so that no change is lost
+    add_session(run_dir, replace(Session.now(state.step, changed, [*point.fallback, *other], name), inputs=inputs))
     text = save(config)
     write_atomic(run_dir.config, text, mode_of(text))
     return changed, other
