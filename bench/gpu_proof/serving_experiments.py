@@ -25,10 +25,10 @@ SERVER, EAGER = "engine=vllm", "engine.enforce_eager=true"
 def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
     """A block in which differences of probes and of canaries are kept, in nats, transfers and requests timed."""
     from grpocli.rollout.vllm import lora, weight_sync
-    from grpocli.rollout.vllm.client import Connection
+    from grpocli.rollout.vllm.client import ServerClient
     from grpocli.rollout.vllm.transport_gpu import IpcTransport
 
-    send, ask = IpcTransport.send, Connection.request
+    send, ask = IpcTransport.send, ServerClient.request
     found["by_ipc"] = []
 
     def measure(name: str, check: Callable[..., None]) -> Callable[..., None]:
@@ -43,7 +43,7 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
         send(self, *given)
         found["by_ipc"].append(time.perf_counter() - began)
 
-    async def asked(self: Connection, method: str, path: str, *more: Any) -> Any:
+    async def asked(self: ServerClient, method: str, path: str, *more: Any) -> Any:
         began = time.perf_counter()
         try:
             return await ask(self, method, path, *more)
@@ -51,7 +51,7 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
             found.setdefault(f"seconds of {path.partition('?')[0]}", []).append(time.perf_counter() - began)
 
     with (
-        patch.object(Connection, "request", asked),
+        patch.object(ServerClient, "request", asked),
         patch.object(weight_sync, "require_close", measure("gaps", weight_sync.require_close)),
         patch.object(lora, "require_followed", measure("canary_gaps", lora.require_followed)),
         patch.object(IpcTransport, "send", sent),

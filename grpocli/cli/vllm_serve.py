@@ -22,9 +22,9 @@ def main(argv: list[str]) -> int:
 
 
 def _task(config: DictConfig) -> int:
-    from grpocli.rollout.vllm.config import check_plugin
+    from grpocli.rollout.vllm.config import check_vllm
 
-    check_plugin()
+    check_vllm("vllm")
     from grpocli.models.loading import choose_dtype
     from grpocli.rollout.vllm.external import build_server_config, serve
     from grpocli.rollout.vllm.server import check_port

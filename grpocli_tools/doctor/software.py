@@ -15,7 +15,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from grpocli.errors import ConfigError
-from grpocli.rollout.vllm.config import check_plugin, vllm_version
+from grpocli.rollout.vllm.config import check_vllm, vllm_version
 from grpocli.text import counted
 from grpocli_tools.doctor.machine import GIB, MISSING, Finding, not_needed, ok, problem, warning
 
@@ -294,7 +294,7 @@ def vllm(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield problem("vLLM", detail, advice, needs.vllm, otherwise="warning" if gpus else "-")
         return
     try:
-        check_plugin()
+        check_vllm("vllm")
     except ConfigError as error:
         yield problem("vLLM plugin", str(error), error.hint or f"{IN_A_CLONE} -e .", needs.vllm)
     ended = machine.probe("vllm")

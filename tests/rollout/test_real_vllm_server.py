@@ -27,7 +27,7 @@ from grpocli.models.tiny import make_tokenizer
 from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.transformers_engine import Transformers
-from grpocli.rollout.vllm.client import Refused, ServerClient
+from grpocli.rollout.vllm.client import RequestRefused, ServerClient
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server import free_port
@@ -268,7 +268,7 @@ def test_the_server_reads_weights_only_from_its_own_folder(running: Running, tmp
     Path(running.endpoint.shm_dir, "link").symlink_to(tmp_path / "weights.safetensors")
     for name in (str(tmp_path / "weights.safetensors"), "../weights", "link", "missing", ""):
         client.start_update()
-        with pytest.raises(Refused):
+        with pytest.raises(RequestRefused):
             client.update({"file": name})
     Path(running.endpoint.shm_dir, "link").unlink()
     running.engine.sync(80)

@@ -20,8 +20,7 @@ from grpocli.errors import EngineError, EngineGone
 from grpocli.rollout.vllm import client as vllm_client
 from grpocli.rollout.vllm.client import (
     GENERATE,
-    PAUSED_BY,
-    Refused,
+    RequestRefused,
     ServerClient,
     ServerGone,
     spread_seed,
@@ -71,61 +70,47 @@ def test_answers_keep_the_order_of_requests_and_concurrency_is_bounded(stand_in:
 
 def test_the_servers_message_is_passed_on(stand_in: StandIn, client: ServerClient) -> None:
     stand_in.answer = lambda path, body: (400, {"error": {"message": "prompt too long", "code": 400}})
-    with pytest.raises(Refused, match=r"refused /inference/v1/generate \(400\): prompt too long"):
+    with pytest.raises(RequestRefused, match=r"refused /inference/v1/generate \(400\): prompt too long"):
         generate(client, 3)
     stand_in.answer = lambda path, body: (200, {}) if path == "/health" else (500, b"Internal Server Error\nmore")
-    with pytest.raises(Refused, match=r"refused /resume \(500\): Internal Server Error$"):
+    with pytest.raises(RequestRefused, match=r"refused /resume \(500\): Internal Server Error$"):
         client.resume()
 
 
 class Busy:
-    """The state that a server reports during a request of `seconds`.
+    """A server whose requests take `seconds`; `tokens` more tokens are generated between two polls."""
 
-    `tokens` more tokens are generated between two polls.
-    """
-
-    def __init__(self, stand_in: StandIn, seconds: float, tokens: int = 0, paused: bool = False) -> None:
-        self.seconds, self.tokens, self.paused, self.computed = seconds, tokens, paused, 0
+    def __init__(self, stand_in: StandIn, seconds: float, tokens: int = 0) -> None:
+        self.seconds, self.tokens, self.computed = seconds, tokens, 0
         self.closed = stand_in.closed
         stand_in.answer = self.answer
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
         if path == "/health":
             return 200, {}
-        if path == "/is_paused":
-            return 200, {"is_paused": self.paused}
         if path == "/metrics":
             self.computed += self.tokens
             counts = f'vllm:generation_tokens_total{{engine="0",model_name="policy"}} {self.computed}.0'
             return 200, f"# TYPE vllm:generation_tokens_total counter\n{counts}\n".encode()
-        self.closed.wait(0.01 if body == {"token_ids": [0], "model": "policy"} else self.seconds)
+        self.closed.wait(self.seconds)
         return 200, {"choices": [choice([5])]}
 
 
 def test_a_server_that_does_nothing_is_stuck(stand_in: StandIn) -> None:
     Busy(stand_in, seconds=2)
-    (client,) = clients_of(stand_in, timeout=0.2)
-    for call in (client.pause, lambda: asyncio.run(client.generate({}))):
-        client.connection.lost = None
+    for call in (ServerClient.pause, lambda client: asyncio.run(client.generate({}))):
+        (client,) = clients_of(stand_in, timeout=0.2)
         with pytest.raises(ServerGone, match=r"did not answer .* within 0\.2 s \(engine\.request_timeout\)") as caught:
-            call()
+            call(client)
         assert client.lost is caught.value
 
 
-@pytest.mark.parametrize("activity", [{"tokens": 1}, {"paused": True}], ids=["it computes", "it is paused"])
-def test_a_busy_server_gets_more_time(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, activity: dict[str, Any]
-) -> None:
-    """A request may queue for longer than the timeout, but not forever."""
+def test_a_server_that_computes_tokens_gets_more_time(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may queue for longer than the timeout."""
     monkeypatch.setattr(vllm_client, "CHECK", 0.1)
     (client,) = clients_of(stand_in, timeout=0.25)
-    Busy(stand_in, seconds=0.8, **activity)
+    Busy(stand_in, seconds=0.8, tokens=1)
     assert asyncio.run(client.generate({}))
-    Busy(stand_in, seconds=60, **activity)
-    with pytest.raises(ServerGone, match=r"within 10 times engine\.request_timeout=0\.25 s") as caught:
-        asyncio.run(client.generate({}))
-    assert (PAUSED_BY in str(caught.value)) == bool(activity.get("paused"))
-    assert stand_in.in_flight, "the request is still in flight"
 
 
 def test_adapters_are_in_use_while_requests_are_in_flight(client: ServerClient, stand_in: StandIn) -> None:
@@ -150,11 +135,9 @@ def test_a_server_that_is_gone_is_reported_with_its_log(stand_in: StandIn, tmp_p
     log.write_text(before + "(EngineCore pid=1) ERROR [core.py:1] MemoryError: no memory\n")
     client = ServerClient(Endpoint(stand_in.url, "key", "/nowhere", str(log), log_from=len(before)), timeout=5)
     stand_in.close()
-    for call in (client.weight_version, lambda: asyncio.run(client.generate({}))):
-        client.connection.lost = None
-        with pytest.raises(ServerGone, match=r"is gone .*MemoryError: no memory \(see .*vllm\.log\)") as caught:
-            call()
-        assert client.lost is caught.value
+    with pytest.raises(ServerGone, match=r"is gone .*MemoryError: no memory \(see .*vllm\.log\)") as caught:
+        client.weight_version()
+    assert client.lost is caught.value
 
 
 def test_a_foreign_server_at_the_same_address_is_detected(stand_in: StandIn, client: ServerClient) -> None:
@@ -164,7 +147,7 @@ def test_a_foreign_server_at_the_same_address_is_detected(stand_in: StandIn, cli
     stand_in.answer = lambda path, body: (401, {"error": "Unauthorized"})
     with pytest.raises(ServerGone):
         client.pause()
-    client.connect(client.endpoint)
+    client = client.replaced_by(client.endpoint)
     labels = {"weight_versions": [{"version": ".4", "start": 0, "end": 1}]}
     stand_in.answer = lambda path, body: (200, {"choices": [choice([5]) | labels]})
     asyncio.run(client.generate({}))
@@ -203,19 +186,6 @@ def test_an_unreadable_answer_is_an_error(stand_in: StandIn, client: ServerClien
     for call in (client.weight_version, client.world_size, client.adapters, lambda: client.score([1, 2])):
         with pytest.raises(EngineError, match=rf"^the answer to /.* at {stand_in.url} is not from a vLLM server"):
             call()
-
-
-def test_a_failed_call_to_a_replaced_server_does_not_mark_its_successor_as_lost(
-    stand_in: StandIn, client: ServerClient
-) -> None:
-    def answer(path: str, body: Any) -> tuple[int, Any]:
-        client.connect(Endpoint(stand_in.url, "new", "/nowhere"))
-        return 503, {}
-
-    stand_in.answer = answer
-    with pytest.raises(ServerGone):
-        client.pause()
-    assert client.lost is None
 
 
 def test_seeds_of_neighbouring_prompts_do_not_overlap() -> None:
@@ -285,34 +255,47 @@ def test_a_request_to_a_failing_external_server_is_retried(
     assert patient.lost is None
 
 
+class Syncs:
+    """Syncs that always work."""
+
+    def __call__(self, version: int) -> dict[str, float]:
+        return {}
+
+    def release(self) -> None:
+        return
+
+
 def test_a_server_that_keeps_failing_ends_the_run_with_a_checkpoint(stand_in: StandIn, patient: ServerClient) -> None:
-    """Reconnecting does not help either: its checks use few routes of the server."""
-    patient.connection.patience = 0.2
+    """Reconnecting does not help: its checks use few routes of the server."""
+    patient.patience = 0.05
     FailsAtFirst(stand_in, 429, times=math.inf)
-    waiting, sync = SimpleNamespace(), SimpleNamespace(release=lambda: None)
-    engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), reconnector=waiting)  # type: ignore[arg-type]
-    with pytest.raises(EngineGone, match=r"generate \(429\): later, for 0\.2 s \(engine\.patience\)$"):
+    engine = VllmEngine(
+        ServerPool([patient]),
+        Syncs(),  # type: ignore[arg-type]
+        stop=[],
+        version=0,
+        world=Alone(),  # type: ignore[arg-type]
+        reconnector=SimpleNamespace(wait=lambda lost: [patient.endpoint]),  # type: ignore[arg-type]
+    )
+    with pytest.raises(EngineGone, match=r"generate \(429\): later, for 0\.05 s \(engine\.patience\); gave up after"):
         engine.generate([Request([i], 1, seed=i) for i in range(3)], Sampling(1))
-    assert patient.lost
-    assert patient.lost.refuses
 
 
 def test_an_update_of_weights_is_not_retried_alone(stand_in: StandIn, patient: ServerClient) -> None:
     """The server may have applied it, so the whole sync starts again, as for a new server."""
     failing = FailsAtFirst(stand_in, 503, times=1)
     patient.start_update()
-    calls: list[Callable[[], None]] = [
-        lambda: patient.update({}),
-        lambda: patient.finish_update(1),
-        lambda: patient.init_transfer({}),
-        lambda: patient.load_adapter("a", Path("/a")),
-        lambda: patient.unload_adapter("a"),
+    calls: list[Callable[[ServerClient], None]] = [
+        lambda client: client.update({}),
+        lambda client: client.finish_update(1),
+        lambda client: client.init_transfer({}),
+        lambda client: client.load_adapter("a", Path("/a")),
+        lambda client: client.unload_adapter("a"),
     ]
     failing.calls.clear()
     for call in calls:
         with pytest.raises(ServerGone, match=r"\(503\): later$"):
-            call()
+            call(patient)
         assert patient.lost
-        assert not patient.lost.refuses
-        patient.connect(patient.endpoint)
+        patient = patient.replaced_by(patient.endpoint)
     assert set(failing.calls.values()) == {1}

@@ -23,7 +23,7 @@ from grpocli.rollout.vllm.config import SHORT, Serve
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.external import build_server_config, serve
 from grpocli.rollout.vllm.server import ServerSpec
-from grpocli.rollout.vllm.server_files import Endpoint, StartupLog, fresh_log, printed_log, serve_file
+from grpocli.rollout.vllm.server_files import Endpoint, fresh_log, printed_log, serve_file
 
 VALUES: dict[str, Any] = {
     "tensor_parallel": 2,
@@ -201,32 +201,3 @@ def test_the_whole_log_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[
             file.write("last")
     assert capsys.readouterr().out == "last"
     assert not log.exists()
-
-
-INFO = "INFO 11-27 06:30:28 "
-STARTING = (  # lines of vLLM 0.32, the phase that each begins, and the share that is done of it
-    (f"(APIServer pid=1) {INFO}[api_utils.py:286] non-default args: {{}}", "reading the model's config", ""),
-    ("(APIServer pid=1) WARNING 11-27 06:30:28 [system_utils.py:255] Found ulimit of 20000 and failed to", None, ""),
-    (f"(Worker pid=3) {INFO}[cpu_model_runner.py:68] Starting to load model /m...", "loading weights", ""),
-    ("Loading safetensors checkpoint shards:  25% Completed | 1/4 [00:01<00:03, 1.0it/s]", None, "25 %"),
-    ("Capturing CUDA graphs (decode, FULL):  50%|#####     | 1/2 [00:00<00:00]", "capturing CUDA graphs", "50 %"),
-)
-
-
-def test_the_phases_of_a_start_are_read_from_the_log(tmp_path: Path) -> None:
-    """vLLM's warnings and its other lines stay in the log."""
-    log = tmp_path / "vllm.log"
-    log.write_text(f"{INFO}[weights.py:1] Loading weights took 3 s\n")
-    start = StartupLog(log, log.stat().st_size)
-    start.read()
-    assert (start.phase, start.done) == ("loading libraries", ""), "lines of an earlier server do not count"
-    for line, phase, done in STARTING:
-        before = start.phase
-        with log.open("a") as file:
-            file.write(line[:20])
-            file.flush()
-            start.read()
-            assert start.phase == before, "half a line is not read yet"
-            file.write(line[20:] + ("\r" if "%|" in line else "\n"))
-        start.read()
-        assert (start.phase, start.done) == (phase or before, done)

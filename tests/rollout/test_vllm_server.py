@@ -25,7 +25,7 @@ from grpocli.rollout.vllm.client import GENERATE
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.lora import lora_flags
 from grpocli.rollout.vllm.server import FIRST_REQUEST, ServerSpec, command, environment, serving, wait_healthy
-from grpocli.rollout.vllm.server_files import Endpoint, failure_cause
+from grpocli.rollout.vllm.server_files import Endpoint
 
 SPEC = ServerSpec(EngineJob("/models/m", "float32", 256, Path(), seed=3), 8001, 256)
 
@@ -101,8 +101,8 @@ def test_each_option_is_given_once() -> None:
         ({"vllm_args": {"hf_overrides": {"head_dtype": "float32"}}}, "engine.vllm_args.hf_overrides"),
         ({"vllm_args": {"middleware": "x"}}, "engine.vllm_args.middleware: grpocli sets this itself"),
         ({"vllm_args": {"no-enable-lora": "x"}}, "engine.vllm_args.no-enable-lora: grpocli sets this itself"),
-        ({"vllm_args": {"data-parallel-size": 2}}, "engine.vllm_args.data-parallel-size: set engine.data_parallel"),
-        ({"vllm_args": {"dtype": "half"}}, "engine.vllm_args.dtype: set model.dtype"),
+        ({"vllm_args": {"data-parallel-size": 2}}, "engine.vllm_args.data-parallel-size: grpocli sets this itself"),
+        ({"vllm_args": {"dtype": "half"}}, "engine.vllm_args.dtype: grpocli sets this itself"),
         ({"base_url": "127.0.0.1:8000"}, "engine.base_url="),
         ({"port": 65535, "replicas": 2}, "engine.port="),
         ({"start_timeout": 0}, "engine.start_timeout="),
@@ -249,41 +249,32 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_the_cause_of_a_failure_is_its_first_error(tmp_path: Path) -> None:
+def test_the_cause_of_a_failure_is_the_last_error_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     log.write_text("ValueError: of an earlier run\n")
-    since = log.stat().st_size
-    assert failure_cause(log, since) == f": see {log}"
+    ended = Endpoint("http://x", "k", "", str(log), log_from=log.stat().st_size)
+    assert ended.cause() == f": see {log}"
     with log.open("a") as file:
         file.write("(Worker pid=1) ERROR 11-21 08:29:52 [executor.py:1063] RuntimeError: Unsupported head_dim=16\n")
         file.write("(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above.\n")
-    advice = "vLLM's attention has no kernel for this model's head size: take engine=transformers, which supports any"
-    assert failure_cause(log, since) == f": {advice}: RuntimeError: Unsupported head_dim=16 (see {log})"
-    log.write_text("usage: x\napi_server.py: error: something else\n")
-    assert failure_cause(log) == f": api_server.py: error: something else (see {log})"
-    assert failure_cause(tmp_path / "missing") == ""
+    assert ended.cause() == f": RuntimeError: Unsupported head_dim=16 (see {log})"
+    assert not ended.refuses_an_option()
+    assert replace(ended, log=str(tmp_path / "missing")).cause() == ""
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    "said",
     [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "lower engine.gpu_memory_utilization"),
-        ("RuntimeError: Unsupported CPU attention configuration: head_dim=8 isa=1", "take engine=transformers"),
-        ("api_server.py: error: unrecognized arguments: --max-num-seq=8", "change engine.vllm_args"),
-        (
-            "ValidationError: 1 validation error for SchedulerConfig\nmax_num_seqs\n  Input should be at least 1",
-            "1 validation error for SchedulerConfig max_num_seqs Input should be at least 1",
-        ),
-        (
-            "RuntimeError: Worker failed with error '(1/2 GiB) on kv cache allocation is less than', please check",
-            "lower engine.cpu_kv_cache_gb: (1/2 GiB) on kv cache allocation is less than (see",
-        ),
+        "api_server.py: error: unrecognized arguments: --max-num-seq=8",
+        "ValidationError: 1 validation error for SchedulerConfig\nmax_num_seqs\n  Input should be at least 1",
     ],
 )
-def test_the_key_to_change_is_named(tmp_path: Path, said: str, told: str) -> None:
+def test_a_refused_option_is_told_from_other_causes(tmp_path: Path, said: str) -> None:
     log = tmp_path / "vllm.log"
     log.write_text(f"usage: x\n(EngineCore pid=9) ERROR 11-21 08:29:52 [core.py:1063] {said}\n")
-    assert told in failure_cause(log)
+    ended = Endpoint("http://x", "k", "", str(log))
+    assert " ".join(said.split()) in ended.cause()
+    assert ended.refuses_an_option()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rollout.vllm_tiny import Alone, two_worlds
 from grpocli.errors import EngineError, EngineGone
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener
-from grpocli.rollout.vllm.client import Refused, ServerClient
+from grpocli.rollout.vllm.client import RequestRefused, ServerClient
 from grpocli.rollout.vllm.engine import ServerPool, VllmEngine
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.supervisor import Lost
@@ -208,7 +208,7 @@ def test_answers_during_a_failed_sync_are_discarded(serve: Callable[..., Vllm]) 
     thread = threading.Thread(target=collect)
     thread.start()
     assert asked.wait(10)
-    with pytest.raises(Refused, match="no such weights"):
+    with pytest.raises(RequestRefused, match="no such weights"):
         engine.sync(4)
     assert sync.released == 1
     go_on.set()

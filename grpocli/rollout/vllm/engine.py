@@ -13,7 +13,6 @@ import resource
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from grpocli.rollout.engine import Engine, Listener, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.client import (
     CHECK,
-    Refused,
+    RequestRefused,
     ServerClient,
     ServerGone,
     body,
@@ -51,7 +50,8 @@ SEQUENCES = 1024
 """Completions at a server at a time: as many as vLLM runs at once on a large GPU; a smaller server queues the rest."""
 REQUESTS = 256
 """Requests at a server at a time, since each has its own connection."""
-ATTEMPTS = 10  # of one sync or one batch of completions, in case a server dies every time
+ATTEMPTS = 5
+"""Replacements in a row that complete no batch, after which the run ends: a server may die of a request every time."""
 
 Choices = list[dict[str, Any]]
 """The completions of one request, as vLLM's JSON."""
@@ -75,31 +75,6 @@ class CompletionCounter:
         self.watch.progress(self.done, self.total, "completions", f"{self.tokens:,.0f} tokens" if self.tokens else "")
 
 
-@dataclass(slots=True)
-class ServerLoad:
-    """One server and its load during one call of `complete`.
-
-    takes_requests: see `ServerPool.takes_requests`. outstanding: completions that were requested and have not arrived.
-    """
-
-    client: ServerClient
-    takes_requests: Callable[[], bool]
-    room: asyncio.Semaphore
-    outstanding: int = 0
-
-    async def request(self, body: dict[str, Any]) -> Choices | None:
-        """The completions; None if the server was lost or replaced before it answered."""
-        wanted = completions_of(body)
-        self.outstanding += wanted
-        try:
-            async with self.room:
-                return await self.client.generate(body) if self.takes_requests() else None
-        except ServerGone:
-            return None
-        finally:
-            self.outstanding -= wanted
-
-
 def completions_of(body: dict[str, Any]) -> int:
     """The number of completions that a request asks for."""
     return int(body.get("sampling_params", {}).get("n", 1))
@@ -108,10 +83,10 @@ def completions_of(body: dict[str, Any]) -> int:
 class ServerPool:
     """The servers of a run in one trainer process. Several threads may call it."""
 
-    def __init__(self, clients: Sequence[ServerClient]) -> None:
-        self.clients = list(clients)
-        self._closed: set[int] = set()
-        # connections are open files, of which the soft limit, often 1,024, is raised where the hard limit allows it
+    def __init__(self, clients: list[ServerClient]) -> None:
+        """clients: changed when a server is replaced; the syncs hold the same list."""
+        self.clients = clients
+        self._closed: set[int] = set()  # replaced, and without the weights to sample with
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = 1024 + REQUESTS * len(self.clients)
         wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -126,7 +101,7 @@ class ServerPool:
     def replace(self, index: int, endpoint: Endpoint) -> None:
         """Use the server at `endpoint` as number `index`. It gets no requests before `open_all`."""
         self._closed.add(index)
-        self.clients[index].connect(endpoint)
+        self.clients[index] = self.clients[index].replaced_by(endpoint)
 
     def open_all(self) -> None:
         """Let all servers take requests: they have the weights to sample with."""
@@ -159,17 +134,26 @@ class ServerPool:
     ) -> list[Choices | None]:
         # the largest requests hold at most SEQUENCES completions together
         limit = max(1, min(REQUESTS, SEQUENCES // max(map(completions_of, bodies))))
-        loads = [
-            ServerLoad(client, partial(self.takes_requests, i), asyncio.Semaphore(limit))
-            for i, client in enumerate(self.clients)
-        ]
-        turn = asyncio.Semaphore(limit * len(loads))  # a request chooses its server only when it can run
+        rooms = [asyncio.Semaphore(limit) for _ in self.clients]
+        outstanding = [0] * len(rooms)  # completions that were requested and have not arrived
+        turn = asyncio.Semaphore(limit * len(rooms))  # a request chooses its server only when it can run
+
+        async def ask(index: int, body: dict[str, Any]) -> Choices | None:
+            """The completions; None if the server was lost or replaced before it answered."""
+            outstanding[index] += completions_of(body)
+            try:
+                async with rooms[index]:
+                    return await self.clients[index].generate(body) if self.takes_requests(index) else None
+            except ServerGone:
+                return None
+            finally:
+                outstanding[index] -= completions_of(body)
 
         async def one(number: int, body: dict[str, Any]) -> Choices | None:
             async with turn:
-                while living := [load for load in loads if load.takes_requests()]:
-                    load = min(living, key=lambda load: load.outstanding)
-                    if (choices := await load.request(body)) is not None:
+                while living := [index for index in range(len(rooms)) if self.takes_requests(index)]:
+                    choices = await ask(min(living, key=outstanding.__getitem__), body)
+                    if choices is not None:
                         if on_answer:
                             on_answer(number, choices)
                         return choices
@@ -194,7 +178,7 @@ class ServerPool:
                 for task in tasks:
                     task.cancel()
             if count.watch.progress is not unreported:
-                now = sum(await asyncio.gather(*(client.connection.generated() for client in self.clients)))
+                now = sum(await asyncio.gather(*(client.generated() for client in self.clients)))
                 first = now if first is None else first
                 count.tokens = max(count.tokens, now - first)
                 count.report()
@@ -224,7 +208,7 @@ class VllmEngine(Engine):
         self.recover: Callable[[], None] = recover or self._sync_again
         self.restarts = 0  # servers that came back
         self._synced = False
-        self._gone: str | None = None  # the reason why no server will come back
+        self._in_vain = 0  # replacements since the last complete batch
         self._failure: EngineError | None = None  # of the last sync: servers may have any weights
 
     def generate(
@@ -252,7 +236,7 @@ class VllmEngine(Engine):
 
         try:
             self._complete(bodies, results, answered, counter)
-        except Refused as refused:
+        except RequestRefused as refused:
             check_refusal(refused, sampling)
             raise
         return [results.get(k, []) for k in range(len(requests))]  # none is missing unless it was cancelled
@@ -264,8 +248,8 @@ class VllmEngine(Engine):
         answered: Callable[[int, Choices], None],
         counter: CompletionCounter,
     ) -> None:
-        """Send the requests without `results`, in rounds, until every process has all its results."""
-        for _ in range(ATTEMPTS):
+        """Send the requests without `results`, until every process has all its results."""
+        while True:
             left = [k for k in range(len(bodies)) if k not in results]
 
             def arrived(i: int, choices: Choices, left: Sequence[int] = left) -> None:
@@ -275,12 +259,10 @@ class VllmEngine(Engine):
             if self._failure:
                 raise type(self._failure)(str(self._failure))  # a copy, as this may be another thread
             unanswered = any(k not in results for k in left) and not counter.watch.cancelled()
-            reasons = list(self.pool.lost.values()) or ["a vLLM server died"]
-            problems = self.world.gather_objects(reasons[:1] if unanswered else [])
-            if not problems:
+            if not any(self.world.gather_objects([unanswered])):
+                self._in_vain = 0
                 return
             self.recover()
-        raise EngineGone(f"{problems[0]}; gave up after {ATTEMPTS} attempts at one batch of completions")
 
     def _sync_again(self) -> None:
         assert self.version is not None
@@ -303,16 +285,14 @@ class VllmEngine(Engine):
 
     def _sync_all(self, version: int) -> dict[str, float]:
         """Sync until no server dies meanwhile; the others hold their requests between attempts."""
-        for _ in range(ATTEMPTS):
+        while True:
             self._bring_back()
             try:
                 return self._synchronizer(version)
-            except EngineError as error:
+            except EngineError:
                 if not self._lost():
                     raise
-                last = error
             time.sleep(CHECK / 10)  # the server may be busy
-        raise EngineGone(f"{ATTEMPTS} syncs of weights failed one after the other: {last}")
 
     def _lost(self) -> dict[int, str]:
         """Reasons why servers are lost, by number, over all processes. Collective."""
@@ -321,25 +301,19 @@ class VllmEngine(Engine):
 
     def _bring_back(self) -> None:
         """Wait for lost servers, or others in their place, and use them. Collective."""
-        if self._gone:  # an earlier wait has failed
-            raise EngineGone(self._gone)
         lost = self._lost()
         if not lost:
             return
+        self._in_vain += 1
         found: list[Endpoint] = []
-        try:
-            with together(self.world):
-                for client in self.pool.clients:
-                    if client.lost and client.lost.refuses:  # its checks may pass, as they use few of its routes
-                        raise EngineGone(str(client.lost))
-                if self.world.is_main:
-                    for index, reason in lost.items():
-                        logger.warning("vLLM server %d is lost: %s", index, reason)
-                    clients = self.pool.clients
-                    found = self._reconnector.wait({i: (clients[i].endpoint, reason) for i, reason in lost.items()})
-        except EngineGone as error:
-            self._gone = str(error)
-            raise
+        with together(self.world):
+            if self.world.is_main:
+                for index, reason in lost.items():
+                    logger.warning("vLLM server %d is lost: %s", index, reason)
+                    if self._in_vain > ATTEMPTS:
+                        raise EngineGone(f"{reason}; gave up after {ATTEMPTS} servers that completed no batch")
+                clients = self.pool.clients
+                found = self._reconnector.wait({i: (clients[i].endpoint, reason) for i, reason in lost.items()})
         for index, endpoint in zip(lost, self.world.broadcast_object(found), strict=True):
             self.pool.replace(index, endpoint)
             self.restarts += 1
@@ -374,7 +348,7 @@ def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
     )
 
 
-def make_synchronizer(clients: Sequence[ServerClient], context: EngineContext) -> Synchronizer:
+def make_synchronizer(clients: list[ServerClient], context: EngineContext) -> Synchronizer:
     """The synchronizer of the run: an adapter's for LoRA, else one of all weights through the run's transport."""
     job = context.job
     if job.lora_rank:

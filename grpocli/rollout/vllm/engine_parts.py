@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import part
-from grpocli.rollout.vllm.config import ColocateOptions, VllmOptions, check_plugin, check_vllm
+from grpocli.rollout.vllm.config import ColocateOptions, VllmOptions, check_vllm
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine, EngineContext, EngineJob
@@ -19,9 +19,9 @@ class Vllm(VllmOptions):
     overlaps = constrains = True
 
     def check_ready(self) -> None:
-        """Raise ConfigError if the run starts servers, and vLLM or its plugin is not installed."""
+        """Raise ConfigError if the run starts servers, and vLLM is not installed."""
         if self.base_url is None:
-            check_plugin()
+            check_vllm("vllm")
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
         from grpocli.rollout.vllm.supervisor import launch

@@ -17,10 +17,10 @@ from grpocli.http import is_loopback
 from grpocli.models.loading import ModelPart
 from grpocli.processes.signals import handle_stops, restore
 from grpocli.progress import Progress, unreported
-from grpocli.rollout.vllm.client import CHECK, MODEL, Refused, ServerClient
+from grpocli.rollout.vllm.client import CHECK, MODEL, RequestRefused, ServerClient
 from grpocli.rollout.vllm.config import check_vllm, vllm_version
 from grpocli.rollout.vllm.plugin import BACKENDS
-from grpocli.rollout.vllm.server import ServerSpec, check_port, free_port, model_config, serving
+from grpocli.rollout.vllm.server import ServerSpec, check_port, free_port, serving
 from grpocli.rollout.vllm.server_files import POLL, Endpoint, fresh_log, printed_log, serve_file
 
 if TYPE_CHECKING:
@@ -29,34 +29,19 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
     from grpocli.rollout.vllm.config import Serve, VllmOptions
 
-SHAPE = (
-    "architectures",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "tie_word_embeddings",
-)
-"""Entries of a model's config by which another model is recognized."""
 SERVE = "`grpocli vllm-serve`"
 
 
-def external_servers(options: VllmOptions, job: EngineJob) -> list[Endpoint]:
-    """The endpoints of the servers at `engine.base_url`, in order, after a check of each.
-
-    Raises ConfigError that names the key to change and the server.
-    """
-    return [_external_server(options, url, job) for url in options.urls]
-
-
-def _external_server(options: VllmOptions, url: str, job: EngineJob) -> Endpoint:
+def external_server(options: VllmOptions, url: str, job: EngineJob) -> Endpoint:
+    """The endpoint of a server at `engine.base_url`, after a check. Raises ConfigError."""
+    timeout = min(options.request_timeout, 6 * CHECK)
     try:
-        ServerClient(Endpoint(url, "none", ""), min(options.request_timeout, 6 * CHECK)).get("/health")
+        ServerClient(Endpoint(url, "none", ""), timeout).get("/health")
     except EngineError as error:
         problem = f"no vLLM server answers there: start one with {SERVE}, or unset it and the run starts its own"
         raise ConfigError(f"{problem} ({error})", key="engine.base_url", value=url) from error
     endpoint = find_endpoint(options, url, job.sync_folder)
-    if problem := _problem(ServerClient(endpoint, options.request_timeout, patience=options.patience), job):
+    if problem := _problem(ServerClient(endpoint, timeout, patience=min(options.patience, timeout)), job):
         raise ConfigError(problem, key="engine.base_url", value=url)
     if (job.transport == "shm" or job.lora_rank) and not (endpoint.shm_dir and Path(endpoint.shm_dir).is_dir()):
         problem = f"must be the folder that the server at {url} reads weights from, as this machine sees it"
@@ -97,7 +82,7 @@ def _problem(client: ServerClient, job: EngineJob) -> str:
             return problem
         return version_misfit(str(client.get("/version")["version"])[:40], job.transport)
     except (EngineError, AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, Refused) and error.status in (401, 403):
+        if isinstance(error, RequestRefused) and error.status in (401, 403):
             return "that server refuses the key: set engine.api_key_file to the file that its start printed"
         return f"the server there is not a vLLM server for training: start one with {SERVE} ({error})"
 
@@ -119,42 +104,31 @@ def version_misfit(theirs: str, transport: str) -> str:
 
 
 def misfit(served: dict[str, Any], job: EngineJob) -> str:
-    """The reason why a server cannot serve the job, from vLLM's description of its config; "" if it can."""
+    """The reason why a server cannot serve the job, from vLLM's description of its config; "" if it can.
+
+    The first sync finds another model.
+    """
     model = served["model_config"]
-    dtype = str(model["dtype"]).removeprefix("torch.")
     backend = (served.get("weight_transfer_config") or {}).get("backend")
     transport = next((name for name, known in BACKENDS.items() if known == backend), None)
     named = model.get("served_model_name", MODEL)
-    head, our_head = (model.get("hf_overrides") or {}).get("head_dtype", "model"), job.head_dtype or "model"
-    limit = (served.get("lora_config") or {}).get("max_lora_rank", 0)
     if transport is None or model["logprobs_mode"] != "processed_logprobs" or named not in (MODEL, [MODEL]):
         return f"that server was not started for training: start it with {SERVE}"
-    if transport != job.transport:
-        return (
-            f"that server takes weights through {transport}, the run sends them through {job.transport}: give "
-            f"vllm-serve and train the same sync=, {transport} or {job.transport}"
-        )
-    if dtype != job.dtype:
-        return f"that server computes in {dtype}, the run in {job.dtype}: serve with dtype={job.dtype}"
-    if dtype != "float32" and head != our_head:
-        return (
-            f"that server's output head has dtype {head}, the run's {our_head}: give vllm-serve and train the same "
-            f"model.head_dtype, {job.head_dtype or 'null'}"
-        )
-    if model["max_model_len"] < job.max_tokens:
-        return (
-            f"that server takes {model['max_model_len']} tokens, the run needs {job.max_tokens}: serve with "
-            f"max_model_len={job.max_tokens}, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
-        )
-    theirs, ours = model_config(str(model["model"])), model_config(job.model_path)  # if this machine can read both
-    for name in SHAPE:  # the first sync finds other differences
-        if name in theirs and name in ours and theirs[name] != ours[name]:
-            return f"that server's model has {name}={theirs[name]}, the run's {ours[name]}: give both the same model="
-    if job.lora_rank > limit:
-        takes = f"takes adapters up to rank {limit}" if limit else "takes no adapters"
-        return f"that server {takes}, the run has model.lora.rank={job.lora_rank}: serve with lora_rank={job.lora_rank}"
-    if limit and not job.lora_rank:
-        return "that server takes adapters, the run trains all weights (model.lora.rank=0): serve without lora_rank"
+    rank, tokens = (served.get("lora_config") or {}).get("max_lora_rank", 0), model["max_model_len"]
+    head = (model.get("hf_overrides") or {}).get("head_dtype", "model")
+    same = {
+        "sync": (transport, job.transport),
+        "dtype": (str(model["dtype"]).removeprefix("torch."), job.dtype),
+        "model.head_dtype": (head, job.head_dtype or "model") if job.dtype != "float32" else ("", ""),
+        "whether lora_rank is above 0": (rank > 0, job.lora_rank > 0),
+    }
+    for key, (theirs, ours) in same.items():
+        if theirs != ours:
+            return f"that server has another {key} than the run, {theirs} instead of {ours}: serve with the run's"
+    if tokens < job.max_tokens:
+        return f"that server takes {tokens} tokens, the run needs {job.max_tokens}: serve with a larger max_model_len"
+    if rank < job.lora_rank:
+        return f"that server takes adapters up to rank {rank}: serve with lora_rank={job.lora_rank}"
     return ""
 
 

@@ -28,7 +28,7 @@ from grpocli.errors import ConfigError, EngineError, GrpoError
 from grpocli.models import lora as peft
 from grpocli.models.lora import WEIGHTS, adapter_tensors, lora_layers, switched_off, write_config
 from grpocli.models.quantization import whole_weight
-from grpocli.rollout.vllm.client import ADAPTER, MODEL, Refused, ServerGone, call_all
+from grpocli.rollout.vllm.client import ADAPTER, MODEL, RequestRefused, ServerGone, call_all
 from grpocli.rollout.vllm.transport_shm import writing_to
 from grpocli.rollout.vllm.weight_sync import WeightVerifier, mean, require_close, together, verify_version
 
@@ -84,8 +84,8 @@ class AdapterSync:
     when a request needs it; so a folder is deleted only when no request can use it any more.
     """
 
-    def __init__(self, servers: Sequence[ServerClient], context: EngineContext) -> None:
-        self.servers, self.policy, self.world = list(servers), context.policy, context.world
+    def __init__(self, servers: list[ServerClient], context: EngineContext) -> None:
+        self.servers, self.policy, self.world = servers, context.policy, context.world
         self.in_flight, self._before_change = context.in_flight, context.before_change
         self.dtype: torch.dtype = getattr(torch, context.job.dtype)
         self.verifier, self.canary = WeightVerifier(context), context.sync.canary
@@ -230,7 +230,7 @@ class AdapterSync:
                 (folder / WEIGHTS).write_bytes(save(tensors))
             try:
                 server.load_adapter(name, folder)
-            except Refused as error:
+            except RequestRefused as error:
                 raise _explain(error, root) from error
             stack.pop_all()
 
@@ -285,7 +285,7 @@ def _new_name(version: int, taken: set[str]) -> str:
     return next(name for name in names if name not in taken)
 
 
-def _explain(error: Refused, root: Path) -> GrpoError:
+def _explain(error: RequestRefused, root: Path) -> GrpoError:
     """vLLM's refusal of an adapter in terms of the user's keys."""
     if found := re.search(r"expected target modules in (.*?) but received (.*?)\. Please", str(error)):
         problem = f"vLLM's model takes no updates of {found[2]}; target only {found[1]}"

@@ -29,8 +29,9 @@ from grpocli.rollout.vllm.api_server import KEY_VARIABLE, PRIVATE_FOLDER_VARIABL
 from grpocli.rollout.vllm.client import MODEL, ServerClient
 from grpocli.rollout.vllm.lora import lora_flags
 from grpocli.rollout.vllm.plugin import BACKENDS
-from grpocli.rollout.vllm.server_files import POLL, Endpoint, StartupLog, private_folder
+from grpocli.rollout.vllm.server_files import POLL, Endpoint, log_lines, private_folder
 from grpocli.rollout.vllm.transport_shm import WEIGHTS_FOLDER_VARIABLE
+from grpocli.text import shorten
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 HF_OVERRIDES = "hf_overrides"
 """vLLM's option for entries of a model's config, among them the dtype of its output head."""
 LOOPBACK = "127.0.0.1"
+SHOWN = 80
+"""Most characters of the log's last line that are shown during a start."""
 FIRST_REQUEST = [0] * 8
 """Token ids that a new server scores while the trainer loads, so that no sync waits for what vLLM compiles then."""
 LONGEST_SOCKET_FOLDER = 107 - 37  # bytes: the kernel's limit for a socket's path, less vLLM's file name
@@ -217,7 +220,7 @@ def serving(
 
     stop_event: once set, a start under way raises EngineError. remove: further files to remove with the server, even if
     this process is killed. progress: called during the start.
-    Raises ConfigError for a busy port or if the log names a key, EngineError with the log's cause if the start fails.
+    Raises ConfigError for a busy port or a refused option, EngineError with the log's cause if the start fails.
     """
     check_port(spec.host, spec.port, spec.port_key)
     cpu, key = on_cpu(), secrets.token_urlsafe(32)
@@ -258,22 +261,22 @@ def wait_healthy(
 ) -> None:
     """Wait until the server answers and accepts the key (another server on its port would not).
 
-    Raises EngineError after `timeout` seconds or if the process ends first, ConfigError if the log names a key to
-    change.
+    progress: gets the last line of the log. Raises EngineError after `timeout` seconds or if the process ends first,
+    ConfigError if vLLM refuses an option.
     """
     deadline = time.monotonic() + timeout
-    start = StartupLog(log, endpoint.log_from)
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, verify=False, timeout=5) as http:
         while True:
             if (code := process.poll()) is not None:
-                kind = ConfigError if endpoint.names_a_key() else EngineError
-                raise kind(f"the vLLM server ended with exit code {code} while it started{endpoint.cause()}")
+                problem = f"the vLLM server ended with exit code {code} while it started{endpoint.cause()}"
+                if endpoint.refuses_an_option():
+                    raise ConfigError(problem, key="engine.vllm_args")
+                raise EngineError(problem)
             with contextlib.suppress(httpx.HTTPError):
                 if http.get("/health").is_success and http.get("/weight_info").is_success:
                     return
-            start.read()
-            progress(0, 0, f"vLLM is {start.phase}", start.done)
+            progress(0, 0, "vLLM starts", shorten(" ".join(log_lines(log, endpoint.log_from)[-1:]), SHOWN))
             if stop_event and stop_event.is_set():
                 raise EngineError("the run ended while the vLLM server started")
             if time.monotonic() > deadline:

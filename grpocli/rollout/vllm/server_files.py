@@ -1,7 +1,6 @@
 """Files of a vLLM server: its address and key, reports between processes of a run, its private folder, and its log.
 
-The folder `engine/` of a run holds the first two. The log tells the phase of the start, the cause of a failure, and the
-key to change.
+The folder `engine/` of a run holds the first two. The log tells how far a start is, and the cause of a failure.
 """
 
 from __future__ import annotations
@@ -54,11 +53,14 @@ class Endpoint:
 
     def cause(self) -> str:
         """The cause of a failure according to the log, to append to a sentence; "" without a log."""
-        return failure_cause(Path(self.log), self.log_from) if self.log else ""
+        if not self.log or not Path(self.log).exists():
+            return ""
+        cause = failure_cause(Path(self.log), self.log_from)
+        return f": {cause} (see {self.log})" if cause else f": see {self.log}"
 
-    def names_a_key(self) -> bool:
-        """Whether the log names a config key to change."""
-        return bool(self.log and find_cause(Path(self.log), self.log_from)[0])
+    def refuses_an_option(self) -> bool:
+        """Whether the log says that vLLM refuses an option."""
+        return bool(self.log and REFUSED_OPTION.search(failure_cause(Path(self.log), self.log_from)))
 
     def save(self, path: Path) -> None:
         """Write it atomically with mode 0600."""
@@ -187,118 +189,31 @@ TAIL = 256 * 1024  # bytes at the end of a log that are searched for the cause
 ERROR = re.compile(r"(?:^|[\s\]])((?:[\w.]+\.)?\w*(?:Error|Exception): .+|[\w.]+: error: .+)$")
 NOT_THE_CAUSE = re.compile(r"Engine core initialization failed|EngineDeadError|CancelledError|KeyboardInterrupt")
 LINE_PREFIX = re.compile(r"^(?:\(\S+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[\S+\] )?")  # of vLLM's log lines
-SHARE = re.compile(r"\b(\d{1,3})% ?(?:Completed )?\|")  # of a progress bar
 REFUSED_OPTION = re.compile(r"error: (?:argument|unrecognized arguments)|validation errors? for")
 DETAILS = 6
 """Lines after pydantic's "validation error for" that say which option, and why."""
-RENAMED = {
-    "data_parallel_size": "engine.data_parallel",
-    "dtype": "model.dtype",
-    "revision": "model.revision",
-    "seed": "seed",
-    "speculative_config": "engine.speculative",
-    "tensor_parallel_size": "engine.tensor_parallel",
-    "trust_remote_code": "model.trust_remote_code",
-}
-"""Options of vLLM that have a key with another name."""
-MORE_MEMORY = "raise engine.gpu_memory_utilization (CPU: engine.cpu_kv_cache_gb)"
-ADVICE = (
-    (r"GiB\) on kv cache allocation is less than", "too little memory for the KV cache: lower engine.cpu_kv_cache_gb"),
-    (
-        r"Free memory on device .* is less than|CUDA out of memory|OutOfMemoryError",
-        "too little free GPU memory: lower engine.gpu_memory_utilization, or free the GPU of other programs",
-    ),
-    (
-        r"is larger than the available KV cache memory",
-        f"the KV cache cannot hold one request: {MORE_MEMORY}, or lower engine.max_model_len",
-    ),
-    (r"No available memory for the cache blocks", f"no memory is left for the KV cache: {MORE_MEMORY}"),
-    (
-        r"(?i)unsupported (cpu attention configuration: )?head.?(dim|size)|head.?(dim|size).{0,20}not supported",
-        "vLLM's attention has no kernel for this model's head size: take engine=transformers, which supports any",
-    ),
-    (
-        r"is greater than the derived max_model_len",
-        "the model's own context is too short: lower rollout.max_prompt_tokens or rollout.max_completion_tokens",
-    ),
-    (
-        r"World size .* is larger than the number of available GPUs|Invalid device id|invalid device ordinal",
-        "there are fewer GPUs than engine.tensor_parallel times engine.data_parallel: lower them",
-    ),
-    (
-        r"Model architectures .* (failed to be inspected|are not supported)",
-        "vLLM does not know this model, or a package of it is missing: take engine=transformers",
-    ),
-    (r"Bfloat16 is only supported", "this GPU has no bfloat16: set model.dtype=float16"),
-    (r"does not support float16", "its activations overflow float16: set model.dtype=bfloat16, or float32"),
-    (r"requires BF16", "vLLM computes recurrent layers on a CPU in bfloat16 only: set model.dtype=bfloat16"),
-    (r"only supported for an unquantized lm_head", "the output head is quantized: set model.head_dtype=null"),
-    (r"trust_remote_code=True", "the model has its own code: set model.trust_remote_code=true if you trust it"),
-)
-"""Patterns of vLLM's errors, and the remedy for each."""
-
-PHASES = (
-    (r"non-default args|Resolved architecture", "reading the model's config"),
-    (r"Initializing a V1 LLM engine", "starting its engine"),
-    (r"Starting to load model|Loading safetensors", "loading weights"),
-    (r"Loading weights took|Model loading took", "making room for the KV cache"),
-    (r"Compiling a graph|Start compiling|Using cache directory: .* for vLLM's torch.compile", "compiling"),
-    (r"Warming up|warming up", "warming up"),
-    (r"Capturing CUDA graph", "capturing CUDA graphs"),
-    (r"Starting vLLM (API )?server|Started server process|Application startup", "opening its port"),
-)
-"""Patterns of lines in vLLM's log, and the phase of the start that each line begins."""
 
 
-class StartupLog:
-    """The phase of a server's start, and how much of it is done, according to its log from the byte `since` on."""
-
-    def __init__(self, log: Path, since: int = 0) -> None:
-        self.log, self.at = log, since
-        self.phase, self.done = "loading libraries", ""
-
-    def read(self) -> None:
-        """Read the lines added since the last call; `phase` is the current phase, `done` its bar's `45 %` or empty."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(self.at)
-                added = file.read()
-        except FileNotFoundError:
-            return
-        whole = max(added.rfind(b"\n"), added.rfind(b"\r")) + 1  # a bar ends its line only when it is full
-        self.at += whole
-        for line in added[:whole].decode(errors="replace").splitlines():
-            text = LINE_PREFIX.sub("", line).strip()
-            begun = next((phase for pattern, phase in PHASES if re.search(pattern, text)), self.phase)
-            share = SHARE.search(text)
-            self.done = f"{share[1]} %" if share else self.done if begun == self.phase else ""
-            self.phase = begun
+def log_lines(log: Path, since: int = 0) -> list[str]:
+    """The last lines of a log after the byte `since`, without their prefixes; none without a log."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(since, log.stat().st_size - TAIL))
+        return [LINE_PREFIX.sub("", line).strip() for line in file.read().decode(errors="replace").splitlines()]
 
 
 def failure_cause(log: Path, since: int = 0) -> str:
-    """`: ADVICE: CAUSE (see LOG)`, from the last line of the log that names an error; `: see LOG` if none does."""
-    if not log.exists():
-        return ""
-    advice, cause = find_cause(log, since)
-    return f": {': '.join(filter(None, [advice, cause]))} (see {log})" if cause else f": see {log}"
-
-
-def find_cause(log: Path, since: int = 0) -> tuple[str, str]:
-    """The key to change, if known, and the cause in vLLM's words; "" if the log names none."""
-    with log.open("rb") as file:
-        file.seek(max(since, log.stat().st_size - TAIL))
-        lines = [LINE_PREFIX.sub("", line) for line in file.read().decode(errors="replace").splitlines()]
+    """The cause of a failure in vLLM's words: the last line of the log that names an error; "" if none does."""
+    lines = log_lines(log, since)
     found = [(at, match[1]) for at, line in enumerate(lines) if (match := ERROR.search(line))]
     causes = [(at, cause) for at, cause in found if not NOT_THE_CAUSE.search(cause)]
     if not causes:
-        return "", ""
+        return ""
     at, cause = causes[-1]
     if "validation error" in cause:
         cause = " ".join(" ".join([cause, *lines[at + 1 : at + 1 + DETAILS]]).split())
-    advice = next((advice for pattern, advice in ADVICE if re.search(pattern, cause)), "")
-    if REFUSED_OPTION.search(cause) and not advice:
-        advice = "vLLM refuses an option: change engine.vllm_args, or the key of this name"
-    return advice, re.sub(r"\w+: Worker failed with error '(.*)', please check.*", r"\1", cause)[:400]
+    return re.sub(r"\w+: Worker failed with error '(.*)', please check.*", r"\1", cause)[:400]
 
 
 @contextlib.contextmanager

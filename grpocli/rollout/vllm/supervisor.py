@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import shutil
 import socket
 import threading
@@ -30,7 +29,7 @@ from grpocli.processes.guard import guarded
 from grpocli.processes.reports import KINDS
 from grpocli.processes.threads import run_in_thread
 from grpocli.progress import unreported
-from grpocli.rollout.vllm.external import external_servers
+from grpocli.rollout.vllm.external import external_server
 from grpocli.rollout.vllm.server import LOOPBACK, ServerSpec, free_port, serving
 from grpocli.rollout.vllm.server_files import (
     POLL,
@@ -75,8 +74,8 @@ def launch(options: VllmOptions, job: EngineJob) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         if options.base_url:
-            for index, endpoint in enumerate(external_servers(options, job)):
-                endpoint.save(run_file(job.run_dir, index))
+            for index, url in enumerate(options.urls):
+                external_server(options, url, job).save(run_file(job.run_dir, index))
         else:
             for server in stack.enter_context(own_servers(options, job, threading.Event())):
                 server.supervise()
@@ -207,21 +206,19 @@ def serve_until_over(servers: Sequence[SupervisedServer], run_dir: Path, stop_ev
 
 
 class SupervisedServer:
-    """Number `index` of the run's own servers, restarted in a thread of the launching process when it is lost.
-
-    start_server: starts a server as a context; its argument is `attempts`. stop_event: set when the run ends.
-    max_restarts: the largest number of attempts. attempts: restarts tried so far, failed ones included.
-    """
+    """Number `index` of the run's own servers, restarted in a thread of the launching process when it is lost."""
 
     def __init__(
         self, index: int, run_dir: Path, start_server: StartServer, stop_event: threading.Event, max_restarts: int
     ) -> None:
+        """start_server: starts a server as a context; its argument is `attempts`. stop_event: set when the run ends."""
         self.index, self.run_dir, self.stop_event, self.max_restarts = index, run_dir, stop_event, max_restarts
         self.name = f"vLLM server {index}"
         self._start_server = start_server
         self._running = contextlib.ExitStack()
         self._work: Future[None] | None = None  # in a thread
         self.attempts = 0
+        """Restarts tried so far, failed ones included."""
 
     def begin(self) -> Future[None]:
         """`start` in a thread."""
@@ -285,8 +282,11 @@ class Reconnector(ABC):
 
     def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
         self.options, self.job, self.stopping = options, job, stopping
-        self.waits = options.waits
+
+    @property
+    def waits(self) -> dict[str, int]:
         """{config key: seconds}; the longest counts."""
+        return self.options.waits
 
     def wait(self, lost: Lost) -> list[Endpoint]:
         """The new endpoints of the lost servers, in order, within one deadline: other processes wait in a collective.
@@ -297,22 +297,21 @@ class Reconnector(ABC):
         return [self._wait(index, former, reason, deadline) for index, (former, reason) in lost.items()]
 
     def _wait(self, index: int, former: Endpoint, reason: str, deadline: float) -> Endpoint:
-        while True:
-            if self.stopping():
-                raise EngineGone(f"{reason}; the run was asked to stop, so it does not wait for another server")
-            found = self.look(index, former, reason, max(1, math.ceil(deadline - time.monotonic())))
+        while not self.stopping():
+            found = self.look(index, former, reason)
             if isinstance(found, Endpoint):
                 return found
             if time.monotonic() > deadline:
                 waited = " or ".join(f"{seconds} s ({key})" for key, seconds in self.waits.items())
                 raise EngineGone(f"{reason}; no server came in its place within {waited}{found}")
             time.sleep(POLL)
+        raise EngineGone(f"{reason}; the run was asked to stop, so it does not wait for another server")
 
     @abstractmethod
-    def look(self, index: int, former: Endpoint, reason: str, left: int) -> Endpoint | str:
+    def look(self, index: int, former: Endpoint, reason: str) -> Endpoint | str:
         """The endpoint of server number `index`, or why it is not there yet, to append to a sentence.
 
-        former, reason: see `Lost`. left: seconds for the look. Raises EngineGone if no server will come.
+        former, reason: see `Lost`. Raises EngineGone if no server will come.
         """
 
 
@@ -324,7 +323,7 @@ class OwnServers(Reconnector):
             write_atomic(lost_file(self.job.run_dir, index), f"{former.generation} {reason}")
         return super().wait(lost)
 
-    def look(self, index: int, former: Endpoint, reason: str, left: int) -> Endpoint | str:
+    def look(self, index: int, former: Endpoint, reason: str) -> Endpoint | str:
         try:
             endpoint = Endpoint.load(run_file(self.job.run_dir, index))
         except FileNotFoundError as error:
@@ -337,20 +336,12 @@ class OwnServers(Reconnector):
 class ExternalServers(Reconnector):
     """Waits for servers at `engine.base_url`, which may come back with another key and other weights."""
 
-    def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
-        super().__init__(options, job, stopping)
-        self.waits = {"engine.reconnect_timeout": options.reconnect_timeout}
+    @property
+    def waits(self) -> dict[str, int]:
+        return {"engine.reconnect_timeout": self.options.reconnect_timeout}
 
-    def look(self, index: int, former: Endpoint, reason: str, left: int) -> Endpoint | str:
-        url = self.options.urls[index]
-        only_this = replace(
-            self.options,
-            base_url=url,
-            api_key_file=self.options.key_file(url),
-            request_timeout=min(left, self.options.request_timeout),
-            patience=min(left, self.options.patience),
-        )
+    def look(self, index: int, former: Endpoint, reason: str) -> Endpoint | str:
         try:
-            return external_servers(only_this, self.job)[0]
+            return external_server(self.options, self.options.urls[index], self.job)
         except (ConfigError, EngineError) as error:
             return f": {error}"

@@ -186,8 +186,8 @@ class WeightSync:
     `release`.
     """
 
-    def __init__(self, servers: Sequence[ServerClient], context: EngineContext, transport: Transport) -> None:
-        self.servers, self.world, self.transport = list(servers), context.world, transport
+    def __init__(self, servers: list[ServerClient], context: EngineContext, transport: Transport) -> None:
+        self.servers, self.world, self.transport = servers, context.world, transport
         self.weights = transport.weights
         self.pause_mode = "keep" if context.in_flight else "wait"
         self.verifier = WeightVerifier(context)
