@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from omegaconf import DictConfig
 from grpocli.composition.compose import register_parts
 from grpocli.composition.hydra_errors import hydra_errors
 from grpocli.composition.hydra_sources import conf_dir
-from grpocli.composition.overrides import from_command_line, in_quotes, option_advice, rewrite
+from grpocli.composition.overrides import from_command_line, in_quotes, rewrite
+from grpocli.config.parts import nearest
+from grpocli.config.schema import Run
 from grpocli.errors import ConfigError, GrpoError, Stopped
+from grpocli.plugins import hook
 from grpocli.text import clean
 
 
@@ -35,13 +39,22 @@ def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None
     known, unknown = parser._option_string_actions, []
     for place, word in enumerate(argv):
         option, _, value = word.partition("=")
-        if len(option) <= 2 or not option.startswith("--") or any(name.startswith(option) for name in known):
-            continue
-        after = argv[place + 1] if place + 1 < len(argv) else ""
-        follows = "" if after.startswith("-") or "=" in after else after
-        unknown.append(f"there is no option {option}: {option_advice(option[2:], value or follows or 'VALUE', known)}")
+        if len(option) > 2 and option.startswith("--") and not any(name.startswith(option) for name in known):
+            after = argv[place + 1] if place + 1 < len(argv) else ""
+            follows = "" if after.startswith("-") or "=" in after else after
+            unknown.append(f"there is no option {option}{_advice(option, value or follows or 'VALUE', known)}")
     if unknown:
         raise ConfigError("; ".join(unknown))
+
+
+def _advice(option: str, value: str, options: Iterable[str]) -> str:
+    """Advice for an unknown option: the override that it means, or one of the command's `options`."""
+    key = option[2:].replace("-", "_")
+    if (foreign := hook("foreign_names")) and (advice := foreign.advice_of_like(key, value)):
+        return f": {advice}"
+    if "." in key or key in {"recipe", *(field.name for field in dataclasses.fields(Run))}:
+        return f": write {key}=[{value}]" if key == "reward" else f": write {key}={value}"
+    return nearest(option, options) or ": settings are KEY=VALUE without dashes, such as train.steps=20"
 
 
 def options_first(argv: list[str]) -> list[str]:

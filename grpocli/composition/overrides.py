@@ -6,11 +6,9 @@ them, once.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,9 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, Quote
 from hydra.errors import HydraException
 
 from grpocli.config.parts import ESCAPED, USER_CODE, is_marked
-from grpocli.config.schema import Run
 from grpocli.config.user_code import GROUP, absolute, is_spec, name_of
 from grpocli.config.yaml_text import Leaf, leaves
 from grpocli.errors import ConfigError
-from grpocli.plugins import hook
 
 PLAIN = re.compile(r"[\w/.:+-]+|\?\?\?", re.ASCII)
 """Texts that Hydra reads without quotes, unless it reads something else than a text."""
@@ -256,18 +252,6 @@ def _expand_task_list(override: str) -> list[str]:
         "task=mixture",
         *(f"+task@task.{name}={to_text(choice)}" for name, choice in zip(names, choices, strict=True)),
     ]
-
-
-def option_advice(name: str, value: str, options: Iterable[str] = ()) -> str:
-    """Advice for an unknown option `--NAME VALUE`: one of the command's `options`, or an override."""
-    key = name.replace("-", "_")
-    if (foreign := hook("foreign_names")) and (advice := foreign.advice_of_like(key, value)):
-        return str(advice)
-    if "." in key or key == "recipe" or key in {field.name for field in dataclasses.fields(Run)}:
-        return f"write {key}=[{value}]" if key == "reward" else f"write {key}={value}"
-    if close := difflib.get_close_matches(f"--{name}", options, n=1, cutoff=0.75):
-        return f"did you mean {close[0]}?"
-    return "settings are KEY=VALUE without dashes, such as train.steps=20"
 
 
 def _refuse_empty(overrides: Sequence[str]) -> None:

@@ -12,13 +12,3 @@ def speak(*, prompt: list[dict[str, Any]], n: int, seed: int, answer: str, **col
         return [last["content"] if last["content"].isdigit() else "none"] * n
     texts = [f"calculator(expression={last['content'].rstrip('=')})", answer, "calculator(number=3)", "7"]
     return [texts[(seed + i) % len(texts)] for i in range(n)]
-
-
-def add(*, prompt: list[dict[str, Any]], n: int, seed: int, answer: str, **columns: Any) -> list[str]:
-    """The first turn calls a tool of a library's task, rightly or not, or answers; the second repeats the result."""
-    last = prompt[-1]
-    if last["role"] == "tool":
-        return [last["content"] if last["content"].isdigit() else "none"] * n
-    left, right = last["content"].rstrip("=").split("+")
-    texts = [f"add(a={left},b={right})", answer, "add(number=3)", "notes_note(text=1)", "subtract(a=1)"]
-    return [texts[(seed + i) % len(texts)] for i in range(n)]
