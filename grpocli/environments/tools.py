@@ -171,7 +171,7 @@ def run_tool(spec: str, arguments: dict[str, Any], seed: int) -> list[str]:
     try:
         inspect.signature(function).bind(**arguments)
         result = function(**arguments)
-        text = str(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+        text = str(asyncio.run(result) if inspect.iscoroutine(result) else result)
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise RuntimeError(encodable(shorten(reason, LONGEST_ERROR))) from error
@@ -181,10 +181,6 @@ def run_tool(spec: str, arguments: dict[str, Any], seed: int) -> list[str]:
 def encodable(text: str) -> str:
     """A text without lone surrogates, which no tokenizer accepts."""
     return text.encode(errors="replace").decode()
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 @lru_cache(maxsize=64)

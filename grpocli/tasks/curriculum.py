@@ -225,16 +225,11 @@ class OrderKeys:
         """The keys of a task, which a task of a user may lack."""
         return cls(**{name: getattr(task, name) for name in cls.__slots__ if hasattr(task, name)})
 
-    @property
-    def uses_pass_rates(self) -> bool:
-        """Whether draws depend on the scores of problems."""
-        by_score = self.order == "difficulty" and self.difficulty_column is None
-        return by_score or self.no_resampling_pass_rate is not None
-
     def counts(self, streaming: bool) -> bool:
         """Whether the problem of a draw follows from the draw's number alone."""
         # a stream in the order of the file skips unusable rows, so a row's place depends on the rows before it
-        return not self.uses_pass_rates and self.order != "difficulty" and not (self.order == "file" and streaming)
+        by_rows_before = self.order == "difficulty" or (self.order == "file" and streaming)
+        return not by_rows_before and self.no_resampling_pass_rate is None
 
 
 @dataclass(slots=True)

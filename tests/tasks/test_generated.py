@@ -39,13 +39,6 @@ def test_splits_are_reproducible_and_disjoint(task: Any) -> None:
     assert held_out[:5] == task(train_size=3, eval_size=5).examples("eval")
 
 
-@pytest.mark.slow
-def test_settings_without_evaluation_examples_give_a_one_sentence_error() -> None:
-    assert SlidingPuzzles(shuffles=1).examples("train")
-    with pytest.raises(ConfigError, match="these settings leave no example for eval"):
-        SlidingPuzzles(shuffles=1).examples("eval")
-
-
 def test_countdown_has_a_solution_for_every_question() -> None:
     reward = CountdownReward()
     for numbers in (2, 4, 6):
@@ -54,6 +47,7 @@ def test_countdown_has_a_solution_for_every_question() -> None:
             assert reward([sample(one, right), sample(one, one["answer"]), sample(one, "")]) == [1.0, 1.0, 0.0]
             assert len(one["numbers"]) == numbers
             assert reward([sample(one, wrong)]) == [0.0]
+    assert isinstance(reward([sample({"target": 3}, "1+2")])[0], Failure), "the example lacks its numbers"
 
 
 @pytest.mark.parametrize(
@@ -66,11 +60,6 @@ def test_countdown_has_a_solution_for_every_question() -> None:
 )
 def test_countdown_checks_expressions(expression: str, fits: bool) -> None:
     assert reaches(expression, [3, 7, 19], 36) is fits
-
-
-def test_countdown_needs_its_columns() -> None:
-    (score,) = CountdownReward()([sample({"target": 3}, "1+2")])
-    assert isinstance(score, Failure)
 
 
 def test_letters_are_counted() -> None:
