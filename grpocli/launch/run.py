@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tasks.task import Example, Task
-    from grpocli.training.checkpoint import State
-    from grpocli.training.checkpointer import ResumePoint
+    from grpocli.training.checkpoint import ResumePoint, State
     from grpocli.views.view import View
 
 logger = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ def _clear_folder(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool)
 
 
 def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> ResumePoint:
-    from grpocli.training.checkpointer import ResumePoint, resume_point
+    from grpocli.training.checkpoint import ResumePoint, resume_point
 
     if not resuming:
         return ResumePoint()
@@ -380,7 +379,7 @@ def _load(run: Run, job: TrainerJob) -> tuple[PromptSource, PreTrainedModel | No
     """The prompts and, if servers start meanwhile, the policy on the CPU: vLLM is measuring the memory of GPUs."""
     from grpocli.models.loading import load_policy
     from grpocli.training.build_trainer import load_prompts
-    from grpocli.training.checkpointer import restoring
+    from grpocli.training.checkpoint import restoring
 
     base = job.engine.model_path
     prompts = load_prompts(run, base)

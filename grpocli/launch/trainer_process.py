@@ -179,7 +179,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
 
 def _begin(run_dir: RunDir, log: MetricsLog, done: int, view: View) -> None:
     """Before a resume's first record: remove those after step `done`, which it makes again, and keep its config."""
-    from grpocli.training.checkpointer import set_aside_after
+    from grpocli.training.checkpoint import set_aside_after
 
     if not run_dir.unbegun:
         return

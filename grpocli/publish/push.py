@@ -176,7 +176,7 @@ class Pusher:
 
     def _kept(self) -> list[Path]:
         """The run's checkpoints. Imported here, as torch comes with them."""
-        from grpocli.training.checkpointer import checkpoints
+        from grpocli.training.checkpoint import checkpoints
 
         return checkpoints(self.run_dir.checkpoints)
 

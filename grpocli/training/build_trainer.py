@@ -32,7 +32,7 @@ from grpocli.tasks.prompt_source import EpochPrompts, PromptSource, accuracy_rew
 from grpocli.tasks.task import error_limits_of, errors_below
 from grpocli.training import checkpoint
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
-from grpocli.training.checkpointer import Checkpointer, restoring
+from grpocli.training.checkpoint import Checkpointer, restoring
 from grpocli.training.collector import Collector, RolloutBatch, Sampler, TargetSampler
 from grpocli.training.optim import make_optimizer
 from grpocli.training.packing import FlexPacked, Packed

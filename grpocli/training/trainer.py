@@ -21,8 +21,7 @@ from grpocli.progress import Cancelled
 from grpocli.rollout.sampling import derive_seed
 from grpocli.runs.run_dir import resume_command
 from grpocli.training.accuracy import Evaluator
-from grpocli.training.checkpoint import State
-from grpocli.training.checkpointer import Checkpointer
+from grpocli.training.checkpoint import Checkpointer, State
 from grpocli.training.collector import Collector, RolloutBatch, records_of
 from grpocli.training.packing import rows_of
 from grpocli.training.update import UpdateChecks, Updater, overflow_warning

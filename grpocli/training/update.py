@@ -20,7 +20,7 @@ from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED, OF_THE_GAP,
 from grpocli.errors import RunError
 from grpocli.progress import Progress, unreported
 from grpocli.runs.run_dir import resume_word
-from grpocli.training.checkpointer import latest
+from grpocli.training.checkpoint import latest
 from grpocli.training.packing import MicroBatch, RowBatch, group_spans, padded
 from grpocli.training.policy import Reference
 from grpocli.training.router_balance import RouterBalance, record_routings, routers

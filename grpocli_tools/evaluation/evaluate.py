@@ -200,7 +200,7 @@ class Evaluation:
 
 def checkpoints_of(run: Path, wanted: str) -> list[tuple[str, str]]:
     """(name, path) of a run's checkpoints. wanted: `all`, or steps such as `10,20`. Raises ConfigError."""
-    from grpocli.training.checkpointer import checkpoints, step_of
+    from grpocli.training.checkpoint import checkpoints, step_of
 
     found = {str(step_of(path)): path for path in sorted(checkpoints(run / "checkpoints"), key=step_of)}
     steps = list(found) if wanted == "all" else wanted.split(",")

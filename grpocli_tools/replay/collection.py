@@ -23,7 +23,7 @@ from grpocli.rollout.sampling import StopStrings, derive_seed
 from grpocli.runs.rollouts import read_rollouts, read_schema
 from grpocli.tasks.prompt_source import PromptSource, rewards_for
 from grpocli.training.build_trainer import make_collector
-from grpocli.training.checkpointer import checkpoints
+from grpocli.training.checkpoint import checkpoints
 from grpocli.training.collector import Collector, RolloutBatch, Sampler
 from grpocli.training.prefetch import Redraw, without_stale
 from grpocli.types import Completion, Group, Prompt, Request, ReusableKV, Sampling, Status

@@ -12,7 +12,7 @@ from grpocli.composition.overrides import to_text
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.runs.saved_run import SavedRun
 from grpocli.runs.sessions import steps_by_session
-from grpocli.training.checkpointer import step_of
+from grpocli.training.checkpoint import step_of
 from grpocli_tools.replay.collection import RecordedStep, ReplaySession, RolloutSource
 from grpocli_tools.replay.step_replay import Check, StepReplay, checkpoint_check
 from grpocli_tools.replay.weights import Weights, checkpoint_before, checkpoint_of

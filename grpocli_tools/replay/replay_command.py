@@ -117,7 +117,7 @@ def _session(
     from grpocli.composition.compose import build_run
     from grpocli.models.loading import choose_dtype
     from grpocli.rollout.engine import EngineJob
-    from grpocli.training.checkpointer import latest
+    from grpocli.training.checkpoint import latest
     from grpocli_tools.replay.collection import ReplaySession
 
     run: Run = build_run(composed([f"resume={run_folder}", *earlier, *args.overrides], args.config_dir))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.runs.saved_run import SavedRun
 from grpocli.tasks.curriculum import KINDS, Position, load_problems
 from grpocli.text import one_line
-from grpocli.training.checkpointer import latest, restoring
+from grpocli.training.checkpoint import latest, restoring
 from grpocli_tools.rollouts.rollout_query import Condition, RolloutRow, matching_rows, steps_of
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from cli.running import EVEN, SMALL, assert_same_run, metrics, run_here
 from cli.test_failures import failed
 
 from grpocli.errors import ConfigError
-from grpocli.training import checkpointer as resuming
-from grpocli.training.checkpoint import CHECKSUMS, _checksum
-from grpocli.training.checkpointer import resume_point
+from grpocli.training import checkpoint as resuming
+from grpocli.training.checkpoint import CHECKSUMS, _checksum, resume_point
 
 pytestmark = pytest.mark.processes
 

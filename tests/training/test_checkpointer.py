@@ -17,7 +17,7 @@ from cli.running import SMALL, metrics
 
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.training import checkpoint
-from grpocli.training.checkpointer import Checkpointer
+from grpocli.training.checkpoint import Checkpointer
 
 WAIT = 60.0
 """Seconds, far more than any test here takes."""
@@ -111,7 +111,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 import torch
 from grpocli.processes.threads import end_process
-from grpocli.training.checkpointer import Checkpointer
+from grpocli.training.checkpoint import Checkpointer
 world = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=True))
 one = Checkpointer(None, 0, None, world)
 begun = threading.Event()
