@@ -8,7 +8,7 @@ from composed import built
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpocli.training.packing import Layout, MicroBatch, Packed, Padded, RowBatch, group_spans, rows_of
+from grpocli.training.packing import FlexPacked, Layout, MicroBatch, Packed, Padded, RowBatch, group_spans, rows_of
 from grpocli.types import Completion, Group, Prompt, Rollout, Row
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=30)
@@ -48,16 +48,22 @@ def test_deal_gives_every_row_to_one_process(
         assert max(loads) - min(loads) <= max([r.n_tokens for r in rows], default=0)
 
 
-@pytest.mark.parametrize("layout", [Padded, Packed])
-@given(lengths=LENGTHS, limit=st.integers(60, 300))
+@pytest.mark.parametrize("layout", [Padded, Packed, FlexPacked])
+@given(lengths=LENGTHS, limit=st.integers(1, 300))
 def test_pack_respects_the_limit(layout: type[Layout], lengths: list[tuple[int, int]], limit: int) -> None:
+    """A longer row is alone. Two tiles have room for more rows than a small limit says."""
     rows = in_groups(lengths)
     batches = layout.pack(rows, limit)
     assert sorted(id(r) for batch in batches for r in batch) == sorted(id(r) for r in rows)
+    most = limit if layout is Padded else max(limit, layout.fitting(1))
     for batch in batches:
         tokens = MicroBatch.build(batch, torch.device("cpu"), layout).layout.input_ids.numel()
-        assert tokens == layout.size(batch) <= limit
-        assert tokens * (0.9 if layout is Padded else 16 / 17) <= layout.distinct(batch) <= tokens
+        assert tokens == layout.size(batch)
+        assert tokens <= most or len(batch) == 1
+        least = {Padded: 0.9, Packed: 16 / 17, FlexPacked: 0}[layout]
+        assert tokens * least <= layout.distinct(batch) <= tokens
+    if layout is not Padded:
+        assert not batches or sum(map(layout.distinct, batches)) > (len(batches) - 1) * most / 4
 
 
 def test_packed_rows_have_their_prompt_once() -> None:

@@ -134,7 +134,8 @@ class Server(StandIn):
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr("grpocli.training.teachers.FIRST_DELAY", 0.01)
     made = Server()
     yield made
     made.close()
@@ -144,8 +145,7 @@ def teachers_at(url: str, timeout: float = 30.0, tasks: tuple[str, ...] = (EVERY
     return Teachers([], [ServedTeacher(url, tasks, "algorithm.kl.base_url", "secret-key", timeout)])
 
 
-def test_a_server_scores_the_rows_of_its_tasks(little_model, world, server: Server, monkeypatch) -> None:
-    monkeypatch.setattr("grpocli.training.teachers.FIRST_DELAY", 0.01)
+def test_a_server_scores_the_rows_of_its_tasks(little_model, world, server: Server) -> None:
     up = updater(little_model, world, {"b": little_model}, micro_batch_tokens=12)
     assert isinstance(up.reference, Teachers)
     up.reference.served += teachers_at(server.url, tasks=("a",)).served
