@@ -8,8 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from cli.copied import config_dir
-from cli.running import killed_after, run_here
-from cli.test_mixture_run import TWO as MIXTURE
+from cli.running import SMALL, killed_after, run_here
 from replay.conftest import TINY, trained
 from replay.test_replay import Grpocli, differing, replayed
 
@@ -19,6 +18,24 @@ pytestmark = pytest.mark.processes
 
 TESTS = Path(__file__).parents[2]
 EVERY = ["checkpoint.every=2", "checkpoint.keep=0"]
+MIXTURE = [
+    "train",
+    *SMALL,
+    "task=[arithmetic]",
+    "+task@task.minus=arithmetic",
+    "task.minus.operation=-",
+    "task.arithmetic.weight=3",
+    "task.arithmetic.rewards=[exact_match]",
+    "task.minus.rewards=[format]",
+    "reward=[exact_match,format]",
+    "reward.format.pattern='.*[02468]'",
+    "rollout.prompts_per_step=8",
+    "rollout.group_size=2",
+    "checkpoint.every=1",
+    "checkpoint.keep=0",
+    "eval.problems=0",
+    "train.steps=4",
+]
 
 
 def unchecked(report: dict) -> set[str]:
