@@ -75,7 +75,7 @@ def build_trainer(
     checkpoint_path: the checkpoint to continue from. model: the policy's, on the CPU, if it is loaded already.
     """
     _check_rewards(run, data, recorder)
-    state, leftover, updater = _load(run, job, world, data, recorder, checkpoint_path, model)
+    state, leftover, ready, updater = _load(run, job, world, data, recorder, checkpoint_path, model)
     policy = updater.policy
     keep_stop_token_ids(policy.model, data.tokenizer)
     for hint in _hints(run, data, policy.model.config.get_text_config()):
@@ -113,7 +113,7 @@ def build_trainer(
         tokenizer=data.tokenizer,
         engine=engine,
         collector=collector,
-        prefetcher=_prefetcher(run, collector, data, world, state.step, checkpoint_path),
+        prefetcher=Prefetcher(collector, world, run.rollout, run.train.steps, state.step, ready),
         updater=updater,
         update_checks=UpdateChecks(run, recorder.run_dir, policy, world),
         evaluator=_evaluator(run, sampler, data, recorder, stop, updater),
@@ -172,21 +172,24 @@ def _load(
     recorder: Recorder,
     path: Path | None,
     model: PreTrainedModel | None,
-) -> tuple[checkpoint.State, list[Group], Updater]:
-    """The state, leftover groups, models and optimizer of a checkpoint, or of a new run."""
+) -> tuple[checkpoint.State, list[Group], list[RolloutBatch], Updater]:
+    """The state, leftover groups, prefetched batches, models and optimizer of a checkpoint, or of a new run."""
     state, problems = checkpoint.State(run=SavedRun(recorder.run_dir.path).id), {}
     leftover: list[Group] = []
+    ready: list[RolloutBatch] = []
     with restoring(path):
         if path:
-            limits = run.rollout.group_size, run.reward, run.rollout.prompts_per_step
+            rewards = [] if run.algorithm.supervised else list(run.reward)
+            fits, prefetches = (data.redraw, run.rollout.group_size, rewards), run.rollout.max_staleness > 0
             state, problems = checkpoint.load_state(path), load_problems(path)
-            leftover = load_leftover(path, data.redraw, *limits)
+            leftover = load_leftover(path, *fits, run.rollout.prompts_per_step)
+            ready = load_prefetched(path, *fits, prefetches, world.is_main)
         data.curriculum.restore(problems, data.drawn(state.draws))
         updater = load_updater(run, job, world, path, state, recorder.progress_of("train"), model)
     recorder.seconds_before = state.seconds
     for note in choose_layout(run, world, updater.policy, updater.reference):
         recorder.view.note(note)
-    return state, leftover, updater
+    return state, leftover, ready, updater
 
 
 def load_updater(
@@ -295,18 +298,6 @@ def make_collector(
         curriculum=curriculum or Curriculum(),
         watch=watch,
     )
-
-
-def _prefetcher(
-    run: Run, collector: Collector, data: PromptSource, world: World, step: int, checkpoint_path: Path | None
-) -> Prefetcher:
-    """The prefetcher after a step, with the batches that the checkpoint has for the next steps."""
-    ready: list[RolloutBatch] = []
-    if checkpoint_path:
-        with restoring(checkpoint_path):
-            wanted = run.rollout.max_staleness > 0
-            ready = load_prefetched(checkpoint_path, collector, data.redraw, wanted)
-    return Prefetcher(collector, world, run.rollout, run.train.steps, step, ready)
 
 
 def _evaluator(

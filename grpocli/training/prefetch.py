@@ -375,7 +375,9 @@ def load_leftover(
     return groups
 
 
-def load_prefetched(folder: Path, collector: Collector, redraw: Redraw, wanted: bool) -> list[RolloutBatch]:
+def load_prefetched(
+    folder: Path, redraw: Redraw, group_size: int, rewards: Iterable[str], wanted: bool, is_main: bool
+) -> list[RolloutBatch]:
     """The batches of a saved state, equal to the bit.
 
     Empty, with a warning in the log, if they do not fit a config changed by a resume (see `load_leftover`), or if the
@@ -386,12 +388,12 @@ def load_prefetched(folder: Path, collector: Collector, redraw: Redraw, wanted: 
         return []
 
     def restored(group: dict[str, Any]) -> Group | None:
-        return _restore(group, redraw, collector.group_size, set(collector.reward_weights))
+        return _restore(group, redraw, group_size, set(rewards))
 
     saved, batches = torch.load(folder / PREFETCHED_FILE, weights_only=True), []
     for one in saved:
         groups = [group for saved_group in one["groups"] if (group := restored(saved_group))]
-        rest = one["rest"] if collector.keeps_untrained else []
+        rest = one["rest"] if is_main else []
         untrained = [(Status(status), group) for status, saved_group in rest if (group := restored(saved_group))]
         if wanted and len(groups) == len(one["groups"]):
             batches.append(RolloutBatch(groups, one["metrics"], {}, untrained, frozenset(one["carried"])))

@@ -282,13 +282,11 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
 ) -> None:
     done = Completion([1, 2], [-1.0, -0.5], "stop", 3, spans=[(3, 1), (4, 1)])
     group = Group(prompt(4), [Rollout(prompt(4), done, "t", {"r": float("nan")})] * 2)
-    made = collector(ScriptedSampler(), "algorithm=grpo")
     step = RolloutBatch([group], {"reward": 0.5}, untrained=[(Status.STALE, group)])
     PrefetchState(0, [], ready=(step,)).save(tmp_path)
 
     def load(size: int = 2, wanted: bool = True) -> list[RolloutBatch]:
-        made.group_size = size
-        return load_prefetched(tmp_path, made, redraw, wanted)
+        return load_prefetched(tmp_path, redraw, size, ["r"], wanted, is_main=True)
 
     assert repr(load()) == repr([step])
     assert caplog.text == ""
