@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def timings(engine: Any, policy: Any, times: int, processes: dict[str, int]) -> dict[str, Any]:
     import torch
 
-    from grpocli.rollout.vllm.transport_shm import BucketFile
+    from grpocli.rollout.vllm.transports import BucketFile
 
     policy.score([1, 2, 3])
     before = {name: memory(pid, "VmRSS") for name, pid in processes.items()}

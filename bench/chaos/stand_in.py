@@ -28,7 +28,7 @@ from grpocli.rollout.vllm.client import GENERATE
 from grpocli.rollout.vllm.external import build_server_config
 from grpocli.rollout.vllm.server import free_port
 from grpocli.rollout.vllm.server_files import Endpoint, serve_file
-from grpocli.rollout.vllm.transport_shm import MappedFiles
+from grpocli.rollout.vllm.transports import MappedFiles
 from grpocli.types import Request, Sampling
 
 MAX_TOKENS = 64  # of a prompt and its completion

@@ -26,7 +26,7 @@ def watched_syncs(found: dict[str, list[float]]) -> Iterator[None]:
     """A block in which differences of probes and of canaries are kept, in nats, transfers and requests timed."""
     from grpocli.rollout.vllm import lora, weight_sync
     from grpocli.rollout.vllm.client import ServerClient
-    from grpocli.rollout.vllm.transport_gpu import IpcTransport
+    from grpocli.rollout.vllm.transports import IpcTransport
 
     send, ask = IpcTransport.send, ServerClient.request
     found["by_ipc"] = []

@@ -17,7 +17,7 @@ READER = """
 import json, sys
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
-from grpocli.rollout.vllm.transport_gpu import decode_handles
+from grpocli.rollout.vllm.transports import decode_handles
 
 for k, line in enumerate(sys.stdin):
     (arguments,) = decode_handles(json.loads(line)).values()
@@ -41,7 +41,7 @@ for k, line in enumerate(sys.stdin):
 def ipc_handles(setting: Setting) -> Measured:
     from torch.multiprocessing.reductions import reduce_tensor
 
-    from grpocli.rollout.vllm.transport_gpu import encode_handles, release
+    from grpocli.rollout.vllm.transports import encode_handles, release
 
     before = torch.cuda.memory_allocated()
     buffer = torch.randint(0, 255, (2**24,), dtype=torch.uint8, device="cuda")
@@ -170,7 +170,7 @@ class CopiedGroup:
 def sent_after_a_change(setting: Setting) -> Measured:
     from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-    from grpocli.rollout.vllm.transport_gpu import NcclTransport, packing
+    from grpocli.rollout.vllm.transports import NcclTransport, packing
 
     size, count = 2**20, 64
     weights = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(count)]

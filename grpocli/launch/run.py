@@ -386,7 +386,7 @@ def _load(run: Run, job: TrainerJob) -> tuple[PromptSource, PreTrainedModel | No
     if not run.engine.resolved().server_gpus or run.model.quantization:
         return prompts, None
     if job.engine.transport != "shm" and not job.engine.lora_rank:
-        from grpocli.rollout.vllm.transport_gpu import import_engines
+        from grpocli.rollout.vllm.transports import import_engines
 
         import_engines()
     with restoring(job.checkpoint):

@@ -53,19 +53,18 @@ def enable_crash_tracebacks() -> None:
 
 @dataclass(slots=True)
 class StopSignal:
-    """Whether a stop of the run is requested.
-
-    received: the name of the first signal in the process that the user started. file: a file whose existence also
-    requests a stop, for the trainer processes, which ignore signals.
-    immediate: a signal raises KeyboardInterrupt, because there is no step to finish.
-    checked_at, was_requested: when `requested_cached` last checked, and the result.
-    """
+    """Whether a stop of the run is requested."""
 
     received: str | None = None
+    """The name of the first signal in the process that the user started."""
     file: Path | None = None
+    """A file whose existence also requests a stop, for the trainer processes, which ignore signals."""
     immediate: bool = False
+    """A signal raises KeyboardInterrupt, because there is no step to finish."""
     checked_at: float = -math.inf
+    """When `requested_cached` last checked."""
     was_requested: bool = False
+    """The result of that check."""
 
     def requested(self) -> bool:
         """Whether a signal was received or the file exists."""

@@ -108,15 +108,7 @@ class EngineJob:
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """The objects and settings of a trainer process that its engine uses.
-
-    in_flight: weights may change during requests. sampling: the sampling of training, so that an engine can refuse it
-    early; None if unknown. recover: called by `generate` when requests are unanswered and every server is lost, equally
-    often in every process. None: sync in this thread. With prefetch, `build_trainer.py` passes a function that syncs
-    in the main thread. stopping: whether a stop of the run is requested; a long wait then ends with EngineGone.
-    before_change: called in every process before a canary changes the policy's adapter for a while; waits for a
-    checkpoint that is being written from it.
-    """
+    """The objects and settings of a trainer process that its engine uses."""
 
     job: EngineJob
     policy: PolicyView
@@ -124,10 +116,16 @@ class EngineContext:
     world: World
     sync: SyncConfig = field(default_factory=SyncConfig)
     in_flight: bool = False
+    """Weights may change during requests."""
     sampling: Sampling | None = None
+    """The sampling of training, so that an engine can refuse it early; None if unknown."""
     recover: Callable[[], None] | None = None
+    """Called by `generate` when requests are unanswered and every server is lost, equally often in every process. None:
+    sync in this thread. With prefetch, `build_trainer.py` passes a function that syncs in the main thread."""
     stopping: Callable[[], bool] = lambda: False
+    """Whether a stop of the run is requested; a long wait then ends with EngineGone."""
     before_change: Callable[[], None] = lambda: None
+    """Called in every process before a canary changes the policy's adapter; waits until no checkpoint is written."""
 
 
 OnGroup = Callable[[int, list[Completion]], None]

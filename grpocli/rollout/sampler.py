@@ -32,17 +32,16 @@ SAMPLING_ATTENTION = "sampled_in_float32"
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows that are still sampled: row[i] is the output row of the batch's i-th row.
-
-    seen_BV: the tokens of each row so far, prompt included; None without a repetition penalty.
-    """
+    """The rows that are still sampled."""
 
     cache: Any
     row: Tensor
+    """The output row of each of the batch's rows."""
     attention_BL: Tensor | None
     position_B: Tensor
     logits_BV: Tensor
     seen_BV: Tensor | None
+    """The tokens of each row so far, prompt included; None without a repetition penalty."""
 
     def keep(self, index: Tensor) -> None:
         self.cache.reorder_cache(index)  # unlike `batch_select_indices`, recurrent layers have it
@@ -313,15 +312,13 @@ def preallocate(cache: Any, tokens: int, dtype: torch.dtype | None = None) -> No
 
 @dataclass(slots=True)
 class CachedRow:
-    """Keys and values of the first `tokens` tokens of a row, without padding, because the next batch pads differently.
-
-    layers: keys and values of each layer, [tokens, heads, D]; `fill_cache` empties the list.
-    version: version of the weights that computed them.
-    """
+    """Keys and values of the first `tokens` tokens of a row, without padding: the next batch pads differently."""
 
     tokens: int
     layers: list[tuple[Tensor, Tensor]]
+    """Keys and values of each layer, [tokens, heads, D]; `fill_cache` empties the list."""
     version: int
+    """Of the weights that computed them."""
 
 
 def cached_row(cache: Any, attention_BL: Tensor | None, row: int, version: int) -> CachedRow | None:

@@ -55,14 +55,6 @@ def test_a_segmentation_fault_names_the_calling_function() -> None:
     assert "in my_reward" in crashed.stderr
 
 
-def test_repeated_signals_of_a_scheduler_count_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with stop_signal() as stop:
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
-            os.kill(os.getpid(), number)
-        assert stop.received == "SIGTERM"
-        assert capsys.readouterr().err.count("stopping after this step") == 1
-
-
 def test_before_the_first_step_a_signal_interrupts() -> None:
     with stop_signal() as stop:
         with pytest.raises(KeyboardInterrupt), stop.immediately():

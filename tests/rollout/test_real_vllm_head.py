@@ -59,5 +59,5 @@ def test_vllms_logits_are_as_exact_as_the_trainers(measure: Measure, engine: str
 def test_a_server_describes_its_head(measure: Measure) -> None:
     wide, narrow = (measure("vllm", head)["misfit"] for head in ("float32", "null"))
     assert (wide["float32"], narrow["None"]) == ("", "")
-    assert "output head has dtype float32, the run's model" in wide["None"]
-    assert "output head has dtype model, the run's float32" in narrow["float32"]
+    assert "another model.head_dtype than the run, float32 instead of model" in wide["None"]
+    assert "another model.head_dtype than the run, model instead of float32" in narrow["float32"]

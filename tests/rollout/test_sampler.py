@@ -78,12 +78,8 @@ def test_drawn_tokens_follow_the_distribution() -> None:
     assert draw(probs[None], torch.zeros(1, dtype=torch.float64)).item() == 0
 
 
-def test_a_drawn_token_is_in_the_vocabulary_for_any_probabilities() -> None:
-    assert draw(torch.full((3, 103), float("nan")), torch.tensor([0.0, 0.5, 0.9], dtype=torch.float64)).max() < 103
-
-
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 1024, 50_257])
-@pytest.mark.parametrize("spread", [0.0, 3.0, 30.0])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 50_257])
+@pytest.mark.parametrize("spread", [0.0, 30.0])
 def test_draw_inverts_the_whole_cumulative_distribution(tokens: int, spread: float) -> None:
     """Where blocks change the token, the random number is on the edge between two tokens, up to rounding."""
     generator = torch.Generator().manual_seed(tokens)

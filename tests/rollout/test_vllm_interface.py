@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from rollout.vllm_files import VllmFiles, arguments
 
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import client, colocate, lora, server, transport_gpu
+from grpocli.rollout.vllm import client, colocate, lora, server, transports
 from grpocli.rollout.vllm.config import RESERVED
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
 from grpocli.types import Request, Sampling
@@ -31,7 +31,7 @@ VERSIONS = ("0.32.0", "0.33.0")
 TRANSFER = "vllm.distributed.weight_transfer"
 ENGINE = f"{TRANSFER}.base.WeightTransferEngine"
 GATHER = "_all_gather_and_merge_handles"
-PACKING = tuple(transport_gpu.packing(1))
+PACKING = tuple(transports.packing(1))
 CALLS: dict[str, tuple[str, ...]] = {
     f"{ENGINE}": ("config", "vllm_config", "device", "model"),
     f"{ENGINE}.parse_update_info": ("update_dict",),
@@ -207,7 +207,7 @@ def test_our_source_and_client_have_what_vllm_calls(vllm: VllmFiles, engine: str
         for node in ast.walk(found[1])
         if isinstance(node, ast.Attribute)
     }
-    parts = {"source": transport_gpu.WeightSource, "client": transport_gpu.TransferClient}
+    parts = {"source": transports.WeightSource, "client": transports.TransferClient}
     assert any(owner == "client" for owner, _ in used)
     missing = [(owner, name) for owner, name in used if owner in parts and not hasattr(parts[owner], name)]
     assert missing == []

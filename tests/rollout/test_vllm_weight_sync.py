@@ -22,15 +22,17 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.run import _vllm_fields
 from grpocli.launch.trainer_launcher import command
 from grpocli.rollout import sync_config
-from grpocli.rollout.vllm import transport_gpu, transport_shm
+from grpocli.rollout.vllm import transports
 from grpocli.rollout.vllm.engine import make_synchronizer
 from grpocli.rollout.vllm.server_files import Endpoint
-from grpocli.rollout.vllm.transport_gpu import ARGUMENTS, decode_handles, encode_handles
-from grpocli.rollout.vllm.transport_shm import (
+from grpocli.rollout.vllm.transports import (
+    ARGUMENTS,
     BucketFile,
     MappedFiles,
     buckets,
     checked_path,
+    decode_handles,
+    encode_handles,
     file_size,
 )
 from grpocli.rollout.vllm.weight_sync import (
@@ -296,7 +298,7 @@ def test_servers_with_partial_weights_hold_their_requests(tmp_path: Path, in_fli
 def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the folder is treated as shared memory."""
     kept = bool(request.param == "in memory")
-    monkeypatch.setattr(transport_shm, "in_memory", lambda folder: kept)
+    monkeypatch.setattr(transports, "in_memory", lambda folder: kept)
     return kept
 
 
@@ -304,9 +306,9 @@ def test_every_sync_updates_every_server_and_leaves_no_file(
     tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three servers, two of which share a folder; four buckets, so that files are rewritten while others load."""
-    monkeypatch.setattr(transport_shm, "buckets", lambda shapes, *_: [shapes[:1], shapes[1:3], shapes[3:4], shapes[4:]])
+    monkeypatch.setattr(transports, "buckets", lambda shapes, *_: [shapes[:1], shapes[1:3], shapes[3:4], shapes[4:]])
     made: list[Path] = []
-    monkeypatch.setattr(transport_shm, "BucketFile", lambda path, size: made.append(path) or BucketFile(path, size))
+    monkeypatch.setattr(transports, "BucketFile", lambda path, size: made.append(path) or BucketFile(path, size))
     folders = [tmp_path / "a", tmp_path / "a", tmp_path / "b"]
     for folder in set(folders):
         folder.mkdir()
@@ -322,7 +324,7 @@ def test_every_sync_updates_every_server_and_leaves_no_file(
             assert list(server.loaded) == list(WEIGHTS)
             assert all(torch.equal(server.loaded[name], tensor) for name, tensor in values.items())
         assert not any(path.is_file() for path in tmp_path.rglob("*"))
-    assert len(made) == (2 * transport_shm.SLOTS if kept else 3 * 2 * 4)
+    assert len(made) == (2 * transports.SLOTS if kept else 3 * 2 * 4)
     assert [server.calls.count("init_transfer") for server in servers] == [1, 1, 1]
 
 
@@ -347,7 +349,7 @@ def test_one_wrong_server_of_two_is_found(tmp_path: Path) -> None:
 
 def test_space_is_reserved_before_any_update_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A partial update would be worse than none, and the space of the first file is released."""
-    monkeypatch.setattr(transport_shm, "in_memory", lambda folder: True)
+    monkeypatch.setattr(transports, "in_memory", lambda folder: True)
     room, real = iter([True, True, False]), os.posix_fallocate
 
     def reserve(descriptor: int, offset: int, size: int) -> None:
@@ -460,19 +462,19 @@ def test_other_values_are_refused_as_ipc_handles(part: Any) -> None:
 def test_a_source_yields_the_declared_weights() -> None:
     pytest.importorskip("vllm")
     weights = PolicyWeights(context().policy, torch.bfloat16)
-    source = transport_gpu.WeightSource(weights)
+    source = transports.WeightSource(weights)
     declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata]
     assert source.metadata == source.metadata()  # as vLLM 0.33 reads it and as 0.32 does
     assert source.implements_iter_full()
     assert source.owned_names(rank=1) == [name for name, _, _ in declared]
-    for read in (iter, transport_gpu.WeightSource.iter_full):
+    for read in (iter, transports.WeightSource.iter_full):
         source.stream = weights.stream()
         assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in read(source)]
 
 
 def test_workers_of_several_servers_are_one_group(tmp_path: Path) -> None:
     servers: list[Any] = [Server(tmp_path), Server(tmp_path)]
-    client = transport_gpu.TransferClient()
+    client = transports.TransferClient()
     client.begin(servers, 7)
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 5})
     assert [server.infos for server in servers] == [[{"rank_offset": r, "world_size": 5}] for r in (1, 3)]
@@ -516,7 +518,7 @@ def test_every_process_releases_its_bucket_after_a_failed_sync(
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     released: list[Any] = []
-    monkeypatch.setattr(transport_gpu, "release", released.append)
+    monkeypatch.setattr(transports, "release", released.append)
     began: list[int] = []
 
     def trainer_init(info: Any, client: Any, source: Any) -> Handing:
@@ -540,7 +542,7 @@ def test_a_broadcast_that_failed_is_aborted_once(tmp_path: Path) -> None:
 
     server: Any = Server(tmp_path)
     server.prepared = True
-    transport = transport_gpu.NcclTransport(PolicyWeights(context().policy, torch.bfloat16), 64)
+    transport = transports.NcclTransport(PolicyWeights(context().policy, torch.bfloat16), 64)
     transport._engine = SimpleNamespace(send_weights=fails, shutdown=lambda: done.append("shutdown"))
     with pytest.raises(EngineError, match="NCCL error"):
         transport.send([server], iter(()), 1)
@@ -555,13 +557,13 @@ def test_a_wait_for_the_weights_has_the_deadline_of_the_transfer(
     """It would wait forever for a kernel that an earlier transfer has left hanging."""
     computed, server = threading.Event(), Server(tmp_path)
     server.prepared = True
-    monkeypatch.setattr(transport_gpu, "DEADLINE", 0.2)
+    monkeypatch.setattr(transports, "DEADLINE", 0.2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # which may ask torch.cuda
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: computed.wait(60))
     weights = PolicyWeights(context().policy, torch.bfloat16)
     transport: Any = (
-        transport_gpu.NcclTransport(weights, 64) if kind == "nccl" else transport_gpu.IpcTransport(weights, 64, 0)
+        transports.NcclTransport(weights, 64) if kind == "nccl" else transports.IpcTransport(weights, 64, 0)
     )
     transport._engine = SimpleNamespace(send_weights=lambda: None, shutdown=lambda: None)
     with pytest.raises(EngineError, match=r"waited 0\.2 s for the weights"):

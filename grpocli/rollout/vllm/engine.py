@@ -34,8 +34,7 @@ from grpocli.rollout.vllm.client import (
 from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.server_files import Endpoint, run_files
 from grpocli.rollout.vllm.supervisor import ExternalServers, OwnServers, Reconnector
-from grpocli.rollout.vllm.transport_gpu import IpcTransport, NcclTransport
-from grpocli.rollout.vllm.transport_shm import ShmTransport
+from grpocli.rollout.vllm.transports import IpcTransport, NcclTransport, ShmTransport
 from grpocli.rollout.vllm.weight_sync import PolicyWeights, Transport, WeightSync, together
 from grpocli.types import Completion, Request, Sampling
 

@@ -195,21 +195,18 @@ def how_to_use(endpoint: Endpoint, record: Path, job: EngineJob, description: di
     rank, shm, head = job.lora_rank, job.transport == "shm", job.head_dtype or "null"
     facts = {
         "vLLM": description["version"],
-        "model": job.model_path,
-        "dtype": f"{job.dtype} (the run's model.dtype must be the same)",
-        "head_dtype": "" if job.dtype == "float32" else f"{head} (the run's model.head_dtype must be the same)",
+        "model": f"{job.model_path}, {job.dtype} (the run's model.dtype must be the same)",
         "max_model_len": f"{description['max_model_len']} tokens of prompt and completion",
         "weights": f"sync={job.transport}" + (f", through {endpoint.shm_dir}" if shm else ""),
-        "adapters": f"up to rank {rank} (the run's model.lora.rank)" if rank else "none: runs send all weights",
+        "adapters": f"up to rank {rank}" if rank else "none: runs send all weights",
         "key": f"{record} (mode 0600; a run on this machine finds it)",
-        "log": f"{endpoint.log} (verbose=true prints it)" if endpoint.log else "",
+        "log": f"{endpoint.log} (verbose=true prints it)",
     }
-    other_head = job.dtype != "float32" and job.head_dtype != ModelPart().head_dtype
-    choices = [f"model.head_dtype={head}"] * other_head
+    choices = [f"model.head_dtype={head}"] * (job.dtype != "float32" and job.head_dtype != ModelPart().head_dtype)
     choices += [f"model.lora.rank={rank}"] * bool(rank) + [f"sync={job.transport}"] * (not shm)
     lines = [
         f"\nvLLM serves at {endpoint.url}",
-        *(f"  {name:<15}{fact}" for name, fact in facts.items() if fact),
+        *(f"  {name:<15}{fact}" for name, fact in facts.items()),
         "train with it, with the same model=:",
         "  " + " ".join(["grpocli train engine=vllm", f"engine.base_url={endpoint.url}", *choices]),
         "from another machine, where this one serves with host=0.0.0.0:",

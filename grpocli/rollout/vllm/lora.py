@@ -29,7 +29,7 @@ from grpocli.models import lora as peft
 from grpocli.models.lora import WEIGHTS, adapter_tensors, lora_layers, switched_off, write_config
 from grpocli.models.quantization import whole_weight
 from grpocli.rollout.vllm.client import ADAPTER, MODEL, RequestRefused, ServerGone, call_all
-from grpocli.rollout.vllm.transport_shm import writing_to
+from grpocli.rollout.vllm.transports import writing_to
 from grpocli.rollout.vllm.weight_sync import WeightVerifier, mean, require_close, together, verify_version
 
 if TYPE_CHECKING:

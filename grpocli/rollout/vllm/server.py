@@ -30,7 +30,7 @@ from grpocli.rollout.vllm.client import MODEL, ServerClient
 from grpocli.rollout.vllm.lora import lora_flags
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import POLL, Endpoint, log_lines, private_folder
-from grpocli.rollout.vllm.transport_shm import WEIGHTS_FOLDER_VARIABLE
+from grpocli.rollout.vllm.transports import WEIGHTS_FOLDER_VARIABLE
 from grpocli.text import shorten
 
 if TYPE_CHECKING:

@@ -11,19 +11,15 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import IO
 
 from grpocli.cache import cache_dir
 from grpocli.files import read_shared, write_atomic
-from grpocli.processes.threads import run_in_thread
 
 SHM = Path("/dev/shm")
 POLL = 0.2
@@ -232,20 +228,8 @@ def fresh_log(log: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def printed_log(log: Path) -> Iterator[None]:
     """Print a growing log to stdout until the block ends."""
-    ended = threading.Event()
-    with log.open(errors="replace") as file:
-        printing = run_in_thread(partial(_print_until, file, ended), "log")
+    with subprocess.Popen(["tail", "-n", "+1", "-f", str(log)]) as tail:
         try:
             yield
         finally:
-            ended.set()
-            wait([printing])
-
-
-def _print_until(file: IO[str], ended: threading.Event) -> None:
-    last = False
-    while not last:
-        last = ended.wait(POLL)
-        if text := file.read():
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            tail.terminate()

@@ -158,7 +158,7 @@ def _as_saved(model: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[str
 
 
 class Transport(Protocol):
-    """Carries weights from the policy to all servers: `transport_shm.py`, `transport_gpu.py`."""
+    """Carries weights from the policy to all servers: `transports.py`."""
 
     weights: PolicyWeights
     collective: bool

@@ -23,8 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 
-from grpocli.rollout.vllm.transport_gpu import decode_handles
-from grpocli.rollout.vllm.transport_shm import MappedFiles, weights_folder
+from grpocli.rollout.vllm.transports import MappedFiles, decode_handles, weights_folder
 
 
 @dataclass
