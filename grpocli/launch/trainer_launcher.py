@@ -104,11 +104,10 @@ def train_in_processes(
         if node and node.count > 1:
             _wait_for_cause(run_dir.path)
         error = _root_cause(run, run_dir.path)  # while hanging processes are still alive
-        if trainers.returncode in KILLED and not exit_reports(run_dir.path):
+        if trainers.poll() in KILLED and not exit_reports(run_dir.path):
             remedy = f"resume with: {resume_command(run_dir.path)}"
             error = RunError("the trainer processes were killed from outside", remedy=remedy)
-    if error is None and trainers.returncode:
-        code = trainers.returncode
+    if error is None and (code := trainers.poll()):
         error = RunError(f"the trainer processes ended with code {code} before they had begun: see {run_dir.path}/logs")
     if error is None:
         accuracy = SavedRun(run_dir.path).summary.get("eval/accuracy")

@@ -27,14 +27,10 @@ from grpocli.processes.reaper import KILL_NOW, KILL_WAIT
 
 
 class Guarded:
-    """A command with its guard. `returncode` is None while the command runs, and 128 + n if signal n ended it."""
+    """A command with its guard."""
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: int, name: str) -> None:
         self._process, self._pipe, self.name = process, pipe, name
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.poll()
 
     @property
     def pid(self) -> int:
@@ -42,6 +38,7 @@ class Guarded:
         return self._process.pid
 
     def poll(self) -> int | None:
+        """The return code: None while the command runs, and 128 + n if signal n ended it."""
         return self._process.poll()
 
     def wait(self, timeout: float | None = None) -> int:

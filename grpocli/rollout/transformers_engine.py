@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import part, require
-from grpocli.errors import ConfigError
 from grpocli.rollout.engine import Engine, EnginePart, Listener, ignore_group
 from grpocli.types import Completion, Request, Sampling
 
@@ -51,11 +50,10 @@ class TransformersEngine(Engine):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
-        """`n` completions for each request, in order. Raises ConfigError for a regex or JSON schema."""
+        """`n` completions for each request, in order."""
         from grpocli.rollout.sampler import float32_attention, sample
         from grpocli.rollout.sampling import single_thread_if_small
 
-        check_no_structure(sampling)
         listener = Listener.wrap(on_group)
         sampled, total = 0, sum(request.n for request in requests)
         results: list[list[Completion]] = [[] for _ in requests]
@@ -119,13 +117,6 @@ class TransformersEngine(Engine):
 
     def close(self) -> None:
         """Do nothing: there is no process to stop."""
-
-
-def check_no_structure(sampling: Sampling, engine: str = "transformers") -> None:
-    """Raise ConfigError if completions must match a regex or a JSON schema."""
-    if sampling.structure:
-        problem = f"engine={engine} cannot constrain completions: choose engine=vllm, or set it to null"
-        raise ConfigError(problem, key=f"rollout.{sampling.structure}", value=getattr(sampling, sampling.structure))
 
 
 @part("engine", "auto")

@@ -100,19 +100,6 @@ def test_reuse_works_with_rows_of_one_length(model) -> None:
     assert_same([turns(True)], [turns(False)])
 
 
-def test_under_autocast_log_probs_are_near(model) -> None:
-    """Rounding may change a greedy token, so only each row's first one is compared."""
-    engine = Watched(model, dtype=torch.bfloat16)
-    request = Request(PROMPTS[1], 3, 0, reusable_kv=boxes(3))
-    (said,) = engine.generate([request], FREE)
-    for done, reusable in zip(said, request.reusable_kv, strict=True):
-        asked = Request([*PROMPTS[1], *done.token_ids, 20], 1, 5, reusable_kv=(reusable,))
-        ((anew,),) = engine.generate([replace(asked, reusable_kv=())], replace(FREE, max_tokens=1))
-        ((next_one,),) = engine.generate([asked], replace(FREE, max_tokens=1))
-        assert next_one.token_ids == anew.token_ids
-        assert next_one.logprobs == pytest.approx(anew.logprobs, abs=0.05)
-
-
 def test_reuse_works_with_bfloat16_weights(model) -> None:
     """FSDP2 gathers such weights without autocast; keys are stored in float32 and queries are bfloat16."""
     assert all(done.token_ids for turn in talk(Watched(model.bfloat16()), FREE) for done in turn)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout.stand_in import StandIn
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import guarded
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm import config as vllm_config
 from grpocli.rollout.vllm import server as vllm_server
-from grpocli.rollout.vllm.client import GENERATE
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.lora import lora_flags
-from grpocli.rollout.vllm.server import FIRST_REQUEST, ServerSpec, command, environment, serving, wait_healthy
+from grpocli.rollout.vllm.server import ServerSpec, command, environment, serving, wait_healthy
 from grpocli.rollout.vllm.server_files import Endpoint
 
 SPEC = ServerSpec(EngineJob("/models/m", "float32", 256, Path(), seed=3), 8001, 256)
@@ -166,29 +163,6 @@ def test_a_users_folder_for_weights_is_created_and_kept(
         serving(bad, Vllm(), tmp_path / "log"),
     ):
         pass
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("status", [200, 500])
-def test_a_new_server_gets_a_first_request_that_nobody_waits_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: EngineJob, status: int
-) -> None:
-    installed(monkeypatch)
-    stand_in, asked = StandIn(), threading.Event()
-
-    def answer(path: str, body: Any) -> tuple[int, Any]:
-        if path == GENERATE and body["token_ids"] == FIRST_REQUEST:
-            asked.set()
-            stand_in.closed.wait()
-        return status, {}
-
-    stand_in.answer = answer
-    monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
-    monkeypatch.setattr(vllm_server, "wait_healthy", lambda *_: None)
-    monkeypatch.setattr(vllm_server, "address", lambda *_: stand_in.url)
-    with serving(ServerSpec(job, vllm_server.free_port(), None), Vllm(), tmp_path / "log"):
-        assert asked.wait(30)
-    stand_in.close()
 
 
 @pytest.mark.processes

@@ -288,10 +288,7 @@ def _as_engine_error(what: str, log: Path) -> Iterator[None]:
         cause = " ".join(str(error).split())[:400] or type(error).__name__
         if unknown := re.search(r"unexpected keyword argument '(\w+)'", cause):
             raise ConfigError("vLLM has no such argument", key=f"engine.vllm_args.{unknown[1]}") from error
-        memory = "; see engine.gpu_memory_utilization (GPU), engine.cpu_kv_cache_gb (CPU)" if "memory" in cause else ""
-        raise EngineError(
-            f"vLLM in the trainer's process could not {what}: {cause}{memory} (its log: {log})"
-        ) from error
+        raise EngineError(f"vLLM in the trainer's process could not {what}: {cause} (its log: {log})") from error
 
 
 @contextlib.contextmanager
