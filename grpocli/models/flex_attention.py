@@ -42,14 +42,12 @@ these and whole tiles, both passes of 30,000 tokens take half of the time on an 
 
 @dataclass(frozen=True, slots=True)
 class TiledMask:
-    """The tokens that each token of a packed sequence attends to, for `flex_attention`.
-
-    dense [N, N]: the same as values to add to scores, for a CPU, where torch's kernel has no backward pass. Its memory
-    is quadratic in the tokens of a micro-batch. None: the kernel is called.
-    """
+    """The tokens that each token of a packed sequence attends to, for `flex_attention`."""
 
     mask: BlockMask
     dense: Tensor | None = None
+    """[N, N]: the same as values to add to scores, for a CPU, where torch's kernel has no backward pass. Its memory is
+    quadratic in the tokens of a micro-batch. None: the kernel is called."""
 
     @classmethod
     def build(cls, prompts: Sequence[tuple[int, Sequence[int]]], device: torch.device, on_cpu: bool) -> TiledMask:

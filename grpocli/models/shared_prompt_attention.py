@@ -84,15 +84,13 @@ class RowOfTokens(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """A call of `sdpa` for R rows of Q queries and K keys.
-
-    mask [R or 1, 1, Q, K up to a multiple of 8]: values to add to scores. None: attention is causal.
-    """
+    """A call of `sdpa` for R rows of Q queries and K keys."""
 
     rows: int
     queries: int
     keys: int
     mask: Tensor | None
+    """[R or 1, 1, Q, K up to a multiple of 8]: values to add to scores. None: attention is causal."""
 
     @classmethod
     def build(cls, rows: Sequence[RowOfTokens], own_N: Array, device: torch.device) -> tuple[Call, Array, Array]:
@@ -135,17 +133,17 @@ def _is_uniform(rows: Sequence[RowOfTokens]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The calls of `sdpa` for a sequence.
-
-    query_index, key_index: the tokens of all calls, row by row. output_index: for each token of the sequence, which of
-    these queries it is. on_cpu: call `sdpa` as on a CPU; `grpocli plan` plans for GPUs on a CPU.
-    """
+    """The calls of `sdpa` for a sequence."""
 
     calls: list[Call]
     query_index: Tensor
+    """The tokens that are queries of all calls, row by row."""
     key_index: Tensor
+    """The tokens that are keys of all calls, row by row."""
     output_index: Tensor
+    """For each token of the sequence, which of these queries it is."""
     on_cpu: bool
+    """Call `sdpa` as on a CPU; `grpocli plan` plans for GPUs on a CPU."""
 
     @classmethod
     def build(cls, prompts: Sequence[tuple[int, Sequence[int]]], device: torch.device, on_cpu: bool) -> Segments:
