@@ -36,7 +36,6 @@ from grpocli.rollout.vllm.transports import (
     file_size,
 )
 from grpocli.rollout.vllm.weight_sync import (
-    LockedIterator,
     PolicyWeights,
     WeightSync,
     require_close,
@@ -581,24 +580,3 @@ def test_the_worker_refuses_pickled_handles() -> None:
     assert update.ipc_handles == {"GPU-1": HANDLE}
     with pytest.raises(ValueError, match="JSON only"):
         JsonIpcUpdate(**fields, ipc_handles_pickled="gASVAA==")
-
-
-def test_an_abandoned_transfer_and_the_remaining_gathers_share_a_stream() -> None:
-    """With sync=nccl and sharded weights, the thread of a failed transfer may still be inside a gather."""
-    inside, go_on = threading.Event(), threading.Event()
-
-    def gathers():
-        for k in range(4):
-            if k == 1:
-                inside.set()
-                assert go_on.wait(10)
-            yield f"w{k}", torch.tensor(k)
-
-    stream, taken = LockedIterator(gathers()), list[str]()
-    given_up = threading.Thread(target=lambda: taken.extend(name for name, _ in stream))
-    given_up.start()
-    assert inside.wait(10)
-    threading.Timer(0.2, go_on.set).start()
-    rest = [name for name, _ in stream]
-    given_up.join(10)
-    assert sorted(taken + rest) == ["w0", "w1", "w2", "w3"]

@@ -83,7 +83,7 @@ class ColocateEngine(Engine):
         """
         due, sent = self.verifier.due(), 0
         everything = itertools.chain(self.weights.stream(), self.weights.buffers())
-        with together(self.world), self.weights.walked(everything) as stream:
+        with together(self.world), self.weights.to_the_end(everything) as stream:
             sent = self.llm.load(stream, version)
         if due:
             expected = self.verifier.score()  # outside of the next block, since that may be collective

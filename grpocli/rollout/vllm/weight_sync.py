@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -112,13 +111,12 @@ class PolicyWeights:
             yield from self._as_known(name, whole)
 
     @contextmanager
-    def walked(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[LockedIterator]:
+    def to_the_end(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         """A block at whose end sharded weights are walked through, also after a failure: gathers are collective."""
-        locked = LockedIterator(stream)
         try:
-            yield locked
+            yield stream
         finally:
-            for _ in locked if self.sharded else ():
+            for _ in stream if self.sharded else ():
                 pass
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -220,7 +218,7 @@ class WeightSync:
         with ExitStack() as stack:
             if self.transport.collective:
                 stack.callback(self.transport.close)  # in every process, unless all succeed
-            with together(self.world), self.weights.walked(self.weights.stream()) as stream:
+            with together(self.world), self.weights.to_the_end(self.weights.stream()) as stream:
                 if self.world.is_main or self.transport.collective:
                     self.transport.send(servers, stream, version)
                 call_all(servers, lambda server: server.reset_prefix_cache(running=self.pause_mode == "keep"))
@@ -249,20 +247,6 @@ class WeightSync:
 
     def close(self) -> None:
         self.transport.close()
-
-
-class LockedIterator:
-    """An iterator for two threads: a transfer that has timed out may still gather while the main thread goes on."""
-
-    def __init__(self, items: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._items, self._lock = items, threading.Lock()
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        with self._lock:
-            return next(self._items)
 
 
 def verify_version(server: ServerClient, version: int) -> None:
