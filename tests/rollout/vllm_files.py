@@ -55,15 +55,12 @@ class Ranged(io.RawIOBase):
 
 
 def wheel(url: str) -> Any:
-    """A wheel as a file: read in ranges where the server knows them, else downloaded."""
+    """A wheel as a file that is read in ranges. Raises OSError if the server knows none."""
     with urllib.request.urlopen(urllib.request.Request(url, headers={"Range": "bytes=0-0"}), timeout=60) as answer:
-        if answer.status == 206:
-            size = int(answer.headers["Content-Range"].rpartition("/")[2])
-            return io.BufferedReader(Ranged(url, size), PIECE)
-        whole = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-        while piece := answer.read(PIECE):
-            whole.write(piece)
-    return whole
+        if answer.status != 206:
+            raise OSError(f"{url} cannot be read in ranges")
+        size = int(answer.headers["Content-Range"].rpartition("/")[2])
+    return io.BufferedReader(Ranged(url, size), PIECE)
 
 
 def fetch(version: str) -> Path:

@@ -231,7 +231,7 @@ class AdapterSync:
             try:
                 server.load_adapter(name, folder)
             except RequestRefused as error:
-                raise _explain(error, root) from error
+                raise _explain(error) from error
             stack.pop_all()
 
     def _unload(
@@ -285,16 +285,11 @@ def _new_name(version: int, taken: set[str]) -> str:
     return next(name for name in names if name not in taken)
 
 
-def _explain(error: RequestRefused, root: Path) -> GrpoError:
+def _explain(error: RequestRefused) -> GrpoError:
     """vLLM's refusal of an adapter in terms of the user's keys."""
     if found := re.search(r"expected target modules in (.*?) but received (.*?)\. Please", str(error)):
         problem = f"vLLM's model takes no updates of {found[2]}; target only {found[1]}"
         return ConfigError(problem, key="model.lora.target_modules")
-    if error.status == 404:
-        return EngineError(
-            f"{error}: with model.lora the server must see {root} under this same path (sync.folder), and must have "
-            "been started for adapters: grpocli vllm-serve lora_rank=..."
-        )
     return EngineError(str(error))
 
 
