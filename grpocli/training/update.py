@@ -456,7 +456,8 @@ class UpdateChecks:
         change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
         last = latest(self.run_dir.checkpoints)
         if last is None:
-            return f"{change}, and begin again: there is no checkpoint yet"
+            start = "" if began_finite or step > 1 else "see whether the model's own weights are finite, or "
+            return f"{start}{change}, and begin again: there is no checkpoint yet"
         if last == self.run_dir.checkpoint(step - 1) and not began_finite:
             return f"{change}, and remove {last}: it holds the weights that this step began with"
         return f"{change}, and go on from the last checkpoint with {resume_word(self.run_dir.path)}"
