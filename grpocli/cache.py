@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from grpocli.errors import ConfigError, RunError
+from grpocli.errors import RunError, config_errors
 from grpocli.files import atomic_folder, clear_leftovers, lock
 
 DEADLINE = 600.0
@@ -30,31 +30,24 @@ def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None]) -> 
     for longer than DEADLINE.
     """
     path = cache_dir() / name
-    if not _whole(path, needed):
-        try:
-            _fill(path, needed, make)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot store files there ({error.strerror or error})",
-                key="GRPOCLI_CACHE",
-                value=cache_dir(),
-                hint="set GRPOCLI_CACHE to a folder that can be written",
-            ) from error
+    if _whole(path, needed):
+        return path
+    hint = "set GRPOCLI_CACHE to a folder that can be written"
+    with config_errors(
+        OSError, says="cannot store files there ({})", key="GRPOCLI_CACHE", value=cache_dir(), hint=hint
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_name(f".lock-{path.name}").open("w") as file:
+            try:
+                lock(file, fcntl.LOCK_EX, DEADLINE)
+            except BlockingIOError as error:
+                problem = f"waited {DEADLINE:.0f} s for another process that is making {path}"
+                raise RunError(f"{problem}; stop it, or set GRPOCLI_CACHE to another folder") from error
+            if not _whole(path, needed):  # another process may have made it meanwhile
+                clear_leftovers(path.parent, path.name)
+                with atomic_folder(path, replace=True) as folder:
+                    make(folder)
     return path
-
-
-def _fill(path: Path, needed: tuple[str, ...], make: Callable[[Path], None]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".lock-{path.name}").open("w") as file:
-        try:
-            lock(file, fcntl.LOCK_EX, DEADLINE)
-        except BlockingIOError as error:
-            problem = f"waited {DEADLINE:.0f} s for another process that is making {path}"
-            raise RunError(f"{problem}; stop it, or set GRPOCLI_CACHE to another folder") from error
-        if not _whole(path, needed):  # another process may have made it meanwhile
-            clear_leftovers(path.parent, path.name)
-            with atomic_folder(path, replace=True) as folder:
-                make(folder)
 
 
 def _whole(path: Path, needed: tuple[str, ...]) -> bool:

@@ -94,13 +94,11 @@ def lock(file: IO[Any], kind: int, seconds: float) -> None:
     Raises BlockingIOError if another process holds it for longer than `seconds`.
     """
     end = time.monotonic() + seconds
-    while True:
-        try:
+    while time.monotonic() < end:
+        with suppress(BlockingIOError):
             return fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                raise
         time.sleep(LOCK_POLL)
+    return fcntl.flock(file, kind | fcntl.LOCK_NB)
 
 
 @contextmanager
@@ -135,15 +133,15 @@ def full_disk_as_oserror(path: Path) -> Iterator[None]:
     """A block that writes `path`, in which any error of a full disk becomes an OSError."""
     try:
         yield
-    except Exception as error:
-        if isinstance(error, OSError):
-            raise
-        number = errno.ENOSPC if _disk_full(path.parent, error) else 0
-        if not number and (found := OS_ERROR.search(str(error))):
-            number = int(found[1])
-        if number:
-            raise OSError(number, os.strerror(number), str(path)) from error
+    except OSError:
         raise
+    except Exception as error:
+        said, folder = OS_ERROR.search(str(error)), path.parent
+        full = SAYS_FULL.search(str(error)) or (folder.exists() and shutil.disk_usage(folder).free < ROOM)
+        number = errno.ENOSPC if full else int(said[1]) if said else 0
+        if not number:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def clear_leftovers(folder: Path, name: str = "") -> None:
@@ -177,10 +175,6 @@ def _swap(temporary: Path, path: Path) -> None:
     path.rename(old)
     temporary.rename(path)
     remove(old)
-
-
-def _disk_full(folder: Path, error: BaseException) -> bool:
-    return bool(SAYS_FULL.search(str(error))) or (folder.exists() and shutil.disk_usage(folder).free < ROOM)
 
 
 def sync_file(path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.parts import key_of, one_of, part, require
+from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
 from grpocli.processes.node import Node
 
@@ -135,11 +135,9 @@ def _check_devices(owner: Single, field: str) -> None:
     value = getattr(owner, field)
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return
-    numbers = isinstance(value, list | tuple) and value and all(isinstance(n, int) and n >= 0 for n in value)
-    if not numbers or len(set(value)) < len(value):
-        raise ConfigError(
-            "give auto, how many GPUs, or a list of their numbers such as [0,1]", key=key_of(owner, field), value=value
-        )
+    ok = isinstance(value, list | tuple) and value and all(isinstance(n, int) and n >= 0 for n in value)
+    problem = "give auto, how many GPUs, or a list of their numbers such as [0,1]"
+    require(owner, field, bool(ok) and len(set(value)) == len(value), problem)
 
 
 def node_of(hardware: Hardware) -> Node | None:
@@ -151,17 +149,11 @@ def node_of(hardware: Hardware) -> Node | None:
         return None
     node = Node.here()
     if node is None or not node.port:
-        raise ConfigError(
-            "runs in a SLURM allocation: start it with `grpocli train -m hydra/launcher=slurm ...`",
-            key="hardware",
-            value="multinode",
-        )
-    if node.count != hardware.train_nodes:
-        raise ConfigError(
-            f"the job step has {node.count}: submit the run again",
-            key="hardware.train_nodes",
-            value=hardware.train_nodes,
-        )
+        problem = "runs in a SLURM allocation: start it with `grpocli train -m hydra/launcher=slurm ...`"
+        raise ConfigError(problem, key="hardware", value="multinode")
+    require(
+        hardware, "train_nodes", node.count == hardware.train_nodes, f"the job step has {node.count}: submit it again"
+    )
     return node
 
 
@@ -236,70 +228,47 @@ def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:
     """
     needed = int(engine.server_gpus)
     if needed > len(gpus):
-        raise ConfigError(
-            f"needs {needed} GPUs, {needed // engine.replicas} for each server, and there are {len(gpus)}: lower it, "
-            "or engine.tensor_parallel or engine.data_parallel",
-            key="engine.replicas",
-            value=engine.replicas,
-        )
-    if not needed and hardware.rollout_devices != "auto":
-        problem = "the run starts no vLLM server that could use them: choose engine=vllm, or leave it at auto"
-        raise ConfigError(problem, key="hardware.rollout_devices", value=hardware.rollout_devices)
-    train = _chosen("train_devices", hardware.train_devices, gpus)
-    rollout = _chosen("rollout_devices", hardware.rollout_devices, gpus, last=True) if needed else ()
-    if needed and rollout is None:
+        problem = f"needs {needed} GPUs, {needed // engine.replicas} for each server, and there are {len(gpus)}"
+        hint = "lower it, or engine.tensor_parallel or engine.data_parallel"
+        raise ConfigError(problem, key="engine.replicas", value=engine.replicas, hint=hint)
+    problem = "the run starts no vLLM server that could use them: choose engine=vllm, or leave it at auto"
+    require(hardware, "rollout_devices", bool(needed) or hardware.rollout_devices == "auto", problem)
+    train = _chosen(hardware, "train_devices", gpus)
+    rollout = _chosen(hardware, "rollout_devices", gpus) if needed else ()
+    if rollout is None:
         left = [gpu for gpu in gpus if gpu not in (train or gpus[: hardware.processes or 0])]
         rollout = tuple((left if len(left) >= needed and len(gpus) > needed else list(gpus))[-needed:])
-    if rollout and len(rollout) < needed:
-        raise ConfigError(
-            f"the servers of engine=vllm need {needed} GPUs",
-            key="hardware.rollout_devices",
-            value=hardware.rollout_devices,
-        )
-    rollout = rollout or ()
+    require(hardware, "rollout_devices", len(rollout) >= needed, f"the servers of engine=vllm need {needed} GPUs")
     train = train or tuple(gpu for gpu in gpus if gpu not in rollout) or tuple(gpus)
     processes = hardware.processes or len(train)
-    if processes > len(train):
-        raise ConfigError(
-            f"each process needs its own GPU, and {len(train)} are left to train",
-            key="hardware.processes",
-            value=processes,
-        )
+    problem = f"each process needs its own GPU, and {len(train)} are left to train"
+    require(hardware, "processes", processes <= len(train), problem)
     return Devices(processes, train[:processes], rollout)
 
 
-def _chosen(field: str, value: Any, gpus: Sequence[str], last: bool = False) -> tuple[str, ...] | None:
-    """The GPUs of a key: the first or last ones for a number; None for auto."""
+def _chosen(hardware: Single, field: str, gpus: Sequence[str]) -> tuple[str, ...] | None:
+    """The GPUs of a key: for a number the first ones, and to serve the last ones; None for auto."""
+    value = getattr(hardware, field)
     if value == "auto":
         return None
+    problem = f"there are only the GPUs {','.join(gpus)} here"
     if isinstance(value, int):
-        if value > len(gpus):
-            raise ConfigError(f"there are {len(gpus)} GPUs here", key=f"hardware.{field}", value=value)
-        return tuple(gpus[-value:] if last else gpus[:value])
-    missing = [str(number) for number in value if str(number) not in gpus]
-    if missing:
-        raise ConfigError(
-            f"there is no GPU {missing[0]} here, only {', '.join(sorted(gpus))}",
-            key=f"hardware.{field}",
-            value=value,
-        )
-    return tuple(str(number) for number in value)
+        require(hardware, field, value <= len(gpus), problem)
+        return tuple(gpus[:value] if field == "train_devices" else gpus[-value:])
+    require(hardware, field, {*map(str, value)} <= {*gpus}, problem)
+    return tuple(map(str, value))
 
 
 def _on_a_cpu(hardware: Single) -> Devices:
     for field in ("train_devices", "rollout_devices"):
-        value = getattr(hardware, field)
-        if value != "auto":
-            raise ConfigError("there is no GPU to choose; leave it at auto", key=f"hardware.{field}", value=value)
+        require(hardware, field, getattr(hardware, field) == "auto", "there is no GPU to choose; leave it at auto")
     return Devices(hardware.processes or 1)
 
 
 def _of_a_node(hardware: Multinode, gpus: Sequence[str]) -> Devices:
     wanted = hardware.devices_per_node
-    if wanted > len(gpus) and (gpus or hardware.device == "cuda"):
-        raise ConfigError(
-            f"{os.uname().nodename} has {len(gpus)} GPUs for this job", key="hardware.devices_per_node", value=wanted
-        )
+    enough = wanted <= len(gpus) or not (gpus or hardware.device == "cuda")
+    require(hardware, "devices_per_node", enough, f"{os.uname().nodename} has {len(gpus)} GPUs for this job")
     return Devices(wanted, tuple(gpus[:wanted]))
 
 

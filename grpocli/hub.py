@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.text import CREDENTIALS
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -52,8 +52,11 @@ def why_unreachable() -> str:
     asking.start()
     asking.join(WITHIN_SECONDS)
     problem = found[0] if found else f"no answer within {WITHIN_SECONDS:g} s"
-    if problem:
-        _go_offline()
+    if problem:  # imported libraries go offline, and through the environment later imports and child processes
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        for name in ("huggingface_hub.constants", "datasets.config"):
+            if module := sys.modules.get(name):
+                vars(module)["HF_HUB_OFFLINE"] = True
     return f"{constants.ENDPOINT}: {problem}" if problem else ""
 
 
@@ -63,21 +66,18 @@ def ask(url: str) -> str:
 
     try:
         httpx.head(url, timeout=httpx.Timeout(CONNECT_SECONDS, read=READ_SECONDS))
-    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
-        return str(error) or type(error).__name__
-    except (httpx.UnsupportedProtocol, httpx.InvalidURL, ValueError) as error:  # of the server or of a proxy
-        return f"not a valid address: {CREDENTIALS.sub('//', str(error))}"
+    except (
+        httpx.ConnectError,
+        httpx.ConnectTimeout,
+        httpx.ProxyError,
+        httpx.UnsupportedProtocol,
+        httpx.InvalidURL,
+        ValueError,
+    ) as error:  # of the server or of a proxy
+        return CREDENTIALS.sub("//", str(error)) or type(error).__name__
     except httpx.HTTPError:
         pass  # the server is there; the libraries report this problem
     return ""
-
-
-def _go_offline() -> None:
-    """Switch imported libraries to offline mode, and through the environment later imports and child processes."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    for name in ("huggingface_hub.constants", "datasets.config"):
-        if module := sys.modules.get(name):
-            vars(module)["HF_HUB_OFFLINE"] = True
 
 
 def check_folder(key: str, path: str, revision: str | None = None) -> None:
@@ -154,32 +154,19 @@ def hub_errors(key: str, value: object, cached: bool = False) -> Iterator[None]:
     cached: whether the block may work without the hub, from the cache.
     """
     reason = why_unreachable()
+    silent = f"the hub does not answer ({reason})"
     if reason and not cached:
-        raise ConfigError(f"the hub does not answer ({reason})", key=key, value=value)
-    try:
+        raise ConfigError(silent, key=key, value=value)
+    why = f"is not in the cache, and {silent}" if reason else "{}"
+    with config_errors(Exception, says=why, why=request_problem, key=key, value=value):
         yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        if reason:
-            problem = f"is not in the cache, and the hub does not answer ({reason})"
-            raise ConfigError(problem, key=key, value=value) from error
-        raise ConfigError(request_problem(error), key=key, value=value) from error
 
 
 def request_problem(error: BaseException) -> str:
     """What went wrong in a request to the hub, as one sentence without its address."""
-    from huggingface_hub import errors
-
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return "the hub's libraries are offline (HF_HUB_OFFLINE)"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return "the hub has no such revision"
     if status == 401:
         return "the hub does not accept the token, or wants one: export HF_TOKEN, or `hf auth login`"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return "the hub has no such repository, or the token may not read it"
     if status == 403:
         return "the token may not do this: choose one with write permission for this name"
     if error.__cause__ is not None and status is None:  # the client names the file, and its cause the reason

@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 
 
 @lru_cache
@@ -22,12 +22,10 @@ def plugins(group: str) -> dict[str, EntryPoint]:
 
 def load(plugin: EntryPoint) -> Any:
     """What an entry point names. Raises ConfigError if its package is broken."""
-    try:
+    problem = f"the entry point {plugin.name} = {plugin.value} cannot be loaded ({{}})"
+    hint = f"install {plugin.dist.name if plugin.dist else 'its package'} again, or remove it"
+    with config_errors(Exception, says=problem, why=lambda error: f"{type(error).__name__}: {error}", hint=hint):
         return plugin.load()
-    except Exception as error:
-        problem = f"the entry point {plugin.name} = {plugin.value} cannot be loaded ({type(error).__name__}: {error})"
-        package = plugin.dist.name if plugin.dist else "its package"
-        raise ConfigError(problem, hint=f"install {package} again, or remove it") from error
 
 
 def hook(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpocli.types import Message, Text
@@ -44,13 +44,12 @@ def format_number(value: Any) -> str:
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else one_line(str(value))
     size = abs(value)
-    if size == float("inf") or size == 0:
+    if size in (0, float("inf")):
         return f"{value:g}"
     if size < 1e-3 or size >= 1e6:
         return f"{value:.1e}"
-    if value.is_integer():
-        return f"{value:,.0f}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
+    digits = 0 if value.is_integer() or size >= 1000 else 1 if size >= 100 else 3
+    return f"{value:,.{digits}f}"
 
 
 def counted(n: int, what: str) -> str:
@@ -114,9 +113,16 @@ def mask(value: str, shown: str) -> None:
 
 def masked(text: str) -> str:
     """A text in which each masked value is replaced."""
-    for value in sorted(_shown, key=len, reverse=True):
-        text = text.replace(value, _shown[value])
-    return text
+    return replaced(text, _shown)
+
+
+def replaced(text: str, shown: Mapping[str, str], before: str = "", after: str = "") -> str:
+    """A text with each value replaced by what is shown for it, the longest first.
+
+    before, after: regular expressions of what must stand around a value.
+    """
+    values = "|".join(map(re.escape, sorted(shown, key=len, reverse=True)))
+    return re.sub(f"{before}({values}){after}", lambda found: shown[found[0]], text) if values else text
 
 
 def without_secrets(url: str) -> str:

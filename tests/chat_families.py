@@ -99,18 +99,21 @@ PHI_3 = (  # a conversation ends with a further token
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChatFamily:
-    """A family's template and tokens. configured: the end tokens of its generation config. ends: where a turn ends."""
+    """A family's template and tokens. ends: where a turn ends. configured: the end tokens of its generation config."""
 
     template: str
     special: tuple[str, ...]
     eos: str
-    configured: tuple[str, ...]
     ends: tuple[str, ...]
+    configured: tuple[str, ...] = ()
     bos: str | None = None
     added: tuple[str, ...] = ()
     template_ends: str | None = None
+
+    def __post_init__(self) -> None:
+        self.configured = self.configured or self.ends
 
     def tokenizer(self) -> Any:
         made = make_tokenizer()
@@ -123,65 +126,33 @@ class ChatFamily:
 
 
 THINK = ("<think>", "</think>")
-IM = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-CHATML = {"special": IM, "eos": "<|im_end|>", "ends": ("<|im_end|>", "<|endoftext|>"), "template_ends": "<|im_end|>"}
-BOTH = ("<|im_end|>", "<|endoftext|>")
+BOTH, TEXT = ("<|im_end|>", "<|endoftext|>"), "<|endoftext|>"
+IM = ("<|im_start|>",)
+EOT = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+HEADERS = ("<|start_header_id|>", "<|end_header_id|>")
+CALL = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+
+
+def chatml(template: str, eos: str = "<|im_end|>", ends: tuple[str, ...] = BOTH, **more: Any) -> ChatFamily:
+    return ChatFamily(template, (*IM, *BOTH), eos, ends, **{"template_ends": "<|im_end|>", **more})
+
 
 CHAT_FAMILIES = {
-    "qwen2.5": ChatFamily(QWEN_2_5, **CHATML, configured=BOTH),  # type: ignore[arg-type]
-    "qwen3": ChatFamily(QWEN_3, **CHATML, configured=BOTH, added=THINK),  # type: ignore[arg-type]
-    "qwen3-base": ChatFamily(
-        QWEN_3, IM, "<|endoftext|>", ("<|endoftext|>",), BOTH, added=THINK, template_ends="<|im_end|>"
-    ),
-    "qwen3-2507": ChatFamily(QWEN_3_2507, **CHATML, configured=BOTH),  # type: ignore[arg-type]
-    "qwen3.5": ChatFamily(QWEN_3_5, **CHATML, configured=BOTH, added=THINK),  # type: ignore[arg-type]
-    "llama3.2": ChatFamily(
-        LLAMA_3_2,
-        ("<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>", "<|eom_id|>", "<|end_of_text|>"),
-        "<|eot_id|>",
-        ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
-        ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
-        bos="<|begin_of_text|>",
-        template_ends="<|eot_id|>",
-    ),
+    "qwen2.5": chatml(QWEN_2_5),
+    "qwen3": chatml(QWEN_3, added=THINK),
+    "qwen3-base": chatml(QWEN_3, TEXT, added=THINK, configured=(TEXT,)),
+    "qwen3-2507": chatml(QWEN_3_2507),
+    "qwen3.5": chatml(QWEN_3_5, added=THINK),
+    "llama3.2": ChatFamily(LLAMA_3_2, HEADERS, "<|eot_id|>", EOT, bos="<|begin_of_text|>", template_ends="<|eot_id|>"),
     "gemma3": ChatFamily(
-        GEMMA_3,
-        ("<start_of_turn>", "<end_of_turn>"),
-        "<eos>",
-        ("<eos>", "<end_of_turn>"),
-        ("<eos>", "<end_of_turn>"),
+        *(GEMMA_3, ("<start_of_turn>",), "<eos>", ("<eos>", "<end_of_turn>")),
         bos="<bos>",
         template_ends="<end_of_turn>",
     ),
-    "smollm3": ChatFamily(
-        SMOLLM_3, IM, "<|im_end|>", ("<|im_end|>",), ("<|im_end|>",), added=THINK, template_ends="<|im_end|>"
-    ),
-    "olmo2": ChatFamily(
-        OLMO_2,
-        ("<|endoftext|>",),
-        "<|endoftext|>",
-        ("<|endoftext|>",),
-        ("<|endoftext|>",),
-        bos="<|endoftext|>",
-        template_ends="<|endoftext|>",
-    ),
-    "olmo3": ChatFamily(OLMO_3, IM, "<|endoftext|>", BOTH, BOTH),
-    "mistral": ChatFamily(
-        MISTRAL, ("[INST]", "[/INST]"), "</s>", ("</s>",), ("</s>",), bos="<s>", template_ends="</s>"
-    ),
-    "gpt-oss": ChatFamily(
-        GPT_OSS,
-        ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
-        "<|return|>",
-        ("<|return|>", "<|call|>"),
-        ("<|return|>", "<|call|>"),
-    ),
-    "phi3": ChatFamily(
-        PHI_3,
-        ("<|user|>", "<|assistant|>", "<|end|>"),
-        "<|endoftext|>",
-        ("<|endoftext|>", "<|end|>"),
-        ("<|endoftext|>", "<|end|>"),
-        template_ends="<|end|>",
-    ),
+    "smollm3": chatml(SMOLLM_3, ends=("<|im_end|>",), added=THINK),
+    "olmo2": ChatFamily(OLMO_2, (), TEXT, (TEXT,), bos=TEXT, template_ends=TEXT),
+    "olmo3": chatml(OLMO_3, TEXT, template_ends=None),
+    "mistral": ChatFamily(MISTRAL, ("[INST]", "[/INST]"), "</s>", ("</s>",), bos="<s>", template_ends="</s>"),
+    "gpt-oss": ChatFamily(GPT_OSS, CALL, "<|return|>", ("<|return|>", "<|call|>")),
+    "phi3": ChatFamily(PHI_3, ("<|user|>", "<|assistant|>"), TEXT, (TEXT, "<|end|>"), template_ends="<|end|>"),
 }

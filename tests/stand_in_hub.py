@@ -49,6 +49,13 @@ class Repo:
         return self.commits.get(self.branches.get(revision, revision))
 
 
+class Refused(Exception):
+    """Ends a request with a response."""
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
+
+
 @dataclass
 class StandInHub:
     """The state of the server, which tests read and change.
@@ -88,6 +95,7 @@ class StandInHub:
                 Route("/objects/{oid}", self._put, methods=["PUT"]),
                 Route("/{owner}/{name}/resolve/{revision}/{path:path}", self._resolve, methods=["GET", "HEAD"]),
             ],
+            exception_handlers={Refused: lambda request, error: error.response},
         )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -104,16 +112,24 @@ class StandInHub:
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         return self.users.get(token, ("", ""))
 
-    def repo(self, request: Request, write: bool = False) -> Repo | Response:
+    def repo(self, request: Request, write: bool = False) -> Repo:
         name, role = self.user(request)
         owner, repo = request.path_params["owner"], request.path_params["name"]
         found = self.repos.get(f"{owner}/{repo}")
         if found is None or (found.private and name != owner):
             missing = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
-            return JSONResponse({"error": "Repository not found"}, 404 if name else 401, missing)
+            raise Refused(JSONResponse({"error": "Repository not found"}, 404 if name else 401, missing))
         if write and (role != "write" or name != owner):
-            return JSONResponse({"error": "Forbidden: you may not write here"}, 403)
+            raise Refused(JSONResponse({"error": "Forbidden: you may not write here"}, 403))
         return found
+
+    def files(self, request: Request, repo: Repo) -> dict[str, bytes]:
+        """The files of the request's revision."""
+        files = repo.files(request.path_params.get("revision", "main"))
+        if files is None:
+            missing = {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"}
+            raise Refused(JSONResponse({"error": "Invalid rev id"}, 404, missing))
+        return files
 
     async def _whoami(self, request: Request) -> Response:
         name, role = self.user(request)
@@ -141,17 +157,15 @@ class StandInHub:
         return JSONResponse({"url": url})
 
     async def _auth(self, request: Request) -> Response:
-        repo = self.repo(request)
-        return repo if isinstance(repo, Response) else JSONResponse({})
+        self.repo(request)
+        return JSONResponse({})
 
     async def _auth_write(self, request: Request) -> Response:
-        repo = self.repo(request, write=True)
-        return repo if isinstance(repo, Response) else JSONResponse({})
+        self.repo(request, write=True)
+        return JSONResponse({})
 
     async def _branch(self, request: Request) -> Response:
         repo = self.repo(request, write=True)
-        if isinstance(repo, Response):
-            return repo
         name = request.path_params["revision"]
         if name in repo.branches:
             return JSONResponse({"error": "Reference already exists"}, 409)
@@ -161,8 +175,6 @@ class StandInHub:
 
     async def _refs(self, request: Request) -> Response:
         repo = self.repo(request)
-        if isinstance(repo, Response):
-            return repo
         branches = [
             {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
             for name, commit in repo.branches.items()
@@ -172,8 +184,6 @@ class StandInHub:
     async def _commits(self, request: Request) -> Response:
         """All commits, the newest first, as if there were one branch."""
         repo = self.repo(request)
-        if isinstance(repo, Response):
-            return repo
         entries = [
             {"id": revision, "authors": [], "date": "2026-01-01T00:00:00.000Z", "title": message, "message": ""}
             for revision, message in zip(repo.commits, repo.messages, strict=True)
@@ -182,11 +192,7 @@ class StandInHub:
 
     async def _preupload(self, request: Request) -> Response:
         repo = self.repo(request, write=True)
-        if isinstance(repo, Response):
-            return repo
-        there = repo.files(request.path_params["revision"])
-        if there is None:
-            return _no_revision()
+        there = self.files(request, repo)
         modes = [
             {
                 "path": one["path"],
@@ -199,9 +205,7 @@ class StandInHub:
         return JSONResponse({"files": modes})
 
     async def _batch(self, request: Request) -> Response:
-        repo = self.repo(request, write=True)
-        if isinstance(repo, Response):
-            return repo
+        self.repo(request, write=True)
         objects = []
         for one in (await request.json())["objects"]:
             found = {"oid": one["oid"], "size": one["size"]}
@@ -220,13 +224,7 @@ class StandInHub:
 
     async def _commit(self, request: Request) -> Response:
         repo = self.repo(request, write=True)
-        if isinstance(repo, Response):
-            return repo
-        branch = request.path_params["revision"]
-        there = repo.files(branch)
-        if branch not in repo.branches or there is None:
-            return _no_revision()
-        files, message = dict(there), ""
+        branch, files, message = request.path_params["revision"], dict(self.files(request, repo)), ""
         for line in (await request.body()).splitlines():
             row = json.loads(line)
             value = row["value"]
@@ -249,34 +247,19 @@ class StandInHub:
 
     async def _info(self, request: Request) -> Response:
         repo = self.repo(request)
-        if isinstance(repo, Response):
-            return repo
-        wanted = request.path_params.get("revision", "main")
-        files = repo.files(wanted)
-        if files is None:
-            return _no_revision()
+        wanted, files = request.path_params.get("revision", "main"), self.files(request, repo)
         name = f"{request.path_params['owner']}/{request.path_params['name']}"
         sha = repo.branches.get(wanted, wanted)
         facts = {"id": name, "modelId": name, "sha": sha, "private": repo.private, "tags": [], "downloads": 0}
         return JSONResponse(facts | {"siblings": [{"rfilename": path} for path in sorted(files)]})
 
     async def _tree(self, request: Request) -> Response:
-        repo = self.repo(request)
-        if isinstance(repo, Response):
-            return repo
-        files = repo.files(request.path_params["revision"])
-        if files is None:
-            return _no_revision()
+        files = self.files(request, self.repo(request))
         return JSONResponse([_entry(path, content) for path, content in sorted(files.items())])
 
     async def _resolve(self, request: Request) -> Response:
         repo = self.repo(request)
-        if isinstance(repo, Response):
-            return repo
-        wanted, path = request.path_params["revision"], request.path_params["path"]
-        files = repo.files(wanted)
-        if files is None:
-            return _no_revision()
+        wanted, path, files = request.path_params["revision"], request.path_params["path"], self.files(request, repo)
         if path not in files:
             missing = {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"}
             return JSONResponse({"error": "Entry not found"}, 404, missing)
@@ -293,11 +276,6 @@ class StandInHub:
         if request.method == "HEAD":
             response.headers["Content-Length"] = str(len(content))
         return response
-
-
-def _no_revision() -> Response:
-    missing = {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"}
-    return JSONResponse({"error": "Invalid rev id"}, 404, missing)
 
 
 def _is_large(path: str, size: int) -> bool:

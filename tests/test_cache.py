@@ -88,7 +88,7 @@ def test_waiting_has_a_deadline(cache_folder: Path, monkeypatch: pytest.MonkeyPa
             cached("models/x", NEEDED, forbidden)
 
 
-def test_a_failed_build_leaves_nothing(cache_folder: Path) -> None:
+def test_a_failed_build_leaves_nothing_and_a_damaged_one_is_built_again(cache_folder: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "a").write_text("half")
         raise RuntimeError("no")
@@ -96,9 +96,6 @@ def test_a_failed_build_leaves_nothing(cache_folder: Path) -> None:
     with pytest.raises(RuntimeError, match="no"):
         cached("models/x", NEEDED, fail)
     assert [p.name for p in (cache_folder / "models").iterdir()] == [".lock-x"]
-
-
-def test_a_damaged_folder_is_built_again(cache_folder: Path) -> None:
     path = cached("models/x", NEEDED, builder("one"))
     (path / "b").unlink()
     assert (cached("models/x", NEEDED, builder("two")) / "b").read_text() == "two"

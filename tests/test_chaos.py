@@ -56,23 +56,13 @@ def shared(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     made.close()
 
 
-def hold(trial: Trial, shared: Shared, folder: Path) -> None:
+@pytest.mark.survival
+@pytest.mark.parametrize("trial", RUNS + SHORT, ids=str)
+def test_promises_hold(trial: Trial, shared: Shared, tmp_path: Path) -> None:
     try:
-        trial.execute(Workspace(folder, shared))
+        trial.execute(Workspace(tmp_path, shared))
     except Skipped as error:
         pytest.skip(str(error))
-
-
-@pytest.mark.survival
-@pytest.mark.parametrize("trial", RUNS, ids=str)
-def test_promises_of_a_run_hold(trial: Trial, shared: Shared, tmp_path: Path) -> None:
-    hold(trial, shared, tmp_path)
-
-
-@pytest.mark.survival
-@pytest.mark.parametrize("trial", SHORT, ids=str)
-def test_promises_without_a_run_hold(trial: Trial, shared: Shared, tmp_path: Path) -> None:
-    hold(trial, shared, tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -84,52 +74,36 @@ def test_the_same_seed_draws_the_same_trials(kind: Kind) -> None:
     assert select([], 0, None, [trials[5].name]) == [trials[5]]
 
 
-class PassingTrial:
-    attacks = 1
+class Scripted:
+    """A trial that raises an error, or passes."""
+
+    def __init__(self, error: Exception | None = None, attacks: int = 1) -> None:
+        self.error, self.attacks = error, attacks
 
     def execute(self, workspace: Workspace) -> None:
         (workspace.folder / "file").touch()
+        if self.error:
+            raise self.error
 
 
-class FailingTrial(PassingTrial):
-    attacks = 3
-
-    def execute(self, workspace: Workspace) -> None:
-        raise PromiseBroken("a file is missing")
-
-
-class WrongTrial(PassingTrial):
-    def execute(self, workspace: Workspace) -> None:
-        raise KeyError("a fault of the trial")
-
-
-class SkippedTrial(PassingTrial):
-    def execute(self, workspace: Workspace) -> None:
-        raise Skipped("needs a GPU")
+def cells(trials: list[NumberedTrial], outcomes: list[object]) -> list[list[str]]:
+    """The table's rows below its head."""
+    rows = as_markdown(trials, outcomes).splitlines()[2:]  # type: ignore[arg-type]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
 def test_the_table_counts_trials_by_outcome(tmp_path: Path) -> None:
     kinds = KINDS[:2]
-    trials = [
-        NumberedTrial(kinds[0], 7, PassingTrial()),
-        NumberedTrial(kinds[0], 8, FailingTrial()),
-        NumberedTrial(kinds[0], 9, WrongTrial()),
-    ]
-    trials += [NumberedTrial(kinds[1], 7, SkippedTrial()), NumberedTrial(kinds[1], 8, PassingTrial())]
-    rows = as_markdown(trials, list(run_trials(trials, Shared(tmp_path)))).splitlines()
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert cells[2:] == [
+    failing, wrong = Scripted(PromiseBroken("a file is missing"), 3), Scripted(KeyError("a fault of the trial"))
+    trials = [NumberedTrial(kinds[0], n, one) for n, one in ((7, Scripted()), (8, failing), (9, wrong))]
+    trials += [NumberedTrial(kinds[1], n, one) for n, one in ((7, Scripted(Skipped("needs a GPU"))), (8, Scripted()))]
+    assert cells(trials, list(run_trials(trials, Shared(tmp_path)))) == [
         [kinds[0].name, "5", "5", "1", "8, 9", "0"],
         [kinds[1].name, "2", "1", "1", "none", "1: needs a GPU"],
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kills_8", "kills_9"], "folders of failed trials remain"
-
-
-def test_a_trial_after_the_deadline_is_not_run(tmp_path: Path) -> None:
-    trials = [NumberedTrial(KINDS[0], 7, PassingTrial())]
-    outcomes = list(run_trials(trials, Shared(tmp_path), deadline=0.0))
-    row = as_markdown(trials, outcomes).splitlines()[2]
-    assert [cell.strip() for cell in row.strip("|").split("|")] == ["kills", "1", "0", "0", "none", "0"]
+    late = list(run_trials(trials[:1], Shared(tmp_path), deadline=0.0))
+    assert cells(trials[:1], late) == [["kills", "1", "0", "0", "none", "0"]]
 
 
 def test_only_the_table_on_a_page_is_replaced() -> None:

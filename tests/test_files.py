@@ -24,21 +24,14 @@ def disk_fills_up(handle: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_write_replaces_the_content(tmp_path: Path) -> None:
+def test_a_write_replaces_the_content_or_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
     write_atomic(path, "old")
     write_atomic(path, b"new")
-    assert path.read_text() == "new"
-    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
-
-
-def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.txt"
-    write_atomic(path, "old")
     monkeypatch.setattr(os, "fsync", disk_fills_up)
     with pytest.raises(OSError, match="No space left"):
-        write_atomic(path, "new")
-    assert path.read_text() == "old"
+        write_atomic(path, "newer")
+    assert path.read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
@@ -53,38 +46,25 @@ def test_a_write_on_a_full_disk_leaves_nothing(full_disk: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("delay", [True, False])
 def test_a_log_on_a_full_disk_is_silent(full_disk: Path, capsys: pytest.CaptureFixture[str], delay: bool) -> None:
-    handler = QuietFileHandler(full_disk / "run.log", delay=delay)
-    logger = logging.Logger("a run's")
-    logger.addHandler(handler)
-    for _ in range(100):
-        logger.info("x" * 1000)
-    handler.close()
+    logged(QuietFileHandler(full_disk / "run.log", delay=delay), "x" * 100_000)
     assert capsys.readouterr().err == ""
 
 
-def test_a_log_that_cannot_be_opened_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def logged(handler: QuietFileHandler, text: str, *arguments: object) -> None:
     logger = logging.Logger("a run's")
-    logger.addHandler(QuietFileHandler(tmp_path / "nowhere" / "run.log", delay=True))
-    logger.info("lost")
-    assert capsys.readouterr().err == ""
-
-
-def test_a_log_takes_lone_surrogates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    handler = QuietFileHandler(tmp_path / "run.log")
-    logger = logging.Logger("grpocli.run")
     logger.addHandler(handler)
-    logger.info("a text \ud800 of a model")
+    logger.info(text, *arguments)
     handler.close()
+
+
+def test_a_log_is_silent_about_files_and_not_about_wrong_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged(QuietFileHandler(tmp_path / "nowhere" / "run.log", delay=True), "lost")
+    logged(QuietFileHandler(tmp_path / "run.log"), "a text \ud800 of a model")
     assert (tmp_path / "run.log").read_text() == "a text \\ud800 of a model\n"
     assert capsys.readouterr().err == ""
-
-
-def test_a_wrong_call_of_the_log_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.Logger("a run's")
-    handler = QuietFileHandler(tmp_path / "run.log", delay=True)
-    logger.addHandler(handler)
-    logger.info("a mistake in the %s of a call", "arguments", "!")
-    handler.close()
+    logged(QuietFileHandler(tmp_path / "run.log", delay=True), "a mistake in the %s of a call", "arguments", "!")
     assert "Logging error" in capsys.readouterr().err
 
 
@@ -98,12 +78,6 @@ def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_an_error_without_the_folder_is_raised_unchanged(tmp_path: Path) -> None:
-    """This happens if the main process, which makes the folder, was killed."""
-    with pytest.raises(RuntimeError, match="connection closed"), full_disk_as_oserror(tmp_path / "no" / "step_1"):
-        raise RuntimeError("connection closed")
-
-
 def test_a_folder_whose_writing_fails_is_removed(tmp_path: Path) -> None:
     def write() -> None:
         with atomic_folder(tmp_path / "step_1") as folder:
@@ -113,6 +87,9 @@ def test_a_folder_whose_writing_fails_is_removed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no model"):
         write()
     assert list(tmp_path.iterdir()) == []
+    # the main process, which makes the folder, was killed
+    with pytest.raises(RuntimeError, match="connection closed"), full_disk_as_oserror(tmp_path / "no" / "step_1"):
+        raise RuntimeError("connection closed")
 
 
 def test_a_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
@@ -136,34 +113,28 @@ def test_a_full_disk_is_reported_although_libraries_raise_other_errors(full_disk
 
 
 @pytest.mark.parametrize(
-    "message", ["I/O error: No space left on device (os error 28)", "write failed: Disk quota exceeded"]
+    ("message", "number"),
+    [
+        ("I/O error: No space left on device (os error 28)", errno.ENOSPC),
+        ("write failed: Disk quota exceeded", errno.ENOSPC),
+        ("I/O error: File too large (os error 27)", errno.EFBIG),
+    ],
 )
-def test_a_full_disk_is_recognised_by_the_message_too(tmp_path: Path, message: str) -> None:
-    with pytest.raises(OSError, match="No space left"), atomic_folder(tmp_path / "step_1"):
+def test_an_error_of_the_disk_is_recognised_in_a_librarys_message(tmp_path: Path, message: str, number: int) -> None:
+    with pytest.raises(OSError, match=os.strerror(number)) as caught, atomic_folder(tmp_path / "step_1"):
         raise RuntimeError(message)
+    assert caught.value.errno == number
 
 
-def test_an_os_error_is_recognised_in_a_librarys_message(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="File too large") as caught, atomic_folder(tmp_path / "a"):
-        raise RuntimeError("I/O error: File too large (os error 27)")
-    assert caught.value.errno == errno.EFBIG
-
-
-def test_leftovers_of_a_killed_process_are_cleared(tmp_path: Path) -> None:
-    (tmp_path / ".tmp-step_000002-77").mkdir()
-    (tmp_path / ".tmp-step_000002-77" / "half").touch()
-    (tmp_path / ".tmp-metrics.jsonl-77").touch()
-    (tmp_path / "step_000001").mkdir()
-    (tmp_path / ".old-step_000001-77").mkdir()
-    clear_leftovers(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
-
-
-def test_other_hidden_files_are_kept(tmp_path: Path) -> None:
-    for name in (".old-foo", ".old-", ".tmp-notes", ".hidden-7"):
+def test_leftovers_of_a_killed_process_are_cleared_and_other_hidden_files_kept(tmp_path: Path) -> None:
+    kept = {".old-foo", ".old-", ".tmp-notes", ".hidden-7", "step_000001", "my-model"}
+    for name in (*kept - {"my-model"}, ".tmp-step_000002-77", ".old-step_000001-77", ".old-my-model-77"):
         (tmp_path / name).mkdir()
+    for name in (".tmp-step_000002-77/half", ".tmp-metrics.jsonl-77", ".old-my-model-77/weights"):
+        (tmp_path / name).touch()
     clear_leftovers(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 4
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert (tmp_path / "my-model" / "weights").exists(), "restored after an interrupted swap"
 
 
 def test_the_target_of_a_symbolic_link_is_kept(tmp_path: Path) -> None:
@@ -179,15 +150,6 @@ def test_the_target_of_a_symbolic_link_is_kept(tmp_path: Path) -> None:
     assert not (folder / "step_000002").is_symlink()
     assert (tmp_path / "elsewhere").is_dir()
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_folder_is_restored_after_an_interrupted_swap(tmp_path: Path) -> None:
-    (tmp_path / ".old-my-model-77").mkdir()
-    (tmp_path / ".old-my-model-77" / "weights").touch()
-    (tmp_path / ".tmp-my-model-77").mkdir()
-    clear_leftovers(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["my-model"]
-    assert (tmp_path / "my-model" / "weights").exists()
 
 
 @pytest.mark.parametrize(("stale", "read"), [(3, True), (STALE_TRIES + 1, False)])

@@ -25,28 +25,17 @@ class LeftBehind:
 """
 
 
-@pytest.fixture
-def left_behind(tmp_path: Path) -> Path:
-    """A folder with a user's file that defines a part; it is not the working directory."""
-    folder = tmp_path / "theirs"
+def test_user_code_is_forgotten(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"  # which is not the working directory
     folder.mkdir()
     (folder / "left_behind.py").write_text(PART)
-    return folder
-
-
-def imported(folder: Path) -> None:
-    load(f"{folder}/left_behind.py:LeftBehind", "algorithm/advantage")
-    check_exists("left_behind:LeftBehind", "algorithm/advantage")
-    __import__("left_behind")
-    assert "left_behind" in stored("algorithm/advantage")
-    assert is_marked("algorithm.advantage.text", ESCAPED)
-
-
-def test_user_code_is_forgotten(left_behind: Path, tmp_path: Path) -> None:
     path, modules = list(sys.path), set(sys.modules)
     for _ in range(2):
         with isolated(tmp_path):
-            imported(left_behind)
+            load(f"{folder}/left_behind.py:LeftBehind", "algorithm/advantage")
+            check_exists("left_behind:LeftBehind", "algorithm/advantage")
+            assert "left_behind" in stored("algorithm/advantage")
+            assert is_marked("algorithm.advantage.text", ESCAPED)
         assert sys.path == path
         assert not [name for name in set(sys.modules) - modules if "left_behind" in name]
         assert "left_behind" not in stored("algorithm/advantage")

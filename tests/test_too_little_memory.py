@@ -26,11 +26,7 @@ class OutOfMemoryError(RuntimeError):
         (MemoryError(), "MemoryError"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "OSError"),
         (ImportError("libarrow.so: failed to map segment from shared object"), "failed to map"),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
-            "CPUAllocator",
-        ),
-        (RuntimeError("unable to start watchdog thread"), "watchdog"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "CPUAllocator"),
         (RuntimeError("can't start new thread"), "thread"),
         (RuntimeError("std::bad_alloc"), "bad_alloc"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), r"train\.micro_batch_tokens"),

@@ -197,7 +197,7 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
     import torch
 
     from grpocli.models.loading import load_config
-    from grpocli.publish.card import model_card
+    from grpocli.publish.published import model_card
     from grpocli.training.checkpoint import save_model
 
     main, recorder, card = trainer.world.is_main, trainer.recorder, ""

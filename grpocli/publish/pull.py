@@ -1,8 +1,8 @@
 """`resume=hub:OWNER/NAME`: the folder of a pushed run, with its newest checkpoint, on this machine.
 
-The downloaded config could name any code (`runs_code`). So code outside grpocli must be named again on the
-command line. The config is checked before it is composed, because Hydra imports choices of users, and again as a whole,
-with its interpolations resolved.
+The downloaded config could name any code. So what it may set is listed (`is_accepted`), and everything else must be
+named again on the command line. The config is checked before it is composed, because Hydra imports choices of users,
+and again as a whole, with its interpolations resolved.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import dataclasses
 import re
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from glob import escape
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 from hydra.core.override_parser.types import Override
@@ -26,25 +26,21 @@ from grpocli.composition.compose import compose, register_parts
 from grpocli.composition.overrides import in_quotes, leaves_of, parse, text_of
 from grpocli.composition.resume import Resume, of_hydra
 from grpocli.config.environment import OVERRIDES, raw_value, unresolved
-from grpocli.config.parts import CLASSES, USER_CODE, is_marked
+from grpocli.config.parts import CLASSES
 from grpocli.config.user_code import GROUP, is_spec
 from grpocli.config.yaml_text import Leaf, leaves
-from grpocli.environments.environment import EnvironmentConfig
 from grpocli.environments.tools import READY
 from grpocli.errors import ConfigError
 from grpocli.files import remove
-from grpocli.http import is_loopback
 from grpocli.hub import MODEL_FILES, HubPath, hub_api, hub_errors, hub_path
 from grpocli.publish.published import ELSEWHERE, HIDDEN
 from grpocli.publish.push import TEXTS
-from grpocli.runs.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir, step_of
 from grpocli.runs.saved_run import SavedRun
 
 KEY = "resume"
 STATE = "trainer.json"
 CONFIG = "config.yaml"
-CHECKPOINT = re.compile(rf"(checkpoints/step_(\d{{6,9}}))/{re.escape(STATE)}")
-ROLLOUTS = re.compile(r"rollouts/step_\d{6,9}\.parquet")
 
 
 def fetched(overrides: Sequence[str], searched: Sequence[str] = ()) -> list[str]:
@@ -79,8 +75,7 @@ def fetch(place: HubPath, named: str, folder: Path, given: Sequence[str], search
             raise ConfigError("holds no run of grpocli: there is no config.yaml in it", key=KEY, value=named)
         config = check_config(Path(hf_hub_download(place.repo, CONFIG, revision=commit)), named, given, searched)
         checkpoint = newest_checkpoint(files, named)
-        rollouts = filter(ROLLOUTS.fullmatch, files)
-        wanted = [*TEXTS, *rollouts, *(f"{checkpoint}/{kind}" for kind in _kinds(given))]
+        wanted = [*TEXTS, "rollouts/step_*.parquet", *(f"{checkpoint}/{kind}" for kind in _kinds(given))]
         # of this commit alone: a branch may have moved since an earlier download was interrupted
         partial = folder.with_name(f"{folder.name}.{commit[:12]}.download")
         snapshot_download(place.repo, revision=commit, local_dir=partial, allow_patterns=wanted)
@@ -101,7 +96,8 @@ def _kinds(given: Sequence[str]) -> list[str]:
 
 def newest_checkpoint(files: Sequence[str], named: str) -> str:
     """The folder of the newest checkpoint among the files of a repository."""
-    whole = {int(found[2]): found[1] for path in files if (found := CHECKPOINT.fullmatch(path))}
+    folders = [path.parent for path in map(PurePosixPath, files) if path.name == STATE]
+    whole = {step_of(path): str(path) for path in folders if path.parent.name == "checkpoints" and step_of(path) >= 0}
     if not whole:
         problem = "holds no checkpoint, from which alone a run resumes"
         hint = "push them with hub.checkpoints=true, or grpocli push RUN --checkpoints"
@@ -110,10 +106,10 @@ def newest_checkpoint(files: Sequence[str], named: str) -> str:
 
 
 def check_config(path: Path, named: str, given: Sequence[str], searched: Sequence[str] = ()) -> dict[str, Any]:
-    """The config that is safe to keep: without code outside grpocli, except for what `given` names again.
+    """The config that is safe to keep: with accepted keys alone, except for what `given` names again.
 
-    Raises ConfigError if it has such code that is not named again, or files that are not on the hub. Imports none of
-    it: Hydra reads the saved overrides only after they have passed.
+    Raises ConfigError for another key that is not named again, and for files that are not on the hub. Imports no code
+    of others: Hydra reads the saved overrides only after they have passed.
     """
     register_parts()
     downloaded = SavedRun(path.parent)
@@ -121,9 +117,9 @@ def check_config(path: Path, named: str, given: Sequence[str], searched: Sequenc
     if downloaded.problems:
         raise ConfigError(f"its {downloaded.problems[0]}", key=KEY, value=named)
     saved = [text for text in map(str, loaded.get(OVERRIDES) or []) if not of_hydra(text)]
-    repeated = [text for text in saved if _override_is_code(text, named, given)]
+    repeated = [text for text in saved if _is_repeated(text, named, given)]
     values = {name: node for name, node in loaded.items() if name != OVERRIDES}
-    config: dict[str, Any] = _without(values, repeated_code(values, named, given))
+    config: dict[str, Any] = _without(values, repeated_keys(values, named, given))
     # a later choice of a group replaces an earlier one unread; other overrides Hydra would read, too
     choices = {text.partition("=")[0] for text in given if not {".", "@", "+"} & {*text.partition("=")[0]}}
     config[OVERRIDES] = [text for text in saved if text not in repeated or text.partition("=")[0] in choices]
@@ -132,7 +128,7 @@ def check_config(path: Path, named: str, given: Sequence[str], searched: Sequenc
         resume = Resume(Path(folder), [text for text in given if not of_hydra(text)])
         whole = _composed(resume, named, searched)
     kept = whole.pop(OVERRIDES)[: -len(resume.given) or None]
-    repeated_code(whole, named, given)  # an interpolation may have become code
+    repeated_keys(whole, named, given)  # an interpolation may have become code
     again = [text for text in given if _name(text) in map(_name, repeated)]
     return config | {OVERRIDES: [*(text for text in kept if text not in repeated), *again]}
 
@@ -155,28 +151,28 @@ def _name(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def _override_is_code(override: str, named: str, given: Sequence[str]) -> bool:
-    """Whether a saved override names code outside grpocli. Raises ConfigError unless `given` replaces it."""
+def _is_repeated(override: str, named: str, given: Sequence[str]) -> bool:
+    """Whether a saved override is not accepted, and `given` replaces it. Raises ConfigError unless it does."""
     if (found := parse(override)) is None:
         raise ConfigError(f"its config.yaml is broken: {override}", key=KEY, value=named)
-    code = code_in(found)
-    if code and _name(override) not in map(_name, given):
-        raise _untrusted(_name(override), code[1], named)
-    return code is not None
+    refused = not_accepted(found)
+    if refused and _name(override) not in map(_name, given):
+        raise _untrusted(_name(override), refused[1], named)
+    return refused is not None
 
 
-def repeated_code(node: dict[str, Any], named: str, given: Sequence[str]) -> set[str]:
-    """The keys of code that `given` names again. Raises ConfigError for code and files that must be given."""
+def repeated_keys(node: dict[str, Any], named: str, given: Sequence[str]) -> set[str]:
+    """The keys that are not accepted, which `given` names again. Raises ConfigError for those that must be given."""
     keys = [_name(text).partition("@")[0].replace("/", ".") for text in given]
     again = set()
     for key, value in leaves(node):
         is_given = any(f"{key}.".startswith(f"{one}.") for one in keys)
-        if runs_code(key, value):
+        if isinstance(value, str) and not is_given:
+            _refuse_unpushed(key, value, named)
+        if not is_accepted(key, value):
             if not is_given:
                 raise _untrusted(key, value, named)
             again.add(key)
-        if isinstance(value, str) and not is_given:
-            _refuse_unpushed(key, value, named)
     return again
 
 
@@ -190,8 +186,7 @@ def _refuse_unpushed(key: str, value: str, named: str) -> None:
 
 
 def _untrusted(key: str, value: object, named: str) -> ConfigError:
-    does = "chooses where a key is sent" if SENDS.fullmatch(key) else "runs code outside grpocli"
-    problem = f"its config {does}, {key}={value}"
+    problem = f"its config sets {key}={value}, which may run code or send a key"
     return ConfigError(problem, key=KEY, value=named, hint="if you trust it, give this key again")
 
 
@@ -203,87 +198,90 @@ def _without(node: Any, keys: set[str], prefix: str = "") -> Any:
 
 
 GROUPS = re.compile(rf"{GROUP.pattern}|algorithm|recipe|.*/.*")
-VLLM = ("engine.vllm_args.", "engine.speculative.")
-"""Options that vLLM takes, some of which name a class or a file of Python."""
-IMPORTS = re.compile("module|plugin|cls|middleware|logits.processors")
-IMPORTABLE = re.compile(r"[\w-]+([.:][\w-]+)+|.*\.py")
-SENDS = re.compile(r".*\.base_url(\..+)?|(engine|reward|algorithm)\.(.*\.)?api_key(_file)?|tracker\.options\..+")
-"""The server that gets a key, the variable or the file that holds it, and what a tracker's library takes."""
-KERNEL = re.compile(r"(?!kernels-community/).*/.*")
-"""Attention that transformers would download as code; its own organization's it trusts itself."""
+CHOICE = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")
+"""A choice of a config group: neither code nor a file elsewhere."""
+ACCEPTED = {
+    "algorithm": "combine divergence drop informative_only level mask_truncated model on_exhausted on_policy over"
+    " revision reward scale scope surplus weigh",
+    "engine": "completions enforce_eager quantization sleep",
+    "eval": "reward stop_at.metric",
+    "hardware": "device parallel rollout_devices train_devices",
+    "hub": "checkpoints private push revision rollouts",
+    "model": "chat_template compile date dtype head_dtype lora.path lora.target_modules operation path quantization"
+    " response_template revision thinking",
+    "optim": "betas nesterov scale schedule",
+    "reward": "answer_column device dtype key model only_right partial path pattern per_group process prompt"
+    " require_evaluated revision reward system",
+    "rollout": "in_flight long_prompts regex stop",
+    "sync": "canary",
+    "task": "action allow_overlap answer_column difficulty_column environment.env environment.stateful environment.stop"
+    " eval_path eval_split format instructions last_turn name observation operation order path prefix prompt_column"
+    " prompt_template rewards shot_template split streaming system_prompt target_template task_name",
+    "tracker": "kind project",
+    "train": "activation_offload gradient_checkpointing packed",
+    "": "callbacks_strict name resume resume_fallback resume_other_weights tags",
+}
+"""{section: fields} of texts and switches that a downloaded run may set: none names code or the receiver of a key."""
+NESTED = ("environment", "lora", "stop_at")
+VALUES = {
+    r"(algorithm\.kl\.model|model\.chat_template_arguments)\..+": r"(?s).*",
+    r"(optim\.schedule_arguments|rollout\.json_schema)\..+": r"(?s).*",
+    r"engine\.speculative\.model": r"[\w-]+/[\w.-]+",
+    r"engine\.speculative\.(method|num_speculative_tokens|prompt_lookup_(min|max))": r"\w+",
+    r"engine\.vllm_args\.(async_scheduling|block_size|chat_template_content_format|dtype|enable_chunked_prefill"
+    r"|enable_prefix_caching|kv_cache_dtype|max_\w+|seed)": r"\w+",
+    r"model\.attention": r"\w+|kernels-community/[\w-]+",
+    r"task(\.\w+)?\.(config|environment\.arguments|resets)\.[\w.]+": r"[\d.e+-]+|True|False",
+    r"task(\.\w+)?\.environment\.name": r"grpocli\.(environments\.(calculator:Calculator|sliding_puzzle:SlidingPuzzle)"
+    r"|library_environments\.(openenv:OpenEnv|verifiers:Verifiers))",
+    r"task(\.\w+)?\.storage_options\.anon": "True|False",
+    r"task(\.\w+)?\.tools": "|".join(map(re.escape, (*READY, *READY.values()))),
+}
+"""{pattern of keys: pattern of values} that a downloaded run may set beside these."""
 
 
-def code_in(override: Override) -> Leaf | None:
-    """The first value of an override that runs code of others: a choice that names code, or the value of a key."""
-    is_choice = "." not in override.key_or_group
+def not_accepted(override: Override) -> Leaf | None:
+    """The first choice or value of an override that a downloaded run may not set."""
+    group = override.key_or_group
+    is_choice = GROUPS.fullmatch(group) and not isinstance(override.value(), dict)
     for leaf, value in leaves_of(override):
-        if runs_code(leaf, value) or (is_choice and _imports(override.key_or_group, value)):
+        if is_choice and value is not None:
+            ok = CHOICE.fullmatch(value) or (group == "model" and "$" not in value and not is_spec(value))
+        else:
+            ok = is_accepted(leaf, value)
+        if not ok:
             return leaf, value
     return None
 
 
-def runs_code(key: str, value: Any) -> bool:
-    """Whether a value of a config makes the run execute code that is no part of grpocli."""
-    name = key.rpartition(".")[2].replace("-", "_")
+def is_accepted(key: str, value: Any) -> bool:
+    """Whether a downloaded run may set a key: registered parts, numbers, defaults, ACCEPTED and VALUES."""
+    *above, name = key.split(".")
     if name == "_target_":
-        return bool(foreign_target({"_target_": value}))
-    if name == "simple_templates":  # of fsspec: without it, an index of files is a program
-        return True
-    option = next((key.removeprefix(start) for start in VLLM if key.startswith(start)), None)
-    if option is not None and _imported_by_vllm(option, value):
-        return True
-    if not value or value in ("???", HIDDEN):  # HIDDEN has its own error
+        return value in CLASSES
+    for keys, values in VALUES.items():
+        if re.fullmatch(keys, key) and value is not None:
+            return re.fullmatch(values, str(value)) is not None
+    fields = _fields()
+    mappings = {field.name for field in fields if field.default_factory is dict}
+    if mappings & {*above[1:]}:
         return False
-    if name in ("trust_remote_code", "unsafe"):
+    if value in (None, "", "???", HIDDEN) or any((name, value) == (field.name, field.default) for field in fields):
         return True
-    text = str(value)
-    if ".base_url" in key:
-        return not is_loopback(urlsplit(text).hostname or "")
-    if SENDS.fullmatch(key):
-        return key.endswith("_file") or value not in _defaults()
-    if name == "attention":
-        return KERNEL.fullmatch(text) is not None
-    if key.endswith((".arguments.taskset", ".arguments.env")):  # of the environment of task=verifiers
+    kinds = [str(field.type) for field in fields if field.name == name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    becomes_number = kinds and str(value).startswith("${")  # OmegaConf refuses an interpolation of another type
+    if (is_number or becomes_number) and all(map(NUMBER.fullmatch, kinds)):
         return True
-    return is_marked(key, USER_CODE) and not key.endswith(".environment.env") and not _is_own(key, text)
+    nested = f"{above[-1]}.{name}" if above and above[-1] in NESTED else name
+    return nested in ACCEPTED.get(above[0] if above else "", "").split()
 
 
-def foreign_target(node: Any) -> str:
-    """The first `_target_` below a plain config that is not a registered part; "" if there is none."""
-    if not isinstance(node, dict):
-        return ""
-    target = str(node.get("_target_", ""))
-    if target and target not in CLASSES:
-        return target
-    return next((found for child in node.values() if (found := foreign_target(child))), "")
+NUMBER = re.compile(r"(int|float)( \| None)?")
 
 
-def _imported_by_vllm(option: str, value: Any) -> bool:
-    """Whether an option of vLLM may name code. A name with other characters could hold a value on its command line."""
-    if re.search(r"[^\w.-]", option):
-        return True
-    text = value if isinstance(value, str) else ""
-    named = bool(text) and IMPORTS.search(option) is not None
-    return named or text.startswith(("{", "[")) or IMPORTABLE.fullmatch(text) is not None
-
-
-def _imports(group: str, choice: Any) -> bool:
-    """Whether a choice comes from elsewhere than the config groups. That of a model may be its folder."""
-    if not isinstance(choice, str) or not GROUPS.fullmatch(group):
-        return False
-    elsewhere = "$" in choice or (group != "model" and (".." in choice or choice.startswith("/")))
-    return elsewhere or is_spec(choice)
-
-
-def _is_own(key: str, value: str) -> bool:
-    """Whether a value of a key that names code is a choice that comes with grpocli."""
-    if key.endswith(".tools"):
-        return value in READY or value in READY.values()
-    own = {one.name for one in _defaults() if isinstance(one, EnvironmentConfig) and one.name}
-    return key.endswith(".environment.name") and value in own
-
-
-def _defaults() -> list[Any]:
-    """The defaults of grpocli's own parts."""
+@cache
+def _fields() -> list[dataclasses.Field[Any]]:
+    """The fields of grpocli's own parts."""
     own = [cls for cls in CLASSES.values() if dataclasses.is_dataclass(cls) and cls.__module__.startswith("grpocli.")]
-    return [field.default for cls in own for field in dataclasses.fields(cls)]
+    return [field for cls in own for field in dataclasses.fields(cls)]

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -63,13 +64,14 @@ class Content:
     source: Path | bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pusher:
-    """Pushes a run's folder to `hub.push`. key: of errors."""
+    """Pushes a run's folder to `hub.push`."""
 
     run_dir: RunDir
     hub: Hub
     key: str = PUSH_KEY
+    """The key of errors."""
     api: Any = field(default_factory=hub_api)
 
     @property
@@ -77,13 +79,22 @@ class Pusher:
         assert self.hub.push is not None
         return self.hub.push
 
+    @cached_property
+    def public(self) -> Publisher:
+        """Makes a text public."""
+        return Publisher.of_run(self.run_dir.path)
+
     def push(self, progress: Progress = unreported) -> str:
         """Push everything that `hub` asks for and that the repository lacks. Returns the repository's address.
 
         Safe to repeat: files that are there already are not sent again. Raises ConfigError, in one sentence.
         """
         register_parts()  # which know the keys of a config that hold no secrets
-        commits = [*self._rollouts(), *self._checkpoints(), self._model()]
+        found = _files(self.run_dir.rollouts(0).parent, "rollouts") if self.hub.rollouts else {}
+        files = [Content(*one) for one in found.items()]
+        commits = [files[start : start + COMMIT_FILES] for start in range(0, len(files), COMMIT_FILES)]
+        commits += [self._checkpoint(path, path.name) for path in (self._kept() if self.hub.checkpoints else ())]
+        commits.append(self._model())
         if not any(commits):
             raise ConfigError("has neither a final model nor a checkpoint yet", key="RUN", value=self.run_dir.path)
         check_may_push(self.key, self.repo, self.hub.revision, private=self.hub.private)
@@ -91,7 +102,7 @@ class Pusher:
         with hub_errors(self.key, self.repo):
             for done, contents in enumerate(commits):
                 progress(done, len(commits), "parts")
-                self._commit(f"grpocli: {self.run_dir.name}", [*self._texts(), *contents])
+                self._commit(f"grpocli: {self.run_dir.name}", contents)
         return f"{self.api.endpoint}/{self.repo}"
 
     def push_checkpoint(self, folder: Path, step: int) -> None:
@@ -101,76 +112,56 @@ class Pusher:
         """
         with hub_errors(self.key, self.repo):
             name = self.run_dir.checkpoint(step).name
-            self._commit(f"grpocli: {name}", [*self._texts(), *self._checkpoint(folder, name)], prune=True)
+            files = self.api.list_repo_files(self.repo, revision=self.hub.revision)
+            pushed = {path.split("/")[1] for path in files if path.startswith("checkpoints/")}
+            gone = sorted(pushed - {path.name for path in self._kept()})
+            self._commit(f"grpocli: {name}", self._checkpoint(folder, name), gone)
 
-    def _publisher(self) -> Publisher:
-        return Publisher.of_run(self.run_dir.path)
+    def _text(self, path: str, file: Path) -> Content:
+        """A file as a public text; if that changes nothing, the file itself."""
+        text = file.read_text(errors="replace")
+        return Content(path, file if self.public(text) == text else self.public(text).encode())
 
-    def _texts(self) -> list[Content]:
-        publish = self._publisher()
-        paths = [self.run_dir.path / name for name in TEXTS if (self.run_dir.path / name).is_file()]
-        return [Content(path.name, publish(path.read_text(errors="replace")).encode()) for path in paths]
-
-    def _rollouts(self) -> Iterator[list[Content]]:
-        files = _files(self.run_dir.rollouts(0).parent, "rollouts") if self.hub.rollouts else []
-        yield from (files[start : start + COMMIT_FILES] for start in range(0, len(files), COMMIT_FILES))
-
-    def _checkpoints(self) -> Iterator[list[Content]]:
-        for path in self._kept() if self.hub.checkpoints else []:
-            yield self._checkpoint(path, path.name)
+    def _public_files(self, folder: Path, below: str) -> list[Content]:
+        """The files of a folder. Configs have no local folders: peft writes that of an adapter's base model."""
+        files = _files(folder, below).items()
+        return [self._text(*one) if one[0].endswith("config.json") else Content(*one) for one in files]
 
     def _checkpoint(self, folder: Path, name: str) -> list[Content]:
         """The files of a checkpoint. Configs without local folders get their own checksums, which a resume checks."""
         below = f"checkpoints/{name}"
-        contents = self._published(_files(folder, below))
-        index = folder / CHECKSUMS
-        changed = [one for one in contents if isinstance(one.source, bytes)]
+        contents, index = self._public_files(folder, below), folder / CHECKSUMS
+        changed = {one.path.removeprefix(f"{below}/"): one.source for one in contents if isinstance(one.source, bytes)}
         if not changed or not index.is_file():
             return contents
-        sums = json.loads(index.read_text())
-        for one in changed:
-            assert isinstance(one.source, bytes)
-            digest = xxhash.xxh3_128(one.source).hexdigest()
-            sums[one.path.removeprefix(f"{below}/")] = [len(one.source), digest]
-        kept = [one for one in contents if one.path != f"{below}/{CHECKSUMS}"]
-        return [*kept, Content(f"{below}/{CHECKSUMS}", json.dumps(sums, indent=2).encode())]
-
-    def _published(self, contents: Sequence[Content]) -> list[Content]:
-        """The same files, of which configs have no local folders: peft writes that of an adapter's base model."""
-        publish = self._publisher()
-        found = []
-        for one in contents:
-            if isinstance(one.source, Path) and one.path.endswith("config.json"):
-                text = one.source.read_text()
-                one = one if publish(text) == text else Content(one.path, publish(text).encode())
-            found.append(one)
-        return found
+        sums = {file: [len(data), xxhash.xxh3_128(data).hexdigest()] for file, data in changed.items()}
+        whole = json.dumps(json.loads(index.read_text()) | sums, indent=2).encode()
+        kept = [one for one in contents if one.source != index]
+        return [*kept, Content(f"{below}/{CHECKSUMS}", whole)]
 
     def _model(self) -> list[Content]:
         """The final model with its card, and the report; nothing before the run has a model."""
         model = self.run_dir.model
         if not model.is_dir():
             return []
-        publish = self._publisher()
         card = (model / CARD).read_text() if (model / CARD).is_file() else ""
-        card = publish(card).replace(HERE, self.repo)
-        files = [content for content in self._published(_files(model, "")) if content.path != CARD]
-        made_page = hook("report_page")
-        if made_page is None:
-            return [*files, Content(CARD, card.encode())]
-        ended = self.run_dir.summary if self.run_dir.summary.is_file() else self.run_dir.config
-        # the date of the run's end, so that a repeated push has the same page
-        made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ended.stat().st_mtime))
-        page = publish(made_page([self.run_dir.path], made=made))
-        return [*files, Content(REPORT, page.encode()), Content(CARD, card.encode())]
+        files = [content for content in self._public_files(model, "") if content.path != CARD]
+        files.append(Content(CARD, self.public(card).replace(HERE, self.repo).encode()))
+        if made_page := hook("report_page"):
+            ended = self.run_dir.summary if self.run_dir.summary.is_file() else self.run_dir.config
+            # the date of the run's end, so that a repeated push has the same page
+            made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ended.stat().st_mtime))
+            files.append(Content(REPORT, self.public(made_page([self.run_dir.path], made=made)).encode()))
+        return files
 
-    def _commit(self, message: str, contents: Sequence[Content], prune: bool = False) -> None:
+    def _commit(self, message: str, contents: Sequence[Content], gone: Sequence[str] = ()) -> None:
+        """Commit files with the run's texts, and delete checkpoints."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         # rollouts belong to this model: they are no data set of their own
         warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
-        gone = sorted(self._pushed_checkpoints() - {path.name for path in self._kept()}) if prune else []
-        added = [CommitOperationAdd(one.path, one.source) for one in contents]
+        texts = [self._text(name, self.run_dir.path / name) for name in TEXTS if (self.run_dir.path / name).is_file()]
+        added = [CommitOperationAdd(one.path, one.source) for one in (*texts, *contents)]
         deleted = [CommitOperationDelete(f"checkpoints/{name}/", is_folder=True) for name in gone]
         self.api.create_commit(self.repo, [*added, *deleted], commit_message=message, revision=self.hub.revision)
 
@@ -180,16 +171,11 @@ class Pusher:
 
         return checkpoints(self.run_dir.checkpoints)
 
-    def _pushed_checkpoints(self) -> set[str]:
-        files = self.api.list_repo_files(self.repo, revision=self.hub.revision)
-        return {path.split("/")[1] for path in files if path.startswith("checkpoints/")}
 
-
-def _files(folder: Path, below: str) -> list[Content]:
-    """The files below a folder, without hidden ones. below: their folder in the repository."""
+def _files(folder: Path, below: str) -> dict[str, Path]:
+    """{path in the repository: file} of a folder, without hidden ones. below: its own path there."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    return [Content(f"{below}/{name}" if below else name, path) for name, path in zip(names, paths, strict=True)]
+    return {(PurePosixPath(below) / path.relative_to(folder)).as_posix(): path for path in paths}
 
 
 def refuse_other_run(key: str, hub: Hub, run_dir: RunDir) -> None:

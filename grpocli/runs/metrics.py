@@ -7,7 +7,8 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -60,38 +61,20 @@ def json_line(step: int, metrics: Mapping[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """The readable lines of a metrics.jsonl."""
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int], int]:
+    """The rows of a metrics.jsonl, and the numbers of broken lines; none if there is no file.
 
-    rows: list[dict[str, Any]]
-    """In the order of the file."""
-    damaged: list[int]
-    """The numbers of broken lines."""
-    torn: int
-    """The number of a broken last line without its end, as a kill leaves it; 0 without one."""
-
-    def problems(self, running: bool) -> list[str]:
-        """A sentence for each kind of line that is left out. running: the last one is being written."""
-        found = [f"metrics.jsonl: line {self.torn} is incomplete and left out"] if self.torn and not running else []
-        if self.damaged:
-            shown = ", ".join(map(str, self.damaged[:5])) + (" ..." if len(self.damaged) > 5 else "")
-            found.append(f"metrics.jsonl: {len(self.damaged)} broken lines are left out ({shown})")
-        return found
-
-
-NO_LINES = Lines([], [], 0)
-
-
-def read_lines(path: Path) -> Lines:
-    """The lines of a metrics.jsonl; none if there is no file."""
+    The third is the number of a broken last line without its end, as a kill leaves it; 0 without one.
+    """
     if not path.is_file():
-        return NO_LINES
-    *whole, last = path.read_bytes().split(b"\n")
-    found = [_parse(line) for line in (*whole, last)]
-    damaged = [n for n, line in enumerate(whole, start=1) if line.strip() and found[n - 1] is None]
-    torn = len(found) if last.strip() and found[-1] is None else 0
-    return Lines([row for row in found if row is not None], damaged, torn)
+        return [], [], 0
+    lines = path.read_bytes().split(b"\n")
+    found = [_parse(line) for line in lines]
+    broken = [
+        n for n, (line, row) in enumerate(zip(lines, found, strict=True), start=1) if line.strip() and row is None
+    ]
+    torn = broken.pop() if broken[-1:] == [len(lines)] else 0
+    return [row for row in found if row is not None], broken, torn
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -99,21 +82,34 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises ConfigError, with the line number, if another line is broken.
     """
-    lines = read_lines(path)
-    if lines.damaged:
-        raise ConfigError(f"{path}: line {lines.damaged[0]} is not a JSON object with a step; delete that line")
-    return lines.rows
+    rows, broken, _ = read_lines(path)
+    if broken:
+        raise ConfigError(f"{path}: line {broken[0]} is not a JSON object with a step; delete that line")
+    return rows
+
+
+LONGEST = 100_000
+"""The most bytes of an array that is written."""
 
 
 def to_json(value: Any) -> Any:
-    """A value in JSON types: null for numbers that are not finite, plain numbers for those of numpy and torch."""
+    """A value in JSON types: null for numbers that are not finite, numbers and lists for those of numpy and torch.
+
+    Dates and decimals become text; images, bytes and large arrays the name of their type.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
     if isinstance(value, Mapping):
-        return {name: to_json(v) for name, v in value.items()}
+        return {str(name): to_json(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [to_json(v) for v in value]
-    if not isinstance(value, str | bool | int | float | None) and hasattr(value, "item"):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [to_json(one) for one in value]
+    if isinstance(value, Decimal | date | time | timedelta):
+        return str(value)
+    if hasattr(value, "tolist") and value.nbytes <= LONGEST:  # of numpy or torch, a single number too
+        return to_json(value.tolist())
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else f"<{type(value).__name__}>"
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -169,15 +165,11 @@ def summary_of(
     incomparable: why `before` and `after` cannot be compared. early: the metric, its value and the threshold of
     `eval.stop_at` that ended the run.
     """
-    whole = f"{cause}; {remedy}" if remedy else cause
-    summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1), "exit": whole, "exit_kind": kind}
-    if kind != "done":
-        summary["exit_cause"] = cause
-    if early:
-        summary["ended_early"] = dict(early)
+    summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1)}
+    summary |= {"exit": f"{cause}; {remedy}" if remedy else cause, "exit_kind": kind}
+    summary |= {"exit_cause": cause} if kind != "done" else {}
+    summary |= {"ended_early": dict(early)} if early else {}
     summary |= {f"{name}_before": value for name, value in before.items()}
     summary |= after
-    if incomparable and before and after:
-        summary["eval/incomparable"] = incomparable
-    summary["last"] = dict(metrics)
-    return summary
+    summary |= {"eval/incomparable": incomparable} if incomparable and before and after else {}
+    return summary | {"last": dict(metrics)}

@@ -7,34 +7,30 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import date, time, timedelta
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from grpocli.errors import config_errors
 from grpocli.files import write_atomic
+from grpocli.runs.metrics import LONGEST, to_json
 from grpocli.text import prompt_text, shorten, spoken
 from grpocli.types import Group, Message, Prompt, Rollout, Row, Status
-
-LONGEST = 100_000
-"""The longest JSON of an example's column in characters; longer ones are cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One completion of a step's rollout file.
-
-    group: the number of its group in the step. sampled_step: the step that sampled it, whose metrics count it. reward:
-    the weighted sum of its rewards; NaN if none applies. row: what the update trained on; None outside of the update.
-    """
+    """One completion of a step's rollout file."""
 
     rollout: Rollout
     group: int
+    """The number of its group in the step."""
     status: Status
     sampled_step: int
+    """The step that sampled it, whose metrics count it."""
     reward: float = math.nan
+    """The weighted sum of its rewards; NaN if none applies."""
     row: Row | None = None
+    """What the update trained on; None outside of the update."""
 
 
 def evaluation_records(groups: Sequence[Group]) -> list[Record]:
@@ -143,41 +139,18 @@ def rollout_schema(rewards: Iterable[str]) -> Any:
     """The Arrow schema of a rollout file with these rewards."""
     import pyarrow as pa
 
-    ids, floats = pa.list_(pa.int32()), pa.list_(pa.float32())
-    messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-    return pa.schema(
-        [
-            ("step", pa.int32()),
-            ("sampled_step", pa.int32()),
-            ("status", pa.string()),
-            ("task", pa.string()),
-            ("uid", pa.string()),
-            ("row", pa.int64()),
-            ("group", pa.int32()),
-            ("prompt", pa.string()),
-            ("messages", messages),
-            ("completion", pa.string()),
-            ("episode", messages),
-            ("turns", pa.int32()),
-            ("answer", pa.string()),
-            ("columns", pa.string()),
-            ("prompt_ids", ids),
-            ("completion_ids", ids),
-            ("length", pa.int32()),
-            ("loss_mask", pa.list_(pa.int8())),
-            ("logprobs", floats),
-            ("trainer_logprobs", floats),
-            ("entropies", floats),
-            ("ratios", floats),
-            ("clipped", pa.list_(pa.int8())),
-            ("reward", pa.float64()),
-            ("advantage", pa.float32()),
-            ("finish_reason", pa.string()),
-            ("version", pa.int32()),
-            ("version_spans", pa.list_(ids)),
-            *[(f"reward/{name}", pa.float64()) for name in rewards],
-        ]
-    )
+    int32, int64, float32, float64, string = pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.string()
+    ids, floats = pa.list_(int32), pa.list_(float32)
+    messages = pa.list_(pa.struct({"role": string, "content": string}))
+    example = {"task": string, "uid": string, "row": int64, "group": int32, "prompt": string, "messages": messages}
+    written = {"completion": string, "episode": messages, "turns": int32, "answer": string, "columns": string}
+    tokens = {"prompt_ids": ids, "completion_ids": ids, "length": int32, "loss_mask": pa.list_(pa.int8())}
+    numbers = dict.fromkeys(("logprobs", "trainer_logprobs", "entropies", "ratios"), floats)
+    result = {"clipped": pa.list_(pa.int8()), "reward": float64, "advantage": float32, "finish_reason": string}
+    version = {"version": int32, "version_spans": pa.list_(ids)}
+    started = {"step": int32, "sampled_step": int32, "status": string}
+    scores = {f"reward/{name}": float64 for name in rewards}
+    return pa.schema(started | example | written | tokens | numbers | result | version | scores)
 
 
 def _number(value: float) -> float | None:
@@ -206,9 +179,7 @@ def _columns(prompt: Prompt) -> str:
     columns = {name: value for name, value in prompt.columns.items() if name != "task_name"}
     if not isinstance(prompt.text, str) and not all(_is_plain(message) for message in prompt.text):
         columns["prompt"] = prompt.text
-    return _utf8(
-        json.dumps({str(name): _short(_jsonable(value)) for name, value in columns.items()}, ensure_ascii=False)
-    )
+    return _utf8(json.dumps({str(name): _short(value) for name, value in columns.items()}, ensure_ascii=False))
 
 
 def _is_plain(message: Mapping[str, Any]) -> bool:
@@ -216,33 +187,13 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
 
 
 def _short(value: Any) -> Any:
-    """The value, or the first LONGEST characters of its JSON."""
-    text = json.dumps(value, ensure_ascii=False)
-    return value if len(text) <= LONGEST else shorten(text, LONGEST, counted=True)
+    """A value in JSON types, or the first LONGEST characters of its JSON."""
+    text = _json(value)
+    return to_json(value) if len(text) <= LONGEST else shorten(text, LONGEST, counted=True)
 
 
 def _json(value: Any) -> str:
-    return json.dumps(_jsonable(value), ensure_ascii=False)
-
-
-def _jsonable(value: Any) -> Any:
-    """A value of a data set in JSON types.
-
-    Arrays become lists, dates and decimals text; images, bytes and large arrays become the name of their type.
-    """
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, Decimal | date | time | timedelta):
-        return str(value)
-    if hasattr(value, "tolist") and value.nbytes <= LONGEST:  # of numpy, a single number too
-        return _jsonable(value.tolist())
-    return f"<{len(value)} bytes>" if isinstance(value, bytes) else f"<{type(value).__name__}>"
+    return json.dumps(to_json(value), ensure_ascii=False)
 
 
 def _utf8(text: str) -> str:

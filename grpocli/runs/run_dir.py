@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -13,10 +14,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO
 
-from grpocli.errors import ConfigError, GrpoError, RunError
+from grpocli.errors import ConfigError, GrpoError, RunError, config_errors
 from grpocli.files import FULL, atomic_folder, clear_leftovers, lock, remove
 
 logger = logging.getLogger(__name__)
@@ -27,28 +28,19 @@ WORKERS_WITHIN = 15.0
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Error numbers of a network file system that is mounted without locks."""
-
-
 BEFORE = ".before"
 """Folder with the config and the sessions as they were before a resume that has not done a step yet."""
 
-STARTUP_FILES = {
-    ".hydra",
-    ".lock",
-    ".reserve",
-    ".workers",
-    "accelerate.json",
-    "again",
-    "config.yaml",
-    "engine",
-    "job.json",
-    "logs",
-    "run.log",
-    "sessions.jsonl",
-    "stop",
-    "summary.json",
-}
+STARTUP_FILES = {".hydra", ".lock", ".reserve", ".workers", "accelerate.json", "again", "engine", "job.json", "logs"}
+STARTUP_FILES |= {"config.yaml", "run.log", "sessions.jsonl", "stop", "summary.json"}
 """The files of a run that has not begun its first step."""
+STEP = re.compile(r"step_(\d+)(\.parquet)?")
+
+
+def step_of(path: PurePath) -> int:
+    """The step of a checkpoint's folder or a rollout file, by its name; -1 for others."""
+    found = STEP.fullmatch(path.name)
+    return int(found[1]) if found else -1
 
 
 def resume_word(path: Path) -> str:
@@ -111,8 +103,7 @@ class RunDir:
 
     def saved_steps(self) -> list[int]:
         """The steps of its checkpoints, damaged ones included."""
-        steps = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
-        return sorted(int(step) for step in steps if step.isdecimal())
+        return sorted(step for step in map(step_of, self.checkpoints.glob("step_*")) if step >= 0)
 
     def checkpoint(self, step: int) -> Path:
         """The checkpoint after a step."""
@@ -135,7 +126,7 @@ class RunDir:
     def delete_rollouts_after(self, step: int) -> None:
         """Delete the rollout files of later steps, which a resume samples again."""
         for path in self.rollouts(0).parent.glob("step_*.parquet"):
-            if path.stem.removeprefix("step_").isdigit() and int(path.stem.removeprefix("step_")) > step:
+            if step_of(path) > step:
                 path.unlink()
 
     @property
@@ -164,18 +155,13 @@ class RunDir:
 
     def check_free(self) -> None:
         """Raise ConfigError if a new run would overwrite a run or other files. Writes nothing."""
-        if self.metrics.exists() or self.config.exists():
-            raise ConfigError(
-                f"holds a run already; continue it with {resume_word(self.path)}, or choose another folder",
-                key=KEY,
-                value=self.path,
-            )
-        taken = [
-            path.name for path in (self.model, self.checkpoints, self.path / "rollouts", self.summary) if path.exists()
-        ]
-        if taken:
-            problem = f"has a {taken[0]} already, which the run would overwrite; choose another folder"
-            raise ConfigError(problem, key=self.key, value=self.path)
+        others = (self.model, self.checkpoints, self.rollouts(0).parent, self.summary)
+        for problem, paths in (
+            (f"holds a run already; continue it with {resume_word(self.path)}, or", (self.metrics, self.config)),
+            ("has files that the run would overwrite;", others),
+        ):
+            if any(path.exists() for path in paths):
+                raise ConfigError(f"{problem} choose another folder", key=self.key, value=self.path)
         for folder in self.path.absolute().parents:
             if RunDir(folder).config.exists() and RunDir(folder).metrics.exists():
                 raise ConfigError(f"is inside the run {folder}; choose another folder", key=self.key, value=self.path)
@@ -194,18 +180,10 @@ class RunDir:
             for folder in (self.path, self.checkpoints, self.path / "rollouts"):
                 clear_leftovers(folder)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn an OSError into a ConfigError with the remedy."""
-        try:
-            yield
-        except OSError as error:
-            where = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""
-            advice = ["free some space"] if error.errno in FULL else []
-            advice += ["choose another folder"] if self.key != "resume" else []
-            hint = ", or ".join(advice) or "make it writable"
-            problem = f"cannot be written: {error.strerror or error}{where}"
-            raise ConfigError(problem, key=self.key, value=self.path, hint=hint) from error
+    def _writing(self) -> AbstractContextManager[None]:
+        """Turns an OSError into a ConfigError with the remedy."""
+        hint = "make it writable, or free some space" + (", or choose another folder" if self.key == KEY else "")
+        return config_errors(OSError, says="cannot be written: {}", key=self.key, value=self.path, hint=hint)
 
     @contextmanager
     def locked(self, timeout: float = 0.0) -> Iterator[None]:
@@ -262,16 +240,14 @@ class RunDir:
 
     def run_error(self, error: OSError) -> GrpoError:
         """The error for an OSError during a run, with the remedy."""
-        where = error.filename or self.path
-        reason, resume = error.strerror or str(error), resume_word(self.path)
+        where, resume = error.filename or self.path, resume_word(self.path)
         if error.errno in FULL:
             return RunError(f"no space left on the disk while writing {where}; free some, then {resume}")
-        if error.errno in FORBIDDEN and self.path in (Path(where), *Path(where).parents):
-            return RunError(f"{self.key}={self.path}: {reason} ({where}); make it writable, then {resume}")
         if not self.config.exists():
-            problem = "the folder was removed or emptied while the run was writing in it; start again in another one"
-            return RunError(f"{self.key}={self.path}: {problem}")
-        return RunError(f"{where}: {reason}; fix that, then {resume}")
+            return RunError(
+                f"{self.key}={self.path}: the folder was removed or emptied while the run was writing in it"
+            )
+        return RunError(f"{where}: {error.strerror or error}; fix that, then {resume}")
 
 
 def _close_locks() -> None:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from grpocli.config import yaml_text
 from grpocli.config.schema import StopAt
 from grpocli.errors import ConfigError, config_errors
-from grpocli.runs.metrics import NO_LINES, number, read_lines, read_metrics, read_summary
+from grpocli.runs.metrics import number, read_lines, read_metrics, read_summary
 from grpocli.runs.rollouts import read_rollouts
-from grpocli.runs.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir, step_of
 from grpocli.runs.sessions import Session, accuracy_rewards, incomparable_since, read_sessions
 
 T = TypeVar("T")
@@ -24,7 +24,6 @@ T = TypeVar("T")
 GROUPS = ("algorithm", "task", "model", "engine", "hardware", "optim", "tracker", "recipe")
 KINDS = ("done", "stopped", "failed")
 """The values of `exit_kind` in a summary."""
-ROLLOUTS = re.compile(r"step_(\d+)\.parquet")
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class SavedRun:
         """
         if saved := self.hydra_choices:
             choices = {
-                _group(name): _choice_text(choice)
+                name.partition("@")[0]: "+".join(map(str, choice)) if isinstance(choice, list) else str(choice)
                 for name, choice in saved.items()
                 if choice is not None and not name.startswith("hydra/")
             }
@@ -144,9 +143,14 @@ class SavedRun:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl, as they are in the file."""
-        lines = self._read("metrics.jsonl", lambda: read_lines(self.dir.metrics), NO_LINES)
-        self.problems.extend(lines.problems(self.dir.is_running()))
-        return lines.rows
+        none: tuple[list[dict[str, Any]], list[int], int] = ([], [], 0)
+        rows, broken, torn = self._read("metrics.jsonl", lambda: read_lines(self.dir.metrics), none)
+        if torn and not self.dir.is_running():
+            self.problems.append(f"metrics.jsonl: line {torn} is incomplete and left out")
+        if broken:
+            shown = ", ".join(map(str, broken[:5])) + (" ..." if broken[5:] else "")
+            self.problems.append(f"metrics.jsonl: {len(broken)} broken lines are left out ({shown})")
+        return rows
 
     @cached_property
     def sessions(self) -> list[Session]:
@@ -170,9 +174,8 @@ class SavedRun:
     @cached_property
     def rollout_files(self) -> dict[int, Path]:
         """{step: rollout file}, in order."""
-        folder = self.dir.rollouts(0).parent
-        named = folder.iterdir() if folder.is_dir() else ()
-        return dict(sorted((int(match[1]), path) for path in named if (match := ROLLOUTS.fullmatch(path.name))))
+        paths = self.dir.rollouts(0).parent.glob("step_*.parquet")
+        return dict(sorted((step_of(path), path) for path in paths if step_of(path) >= 0))
 
     def rollouts(self, step: int, wanted: Callable[[str], bool] = lambda column: True) -> list[dict[str, Any]]:
         """The rows of a step's rollout file, with the wanted columns. Raises ConfigError if it is broken."""
@@ -227,15 +230,12 @@ def ended_by_callback(summary: Mapping[str, Any]) -> str:
 
 
 def check_is_run(folder: Path, typed: str) -> None:
-    """Raise ConfigError, which suggests a run, unless the folder is a run's.
-
-    typed: `RUN FOLDER` or `resume=FOLDER`.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"there is no such folder{suggest_run(folder)}", key=typed)
+    """Raise ConfigError, which suggests a run, unless the folder is a run's. typed: `RUN FOLDER` or `resume=FOLDER`."""
     if not RunDir(folder).config.is_file():
-        problem = f"holds no run of grpocli, there is no config.yaml in it{suggest_run(folder)}"
-        raise ConfigError(problem, key=typed)
+        problem = (
+            "holds no run of grpocli, there is no config.yaml in it" if folder.is_dir() else "there is no such folder"
+        )
+        raise ConfigError(f"{problem}{suggest_run(folder)}", key=typed)
 
 
 def suggest_run(folder: Path) -> str:
@@ -274,11 +274,3 @@ def _resumed_choices(config: Mapping[str, Any], choices: Mapping[str, str]) -> d
     given = dict(str(text).split("=", 1) for text in config.get("overrides") or () if "=" in str(text))
     names = {name: re.sub(r"[\[\]'\"\s]", "", choice) for name, choice in given.items() if name in choices}
     return {name: choice.replace(",", "+") for name, choice in names.items()}
-
-
-def _group(name: str) -> str:
-    return name.partition("@")[0]
-
-
-def _choice_text(choice: Any) -> str:
-    return "+".join(map(str, choice)) if isinstance(choice, list) else str(choice)

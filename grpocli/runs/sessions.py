@@ -46,21 +46,22 @@ Changes = Mapping[str, tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One start of a run.
-
-    step: the number of steps done before. time: of the start (UTC, ISO 8601). versions: of packages, by name. changes:
-    since the previous session. fallback: a sentence for each damaged checkpoint that was skipped, and for each input
-    that has changed. run: the id of the run, which its checkpoints have, too; empty in runs of earlier versions.
-    inputs: {config key: kind and digest} of weights, files and user code.
-    """
+    """One start of a run."""
 
     step: int
+    """The number of steps done before."""
     time: str
+    """Of the start (UTC, ISO 8601)."""
     versions: dict[str, str]
+    """Of packages, by name."""
     changes: Changes = field(default_factory=dict)
+    """Since the previous session."""
     fallback: Sequence[str] = ()
+    """A sentence for each damaged checkpoint that was skipped, and for each input that has changed."""
     run: str = ""
+    """The id of the run, which its checkpoints have, too."""
     inputs: Mapping[str, str] = field(default_factory=dict)
+    """{config key: kind and digest} of weights, files and user code."""
 
     @classmethod
     def now(cls, step: int, changes: Changes, fallback: Sequence[str] = (), run: str = "") -> Session:
@@ -108,9 +109,8 @@ def steps_by_session(sessions: Sequence[Session], steps: int) -> list[SessionSte
     A session without steps in the model (it ended before its first checkpoint) is left out; its changes and damaged
     checkpoints count for the next one.
     """
-    parts = (
-        [] if sessions and sessions[0].step == 0 else [SessionSteps(1, sessions[0].step if sessions else steps, None)]
-    )
+    unrecorded = sessions[0].step if sessions else steps
+    parts = [SessionSteps(1, unrecorded, None)] if unrecorded else []
     ends = [session.step for session in sessions[1:]] + [steps]
     pending: dict[str, tuple[Any, Any]] = {}
     fallback: list[str] = []
@@ -168,7 +168,7 @@ def format_value(value: Any) -> str:
 def as_typed(value: Any) -> str:
     """A config value as the user types it."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{name}:{as_typed(one)}' for name, one in value.items())}}}"
     if isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpocli.config.parts import nearest
 from grpocli.config.user_code import keep_random_state, load, raised, short
-from grpocli.errors import ConfigError, RunError
+from grpocli.errors import ConfigError, RunError, config_errors
 from grpocli.runs.metrics import to_json
 
 logger = logging.getLogger(__name__)
@@ -111,20 +111,23 @@ class Callback:
 
 @dataclass(slots=True)
 class Callbacks:
-    """Calls the callbacks of a run. callbacks: with their names.
-
-    strict: end the run at an error. show, restore: show what the run waits for, and again
-    what it did before. warn: shows a warning. failures: by callback and method. stop: why a callback ends the run.
-    """
+    """Calls the callbacks of a run."""
 
     callbacks: Sequence[tuple[str, Callback]] = ()
+    """With their names."""
     strict: bool = False
+    """End the run at an error."""
     show: Callable[[str], None] = lambda text: None
+    """Shows what the run waits for."""
     restore: Callable[[], None] = lambda: None
+    """Shows what the run did before."""
     warn: Callable[[str], None] = lambda text: None
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By callback and method."""
     stop: str = ""
+    """Why a callback ends the run."""
     evaluated: int | None = None
+    """The step of the last evaluation."""
 
     def on_start(self, folder: Path, config: Mapping[str, Any], steps: int, done: int) -> None:
         self._call("on_start", RunStart(folder, to_json(config), steps, done))
@@ -162,16 +165,13 @@ class Callbacks:
                 with keep_random_state():
                     getattr(callback, method)(event)
             except StopTraining as asked:
-                self._end(name, " ".join(str(asked).split()) or "without a reason")
+                reason = " ".join(str(asked).split()) or "without a reason"
+                self.stop = self.stop or f"the callback {name} ends the run: {reason}"
+                logger.info(self.stop)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - reported; with callbacks_strict it is raised
                 self._failed(name, method, error)
             finally:
                 self.restore()
-
-    def _end(self, name: str, reason: str) -> None:
-        if not self.stop:
-            self.stop = f"the callback {name} ends the run: {reason}"
-            logger.info(self.stop)
 
     def _failed(self, name: str, method: str, error: BaseException) -> None:
         """Report the first failure of a method, and count the others."""
@@ -193,31 +193,23 @@ def check_callback(spec: str) -> None:
     """Raise ConfigError if the code of a callback cannot be imported, or if it is a class of another kind."""
     found = load(spec, KEY)
     if isinstance(found, type):
-        if not issubclass(found, Callback):
-            raise _no_callback(spec, "is a class that")
-        _check_hooks(found, spec)
+        _check_class(found, spec)
 
 
 def _made(spec: str) -> Callback:
     make = load(spec, KEY)
-    try:
-        callback = make()
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"making it raised {raised(error)}", key=KEY, value=spec) from error
-    if not isinstance(callback, Callback):
-        raise _no_callback(spec, f"makes a {type(callback).__name__}, which")
-    _check_hooks(type(callback), spec)
+    with config_errors(Exception, SystemExit, says="making it raised {}", why=raised, key=KEY, value=spec):
+        callback: Callback = make()
+    _check_class(type(callback), spec)
     return callback
 
 
-def _check_hooks(cls: type[Callback], spec: str) -> None:
-    """Raise ConfigError for a method that is named like one that a run calls, but which no run calls."""
+def _check_class(cls: type[Any], spec: str) -> None:
+    """Raise ConfigError for another class, and for a method of a name like `on_x` that no run calls."""
+    if not issubclass(cls, Callback):
+        raise ConfigError(f"{cls.__name__} does not derive from grpocli.Callback", key=KEY, value=spec)
     known = [name for name in vars(Callback) if name.startswith(HOOKS)]
     for name in dir(cls):
         if name.startswith(HOOKS) and name not in known and callable(getattr(cls, name)):
             problem = f"a run never calls its method {name}, but {', '.join(known)}{nearest(name, known)}"
             raise ConfigError(problem, key=KEY, value=spec)
-
-
-def _no_callback(spec: str, subject: str) -> ConfigError:
-    return ConfigError(f"{subject} does not derive from grpocli.Callback", key=KEY, value=spec)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 MISMATCH_LIMITS = {"float32": 1.02, "float16": 1.02, "bfloat16": 1.1}
 """The `token_mult_prob_error` above which the run warns, by compute dtype.
 
@@ -55,41 +54,39 @@ class Pushes(Protocol):
 
 @dataclass(slots=True)
 class Recorder:
-    """Records the metrics, rollouts and stages of a run.
-
-    metrics, tracker: None in processes other than the main one.
-    seconds_before: the time of earlier sessions.
-    last: the metrics of the last step.
-    mismatch_expected: constrained decoding makes the sampler's log-probs differ.
-    has_teacher: a teacher trains groups of equal rewards, too.
-    without_signal: steps in a row without a training signal.
-    dtype: the compute dtype.
-    answer_columns: the example columns that may hold the reference answer.
-    callbacks: the user's; none in processes other than the main one.
-    pushes: pushes checkpoints to the hub; None if the run pushes none.
-    begin: called before a step is recorded.
-    saved: the step of the last whole checkpoint of this session.
-    """
+    """Records the metrics, rollouts and stages of a run."""
 
     run_dir: RunDir
     view: View
     metrics: MetricsLog | None
+    """None in processes other than the main one."""
     tracker: AccelerateTracker | None
+    """None in processes other than the main one."""
     seconds_before: float = 0.0
+    """The time of earlier sessions."""
     last: dict[str, Any] = field(default_factory=dict)
+    """The metrics of the last step."""
     step_started: float = field(default_factory=time.perf_counter)
-    mismatches: int = 0
     mismatch_expected: bool = False
+    """Constrained decoding makes the sampler's log-probs differ."""
     has_teacher: bool = False
+    """A teacher trains groups of equal rewards, too."""
     without_signal: int = 0
+    """Steps in a row without a training signal."""
     dtype: str = "float32"
+    """The compute dtype."""
     shown_warnings: set[str] = field(default_factory=set)
     answer_columns: Sequence[str] = ("answer",)
+    """The example columns that may hold the reference answer."""
     current_stage: str = ""
     callbacks: Callbacks = field(default_factory=Callbacks)
+    """The user's; none in processes other than the main one."""
     pushes: Pushes | None = None
+    """Pushes checkpoints to the hub; None if the run pushes none."""
     begin: Callable[[], None] = lambda: None
+    """Called before a step is recorded."""
     saved: int = 0
+    """The step of the last whole checkpoint of this session."""
 
     def stage(self, name: str) -> None:
         """Begin a stage, a key of STAGES."""
@@ -131,43 +128,44 @@ class Recorder:
         self.begin()
         write_rollouts(self.run_dir.rollouts(step), records, step, self.answer_columns)
         self.metrics.append(step, metrics)
-        metrics = numbers_of(metrics)
-        self.last = metrics
-        if self.tracker:
-            self.tracker.log(metrics, step)
+        metrics = self.last = self._tracked(step, metrics)
         self.view.step(step, metrics)
         self._warn_of_mismatch(step, metrics)
         self.warn_once({kind: f"step {step}: {text}" for kind, text in warnings.items()})
-        if not groups:
-            stale = metrics.get("sampling/stale")
-            self.view.warn(
-                f"step {step} trained on nothing: all {stale} groups kept for it were sampled with weights older than "
-                "rollout.max_staleness allows"
-                if stale
-                else f"step {step} trained on nothing: of the groups sampled in {metrics['sampling/rounds']} rounds, "
-                "algorithm.keep.max_rounds, none had completions of different reward"
-            )
-        else:
+        if groups:
             self._sample(groups[0], advantages_PG[0].tolist())
+        elif stale := metrics.get("sampling/stale"):
+            why = f"all {stale} groups kept for it were sampled with weights older than rollout.max_staleness allows"
+            self.view.warn(f"step {step} trained on nothing: {why}")
+        else:
+            rounds = f"the groups sampled in {metrics['sampling/rounds']} rounds, algorithm.keep.max_rounds"
+            self.view.warn(f"step {step} trained on nothing: of {rounds}, none had completions of different reward")
         self._warn_of_no_signal(step, metrics, bool(advantages_PG.any()) and metrics.get("tokens/trained", 1) > 0)
         self.callbacks.after_evaluation(step, metrics)
         self.callbacks.after_step(step, metrics, _completions(groups, advantages_PG))
 
+    def _tracked(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics without the values of each problem, which only the run's files have; the tracker gets them."""
+        numbers = numbers_of(metrics)
+        if self.tracker:
+            self.tracker.log(numbers, step)
+        return numbers
+
     def _warn_of_mismatch(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Warn if the log-probs of sampler and trainer differ: every time in the log, once in the view."""
         error, limit = metrics.get("token_mult_prob_error", 1.0), MISMATCH_LIMITS[self.dtype]
-        if error <= limit:
-            return
-        if self.mismatch_expected or metrics.get("staleness/max", 0) > 0:  # the weights differ, too
+        explained = self.mismatch_expected or metrics.get("staleness/max", 0) > 0  # the weights differ, too
+        if error <= limit or explained:
             return
         logger.warning("step %d: token_mult_prob_error is %.4f, above %s", step, error, limit)
-        self.mismatches += 1
-        if self.mismatches == 1:
-            self.view.warn(
-                f"step {step}: token_mult_prob_error is {error:.3f}, above {limit}: the sampler and the trainer "
-                "give the same tokens different probabilities. model.dtype=float32 shows whether it is rounding; "
-                "algorithm/correction=token_truncate corrects for it"
-            )
+        self.warn_once(
+            {
+                "mismatch": f"step {step}: token_mult_prob_error is {error:.3f}, above {limit}: the sampler and the "
+                "trainer give the same tokens different probabilities. model.dtype=float32 shows whether it is "
+                "rounding; algorithm/correction=token_truncate corrects for it"
+            },
+            log=False,
+        )
 
     def _warn_of_no_signal(self, step: int, metrics: Mapping[str, Any], has_signal: bool) -> None:
         """Warn once, with the likely cause, if the loss had no token or all advantages were 0 for NO_SIGNAL steps."""
@@ -190,12 +188,13 @@ class Recorder:
         text = f"nothing is learned: {NO_SIGNAL} steps in a row have no training signal; {cause}"
         self.warn_once({"no signal": f"step {step}: {text}"})
 
-    def warn_once(self, warnings: Mapping[str, str]) -> None:
-        """Show the first warning of each kind."""
+    def warn_once(self, warnings: Mapping[str, str], log: bool = True) -> None:
+        """Show the first warning of each kind. log: and log it."""
         for kind, text in warnings.items():
             if kind not in self.shown_warnings:
                 self.shown_warnings.add(kind)
-                logger.warning("%s", text)
+                if log:
+                    logger.warning("%s", text)
                 self.view.warn(text)
 
     def _sample(self, group: Group, advantages: list[float]) -> None:
@@ -213,10 +212,8 @@ class Recorder:
         if self.metrics is None:
             return
         self.metrics.amend(step, results)
-        results = numbers_of(results)
+        results = self._tracked(step, results)
         self.last |= results
-        if self.tracker:
-            self.tracker.log(dict(results), step)
         self.callbacks.after_evaluation(step, results)
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
@@ -224,9 +221,7 @@ class Recorder:
         self.step_started = time.perf_counter()
         if self.metrics is None or not results:
             return
-        results = numbers_of(results)
-        if self.tracker:
-            self.tracker.log(dict(results), step)
+        results = self._tracked(step, results)
         if "eval/accuracy" in results:
             self.view.note(
                 f"held-out accuracy after {step} steps: {results['eval/accuracy']:.3f} at temperature 1, "
@@ -238,10 +233,6 @@ class Recorder:
                 f"{results['eval/token_accuracy']:.3f} of their tokens are the most probable ones"
             )
         self.callbacks.after_evaluation(step, results)
-
-    def before_step(self, step: int) -> None:
-        """Pass on that a step begins."""
-        self.callbacks.before_step(step)
 
     def checkpointed(self, step: int) -> None:
         """Pass on that the checkpoint after `step` is whole."""

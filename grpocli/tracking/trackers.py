@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.config.parts import one_of, part
+from grpocli.config.user_code import raised
 from grpocli.config.yaml_text import leaves
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, config_errors
 from grpocli.runs.metrics import to_json
 
 logger = logging.getLogger(__name__)
@@ -78,13 +79,10 @@ class Accelerate:
         done: steps of the run so far; a resume replaces the later ones.
         """
         self.check_ready()
-        try:
+        with config_errors(Exception, why=raised, key="tracker", value=self.kind):
             tracker = self._make(name, folder, done)
             tracker.start()
             tracker.store_init_configuration(as_plain(config))
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300] or "no message"
-            raise ConfigError(f"{type(error).__name__}: {reason}", key="tracker", value=self.kind) from error
         return AccelerateTracker(tracker, self.kind)
 
     def _make(self, name: str, folder: Path, done: int) -> Any:

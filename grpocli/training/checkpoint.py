@@ -12,7 +12,6 @@ import errno
 import json
 import logging
 import os
-import re
 import shlex
 import shutil
 from collections import defaultdict
@@ -35,7 +34,7 @@ from grpocli.files import atomic_folder, full_disk_as_oserror, remove
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.processes.threads import run_in_thread
 from grpocli.progress import Progress, unreported
-from grpocli.runs.run_dir import RunDir
+from grpocli.runs.run_dir import RunDir, step_of
 from grpocli.runs.saved_run import SavedRun
 from grpocli.training.optim import Optimizer, matrices_in_layers
 
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATE = "trainer.json"
-NAME = re.compile(r"step_(\d+)")
 REFERENCE = "reference"
 WEIGHTS = "model"
 OPTIMIZER = "optimizer"
@@ -221,7 +219,7 @@ def load_state(path: Path) -> State:
     """The counters of a checkpoint. Raises ValueError or TypeError if the file is damaged."""
     saved = json.loads((path / STATE).read_text())
     state = State(**{f.name: saved[f.name] for f in fields(State) if f.name in saved})
-    if (numbered := NAME.fullmatch(path.name)) and int(numbered[1]) != state.step:
+    if step_of(path) not in (-1, state.step):
         raise ValueError(f"{STATE} is of step {state.step}")
     return state
 
@@ -406,13 +404,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def _numbered(folder: Path) -> list[Path]:
     """Folders of checkpoints, damaged ones included, oldest first."""
-    folders = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
+    folders = [path for path in folder.glob("step_*") if step_of(path) >= 0 and path.is_dir()]
     return sorted((path for path in folders if any(path.iterdir())), key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """The step of a checkpoint's folder."""
-    return int(path.name.removeprefix("step_"))
 
 
 def latest(folder: Path) -> Path | None:

@@ -115,7 +115,7 @@ class Trainer:
 
     def begin_step(self) -> None:
         """Call the callbacks; seed torch by the step's number, so that what a model draws repeats after a resume."""
-        self.recorder.before_step(self.next_step)
+        self.recorder.callbacks.before_step(self.next_step)
         torch.manual_seed(derive_seed(self.run.seed, 2**32 - 2, self.state.step, self.world.rank))
         self.world.enter(START, self.next_step)
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.live import Live
 from rich.padding import Padding
@@ -21,12 +21,10 @@ from rich.table import Table
 from rich.text import Text as Line
 
 from grpocli.text import clean, format_duration, format_number, one_line, prompt_text, sparkline, trend
-from grpocli.views.view import CurrentStage, Pace, ShownCompletion, View, plain_view
+from grpocli.views.view import ProgressView, ShownCompletion, Stage, View, plain_view
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-
-    from grpocli.views.view import Stage
 
 FIXED = 4
 """Lines for progress, stage and reward, and an empty one: a terminal scrolls when its last line is written."""
@@ -44,10 +42,8 @@ FIRST = (
 
 def stage_line(stage: Stage, spinner: Spinner, console: Console) -> RenderableType:
     """The stage, its duration and its progress; cut off at the width of the terminal."""
-    now = time.monotonic()
-    text = Line(f"{stage.text}  ", no_wrap=True, overflow="ellipsis")
-    text.append(format_duration(now - stage.since), style="dim")
-    text.append(f"  {stage.progress(now)}")
+    took = (format_duration(time.monotonic() - stage.since), "dim")
+    text = Line.assemble(f"{stage.text}  ", took, f"  {stage}", no_wrap=True, overflow="ellipsis")
     row = Table.grid(padding=(0, 1))
     row.add_column(no_wrap=True)
     row.add_column(no_wrap=True, overflow="ellipsis")
@@ -136,13 +132,14 @@ class ViewState:
     over: bool = False
 
 
-class StatusView(View):
+class StatusView(ProgressView):
     """One line with the current stage, which is removed at the end; notes scroll above it."""
 
     transient = True
 
     def __init__(self, console: Console) -> None:
-        self._console, self._spinner, self._current = console, Spinner("dots"), CurrentStage()
+        super().__init__()
+        self._console, self._spinner = console, Spinner("dots")
         self._live = Live(
             self, console=console, refresh_per_second=6, transient=self.transient, vertical_overflow="crop"
         )
@@ -150,13 +147,7 @@ class StatusView(View):
         atexit.register(self.stop)  # otherwise the cursor may stay hidden
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield stage_line(self._current.stage, self._spinner, console)
-
-    def stage(self, text: str, fraction: float | None = None) -> None:
-        self._current.begin(one_line(text), fraction)
-
-    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
-        self._current.progress(done, total, unit, one_line(detail))
+        yield stage_line(self._stage, self._spinner, console)
 
     def note(self, text: str) -> None:
         self._console.print(Line(clean(text)))
@@ -172,22 +163,12 @@ class LiveView(StatusView):
     transient = False
 
     def __init__(self, console: Console) -> None:
-        self._pace, self._shown = Pace(), ViewState()
+        self._shown = ViewState()
         super().__init__(console)
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
-        self._pace.total = total_steps
         self._show(title=one_line(title))
-        if plan:
-            self.note("\n".join(plan))
-
-    def resumed(self, done_steps: int) -> None:
-        self._pace.done = done_steps
-        if done_steps:
-            self.note(f"going on after step {done_steps}")
-
-    def ends_after(self, steps: int) -> None:
-        self._pace.total = steps
+        super().start(title, plan, total_steps)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.step(step, metrics.get("time/step"))
@@ -211,7 +192,7 @@ class LiveView(StatusView):
 
     def stop(self, last_line: str = "") -> None:
         if self._live.is_started:
-            self._current.begin(last_line or ("done" if self._pace.finished else "stopped"))
+            self._stage.begin(last_line or ("done" if self._pace.finished else "stopped"))
             self._show(over=True)
         super().stop()
 
@@ -229,7 +210,7 @@ class LiveView(StatusView):
             yield from metrics_table(shown.metrics, shown.before or {}, width, room)
             yield reward_line(shown.rewards, width)
         yield self._progress(width)
-        yield self._stage(console)
+        yield self._last_line(console)
 
     def _progress(self, width: int) -> RenderableType:
         shown, pace = self._shown, self._pace
@@ -239,42 +220,34 @@ class LiveView(StatusView):
         row.add_column(no_wrap=True, justify="right")
         done = pace.done / pace.total if pace.total else 0.0
         name = f"{shown.title}  {pace.count}" if width >= 76 and shown.title else pace.count
-        row.add_row(Line(name), ProgressBar(total=1.0, completed=done), Line(self._speed(width), style="cyan"))
+        left = "" if shown.over or pace.left is None else f"{format_duration(pace.left)} left"
+        with_speed = pace.seconds_a_step is not None and (width >= 44 or not left)
+        speed = f"{format_number(pace.seconds_a_step)} s/step" if with_speed else ""
+        times = Line(", ".join(filter(None, (speed, left))), style="cyan")
+        row.add_row(Line(name), ProgressBar(total=1.0, completed=done), times)
         return row
 
-    def _speed(self, width: int) -> str:
-        pace = self._pace
-        if pace.seconds_a_step is None:
-            return ""
-        left = "" if self._shown.over or pace.left is None else f"{format_duration(pace.left)} left"
-        speed = f"{format_number(pace.seconds_a_step)} s/step" if width >= 44 or not left else ""
-        return ", ".join(part for part in (speed, left) if part)
-
-    def _stage(self, console: Console) -> RenderableType:
-        stage = self._current.stage
+    def _last_line(self, console: Console) -> RenderableType:
+        text = self._stage.text
         if self._shown.over:
-            return Line(stage.text, style="green" if stage.text == "done" else "yellow", no_wrap=True)
-        return stage_line(stage, self._spinner, console)
+            return Line(text, style="green" if text == "done" else "yellow", no_wrap=True)
+        return stage_line(self._stage, self._spinner, console)
 
 
 def make_view(is_terminal: bool | None = None) -> View:
     """A live view in a terminal, plain lines elsewhere. is_terminal: None to look at standard output."""
-    from rich.console import Console
-
-    console = Console()
-    # not rich's check, which takes a file for a terminal if FORCE_COLOR is set
-    if is_terminal is None:
-        is_terminal = sys.stdout.isatty()
-    if is_terminal and not console.is_dumb_terminal:
-        return LiveView(console)
-    return plain_view(sys.stdout)
+    return _view(sys.stdout, LiveView, is_terminal)
 
 
 def status_view() -> View:
     """The view of a command that does not train, on standard error: one line in a terminal, plain lines elsewhere."""
+    return _view(sys.stderr, StatusView)
+
+
+def _view(file: IO[str], in_terminal: type[StatusView], is_terminal: bool | None = None) -> View:
     from rich.console import Console
 
-    console = Console(stderr=True)
-    if sys.stderr.isatty() and not console.is_dumb_terminal:
-        return StatusView(console)
-    return plain_view(sys.stderr)
+    console = Console(file=file)
+    # not rich's check, which takes a file for a terminal if FORCE_COLOR is set
+    is_terminal = file.isatty() if is_terminal is None else is_terminal
+    return in_terminal(console) if is_terminal and not console.is_dumb_terminal else plain_view(file)

@@ -6,13 +6,16 @@ live_view.py has those for terminals.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
+
+from rich.progress import Progress
 
 from grpocli.files import FULL
 from grpocli.text import clean, format_duration, format_number, one_line, prompt_text
@@ -25,85 +28,59 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
-SETTLED = 2.0
-"""Seconds of counting before there is an estimate of the time left."""
 
-
-@dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of a run, such as sampling, and its progress: done, total, unit, detail as in `Progress`."""
+    """The current stage of a run, such as sampling. Any thread may report its progress, from which rich estimates."""
 
-    text: str
-    since: float
-    """When it began (seconds of a clock)."""
-    done: float = 0.0
-    total: float = 0.0
-    unit: str = ""
-    detail: str = ""
-    began: float = 0.0
-    """When `first` units were done. Time before the first unit, for reading prompts, does not count for the rate."""
-    first: float = 0.0
+    def __init__(self, clock: Clock = time.monotonic, text: str = "starting") -> None:
+        self._clock, self._lock = clock, threading.RLock()  # otherwise a late report could be of the previous stage
+        self._tasks = Progress(get_time=clock, speed_estimate_period=math.inf)
+        self._start(text)
+
+    def _start(self, text: str) -> None:
+        self.text, self.since = text, self._clock()
+        self._count("")
+
+    def _count(self, unit: str) -> None:
+        """Count from 0. rich takes no rate from the first report, as reading prompts comes before it."""
+        for task in self._tasks.task_ids:
+            self._tasks.remove_task(task)
+        self._task, self._unit, self._detail = self._tasks.add_task("", total=None), unit, ""
 
     @property
     def kind(self) -> str:
         """The text up to the first comma, after which there is a count."""
         return self.text.partition(",")[0]
 
-    @property
-    def fraction(self) -> float | None:
-        """The share that is done, from 0 to 1; None if the total is unknown."""
-        return min(1.0, self.done / self.total) if self.total else None
-
-    def renamed(self, text: str, now: float) -> Stage:
-        """This stage with a new text if only the count differs, else a new stage."""
-        fresh = Stage(text, now)
-        return replace(self, text=text) if fresh.kind == self.kind else fresh
-
-    def at(self, now: float, done: float, total: float, unit: str, detail: str = "") -> Stage:
-        """This stage with new progress."""
-        counted = replace(self, done=done, total=total, unit=unit, detail=detail)
-        same = (total, unit) == (self.total, self.unit) and done >= self.done and done > self.first
-        return counted if same else replace(counted, began=now, first=done)
-
-    def left(self, now: float) -> float | None:
-        """Seconds left at the rate so far; None without an estimate."""
-        if not self.total or self.done <= self.first or now - self.began < SETTLED:
-            return None
-        return max(0.0, (self.total - self.done) * (now - self.began) / (self.done - self.first))
-
-    def progress(self, now: float) -> str:
-        """`312/1,280 completions, 24%, 2:05 left, token 12 of at most 256`; empty without progress."""
-        share, left = self.fraction, self.left(now)
-        count = f"{int(self.done):,}/{self.total:,.0f} {self.unit}" if self.unit and self.total else ""
-        parts = (
-            count or self.unit,
-            "" if share is None else f"{share:.0%}",
-            "" if left is None else f"{format_duration(left)} left",
-            self.detail,
-        )
-        return ", ".join(filter(None, parts))
-
-
-class CurrentStage:
-    """The current stage of a run. Any thread may report progress."""
-
-    def __init__(self, clock: Clock = time.monotonic, text: str = "starting") -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self.stage = Stage(text, clock())
-
-    def begin(self, text: str, fraction: float | None = None) -> Stage:
+    def begin(self, text: str, fraction: float | None = None) -> None:
         """Begin a stage, or update the count of the current one. fraction: the share that is done, from 0 to 1."""
         with self._lock:
-            now = self._clock()
-            stage = self.stage.renamed(text, now)
-            self.stage = stage if fraction is None else stage.at(now, fraction, 1.0, "")
-            return self.stage
+            if text.partition(",")[0] != self.kind:
+                self._start(text)
+            self.text = text
+            if fraction is not None:
+                self.progress(fraction, 1.0, "")
 
     def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
         """A `Progress` callback."""
-        with self._lock:  # otherwise a late report could bring the previous stage back
-            self.stage = self.stage.at(self._clock(), done, total, unit, detail)
+        with self._lock:
+            if unit != self._unit or done < self._tasks.tasks[0].completed:
+                self._count(unit)
+            self._tasks.update(self._task, completed=done, total=total or None)
+            self._detail = detail
+
+    def __str__(self) -> str:
+        """`312/1,280 completions, 24%, 2:05 left, token 12 of at most 256`; empty without progress."""
+        with self._lock:
+            task, unit, detail = self._tasks.tasks[0], self._unit, self._detail
+        total, left = task.total, task.time_remaining
+        parts = (
+            f"{int(task.completed):,}/{total:,.0f} {unit}" if unit and total else unit,
+            f"{task.percentage:.0f}%" if total else "",
+            "" if left is None else f"{format_duration(left)} left",
+            detail,
+        )
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,54 +165,63 @@ class Pace:
         return 0 < self.total <= self.done
 
 
-QUIET_SECONDS = 10.0
-"""While a stage lasts, lines are so far apart; completions three times as far."""
+class ProgressView(View):
+    """A view that knows the current stage and the pace of the steps, and shows all else as notes."""
 
-
-class PlainView(View):
-    """One line per step; a line when a stage first begins and while it lasts; a completion now and then."""
-
-    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
-        self._pace = Pace(clock)
-        self._stages: set[str] = set()
-        self._current = CurrentStage(clock)
-        self._printed_at = self._next_sample = clock()
-        self._print_lock = threading.RLock()
-        self._stopped = threading.Event()
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._pace, self._stage = Pace(clock), Stage(clock)
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
         self._pace.total = total_steps
         if plan:
-            self._print(f"run {title}")
-        for line in plan:
-            self._print(f"  {line}")
+            self.note("\n".join([f"run {title}", *(f"  {line}" for line in plan)]))
 
     def resumed(self, done_steps: int) -> None:
         self._pace.done = done_steps
         if done_steps:
-            self._print(f"going on after step {done_steps}")
+            self.note(f"going on after step {done_steps}")
 
     def ends_after(self, steps: int) -> None:
         self._pace.total = steps
 
     def stage(self, text: str, fraction: float | None = None) -> None:
-        stage = self._current.begin(text, fraction)
-        if stage.kind not in self._stages:  # the stages of a step recur in every step: the first time is enough
-            self._stages.add(stage.kind)
-            self._print(f"{stage.kind} ...")
+        self._stage.begin(one_line(text), fraction)
 
     def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
-        self._current.progress(done, total, unit, detail)
+        self._stage.progress(done, total, unit, one_line(detail))
+
+    def warn(self, text: str) -> None:
+        self.note(f"warning: {text}")
+
+
+QUIET_SECONDS = 10.0
+"""While a stage lasts, lines are so far apart; completions three times as far."""
+
+
+class PlainView(ProgressView):
+    """One line per step; a line when a stage first begins and while it lasts; a completion now and then."""
+
+    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
+        self._console, self._clock = console, clock
+        self._stages: set[str] = set()
+        self._printed_at = self._next_sample = clock()
+        self._print_lock = threading.RLock()
+        self._stopped = threading.Event()
+
+    def stage(self, text: str, fraction: float | None = None) -> None:
+        super().stage(text, fraction)
+        if self._stage.kind not in self._stages:  # they recur in every step: the first time is enough
+            self._stages.add(self._stage.kind)
+            self.note(f"{self._stage.kind} ...")
 
     def tick(self) -> None:
         """Print the stage and its progress, unless a line was printed a short time ago."""
-        now, stage = self._clock(), self._current.stage
+        now, stage = self._clock(), self._stage
         if not self._stages or now - self._printed_at < QUIET_SECONDS:
             return
         took = f"{format_duration(now - stage.since)} so far" if now - stage.since >= 1 else ""
-        self._print(f"{stage.text} ... {', '.join(filter(None, (stage.progress(now), took)))}".rstrip())
+        self.note(f"{stage.text} ... {', '.join(filter(None, (str(stage), took)))}".rstrip())
 
     def keep_ticking(self) -> None:
         """Tick in a thread until `stop`."""
@@ -249,7 +235,7 @@ class PlainView(View):
     def stop(self, last_line: str = "") -> None:
         self._stopped.set()
         if last_line:
-            self._print(f"{last_line} ...")
+            self.note(f"{last_line} ...")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.step(step, metrics.get("time/step"))
@@ -257,7 +243,7 @@ class PlainView(View):
         parts.append(f"{format_number(self._pace.seconds_a_step)} s/step")
         if self._pace.left is not None:
             parts.append(f"{format_duration(self._pace.left)} left")
-        self._print(f"{self._pace.count}  {'  '.join(parts)}")
+        self.note(f"{self._pace.count}  {'  '.join(parts)}")
 
     def sample(self, sample: ShownCompletion) -> None:
         if self._clock() < self._next_sample:
@@ -267,15 +253,9 @@ class PlainView(View):
         facts = "  ".join([*scores, f"advantage {format_number(sample.advantage)}"])
         said = f"{_quoted(prompt_text(sample.prompt))} -> {_quoted(sample.completion)}"
         reference = "" if sample.answer is None else f"  reference {_quoted(sample.answer)}"
-        self._print(f"  {said}{reference}  {facts}")
+        self.note(f"  {said}{reference}  {facts}")
 
     def note(self, text: str) -> None:
-        self._print(text)
-
-    def warn(self, text: str) -> None:
-        self._print(f"warning: {text}")
-
-    def _print(self, text: str) -> None:
         with self._print_lock:
             self._printed_at = self._clock()
             try:

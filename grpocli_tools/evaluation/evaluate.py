@@ -17,6 +17,7 @@ from grpocli.progress import Watch
 from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob, connected
 from grpocli.runs.metrics import to_json
+from grpocli.runs.run_dir import step_of
 from grpocli.tasks.prompt_source import accuracy_reward_of, doubtful_choices
 from grpocli.tasks.prompts import PromptMaker, PromptSet
 from grpocli.tasks.task import columns_of, error_limits_of, errors_below, key_of
@@ -200,7 +201,7 @@ class Evaluation:
 
 def checkpoints_of(run: Path, wanted: str) -> list[tuple[str, str]]:
     """(name, path) of a run's checkpoints. wanted: `all`, or steps such as `10,20`. Raises ConfigError."""
-    from grpocli.training.checkpoint import checkpoints, step_of
+    from grpocli.training.checkpoint import checkpoints
 
     found = {str(step_of(path)): path for path in sorted(checkpoints(run / "checkpoints"), key=step_of)}
     steps = list(found) if wanted == "all" else wanted.split(",")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.composition.overrides import to_text
 from grpocli.errors import ConfigError, GrpoError
+from grpocli.runs.run_dir import step_of
 from grpocli.runs.saved_run import SavedRun
 from grpocli.runs.sessions import steps_by_session
-from grpocli.training.checkpoint import step_of
 from grpocli_tools.replay.collection import RecordedStep, ReplaySession, RolloutSource
 from grpocli_tools.replay.step_replay import Check, StepReplay, checkpoint_check
 from grpocli_tools.replay.weights import Weights, checkpoint_before, checkpoint_of

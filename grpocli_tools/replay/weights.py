@@ -12,9 +12,10 @@ import torch
 from grpocli.algorithm.kl import has_teacher, teachers_in
 from grpocli.errors import GrpoError
 from grpocli.models.loading import load_policy
+from grpocli.runs.run_dir import step_of
 from grpocli.training import checkpoint
 from grpocli.training.build_trainer import load_reference, load_updater
-from grpocli.training.checkpoint import checkpoints, restoring, step_of
+from grpocli.training.checkpoint import checkpoints, restoring
 from grpocli.training.teachers import loaded_teachers
 from grpocli.training.trials import choose_layout, find_head, pack
 

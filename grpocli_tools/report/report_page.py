@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from grpocli.config.parts import CLASSES
+from grpocli.config.yaml_text import leaves
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.progress import Progress, unreported
-from grpocli.publish.pull import foreign_target
 from grpocli.runs.saved_run import SavedRun
 
 PLAIN_REWARD = "grpocli.rewards.reward.BaseReward"
@@ -68,3 +69,9 @@ def own_parts(saved: Mapping[str, Any]) -> dict[str, Any]:
             "is code outside grpocli, which a report does not run", value=foreign, key="_target_", hint=hint
         )
     return config
+
+
+def foreign_target(node: Any) -> str:
+    """The first `_target_` below a plain config that is not a registered part; "" if there is none."""
+    targets = (str(value) for key, value in leaves(node) if key.rpartition(".")[2] == "_target_")
+    return next((target for target in targets if target and target not in CLASSES), "")

@@ -5,8 +5,8 @@ docs/evidence/peers.md lists them, so this file imports no trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -76,311 +76,242 @@ def importance(weigh: str, high: float, drop: str, least: float, most: float) ->
     return ("algorithm/correction=importance", *(f"algorithm.correction.{key}={v}" for key, v in fields.items()))
 
 
-def verl(name: str, settings: dict[str, Any], overrides: tuple[str, ...], **more: Any) -> PeerCase:
-    return PeerCase("verl", name, settings, overrides, **more)
+OWN = ("rows", "guard", "single", "value", "distilled", "limit")
 
 
-def nemo(name: str, settings: dict[str, Any], overrides: tuple[str, ...], **more: Any) -> PeerCase:
-    guard = "tokens" if settings.get("token_level_loss", True) else "batch"
-    return PeerCase("NeMo RL", name, settings, overrides, **{"guard": guard, **more})
+def case(peer: str, name: str, overrides: tuple[str, ...], **given: Any) -> PeerCase:
+    """given: fields of PeerCase; all others are the peer's settings."""
+    settings = {key: value for key, value in given.items() if key not in OWN}
+    return PeerCase(peer, name, settings, overrides, **{key: given[key] for key in OWN if key in given})
 
 
-def slime(name: str, settings: dict[str, Any], overrides: tuple[str, ...], **more: Any) -> PeerCase:
-    return PeerCase("slime", name, settings, overrides, **more)
+verl, slime, prime = (partial(case, peer) for peer in ("verl", "slime", "prime-rl"))
+skyrl = partial(case, "SkyRL", single=True)
 
 
-def skyrl(name: str, settings: dict[str, Any], overrides: tuple[str, ...], **more: Any) -> PeerCase:
-    return PeerCase("SkyRL", name, settings, overrides, **{"single": True, **more})
+def nemo(name: str, overrides: tuple[str, ...], **given: Any) -> PeerCase:
+    return case(
+        "NeMo RL", name, overrides, **{"guard": "tokens" if given.get("token_level_loss", True) else "batch", **given}
+    )
 
 
+BY_COMPLETION = {"guard": "rows", "loss_agg_mode": "seq-mean-token-mean"}
 CLIP_HIGH = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 VERL = [
-    verl("vanilla", {}, TOKENS),
-    verl("vanilla, clip-higher", CLIP_HIGH, TOKENS + HIGH),
-    verl("vanilla, its default", {"clip_ratio_c": 3.0}, (*TOKENS, "algorithm.objective.dual=3.0")),
-    verl("vanilla, clip_ratio_c", {"clip_ratio_c": 1.3}, TOKENS + DUAL),
-    verl("vanilla, seq-mean-token-mean", {"loss_agg_mode": "seq-mean-token-mean"}, GRPO, guard="rows"),
+    verl("vanilla", TOKENS),
+    verl("vanilla, clip-higher", TOKENS + HIGH, **CLIP_HIGH),
+    verl("vanilla, its default", (*TOKENS, "algorithm.objective.dual=3.0"), clip_ratio_c=3.0),
+    verl("vanilla, clip_ratio_c", TOKENS + DUAL, clip_ratio_c=1.3),
+    verl("vanilla, seq-mean-token-mean", GRPO, **BY_COMPLETION),
     verl(
         "vanilla, seq-mean-token-mean, a completion without tokens",
-        {"loss_agg_mode": "seq-mean-token-mean"},
         GRPO,
         rows="one empty",
-        guard="rows",
+        **BY_COMPLETION,
     ),
-    verl("vanilla, seq-mean-token-sum", {"loss_agg_mode": "seq-mean-token-sum"}, SUM),
-    verl("vanilla, seq-mean-token-sum-norm", {"loss_agg_mode": "seq-mean-token-sum-norm"}, HORIZON),
-    verl(
-        "gspo",
-        {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", **CLIP_HIGH},
-        GRPO + SEQUENCE + HIGH,
-        guard="rows",
-    ),
-    verl("gspo, token-mean", {"loss_mode": "gspo"}, TOKENS + SEQUENCE),
-    verl("sapo", {"loss_mode": "sapo", "tau_pos": 1.5, "tau_neg": 1.75}, GRPO + SAPO, guard="rows"),
-    verl(
-        "cispo, no lower bound",
-        {"loss_mode": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.28},
-        TOKENS + CISPO,
-    ),
-    verl("vanilla, kl", {"kl_loss_type": "kl"}, TOKENS + kl("k1")),
-    verl("vanilla, mse", {"kl_loss_type": "mse"}, TOKENS + kl("k2")),
-    verl("vanilla, low_var_kl", {"kl_loss_type": "low_var_kl"}, TOKENS + kl("k3")),
+    verl("vanilla, seq-mean-token-sum", SUM, loss_agg_mode="seq-mean-token-sum"),
+    verl("vanilla, seq-mean-token-sum-norm", HORIZON, loss_agg_mode="seq-mean-token-sum-norm"),
+    verl("gspo", GRPO + SEQUENCE + HIGH, loss_mode="gspo", **BY_COMPLETION, **CLIP_HIGH),
+    verl("gspo, token-mean", TOKENS + SEQUENCE, loss_mode="gspo"),
+    verl("sapo", GRPO + SAPO, guard="rows", loss_mode="sapo", tau_pos=1.5, tau_neg=1.75),
+    verl("cispo, no lower bound", TOKENS + CISPO, loss_mode="cispo", clip_ratio_low=1.0, clip_ratio_high=0.28),
+    verl("vanilla, kl", TOKENS + kl("k1"), kl_loss_type="kl"),
+    verl("vanilla, mse", TOKENS + kl("k2"), kl_loss_type="mse"),
+    verl("vanilla, low_var_kl", TOKENS + kl("k3"), kl_loss_type="low_var_kl"),
     verl(
         "vanilla, low_var_kl, seq-mean-token-mean",
-        {"kl_loss_type": "low_var_kl", "loss_agg_mode": "seq-mean-token-mean"},
         GRPO + kl("k3"),
-        guard="rows",
+        kl_loss_type="low_var_kl",
+        **BY_COMPLETION,
     ),
-    verl("vanilla, low_var_kl+", {"kl_loss_type": "low_var_kl+"}, TOKENS + kl("k2"), value=False),
+    verl("vanilla, low_var_kl+", TOKENS + kl("k2"), value=False, kl_loss_type="low_var_kl+"),
     verl(
         "vanilla, rollout_is=token",
-        {"rollout_is": "token", "rollout_is_threshold": 1.3},
         TOKENS + correction("token_truncate", 1.3),
+        **{"rollout_is": "token", "rollout_is_threshold": 1.3},
     ),
     verl(
         "vanilla, rollout_is=token, 0.7_1.3",
-        {"rollout_is": "token", "rollout_is_threshold": "0.7_1.3"},
         TOKENS + correction("token_mask", 1.3, 0.7),
+        **{"rollout_is": "token", "rollout_is_threshold": "0.7_1.3"},
     ),
     verl(
         "cispo, rollout_is=token",
-        {"loss_mode": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.28, "rollout_is": "token"},
         TOKENS + CISPO + correction("token_truncate", 2.0),
+        **{"loss_mode": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.28, "rollout_is": "token"},
     ),
+    verl("cispo", TOKENS + CISPO_LOW, loss_mode="cispo", **CLIP_HIGH),
+    verl("gpg", TOKENS + PLAIN, loss_mode="gpg"),
+    verl("dro", TOKENS + MIRROR, loss_mode="dro", dro_beta=0.3),
+    verl("geo_mean", GRPO + GEOMETRIC, limit=1e-7, loss_mode="geo_mean", **CLIP_HIGH),  # as NeMo RL's sequence ratio
+    verl("dppo_tv", TOKENS + DPPO, value=False, loss_mode="dppo_tv", clip_ratio_low=0.1, clip_ratio_high=0.05),
+    verl("dppo_kl", TOKENS + DPPO_KL, value=False, loss_mode="dppo_kl", clip_ratio_low=0.1, clip_ratio_high=0.05),
+    verl("vanilla, bypass_mode", TOKENS + SAMPLER, bypass_mode=True),
 ]
 
-VERL += [
-    verl("cispo", {"loss_mode": "cispo", **CLIP_HIGH}, TOKENS + CISPO_LOW),
-    verl("gpg", {"loss_mode": "gpg"}, TOKENS + PLAIN),
-    verl("dro", {"loss_mode": "dro", "dro_beta": 0.3}, TOKENS + MIRROR),
-    verl(
-        "geo_mean", {"loss_mode": "geo_mean", **CLIP_HIGH}, GRPO + GEOMETRIC, limit=1e-7
-    ),  # as NeMo RL's sequence ratio
-    verl(
-        "dppo_tv",
-        {"loss_mode": "dppo_tv", "clip_ratio_low": 0.1, "clip_ratio_high": 0.05},
-        TOKENS + DPPO,
-        value=False,
-    ),
-    verl(
-        "dppo_kl",
-        {"loss_mode": "dppo_kl", "clip_ratio_low": 0.1, "clip_ratio_high": 0.05},
-        TOKENS + DPPO_KL,
-        value=False,
-    ),
-    verl("vanilla, bypass_mode", {"bypass_mode": True}, TOKENS + SAMPLER),
-]
+
+def corrected(kind: str, high: float, low: float | None = None) -> dict[str, Any]:
+    """NeMo RL's settings of a correction."""
+    name = "truncated_importance_sampling"
+    least = {} if low is None else {f"{name}_ratio_min": low}
+    return {"use_importance_sampling_correction": True, f"{name}_type": kind, f"{name}_ratio": high, **least}
+
 
 BY_ROW = {"token_level_loss": False}
 KL = {"reference_policy_kl_penalty": 0.04}
 NEMO = [
-    nemo("clip", {}, TOKENS),
-    nemo("clip-higher", {"ratio_clip_max": 0.28}, TOKENS + HIGH),
-    nemo("clip, per sequence", BY_ROW, GRPO),
-    nemo("ratio_clip_c", {"ratio_clip_c": 1.3}, TOKENS + DUAL),
+    nemo("clip", TOKENS),
+    nemo("clip-higher", TOKENS + HIGH, ratio_clip_max=0.28),
+    nemo("clip, per sequence", GRPO, **BY_ROW),
+    nemo("ratio_clip_c", TOKENS + DUAL, ratio_clip_c=1.3),
     nemo(
-        "sequence_level_importance_ratios",
-        {**BY_ROW, "sequence_level_importance_ratios": True},
-        GRPO + SEQUENCE,
-        limit=1e-7,  # the guard is in the mean log ratio, too
+        "sequence_level_importance_ratios", GRPO + SEQUENCE, limit=1e-7, **BY_ROW, sequence_level_importance_ratios=True
     ),
-    nemo(
-        "use_cispo, no lower bound", {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 0.28}, TOKENS + CISPO
-    ),
-    nemo("force_on_policy_ratio", {"force_on_policy_ratio": True}, TOKENS, rows="first"),
+    nemo("use_cispo, no lower bound", TOKENS + CISPO, use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=0.28),
+    nemo("force_on_policy_ratio", TOKENS, rows="first", force_on_policy_ratio=True),
     *(
-        nemo(
-            f"{name}, first update",
-            {**KL, "reference_policy_kl_type": name},
-            TOKENS + kl(name) + ON_POLICY,
-            rows="first",
-        )
+        nemo(f"{name}, first update", TOKENS + kl(name) + ON_POLICY, rows="first", **KL, reference_policy_kl_type=name)
         for name in ("k1", "k2", "k3")
     ),
-    nemo("k3, per sequence, first update", {**KL, **BY_ROW}, GRPO + kl("k3") + ON_POLICY, rows="first"),
+    nemo("k3, per sequence, first update", GRPO + kl("k3") + ON_POLICY, rows="first", **KL, **BY_ROW),
     nemo(
         "k3, use_on_policy_kl_approximation",
-        {**KL, "use_on_policy_kl_approximation": True},
         TOKENS + kl("k3") + ON_POLICY,
         rows="no gap",
+        **KL,
+        use_on_policy_kl_approximation=True,
     ),
     nemo(
         "tis",
-        {
-            "use_importance_sampling_correction": True,
-            "truncated_importance_sampling_type": "tis",
-            "truncated_importance_sampling_ratio": 1.3,
-        },
         TOKENS + correction("token_truncate", 1.3),
+        **corrected("tis", 1.3),
     ),
     nemo(
         "tis, from 0.7, per sequence",
-        {
-            **BY_ROW,
-            "use_importance_sampling_correction": True,
-            "truncated_importance_sampling_type": "tis",
-            "truncated_importance_sampling_ratio": 1.3,
-            "truncated_importance_sampling_ratio_min": 0.7,
-        },
         GRPO + correction("token_truncate", 1.3, 0.7),
+        **BY_ROW,
+        **corrected("tis", 1.3, 0.7),
     ),
     nemo(
         "icepop",
-        {
-            "use_importance_sampling_correction": True,
-            "truncated_importance_sampling_type": "icepop",
-            "truncated_importance_sampling_ratio": 1.3,
-            "truncated_importance_sampling_ratio_min": 0.7,
-        },
         TOKENS + correction("token_mask", 1.3, 0.7),
+        **corrected("icepop", 1.3, 0.7),
     ),
-]
-
-SEQ_MASK_TIS = {
-    "use_importance_sampling_correction": True,
-    "truncated_importance_sampling_type": "seq-mask-tis",
-    "truncated_importance_sampling_ratio": 1.2,
-    "truncated_importance_sampling_ratio_min": 0.9,
-}
-NEMO += [
-    nemo("use_cispo", {"use_cispo": True, "ratio_clip_max": 0.28}, TOKENS + CISPO_LOW),
-    nemo("disable_ppo_ratio", {"disable_ppo_ratio": True}, TOKENS + PLAIN),
-    nemo("seq-mask-tis", SEQ_MASK_TIS, TOKENS + importance("token", inf, "sequence", 0.9, 1.2)),
+    nemo("use_cispo", TOKENS + CISPO_LOW, use_cispo=True, ratio_clip_max=0.28),
+    nemo("disable_ppo_ratio", TOKENS + PLAIN, disable_ppo_ratio=True),
+    nemo(
+        "seq-mask-tis", TOKENS + importance("token", inf, "sequence", 0.9, 1.2), **corrected("seq-mask-tis", 1.2, 0.9)
+    ),
     nemo(
         "adv_estimator=opd, first update",
-        {"adv_estimator": "opd", "disable_ppo_ratio": True},
         TOKENS + DISTILLED,
-        rows="first",
-        distilled=True,
-        value=False,
+        **{"rows": "first", "distilled": True, "value": False, "adv_estimator": "opd", "disable_ppo_ratio": True},
     ),
 ]
 
 SLIME = [
-    slime("grpo", {}, GRPO),
-    slime("grpo, calculate_per_token_loss", {"calculate_per_token_loss": True}, TOKENS),
-    slime("grpo, clip-higher", {"eps_clip_high": 0.28}, GRPO + HIGH),
-    slime("grpo, eps_clip_c", {"eps_clip_c": 1.3}, GRPO + DUAL),
-    slime("gspo", {"advantage_estimator": "gspo"}, GRPO + SEQUENCE),
-    slime(
-        "cispo, no lower bound",
-        {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.28},
-        GRPO + CISPO,
-    ),
-    slime("grpo, use_tis", {"use_tis": True, "tis_clip": 1.3}, GRPO + correction("token_truncate", 1.3)),
+    slime("grpo", GRPO),
+    slime("grpo, calculate_per_token_loss", TOKENS, calculate_per_token_loss=True),
+    slime("grpo, clip-higher", GRPO + HIGH, eps_clip_high=0.28),
+    slime("grpo, eps_clip_c", GRPO + DUAL, eps_clip_c=1.3),
+    slime("gspo", GRPO + SEQUENCE, advantage_estimator="gspo"),
+    slime("cispo, no lower bound", GRPO + CISPO, advantage_estimator="cispo", eps_clip=1.0, eps_clip_high=0.28),
+    slime("grpo, use_tis", GRPO + correction("token_truncate", 1.3), use_tis=True, tis_clip=1.3),
     slime(
         "grpo, icepop",
-        {"use_tis": True, "custom_tis_function_path": "icepop_function", "tis_clip": 1.3, "tis_clip_low": 0.7},
         GRPO + correction("token_mask", 1.3, 0.7),
+        **{"use_tis": True, "custom_tis_function_path": "icepop_function", "tis_clip": 1.3, "tis_clip_low": 0.7},
     ),
     *(
-        slime(f"grpo, {name}", {"use_kl_loss": True, "kl_loss_type": name}, GRPO + kl(ours), single=True)
+        slime(f"grpo, {name}", GRPO + kl(ours), single=True, use_kl_loss=True, kl_loss_type=name)
         for name, ours in {"k1": "k1", "k2": "k2", "low_var_kl": "k3"}.items()
     ),
     slime(
         "grpo, k3, use_unbiased_kl",
-        {"use_kl_loss": True, "kl_loss_type": "k3", "use_unbiased_kl": True},
         GRPO + kl("k3") + ON_POLICY,
-        single=True,
+        **{"single": True, "use_kl_loss": True, "kl_loss_type": "k3", "use_unbiased_kl": True},
     ),
-]
-
-SLIME += [
-    slime(
-        "cispo",
-        {"advantage_estimator": "cispo", "eps_clip_high": 0.28},
-        GRPO + CISPO_LOW,
-    ),
-    slime("grpo, use_opsm", {"use_opsm": True, "opsm_delta": 0.1}, (*GRPO, "algorithm.objective.drop_above=0.1")),
-    slime("grpo, use_rollout_logprobs", {"use_rollout_logprobs": True}, GRPO + SAMPLER),
+    slime("cispo", GRPO + CISPO_LOW, advantage_estimator="cispo", eps_clip_high=0.28),
+    slime("grpo, use_opsm", (*GRPO, "algorithm.objective.drop_above=0.1"), use_opsm=True, opsm_delta=0.1),
+    slime("grpo, use_rollout_logprobs", GRPO + SAMPLER, use_rollout_logprobs=True),
     slime(
         "grpo, use_opd, first update",
-        {"use_opd": True, "opd_kl_coef": 0.5},
         (*GRPO, "algorithm/kl=reverse", "algorithm.kl.beta=0.5"),
         rows="first",
+        use_opd=True,
+        opd_kl_coef=0.5,
     ),
 ]
 
 PRIME = [
-    PeerCase("prime-rl", "default", {}, ("algorithm=dppo",)),
-    PeerCase(
-        "prime-rl",
+    prime("default", ("algorithm=dppo",)),
+    prime(
         "default, narrow",
-        {"dppo_mask_low": 0.1, "dppo_mask_high": 0.05, "kl_tau": 0.02},
         TOKENS + DPPO + SAMPLER + ("algorithm.objective.drift=0.02",),
+        **{"dppo_mask_low": 0.1, "dppo_mask_high": 0.05, "kl_tau": 0.02},
     ),
-    PeerCase(
-        "prime-rl",
+    prime(
         "ref_kl (opd), within its trust region",
-        {"loss": "ref_kl"},
         TOKENS + DISTILLED + SAMPLER + ("algorithm/objective=dppo", "algorithm.objective.drift=0.001"),
-        rows="near",
-        distilled=True,
+        **{"rows": "near", "distilled": True, "loss": "ref_kl"},
     ),
 ]
 
 SKYRL = [
-    skyrl("regular", {}, TOKENS),
-    skyrl("regular, sequence_mean", {"loss_reduction": "sequence_mean"}, GRPO),
-    skyrl("regular, seq_mean_token_sum_norm", {"loss_reduction": "seq_mean_token_sum_norm"}, HORIZON),
-    skyrl("dual_clip", {"policy_loss_type": "dual_clip", "clip_ratio_c": 1.3}, TOKENS + DUAL),
-    skyrl("gspo", {"policy_loss_type": "gspo", "loss_reduction": "sequence_mean"}, GRPO + SEQUENCE),
+    skyrl("regular", TOKENS),
+    skyrl("regular, sequence_mean", GRPO, loss_reduction="sequence_mean"),
+    skyrl("regular, seq_mean_token_sum_norm", HORIZON, loss_reduction="seq_mean_token_sum_norm"),
+    skyrl("dual_clip", TOKENS + DUAL, policy_loss_type="dual_clip", clip_ratio_c=1.3),
+    skyrl("gspo", GRPO + SEQUENCE, policy_loss_type="gspo", loss_reduction="sequence_mean"),
     skyrl(
         "sapo",
-        {
-            "policy_loss_type": "sapo",
-            "loss_reduction": "sequence_mean",
-            "sapo": {"tau_pos": 1.5, "tau_neg": 1.75},
-        },
         GRPO + SAPO,
+        policy_loss_type="sapo",
+        loss_reduction="sequence_mean",
+        sapo={"tau_pos": 1.5, "tau_neg": 1.75},
     ),
     skyrl(
         "cispo, no lower bound",
-        {"policy_loss_type": "cispo", "cispo": {"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": 0.28}},
         TOKENS + CISPO,
+        policy_loss_type="cispo",
+        cispo={"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": 0.28},
     ),
     skyrl(
         "regular, tis_ratio_type=token",
-        {"off_policy_correction": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.3}},
         TOKENS + correction("token_truncate", 1.3),
+        off_policy_correction={"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.3},
     ),
-]
-SKYRL += [
-    skyrl(
-        "regular, prompt_mean",
-        {"loss_reduction": "prompt_mean"},
-        (*TOKENS, "algorithm.aggregate.scope=group"),
-    ),
+    skyrl("regular, prompt_mean", (*TOKENS, "algorithm.aggregate.scope=group"), loss_reduction="prompt_mean"),
     skyrl(
         "cispo",
-        {"policy_loss_type": "cispo", "cispo": {"cispo_eps_clip_low": 0.2, "cispo_eps_clip_high": 0.28}},
         TOKENS + CISPO_LOW,
+        policy_loss_type="cispo",
+        cispo={"cispo_eps_clip_low": 0.2, "cispo_eps_clip_high": 0.28},
     ),
     *(
         skyrl(
             f"dppo, {kind}",
-            {"policy_loss_type": "dppo", "dppo": {"dppo_type": kind, "delta_low": 0.1, "delta_high": 0.05}},
             TOKENS + ours + SAMPLER,
+            policy_loss_type="dppo",
+            dppo={"dppo_type": kind, "delta_low": 0.1, "delta_high": 0.05},
         )
         for kind, ours in {"binary_tv": DPPO, "binary_kl": DPPO_KL}.items()
     ),
     skyrl(
         "regular, token mask",
-        {"off_policy_correction": {"token_mask_is_threshold_low": 0.7, "token_mask_is_threshold_high": 1.3}},
         TOKENS + importance("none", inf, "token", 0.7, 1.3),
+        off_policy_correction={"token_mask_is_threshold_low": 0.7, "token_mask_is_threshold_high": 1.3},
     ),
     skyrl(
         "regular, tis_ratio_type=token, geometric sequence mask",
-        {
-            "off_policy_correction": {
-                "tis_ratio_type": "token",
-                "token_tis_ratio_clip_high": 1.3,
-                "sequence_mask_metric": "geometric",
-                "geo_mask_low": 0.9,
-                "geo_mask_high": 1.2,
-            }
-        },
         TOKENS + importance("token", 1.3, "sequence", 0.9, 1.2),
+        off_policy_correction={
+            "tis_ratio_type": "token",
+            "token_tis_ratio_clip_high": 1.3,
+            "sequence_mask_metric": "geometric",
+            "geo_mask_low": 0.9,
+            "geo_mask_high": 1.2,
+        },
     ),
 ]
 LOSSES = VERL + NEMO + SLIME + PRIME + SKYRL
@@ -436,147 +367,146 @@ class Difference:
     key: str
 
 
-def one_by_one() -> Iterator[Difference]:
-    yield Difference(
+_DIFFERENCES = [
+    Difference(
         "verl, NeMo RL",
         "means over tokens",
         "divide by n + 1e-8 (verl: the mean of a completion; NeMo RL: every mean)",
         "divides by n, at least 1",
         "none",
-    )
-    yield Difference(
+    ),
+    Difference(
         "verl",
         "sapo, geo_mean",
         "the mean over completions whatever `loss_agg_mode` is",
         "as `aggregate` says",
         "algorithm/aggregate=sequence_mean",
-    )
-    yield Difference(
+    ),
+    Difference(
         "verl, SkyRL",
         "rollout_is=sequence, tis_ratio_type=sequence",
         "a completion weighs min(Π_t π_old/μ, C)",
         "`sequence_truncate` takes the geometric mean over t, not the product",
         "none; the product is near 0 or at C for long completions",
-    )
-    yield Difference(
+    ),
+    Difference(
         "NeMo RL",
         "use_importance_sampling_correction with sequence_level_importance_ratios",
         "a completion weighs Π_t π_old/μ",
         "every correction takes single ratios or their geometric mean",
         "none",
-    )
-    yield Difference(
+    ),
+    Difference(
         "verl",
         "rollout_rs, bounds of k1",
         "lower and upper bound μ/π_old",
         "`low` and `high` bound π_old/μ",
         "algorithm.correction.low=1/upper, high=1/lower",
-    )
-    yield Difference(
+    ),
+    Difference(
         "verl",
         "rollout_rs, denominators",
         "rejected tokens leave the loss and its denominators",
         "dropped tokens weigh 0 and are counted",
         "none",
-    )
-    yield Difference(
+    ),
+    Difference(
         "verl",
         "gspo with rollout_is=token",
         "the weight of a token scales the gradient of that token's log-prob",
         "the weights of a completion scale its ratio, whose gradient all its tokens share: their mean counts",
         "none",
-    )
-    yield Difference(
+    ),
+    Difference(
         "verl",
         "geo_mean with rollout_is=token",
         "a completion weighs the geometric mean of its tokens' weights",
         "the mean of its tokens' weights",
         "none",
-    )
-    yield Difference(
+    ),
+    Difference(
         "verl",
         "dppo_tv, dppo_kl",
         "−M sg[min(r, c)] A log π: beyond c (`clip_ratio_c`, 20) the gradient grows no further",
         "−M r A: the same gradient up to c",
         "none",
-    )
-    yield Difference(
+    ),
+    Difference(
         "verl, NeMo RL, slime",
         "cispo",
         "the weight has a lower bound, 1 − 0.2 by default (`clip_ratio_low`, `ratio_clip_min`, `eps_clip`)",
         "none by default, as in MiniMax-M1",
         "algorithm.objective.low=0.2",
-    )
-    yield Difference(
+    ),
+    Difference(
         "NeMo RL",
         "reference_policy_kl_penalty",
         "weighs D by π/sg[π], which is 1: the gradient is that of D plus D times that of log π, in every update",
         "`on_policy=false` has the gradient of D alone, `on_policy=true` weighs D by π/π_old",
         "algorithm.kl.on_policy=true: equal in the first update of a step",
-    )
-    yield Difference(
+    ),
+    Difference(
         "NeMo RL",
         "use_on_policy_kl_approximation",
         "D weighs π/μ",
         "`on_policy=true` weighs by π/π_old",
         "algorithm/correction=sampler makes π_old = μ",
-    )
-    yield Difference(
+    ),
+    Difference(
         "NeMo RL",
         "adv_estimator=opd with icepop",
         "the distillation term has the weights of the correction",
         "`kl=reverse` is part of the KL term, which no correction weighs",
         "algorithm.loss(advantages=log T − log π_old), in Python",
-    )
-    yield Difference(
+    ),
+    Difference(
         "slime",
         "use_opd",
         "A_it = A_i − β (log π_old − log T), inside the clip",
         "`kl=reverse` adds β r sg[log π − log T], outside the clip; equal in the first update of a step",
         "algorithm.loss(advantages=A_it), in Python",
-    )
-    yield Difference(
+    ),
+    Difference(
         "prime-rl",
         "ref_kl (opd)",
         "a token whose probability fell by more than 0.2 loses its distillation term",
         "`kl=reverse` keeps it",
         "none",
-    )
-    yield Difference(
+    ),
+    Difference(
         "slime",
         "kl_loss_type=k3",
         "exp(x) − x − 1, without a bound (`low_var_kl` has one)",
         "at most 10, as in verl and NeMo RL",
         "none",
-    )
-    yield Difference(
+    ),
+    Difference(
         "NeMo RL",
         "adv_estimator=grpo, its default",
         "A is divided by the std of the other completions' scores",
         "`std` by that of the whole group, from whose mean A is taken",
         "algorithm/advantage=leave_one_out algorithm.advantage.scale=others",
-    )
-    yield Difference(
+    ),
+    Difference(
         "verl",
         "reinforce_plus_plus_baseline",
         "the variance over tokens has ddof 1",
         "`reinforce_pp` over=tokens has ddof 0, as in NeMo RL and OpenRLHF",
         "none",
-    )
-    yield Difference(
+    ),
+    Difference(
         "verl, SkyRL",
         "grpo, a group of one completion",
         "A = s",
         "A = 0: there is nothing to compare with",
         "none",
-    )
-    yield Difference(
+    ),
+    Difference(
         "SkyRL",
         "maxrl",
         "A = (s − mean) / (mean + 1e-6)",
         "A = (s − mean) / mean, 0 where the mean is 0",
         "none",
-    )
-
-
-DIFFERENCES = {f"{one.peer}: {one.name}": one for one in one_by_one()}
+    ),
+]
+DIFFERENCES = {f"{one.peer}: {one.name}": one for one in _DIFFERENCES}

@@ -204,25 +204,11 @@ class Slime(Side):
         losses = self.module("slime.backends.megatron_utils.loss")
         args = Namespace(
             **{
-                "advantage_estimator": "grpo",
-                "eps_clip": 0.2,
-                "eps_clip_high": 0.2,
-                "eps_clip_c": None,
-                "use_rollout_logprobs": False,
-                "use_opsm": False,
-                "use_tis": False,
-                "tis_clip": 2.0,
-                "tis_clip_low": 0.0,
-                "get_mismatch_metrics": False,
-                "custom_tis_function_path": None,
-                "entropy_coef": 0.0,
-                "use_kl_loss": False,
-                "kl_loss_coef": 0.04,
-                "use_unbiased_kl": False,
-                "use_opd": False,
-                "opd_kl_coef": 1.0,
-                "calculate_per_token_loss": False,
-                **settings,
+                **dict.fromkeys(("use_rollout_logprobs", "use_opsm", "use_tis", "get_mismatch_metrics"), False),
+                **dict.fromkeys(("use_kl_loss", "use_unbiased_kl", "use_opd", "calculate_per_token_loss"), False),
+                **{"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None},
+                **{"tis_clip": 2.0, "tis_clip_low": 0.0, "custom_tis_function_path": None},
+                **{"entropy_coef": 0.0, "kl_loss_coef": 0.04, "opd_kl_coef": 1.0, **settings},
             }
         )
         per_token = args.calculate_per_token_loss

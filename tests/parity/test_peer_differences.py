@@ -37,7 +37,8 @@ from torch import Tensor
 
 from grpocli.algorithm.objective import log_ratio
 
-Proof = Callable[[], tuple[Tensor, Tensor, Tensor]]
+Three = tuple[Tensor, Tensor, Tensor]
+Proof = Callable[[Rows], Three]
 PROOFS: dict[str, Proof] = {}
 LEAST = {"verl, NeMo RL: means over tokens": 1e-11, "SkyRL: maxrl": 1e-7}
 IS = {"use_importance_sampling_correction": True}
@@ -53,45 +54,40 @@ def proves(name: str) -> Callable[[Proof], Proof]:
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_the_difference_is_the_one_of_the_definition(name: str, peer_table: Table) -> None:
-    found = PROOFS[name]()
+    found = PROOFS[name](random_rows(0))
     one = DIFFERENCES[name]
     reason = f"theirs: {one.theirs}; ours: {one.ours}"
     peer_table.explain(name, *found, reason, least=LEAST.get(name, 1e-4), most=1e-7)
 
 
 @proves("verl, NeMo RL: means over tokens")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, loss_agg_mode="seq-mean-token-mean")
     return ours(built(*GRPO), rows), theirs, ours(built(*GRPO, guard="rows"), rows)
 
 
 @proves("verl: sapo, geo_mean")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, loss_mode="sapo", tau_pos=1.5, tau_neg=1.75, loss_agg_mode="token-mean")
     return ours(built(*TOKENS, *SAPO), rows), theirs, ours(built(*GRPO, *SAPO), rows)
 
 
 @proves("verl, SkyRL: rollout_is=sequence, tis_ratio_type=sequence")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, rollout_is="sequence", rollout_is_threshold=1.5)
     mine = ours(built(*TOKENS, *correction("sequence_truncate", 1.5)), rows)
     return mine, theirs, ours(built(*TOKENS), rows, advantages=rows.advantages * product(rows).clamp(max=1.5))
 
 
 @proves("NeMo RL: use_importance_sampling_correction with sequence_level_importance_ratios")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("NeMo RL").loss(rows, token_level_loss=False, sequence_level_importance_ratios=True, **IS)
     mine = ours(built(*GRPO, *SEQUENCE, *importance("sequence", math.inf, "none", 0, 1)), rows)
     return mine, theirs, ours(built(*GRPO, *SEQUENCE), rows, advantages=rows.advantages * product(rows))
 
 
 @proves("verl: rollout_rs, bounds of k1")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("verl").loss(
         rows,
         rollout_rs="seq_mean_k1",
@@ -103,8 +99,7 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("verl: rollout_rs, denominators")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
     mine = ours(built(*TOKENS, *importance("none", 1, "token", 0.5, 2.0)), rows)
     kept_BT = rows.mask * ((rows.old - rows.sampler).abs() <= math.log(2.0))
@@ -112,8 +107,7 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("verl: gspo with rollout_is=token")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("verl").loss(
         rows, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", rollout_is="token", rollout_is_threshold=1.3
     )
@@ -124,8 +118,7 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("verl: geo_mean with rollout_is=token")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("verl").loss(
         rows, loss_mode="geo_mean", clip_ratio_high=0.28, rollout_is="token", rollout_is_threshold=1.3
     )
@@ -136,8 +129,7 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("verl: dppo_tv, dppo_kl")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, loss_mode="dppo_tv", clip_ratio_low=0.1, clip_ratio_high=0.05, clip_ratio_c=1.05)
     mine = gradient(ours(built(*TOKENS, *DPPO), rows), rows)
     ratio_BT = (rows.logp - rows.old).exp().detach()
@@ -145,15 +137,13 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("verl, NeMo RL, slime: cispo")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("verl").loss(rows, loss_mode="cispo", clip_ratio_high=0.28)
     return ours(built(*TOKENS, *CISPO), rows), theirs, ours(built(*TOKENS, *CISPO_LOW), rows)
 
 
 @proves("NeMo RL: reference_policy_kl_penalty")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("NeMo RL").loss(rows, reference_policy_kl_penalty=0.04)
     mine = gradient(ours(built(*TOKENS, *kl("k3")), rows), rows)
     penalty = kl_gradient(rows, rows.logp.detach())
@@ -161,8 +151,7 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("NeMo RL: use_on_policy_kl_approximation")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("NeMo RL").loss(rows, reference_policy_kl_penalty=0.04, use_on_policy_kl_approximation=True)
     mine = gradient(ours(built(*TOKENS, *kl("k3"), *ON_POLICY), rows), rows)
     penalty = kl_gradient(rows, rows.sampler)
@@ -170,7 +159,7 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("NeMo RL: adv_estimator=opd with icepop")
-def _() -> tuple[Tensor, Tensor, Tensor]:
+def _(rows: Rows) -> Three:
     rows = random_rows(0, "first")
     settings = {"truncated_importance_sampling_ratio": 1.3, "truncated_importance_sampling_ratio_min": 0.7}
     theirs = side("NeMo RL").loss(
@@ -188,8 +177,7 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("slime: use_opd")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("slime").loss(rows, use_opd=True, opd_kl_coef=0.5)
     mine = ours(built(*GRPO, "algorithm/kl=reverse", "algorithm.kl.beta=0.5"), rows)
     advantages_BT = rows.advantages.unsqueeze(1) - 0.5 * (rows.old - rows.ref)
@@ -197,8 +185,7 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("prime-rl: ref_kl (opd)")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     theirs = side("prime-rl").loss(rows, loss="ref_kl")
     drift = ("algorithm/objective=dppo", "algorithm.objective.drift=0.001")
     mine = ours(built(*TOKENS, *DISTILLED, *SAMPLER, *drift), rows, advantages=rows.advantages * 0)
@@ -208,8 +195,7 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("slime: kl_loss_type=k3")
-def _() -> tuple[Tensor, Tensor, Tensor]:
-    rows = random_rows(0)
+def _(rows: Rows) -> Three:
     rows = replace(rows, ref=(rows.logp.detach() + 2.0).where(rows.logp < -2.1, rows.ref - 12.0))
     theirs = side("slime").loss(rows, use_kl_loss=True, kl_loss_type="k3")
     x_BT = rows.ref - rows.logp
@@ -219,7 +205,7 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("NeMo RL: adv_estimator=grpo, its default")
-def _() -> tuple[Tensor, Tensor, Tensor]:
+def _(rows: Rows) -> Three:
     scores_PG = some_scores()
     theirs = side("NeMo RL").advantages(scores_PG, torch.ones(scores_PG.shape))[:, :, 0]
     others = ("algorithm/advantage=leave_one_out", "algorithm.advantage.scale=others")
@@ -228,7 +214,7 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("verl: reinforce_plus_plus_baseline")
-def _() -> tuple[Tensor, Tensor, Tensor]:
+def _(rows: Rows) -> Three:
     scores_PG, lengths_PG = some_scores(), torch.tensor([LENGTHS[:4], LENGTHS[4:]])
     theirs = side("verl").advantages(scores_PG, lengths_PG, adv_estimator="reinforce_plus_plus_baseline")[:, :, 0]
     pp = ("algorithm/advantage=reinforce_pp", "algorithm.advantage.over=tokens", "algorithm.advantage.eps=0")
@@ -238,14 +224,14 @@ def _() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @proves("verl, SkyRL: grpo, a group of one completion")
-def _() -> tuple[Tensor, Tensor, Tensor]:
+def _(rows: Rows) -> Three:
     scores_PG = torch.tensor([[0.5], [1.0]], dtype=torch.float64)
     theirs = side("verl").advantages(scores_PG, torch.ones(2, 1), adv_estimator="grpo", epsilon=0.0)[:, :, 0]
     return built("algorithm=grpo", *STD).advantages({"score": scores_PG}), theirs, scores_PG
 
 
 @proves("SkyRL: maxrl")
-def _() -> tuple[Tensor, Tensor, Tensor]:
+def _(rows: Rows) -> Three:
     scores_PG = some_scores()
     theirs = side("SkyRL").advantages(scores_PG, torch.ones(scores_PG.shape), advantage_estimator="maxrl")[:, :, 0]
     mine = built("algorithm=grpo", "algorithm/advantage=max_rl").advantages({"score": scores_PG})

@@ -19,7 +19,7 @@ from grpocli.errors import ConfigError
 from grpocli.hub import HubPath
 from grpocli.publish import pull
 from grpocli.publish.published import HIDDEN
-from grpocli.publish.pull import check_config, runs_code
+from grpocli.publish.pull import check_config, is_accepted
 from grpocli.publish.push import Pusher
 from grpocli.runs.run_dir import RunDir
 from grpocli_tools.command_line import composed
@@ -93,7 +93,7 @@ def without(*keys: str) -> Callable[[dict[str, Any]], None]:
 )
 def test_code_in_a_saved_override_is_refused_before_it_is_imported(config: Callable[..., Path], override: str) -> None:
     path = config(override.strip("'"), change=without("task.tools", "callbacks"))
-    with pytest.raises(ConfigError, match=r"its config runs code outside grpocli"):
+    with pytest.raises(ConfigError, match="its config sets"):
         check_config(path, NAME, [])
     assert not Path("imported").exists()
 
@@ -134,7 +134,7 @@ def test_a_resume_takes_no_saved_key_of_hydra(config: Callable[..., Path], overr
         ("task.maths.environment.arguments.taskset", "evil.py", True),
         ("engine.api_key_file", "~/.ssh/id_ed25519", True),
         ("engine.api_key_file", None, False),
-        ("engine.base_url", "http://127.0.0.1:8000", False),
+        ("engine.base_url", None, False),
         ("engine.base_url", "https://evil.example", True),
         ("reward.judge.base_url", "http://localhost.evil.example/v1", True),
         ("reward.judge.api_key", "OPENAI_API_KEY", False),
@@ -143,11 +143,17 @@ def test_a_resume_takes_no_saved_key_of_hydra(config: Callable[..., Path], overr
         ("algorithm.kl.api_key", "VLLM_API_KEY", False),
         ("tracker.options.settings.base_url", "https://evil.example", True),
         ("task.base_url", "???", False),
+        ("algorithm.aggregate.length", "${rollout.max_completion_tokens}", False),
+        ("algorithm.kl.base_url", "${name}", True),
+        ("task.path.tools", "evil.py:f", True),
+        ("task.storage_options.path", "evil", True),
+        ("reward.mine.unsafe", 1, True),
+        ("reward.mine.strictness", 3, False),
     ],
 )
-def test_values_that_run_code(key: str, value: object, code: bool) -> None:
+def test_values_that_must_be_given_again(key: str, value: object, code: bool) -> None:
     register_parts()
-    assert runs_code(key, value) is code
+    assert is_accepted(key, value) is not code
 
 
 def test_an_interpolation_that_becomes_code_is_refused(config: Callable[..., Path]) -> None:
@@ -155,7 +161,7 @@ def test_an_interpolation_that_becomes_code_is_refused(config: Callable[..., Pat
         plain["reward"]["mine"] = {"_target_": "task/verifiers", "env": "evil.py"}
         plain["task"] = "${reward.mine}"
 
-    with pytest.raises(ConfigError, match=r"runs code outside grpocli, task\.env=evil\.py"):
+    with pytest.raises(ConfigError, match="its config sets"):
         check_config(config(change=change), NAME, [])
 
 
@@ -186,7 +192,7 @@ def test_code_that_is_named_again_replaces_that_of_the_config_for_good(config: C
         "reward=[math,evil.py:f]",
         change=lambda plain: plain["reward"].update(f={"_target_": "reward/python", "function": "evil.py:f"}),
     )
-    with pytest.raises(ConfigError, match=r"runs code outside grpocli, reward=evil\.py:f"):
+    with pytest.raises(ConfigError, match=r"its config sets reward=evil\.py:f"):
         check_config(path, NAME, ["callbacks=[]"])
     kept = check_config(path, NAME, ["callbacks=[]", "reward=[math,mine.py:f]", "train.steps=9"])
     assert not Path("imported").exists()
@@ -210,11 +216,7 @@ def pushed(run: RunDir, change: Callable[[RunDir], None] = lambda _: None) -> No
     Pusher(run, Hub(push="me/new", checkpoints=True)).push()
 
 
-def test_only_the_files_of_a_checkpoint_are_downloaded(
-    hub: StandInHub,  # noqa: F811
-    run: RunDir,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_only_the_files_of_a_checkpoint_are_downloaded(hub: StandInHub, run: RunDir, tmp_path: Path) -> None:  # noqa: F811
     def add_code(run: RunDir) -> None:
         for name in ("evil.py", "evil.so", "carried.pt", "chat_template.jinja"):
             (run.checkpoint(4) / name).write_text("x")
@@ -254,7 +256,7 @@ def test_where_a_key_is_sent_must_be_given_again(config: Callable[..., Path]) ->
         plain["engine"].update({"_target_": "engine/vllm", "base_url": "https://evil.example", "api_key_file": "~/key"})
 
     for given in ([], ["engine.base_url=https://mine.example"]):
-        with pytest.raises(ConfigError, match="chooses where a key is sent") as refused:
+        with pytest.raises(ConfigError, match="send a key") as refused:
             check_config(config(change=change), NAME, given)
         assert refused.value.key == "resume"
     given = ["engine.base_url=https://mine.example", "engine.api_key_file=mine"]

@@ -17,18 +17,14 @@ from grpocli.errors import ConfigError
 from grpocli.runs.run_dir import RunDir
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT])
-def test_a_folder_that_cannot_be_written_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(handle: int) -> None:
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(ConfigError, match=r"^hydra\.run\.dir=") as caught:
+    with pytest.raises(ConfigError, match="No space left on device") as caught:
         RunDir(tmp_path).check_writable(resuming=False)
-    assert os.strerror(code) in str(caught.value)
-    assert ("free some space" in str(caught.value)) == (code in (errno.ENOSPC, errno.EDQUOT))
+    assert caught.value.key == "hydra.run.dir"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -80,7 +76,6 @@ def test_a_forked_process_does_not_keep_the_folder_locked(tmp_path: Path) -> Non
     ("code", "inside", "said"),
     [
         (errno.ENOSPC, True, r"^no space left on the disk while writing .*metrics\.jsonl; free some, then resume="),
-        (errno.EROFS, True, r"^hydra\.run\.dir=.*Read-only file system .*metrics\.jsonl.* resume="),
         (errno.EACCES, False, r"^/etc/shadow: Permission denied; fix that, then resume="),
         (errno.ENOENT, True, r"metrics\.jsonl: No such file or directory; fix that, "),
     ],
@@ -94,7 +89,7 @@ def test_an_os_error_during_a_run_has_a_remedy(tmp_path: Path, code: int, inside
         raise error
 
 
-@pytest.mark.parametrize(("problem", "goes_on"), [(errno.ENOSYS, True), (errno.ENOLCK, True), (errno.EIO, False)])
+@pytest.mark.parametrize(("problem", "goes_on"), [(errno.ENOLCK, True), (errno.EIO, False)])
 def test_a_file_system_without_locks_is_used_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: int, goes_on: bool
 ) -> None:

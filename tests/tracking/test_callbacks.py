@@ -68,24 +68,24 @@ def test_a_callback_can_end_the_training() -> None:
     assert not callbacks.failures
 
 
+def seed(n: int) -> None:
+    torch.manual_seed(n)
+    np.random.seed(n)
+    random.seed(n)
+
+
 class Draws(Callback):
     def before_step(self, step: int) -> None:
-        torch.manual_seed(9)
-        np.random.seed(9)
-        random.seed(9)
+        seed(9)
 
 
 def test_random_draws_of_a_callback_do_not_change_the_runs() -> None:
     def draws() -> tuple[float, float, float]:
         return torch.rand(1).item(), float(np.random.rand()), random.random()
 
-    torch.manual_seed(1)
-    np.random.seed(1)
-    random.seed(1)
+    seed(1)
     expected = [draws(), draws()]
-    torch.manual_seed(1)
-    np.random.seed(1)
-    random.seed(1)
+    seed(1)
     got = [draws()]
     Callbacks([("x.py:Draws", Draws())]).before_step(1)
     assert [*got, draws()] == expected
@@ -138,7 +138,7 @@ def test_callbacks_are_made_of_classes_and_factories(tmp_path: Path) -> None:
 def test_code_that_is_no_callback_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(CODE)
-    with pytest.raises(ConfigError, match=r"^callbacks=.*mine\.py:Other: is a class that does not derive from"):
+    with pytest.raises(ConfigError, match=r"^callbacks=.*mine\.py:Other: Other does not derive from"):
         check_callback(f"{file}:Other")
     with pytest.raises(ConfigError, match=r"mine\.py:Raises: making it raised KeyError: 'x' \("):
         make_callbacks([f"{file}:Raises"])

@@ -18,18 +18,10 @@ from rich.console import Console
 
 from grpocli.text import clean, prompt_text
 from grpocli.views.live_view import LiveView, make_view
-from grpocli.views.view import CurrentStage, PlainView, ShownCompletion, Stage, View
+from grpocli.views.view import PlainView, ShownCompletion, Stage, View
 
-METRICS: dict[str, Any] = {
-    "reward": 0.4123,
-    "loss": -0.00012,
-    "kl": 0.5,
-    "completions/mean_length": 3.25,
-    "time/step": 2.0,
-    "weight_version": 3,
-    "lr": 1e-6,
-    "rewards/format/mean": math.nan,
-}
+METRICS: dict[str, Any] = {"reward": 0.4123, "loss": -0.00012, "kl": 0.5, "completions/mean_length": 3.25}
+METRICS |= {"time/step": 2.0, "weight_version": 3, "lr": 1e-6, "rewards/format/mean": math.nan}
 
 
 class Clock:
@@ -89,11 +81,11 @@ def test_a_late_report_does_not_restore_the_earlier_stage() -> None:
             others[0].join(0.1)  # with the lock, this waits for the report
         return 0.0
 
-    current: list[CurrentStage] = []
-    current.append(CurrentStage(clock, "evaluating"))
+    current: list[Stage] = []
+    current.append(Stage(clock, "evaluating"))
     current[0].progress(1, 2, "completions")
     others[0].join()
-    assert current[0].stage == Stage("training", 0.0)
+    assert (current[0].text, str(current[0])) == ("training", "")
 
 
 def test_plain_samples_are_printed_rarely_and_on_one_line() -> None:
@@ -132,7 +124,7 @@ def fill(view: LiveView, steps: int = 3, completion: str = "2") -> None:
         )
 
 
-@pytest.mark.parametrize(("width", "height"), [(20, 24), (40, 3), (50, 100), (80, 24), (81, 10), (120, 40), (250, 20)])
+@pytest.mark.parametrize(("width", "height"), [(20, 24), (40, 3), (50, 100), (81, 10), (250, 20)])
 def test_the_live_view_fits_the_terminal(live: LiveView, width: int, height: int) -> None:
     fill(live, completion="数学" * 500 + "\n\\boxed{46}\n")
     lines = screen(live, width, height)
@@ -148,29 +140,13 @@ def test_the_live_view_shows_metrics_progress_and_a_completion(live: LiveView) -
     assert any("loading" in line for line in screen(live, 80, 24))
     fill(live, completion="\x1b[31mso it is\n[bold]2[/bold]\x07")
     text = "\n".join(screen(live, 100, 40))
-    for said in (
-        "day/time",
-        "step  3/12",
-        "2 s/step",
-        "warm start  0 s  37%",
-        "0.412",
-        "3 ",
-        "advantage 0.500",
-    ):
+    for said in ("day/time", "step  3/12", "2 s/step", "warm start  0 s  37%", "0.412", "3 ", "advantage 0.500"):
         assert said in text
     assert "[bold]2[/bold]" in text
     assert "[red]1+1[/red]=" in text
     assert "\x1b[31m" not in text
     assert re.search(r"1\d s left", text)
     assert re.search(r"some/long/metric/name/2 +0\.300 ↑", text)
-
-
-def test_a_small_terminal_shows_the_first_metrics(live: LiveView) -> None:
-    fill(live)
-    text = "\n".join(screen(live, 50, 12))
-    for said in ("reward", "loss", "kl", "mean_length"):
-        assert said in text
-    assert "a completion" not in text
 
 
 @settings(max_examples=40, deadline=None)
@@ -195,13 +171,13 @@ def test_the_terminal_is_restored_after_an_error() -> None:
     view.stop()
     view.stop()
     assert sys.stdout is stdout
-    assert (
-        out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
-    )  # the cursor is hidden and shown again
+    assert [out.getvalue().count(f"\x1b[?25{state}") for state in "lh"] == [1, 1], (
+        "the cursor is hidden and shown again"
+    )
     assert "stopped" in out.getvalue()
 
 
-@pytest.mark.parametrize(("term", "kind"), [("xterm-256color", LiveView), ("dumb", PlainView), ("unknown", PlainView)])
+@pytest.mark.parametrize(("term", "kind"), [("xterm-256color", LiveView), ("dumb", PlainView)])
 def test_a_terminal_that_cannot_be_redrawn_gets_lines(
     monkeypatch: pytest.MonkeyPatch, term: str, kind: type[View]
 ) -> None:
@@ -225,7 +201,5 @@ def test_a_full_disk_below_standard_output_does_not_end_a_run(caplog: pytest.Log
 def test_text_of_models_cannot_control_the_terminal() -> None:
     assert clean("a\x1b[2Jb\x07\r\nc\x1b]0;title\x07d\te") == "ab\ncd  e"
     assert clean("\u202eright to left\u200b \x9b31m") == "right to left 31m"
-    assert (
-        prompt_text([{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}])
-        == "user: hi\nassistant: "
-    )  # type: ignore[dict-item]
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]
+    assert prompt_text(talk) == "user: hi\nassistant: "
