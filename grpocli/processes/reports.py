@@ -38,10 +38,7 @@ KINDS: dict[int, type[GrpoError]] = {2: ConfigError, 3: Stopped}
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The stage of a process. since: when the stage began, in seconds since the epoch. step: the current step.
-
-    session: `Node.session`, "" outside of a SLURM job.
-    """
+    """The stage of a process."""
 
     rank: int
     pid: int
@@ -49,7 +46,9 @@ class Heartbeat:
     stage: str
     step: int
     since: float
+    """When the stage began, in seconds since the epoch."""
     session: str = ""
+    """`Node.session`, "" outside of a SLURM job."""
 
     @property
     def begun(self) -> bool:

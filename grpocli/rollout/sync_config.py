@@ -13,15 +13,14 @@ from grpocli.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ServerLocation:
-    """The location of the servers relative to the trainer.
-
-    gpu: the trainer computes on GPUs. local: the servers are on this machine. shared: True if every GPU of the servers
-    is a trainer's too, False if none is, None if some are.
-    """
+    """The location of the servers relative to the trainer."""
 
     gpu: bool
+    """The trainer computes on GPUs."""
     local: bool = True
+    """The servers are on this machine."""
     shared: bool | None = False
+    """True if every GPU of the servers is a trainer's too, False if none is, None if some are."""
 
 
 def locate_servers(

