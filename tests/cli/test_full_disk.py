@@ -115,6 +115,6 @@ def test_a_folder_that_becomes_unwritable_is_reported(grpocli, tmp_path: Path) -
         code, said = failed(grpocli, *argv)
     run.chmod(0o755)
     assert code == 1
-    assert f"hydra.run.dir={run}: Permission denied (" in said
-    assert said.endswith(f"; make it writable, then resume={run}")
+    assert f"{run}/checkpoints: Permission denied" in said
+    assert said.endswith(f"; fix that, then resume={run}")
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
