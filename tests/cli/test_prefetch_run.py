@@ -80,8 +80,10 @@ def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engin
 
 @pytest.mark.survival
 def test_kill_9_during_prefetching_then_resume(engine: list[str], tmp_path: Path) -> None:
+    """Also of groups that dynamic sampling discards, which are saved with the step that is ready."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = [*engine, *EVEN, "rollout.max_staleness=1", "train.steps=8"]
+    options += ["algorithm=dapo", "algorithm.keep.surplus=discard"]
     trained(whole, *options)
     process = start(*RUN, *options, "engine.slow=0.5", f"hydra.run.dir={killed}")
     wait_for(killed / "checkpoints" / "step_000004")
@@ -89,16 +91,23 @@ def test_kill_9_during_prefetching_then_resume(engine: list[str], tmp_path: Path
     finish(process)
     assert run_here("train", *engine[:2], f"resume={killed}", "engine.slow=0") == 0
     assert_same_run(killed, whole)
+    kept = [[read_rollouts(path) for path in sorted((run / "rollouts").iterdir())] for run in (whole, killed)]
+    assert kept[0] == kept[1]
+    assert any(row["status"] == "filtered" for step in kept[0] for row in step)
 
 
 @pytest.mark.survival
-def test_two_processes_sample_the_same(engine: list[str], tmp_path: Path) -> None:
-    options = [*engine, "rollout.max_staleness=1", "train.steps=6", "eval.problems=4", "eval.every=2"]
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_two_processes_sample_the_same(engine: list[str], staleness: int, tmp_path: Path) -> None:
+    """With two steps ahead, timing decides which weights sample, but none is too old."""
+    options = [*engine, f"rollout.max_staleness={staleness}", "train.steps=6", "eval.problems=4", "eval.every=2"]
     options += ["hardware.timeout=60", "engine.slow=0.05"]
     rows = trained(tmp_path / "two", *options, "hardware.processes=2")
-    assert max(row["staleness/max"] for row in rows) == 1
+    assert max(row["staleness/max"] for row in rows) == staleness
     assert {row["sampling/stale"] for row in rows} == {0}
     assert {row["sampling/kept"] for row in rows} == {4}
+    if staleness == 2:
+        return
     alone = trained(tmp_path / "one", *options)
     assert [row["reward"] for row in rows] == [row["reward"] for row in alone]
     two, one = ([versions(tmp_path / name, s) for s in range(1, 7)] for name in ("two", "one"))

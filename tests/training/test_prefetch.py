@@ -184,6 +184,20 @@ def test_an_error_of_the_thread_is_raised_when_the_trainer_waits() -> None:
             one.rollouts(2)
 
 
+def test_two_steps_ahead_ready_batches_are_used_before_a_later_error_is_raised() -> None:
+    sampler = ScriptedSampler()
+    with ahead(collector(sampler), staleness=2, in_flight=True) as one:
+        sampler.allow(2)
+        one.rollouts(1)
+        until(lambda: len(one.state(0).ready) == 1)
+        sampler.error = EngineError("the server is gone")
+        sampler.allow(1)
+        until(lambda: one._error is not None)
+        assert uids(one.rollouts(2)) == [2, 3]
+        with pytest.raises(EngineError, match="the server is gone"):
+            one.rollouts(3)
+
+
 def test_a_checkpoint_saves_ready_batches_and_no_draws_of_running_steps() -> None:
     sampler = ScriptedSampler()
     made = collector(sampler)
