@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from cli.running import SMALL, assert_same_run, metrics, run_here
 from publish.test_push import forget_hub, use_hub
 from stand_in_hub import StandInHub, serving
@@ -136,3 +137,19 @@ def test_a_damaged_download_is_refused(hub: StandInHub, grpocli: Grpocli) -> Non
     code, _, err = grpocli("train", "resume=hub:me/new", "train.steps=2", "hydra.run.dir=b")
     assert code == 2
     assert "step_000001 is damaged (model.safetensors differs from what was written)" in err
+
+
+@pytest.mark.survival
+def test_code_in_a_downloaded_config_must_be_named_again(hub: StandInHub, grpocli: Grpocli) -> None:
+    assert run_here("train", *RUN, "train.steps=1", "hydra.run.dir=a") == 0
+    config = yaml.safe_load(Path("a/config.yaml").read_text())
+    config["overrides"] += ["+hydra.callbacks.evil._target_=os.mkdir", "+hydra.callbacks.evil.path=made"]
+    Path("a/config.yaml").write_text(yaml.safe_dump(config | {"callbacks": ["os:system"]}))
+    assert run_here("push", "a", "--to", "me/new", "--checkpoints") == 0
+    again = ["train", "resume=hub:me/new", "train.steps=2", "hydra.run.dir=b"]
+    code, _, err = grpocli(*again)
+    assert code == 2
+    assert "callbacks=" in err
+    assert not Path("b").exists()
+    assert run_here(*again, "callbacks=[]", "hub.push=null") == 0
+    assert not Path("made").exists(), "no callback of Hydra comes from the hub"
