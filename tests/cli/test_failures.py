@@ -155,3 +155,10 @@ def test_user_code_that_exits_ends_the_run_with_an_error(grpocli, monkeypatch: p
     code, said = failed(grpocli, *SMALL_RUN)
     assert code == 1
     assert "user code ended the process: SystemExit: 0" in said
+
+
+def test_an_engine_part_must_return_an_engine(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpocli.rollout.transformers_engine.Transformers.connect", lambda *_: None)
+    code, said = failed(grpocli, *SMALL_RUN)
+    assert code == 2
+    assert "engine: connect returned None, which is not an Engine" in said
