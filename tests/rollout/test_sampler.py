@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from grpocli.progress import Watch
+from grpocli.rollout import sampling
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import draw, sampling_logits
 from grpocli.types import Completion, Request, Sampling
@@ -149,3 +150,18 @@ def test_progress_reaches_all_completions_and_changes_nothing(little_model) -> N
     assert watched == sample(little_model, requests, FREE, [1], 7)
     assert told == sorted(told)
     assert (told[0], told[-1]) == (0, 1)
+
+
+def test_one_thread_samples_few_rows_of_a_small_model(little_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By size and not by time, so that a resumed run samples the same tokens."""
+    parameters = sum(p.numel() for p in little_model.parameters())
+    monkeypatch.setattr(sampling, "SINGLE_THREAD_LIMIT", 8 * parameters // 2)  # products of two layers
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for rows, threads in ((8, 1), (9, 2)):
+            with sampling.single_thread_if_small(little_model, rows):
+                assert torch.get_num_threads() == threads
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
